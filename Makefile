@@ -1,0 +1,88 @@
+# `make` alone lists the targets. Everything lives in .venv; nothing is installed outside it but redis-server, for `make test`.
+
+# The first interpreter that is new enough; make PYTHON=python3.12 ... picks another.
+PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+# An extra package index to take torch from, such as the one PyTorch keeps for builds without CUDA.
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --constraint constraints.txt
+CODE := kvrelay kv_connector router prefill_node decode_node kernels/paged_kernels demo bench tests
+KERNEL_SOURCES := $(shell find kernels -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name 'CMakeLists.txt' \))
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint typecheck proto-check pytest proto bench redis-server clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/installed  ## Serve the demo model through real processes and ask it a few things
+	$(BIN)/python demo/run.py
+
+test: lint typecheck proto-check pytest  ## Everything needed to trust a change
+
+lint: $(VENV)/installed-dev  ## Ruff: rules and format
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+typecheck: $(VENV)/installed-dev  ## mypy --strict over code and tests
+	$(BIN)/mypy --strict $(CODE)
+
+pytest: $(VENV)/installed-dev redis-server  ## The tests; make pytest ARGS='tests/engine -k pool' runs some
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/installed  ## The cluster against transformers' generate; ARGS=--help explains
+	$(BIN)/python bench/serve_vs_generate.py $(ARGS)
+
+# Generated code is committed. It is made by an old protoc on purpose: protobuf 5.29 to 7 can load its output.
+define GENERATE
+PATH="$(CURDIR)/$(VENV)/proto/bin:$$PATH" python -m grpc_tools.protoc -I proto --python_out=$(1) --grpc_python_out=$(1) \
+	--mypy_out=$(1) --mypy_grpc_out=$(1) proto/kvrelay/v1/*.proto
+endef
+
+proto: $(VENV)/proto/installed  ## Generate kvrelay/v1 from proto/
+	$(call GENERATE,.)
+
+proto-check: $(VENV)/proto/installed  ## Is the committed generated code that of proto/?
+	@rm -rf build/proto && mkdir -p build/proto
+	$(call GENERATE,build/proto)
+	@diff -r --brief --exclude=__init__.py --exclude=__pycache__ build/proto/kvrelay/v1 kvrelay/v1 \
+		|| { echo "kvrelay/v1 is not what proto/ generates: run 'make proto' and commit the result"; exit 1; }
+
+redis-server:
+	@command -v redis-server >/dev/null || { echo "installing redis-server, which some tests start"; \
+		if command -v apt-get >/dev/null; then $(SUDO) apt-get update && $(SUDO) apt-get install --yes --no-install-recommends redis-server; \
+		elif command -v dnf >/dev/null; then $(SUDO) dnf install --assumeyes redis; \
+		elif command -v brew >/dev/null; then brew install redis; \
+		else echo "no known package manager: install redis-server yourself"; exit 1; fi; }
+
+clean:  ## Remove everything that make made
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/created:
+	@[ -n "$(PYTHON)" ] || { echo "kvrelay needs Python 3.11 or newer: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Torch first and alone, so that only it is looked for in the extra index.
+$(VENV)/torch: constraints.txt | $(VENV)/created
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	@touch $@
+
+# Editable: Python sources are used where they lie, so only the kernels and the dependencies make it stale.
+$(VENV)/installed: pyproject.toml $(KERNEL_SOURCES) $(VENV)/torch
+	$(PIP) --editable '.[engine,redis]'
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) --editable '.[engine,redis,dev]'
+	@touch $@
+
+$(VENV)/proto/installed: | $(VENV)/created
+	$(BIN)/python -m venv $(VENV)/proto
+	$(VENV)/proto/bin/python -m pip install grpcio-tools==1.71.2 mypy-protobuf==3.6.0 'setuptools<80'
+	@touch $@

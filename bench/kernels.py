@@ -1,0 +1,101 @@
+"""Measures attention: decode in GB/s of KV read, beside plain memory reads; prefill in GFLOP/s, beside torch SDPA."""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from paged_kernels.base import AttentionBackend, AttentionMetadata
+from paged_kernels.registry import select_backend
+from torch.nn.functional import scaled_dot_product_attention
+
+BLOCK_SIZE = 16
+NUM_LAYERS = 4
+
+
+def best_seconds(run: Callable[[], object], *, repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def metadata_for(num_seqs: int, seq_len: int, query_len: int) -> AttentionMetadata:
+    blocks = -(-seq_len // BLOCK_SIZE)
+    return AttentionMetadata(
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+        block_tables=torch.randperm(num_seqs * blocks).view(num_seqs, blocks).int(),
+        query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32) * query_len,
+        seq_lens=torch.full((num_seqs,), seq_len, dtype=torch.int32),
+        max_query_len=query_len,
+        max_seq_len=seq_len,
+    )
+
+
+def bench_decode(backend: AttentionBackend, args: argparse.Namespace, dtype: torch.dtype) -> None:
+    source = torch.ones(1 << 26)
+    bandwidth = source.nbytes / best_seconds(source.sum, repeats=args.repeats)
+    print(f"memory read: {bandwidth / 1e9:.1f} GB/s")
+    for num_seqs, seq_len in ((1, 4096), (16, 512), (16, 2048)):
+        metadata = metadata_for(num_seqs, seq_len, 1)
+        num_blocks = metadata.block_tables.numel()
+        pool = torch.randn(num_blocks, args.kv_heads, NUM_LAYERS, 2, BLOCK_SIZE, args.head_dim).to(dtype)
+        query = torch.randn(num_seqs, args.heads, args.head_dim).to(dtype)
+
+        def all_layers() -> None:
+            for layer in range(NUM_LAYERS):
+                backend.attend(query, pool, layer, metadata, scale=args.head_dim**-0.5)  # noqa: B023
+
+        seconds = best_seconds(all_layers, repeats=args.repeats)
+        rate = pool.nbytes / seconds
+        per_layer = seconds / NUM_LAYERS * 1e6
+        share = rate / bandwidth
+        print(
+            f"decode  {num_seqs:3} x {seq_len:5}: {per_layer:9.1f} us, {rate / 1e9:6.1f} GB/s, {share:4.0%} of memory"
+        )
+
+
+def bench_prefill(backend: AttentionBackend, args: argparse.Namespace, dtype: torch.dtype) -> None:
+    for length in (128, 512, 2048):
+        metadata = metadata_for(1, length, length)
+        pool = torch.randn(metadata.block_tables.numel(), args.kv_heads, 1, 2, BLOCK_SIZE, args.head_dim).to(dtype)
+        query = torch.randn(length, args.heads, args.head_dim).to(dtype)
+        scale = args.head_dim**-0.5
+        seconds = best_seconds(lambda: backend.attend(query, pool, 0, metadata, scale=scale), repeats=args.repeats)  # noqa: B023
+        q = torch.randn(1, args.heads, length, args.head_dim).to(dtype)
+        kv = torch.randn(1, args.kv_heads, length, args.head_dim).to(dtype)
+        sdpa = best_seconds(
+            lambda: scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True),  # noqa: B023
+            repeats=args.repeats,
+        )
+        flops = 2 * length * length * args.heads * args.head_dim  # two products, half of each is masked
+        ours, torchs = flops / seconds / 1e9, flops / sdpa / 1e9
+        print(f"prefill {length:5}: {ours:6.1f} GFLOP/s, torch SDPA over contiguous KV {torchs:6.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", choices=("auto", "native", "reference"), default="auto")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--heads", type=int, default=14)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=10)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    backend = select_backend(args.backend)
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    print(
+        f"{backend.name}, {args.dtype}, {args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.threads} threads"
+    )
+    bench_decode(backend, args, dtype)
+    bench_prefill(backend, args, dtype)
+
+
+if __name__ == "__main__":
+    main()

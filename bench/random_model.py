@@ -1,0 +1,160 @@
+"""Random-weight models of real shapes, for measuring speed without downloading anything.
+
+    python bench/random_model.py OUT_DIR --shape qwen2-0.5b
+
+writes a Hugging Face directory: bfloat16 safetensors, `config.json`, and a byte-level tokenizer in which every id
+decodes to text.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+BOS_TOKEN, EOS_TOKEN, PAD_TOKEN = "<|begin|>", "<|end|>", "<|pad|>"
+BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID = 256, 257, 258
+NUM_BYTE_TOKENS = 256
+MIN_VOCAB_SIZE = 260
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def qwen2_0_5b() -> PreTrainedConfig:
+    """Qwen2.5-0.5B with a smaller vocabulary."""
+    return Qwen2Config(
+        vocab_size=32_000,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_id=EOS_TOKEN_ID,
+    )
+
+
+def llama_1b() -> PreTrainedConfig:
+    """Llama 3.2 1B."""
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=True,
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_id=EOS_TOKEN_ID,
+    )
+
+
+def tiny() -> PreTrainedConfig:
+    """Small enough to write and load in a second."""
+    return LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_id=EOS_TOKEN_ID,
+    )
+
+
+SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {"qwen2-0.5b": qwen2_0_5b, "llama-1b": llama_1b, "tiny": tiny}
+
+
+def write_random_model(directory: Path, shape: str, *, seed: int = 0) -> Path:
+    """Writes the model and its tokenizer into `directory`, which is made if needed, and returns it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = SHAPES[shape]()
+    config.dtype = torch.bfloat16
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: _random(name, tensor.shape, generator)
+        for name, tensor in model.state_dict().items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_byte_tokenizer(directory, vocab_size=config.vocab_size)
+    return directory
+
+
+def write_byte_tokenizer(directory: Path, *, vocab_size: int) -> None:
+    """Token i < 256 is one byte, three special tokens follow, and the rest decode to words like " t300" but are never
+    produced."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE}, got {vocab_size}")
+    specials = {BOS_TOKEN: BOS_TOKEN_ID, EOS_TOKEN: EOS_TOKEN_ID, PAD_TOKEN: PAD_TOKEN_ID}
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | specials
+    vocabulary |= {
+        f"\u0120t{index}": index for index in range(len(vocabulary), vocab_size)
+    }  # U+0120 is the space of byte-level BPE
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        bos_token=BOS_TOKEN,
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+
+
+def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a random-weight model for measuring speed.")
+    parser.add_argument("directory", type=Path, metavar="OUT_DIR")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    directory = write_random_model(arguments.directory, arguments.shape, seed=arguments.seed)
+    size = (directory / "model.safetensors").stat().st_size
+    print(f"{directory}: {arguments.shape}, {size / 1e6:.0f} MB of weights")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The decode service. Life of a request here:
+
+1. `Admit` hands the request to the engine. With `local_prefill` that is all: its tokens follow from the first one.
+2. Otherwise the engine reserves every block the prompt needs and finds what is here already; the router is told
+   (`admitted`).
+3. `Pull` says what can be fetched; a `Receiver` fetches, and the connector verifies, while the prefill node computes
+   the next chunk.
+4. `Start` brings the first tokens. When every block is here, or nothing more will come, the engine goes on from them
+   (`kv_ready`): what did not arrive is computed here.
+5. Each engine step sends each router one message with all its new tokens, until every output has a finish reason.
+6. `Abort`, or the end of the router's stream, ends a request at any point and frees what it held.
+
+Invariant: a request is known here from its `Admit` until its last output, failure or abort, and holds nothing
+afterwards.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from kvrelay.core.errors import KVRelayError, status_of
+from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.wire import logprobs_to_wire, output_from_wire, output_to_wire
+from kvrelay.engine.request import Admission, KVRole, PromptOutput, StepResult
+from kvrelay.node.convert import engine_request, source_from_wire
+from kvrelay.node.node import Node
+from kvrelay.node.receiver import Receiver
+from kvrelay.v1 import decode_node_pb2 as pb
+from kvrelay.v1 import decode_node_pb2_grpc, node_pb2
+
+_logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _RouterStream:
+    """What is to be sent to one router: events of one loop turn travel in one message."""
+
+    def __init__(self) -> None:
+        self._events: list[pb.DecodeEvent] = []
+        self._wake = asyncio.Event()
+        self.closed = False
+        self.request_ids: set[str] = set()
+
+    def send(self, event: pb.DecodeEvent) -> None:
+        self._events.append(event)
+        self._wake.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._wake.set()
+
+    async def updates(self) -> AsyncIterator[pb.DecodeUpdate]:
+        while not self.closed:
+            await self._wake.wait()
+            self._wake.clear()
+            events, self._events = self._events, []
+            if events:
+                yield pb.DecodeUpdate(events=events)
+
+
+def _new_future() -> "asyncio.Future[tuple[TokenOutput, ...]]":
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True)
+class _Decode:
+    """A request on this node. `receiver` exists while its KV arrives from outside."""
+
+    stream: _RouterStream
+    num_prompt_tokens: int
+    num_unfinished: int
+    receiver: Receiver | None = None
+    pulls: list[pb.Pull] = field(default_factory=list)
+    first_tokens: asyncio.Future[tuple[TokenOutput, ...]] = field(default_factory=_new_future)
+    reception: asyncio.Task[None] | None = None
+
+
+class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
+    """One per node. Everything here runs on the node's loop."""
+
+    name = "kvrelay.v1.DecodeNode"
+    role = node_pb2.NODE_ROLE_DECODE
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._active: dict[str, _Decode] = {}
+        self._streams: set[_RouterStream] = set()
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(self, server)
+
+    def start(self) -> None:
+        self._node.start(self._on_result)
+
+    async def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        for request_id in list(self._active):
+            self._abort(request_id)
+
+    # -- the service -------------------------------------------------------------------------------------------------
+
+    async def Serve(
+        self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context
+    ) -> AsyncIterator[pb.DecodeUpdate]:
+        self._node.require_alive()
+        stream = _RouterStream()
+        self._streams.add(stream)
+        reader = asyncio.get_running_loop().create_task(self._read(request_iterator, stream))
+        try:
+            async for update in stream.updates():
+                yield update
+        finally:
+            reader.cancel()
+            self._streams.discard(stream)
+            for request_id in list(stream.request_ids):
+                self._abort(request_id)
+
+    async def _read(self, commands: AsyncIterator[pb.DecodeCommand], stream: _RouterStream) -> None:
+        try:
+            async for command in commands:
+                await self._handle(command, stream)
+        finally:
+            stream.close()
+
+    async def _handle(self, command: pb.DecodeCommand, stream: _RouterStream) -> None:
+        match command.WhichOneof("command"):
+            case "admit":
+                await self._admit(command.admit, stream)
+            case "pull":
+                self._pull(command.pull)
+            case "start":
+                self._start(command.start)
+            case "abort":
+                self._abort(command.abort.request_id)
+
+    async def _admit(self, admit: pb.Admit, stream: _RouterStream) -> None:
+        role = KVRole.LOCAL if admit.local_prefill else KVRole.CONSUME
+        if admit.request_id in self._active:
+            _logger.error("request %s was admitted twice; the second one is ignored", admit.request_id)
+            return
+        try:
+            request = engine_request(
+                admit.request_id,
+                admit.prompt_token_ids,
+                admit.sampling_params,
+                vocab_size=self._node.identity.vocab_size,
+                priority=admit.priority,
+                cache_salt=admit.cache_salt,
+                role=role,
+                receive=role is KVRole.CONSUME,
+            )
+            decode = _Decode(stream, len(request.prompt_token_ids), request.sampling.n)
+            self._active[request.request_id] = decode
+            stream.request_ids.add(request.request_id)
+            await self._node.engine.call(lambda engine: engine.add(request))
+        except KVRelayError as error:
+            self._forget(admit.request_id)
+            stream.send(_failed(admit.request_id, error))
+
+    def _pull(self, pull: pb.Pull) -> None:
+        decode = self._active.get(pull.request_id)
+        if decode is None:
+            return
+        if decode.receiver is None:
+            decode.pulls.append(pull)  # not admitted yet
+        else:
+            _announce(decode.receiver, pull)
+
+    def _start(self, start: pb.Start) -> None:
+        decode = self._active.get(start.request_id)
+        if decode is not None and not decode.first_tokens.done():
+            decode.first_tokens.set_result(tuple(output_from_wire(output) for output in start.first_tokens))
+
+    def _abort(self, request_id: str) -> None:
+        if self._forget(request_id):
+            self._node.engine.post(lambda engine: engine.abort(request_id))
+
+    def _forget(self, request_id: str) -> bool:
+        decode = self._active.pop(request_id, None)
+        if decode is None:
+            return False
+        decode.stream.request_ids.discard(request_id)
+        if decode.reception is not None:
+            decode.reception.cancel()
+        return True
+
+    # -- KV that arrives ---------------------------------------------------------------------------------------------
+
+    def _receive(self, admission: Admission) -> None:
+        decode = self._active.get(admission.request_id)
+        receiver = self._node.receiver(admission)
+        if decode is None:
+            receiver.discard()
+            return
+        decode.receiver = receiver
+        for pull in decode.pulls:
+            _announce(receiver, pull)
+        decode.pulls.clear()
+        decode.reception = asyncio.get_running_loop().create_task(self._run_reception(decode, receiver, admission))
+        admitted = pb.Admitted(num_cached_tokens=admission.num_cached_tokens)
+        decode.stream.send(pb.DecodeEvent(request_id=admission.request_id, admitted=admitted))
+
+    async def _run_reception(self, decode: _Decode, receiver: Receiver, admission: Admission) -> None:
+        request_id = admission.request_id
+        fetched = await receiver.run()
+        first_tokens = await decode.first_tokens
+        decode.num_unfinished = sum(output.finish_reason is None for output in first_tokens)
+        self._node.engine.post(lambda engine: engine.start(request_id, first_tokens))
+        ready = pb.KVReady(
+            num_cached_tokens=admission.num_cached_tokens,
+            num_fetched_tokens=fetched,
+            num_recomputed_tokens=decode.num_prompt_tokens - admission.num_cached_tokens - fetched,
+        )
+        decode.stream.send(pb.DecodeEvent(request_id=request_id, kv_ready=ready))
+
+    # -- what the engine reports -------------------------------------------------------------------------------------
+
+    def _on_result(self, result: StepResult) -> None:
+        for admission in result.admissions:
+            self._receive(admission)
+        for prompt in result.prompts:
+            if (decode := self._active.get(prompt.request_id)) is not None:
+                _send_prompt(decode.stream, prompt)
+        for item in result.outputs:
+            self._send_output(item.request_id, item.output)
+        for failure in result.failures:
+            decode = self._active.get(failure.request_id)
+            if self._forget(failure.request_id) and decode is not None:
+                decode.stream.send(_failed(failure.request_id, KVRelayError(failure.message)))
+
+    def _send_output(self, request_id: str, output: TokenOutput) -> None:
+        decode = self._active.get(request_id)
+        if decode is None:
+            return
+        decode.stream.send(pb.DecodeEvent(request_id=request_id, tokens=output_to_wire(output)))
+        if output.finish_reason is not None:
+            decode.num_unfinished -= 1
+            if decode.num_unfinished == 0:
+                self._forget(request_id)
+
+
+def _announce(receiver: Receiver, pull: pb.Pull) -> None:
+    if pull.num_blocks:
+        receiver.announce(source_from_wire(pull.source), pull.num_blocks)
+    if pull.final:
+        receiver.end()
+
+
+def _send_prompt(stream: _RouterStream, prompt: PromptOutput) -> None:
+    """A prompt that was computed here, before its first token."""
+    admitted = pb.Admitted(num_cached_tokens=prompt.num_cached_tokens)
+    stream.send(pb.DecodeEvent(request_id=prompt.request_id, admitted=admitted))
+    if prompt.prompt_logprobs:
+        logprobs = pb.PromptLogprobs(logprobs=[logprobs_to_wire(entry) for entry in prompt.prompt_logprobs])
+        stream.send(pb.DecodeEvent(request_id=prompt.request_id, prompt_logprobs=logprobs))
+
+
+def _failed(request_id: str, error: KVRelayError) -> pb.DecodeEvent:
+    code = status_of(error).grpc_code.value[0]
+    return pb.DecodeEvent(request_id=request_id, failed=pb.DecodeFailed(code=code, message=str(error)))

@@ -1,0 +1,373 @@
+// Paged attention of one item: online softmax over KV tiles (Dao, "FlashAttention-2", 2023, section 3.1) read through a block table
+// (Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023). The query heads that share a KV head are rows of
+// one matrix, so a KV tile is loaded once for all of them. Nothing outside the item's KV range is read.
+
+// Up to this many rows, K and V rows are used where they lie; from there on it pays to pack a tile for `matmul`.
+inline constexpr int kMaxDotRows = 3;
+
+inline constexpr float kLog2E = 1.44269504f;
+
+// One KV tile: pointers to the rows of tokens [first, last) of it.
+template <class T>
+struct TileRows {
+  const T* k[kTileTokens];
+  const T* v[kTileTokens];
+  int first;
+  int last;
+};
+
+// What an item works on, beside its scratch. Row r is query r / group, head r % group.
+struct ItemRows {
+  int count;
+  int group;
+  std::int64_t first_position;  // of query 0 in the sequence
+  std::int64_t window;
+  float* maxima;  // of the scaled scores, in units of log2
+  float* sums;    // [count, kMaxWidth], added up at the end
+  float* output;  // [count, output_stride], unnormalised
+  int output_stride;
+
+  // Positions [begin, end) that a row sees.
+  std::int64_t begin(int row) const {
+    const std::int64_t end_position = end(row);
+    return window > 0 && end_position > window ? end_position - window : 0;
+  }
+  std::int64_t end(int row) const { return first_position + row / group + 1; }
+};
+
+template <class T>
+static void locate_tile(const AttentionCall& call, const AttentionItem& item, int tile_begin, TileRows<T>& tile) {
+  const T* pool = static_cast<const T*>(call.pool) + item.kv_head * call.head_stride;
+  const std::int32_t* table = call.block_tables + item.sequence * call.table_stride;
+  tile.first = item.kv_begin > tile_begin ? item.kv_begin - tile_begin : 0;
+  tile.last = item.kv_end - tile_begin < kTileTokens ? item.kv_end - tile_begin : kTileTokens;
+  int index = (tile_begin + tile.first) / call.block_size;
+  int offset = (tile_begin + tile.first) % call.block_size;
+  for (int token = tile.first; token < tile.last; ++index, offset = 0) {
+    const T* k = pool + table[index] * call.block_stride;
+    const T* v = k + static_cast<std::int64_t>(call.block_size) * call.head_dim;
+    for (; offset < call.block_size && token < tile.last; ++offset, ++token) {
+      tile.k[token] = k + offset * call.head_dim;
+      tile.v[token] = v + offset * call.head_dim;
+    }
+  }
+}
+
+// The tile after `tile`; tokens that it does not have get some valid pointer, so that all can be prefetched.
+template <class T>
+static const TileRows<T>& locate_next(const AttentionCall& call, const AttentionItem& item, int tile_begin, const TileRows<T>& tile,
+                                      TileRows<T>& next) {
+  if (tile_begin < item.kv_end) {
+    locate_tile(call, item, tile_begin, next);
+  } else {
+    next.first = next.last = 0;
+  }
+  for (int token = next.last; token < kTileTokens; ++token) {
+    next.k[token] = tile.k[tile.first];
+    next.v[token] = tile.v[tile.first];
+  }
+  return next;
+}
+
+// Elements `d` .. of a row, as float32. Lanes past the row's end are zero.
+template <class T>
+INLINE Reg load_floats(const T* row, int d, int head_dim) {
+  return head_dim - d >= kWidth ? load(row + d) : load_n(row + d, head_dim - d);
+}
+
+// The same in words; see matmul.inl.
+template <class T>
+INLINE Reg load_words(const T* row, int word, int num_words) {
+  if constexpr (kPaired<T>) {
+    return load_floats(reinterpret_cast<const float*>(row), word, num_words);  // vector loads may alias
+  } else {
+    return load_floats(row, word, num_words);
+  }
+}
+
+template <class T>
+INLINE const T* word_address(const T* row, int word) {
+  return row + (kPaired<T> ? 2 * word : word);
+}
+
+template <class T>
+static void copy_queries(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows, float* target, int stride) {
+  const int num_words = kPaired<T> ? call.head_dim / 2 : call.head_dim;
+  const T* query = static_cast<const T*>(call.query);
+  const std::int64_t first_token = call.query_start_loc[item.sequence] + item.first_query;
+  for (int row = 0; row < rows.count; ++row) {
+    const std::int64_t head = static_cast<std::int64_t>(item.kv_head) * rows.group + row % rows.group;
+    const T* source = query + (first_token + row / rows.group) * call.query_token_stride + head * call.query_head_stride;
+    for (int word = 0; word < stride; word += kWidth)
+      store(target + row * stride + word, word < num_words ? load_words(source, word, num_words) : splat(0.0f));
+  }
+}
+
+// Asks for a row of the tile after this one while this one is worked on: blocks lie apart, and no hardware prefetcher finds the next one.
+INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// K of a tile as [words, kTileTokens], words padded to kWidth; tokens outside [first, last) are zero.
+template <class T>
+static void pack_keys(const TileRows<T>& tile, const TileRows<T>& next, int num_words, float* target) {
+  for (int token = 0; token < kTileTokens; token += kWidth) {
+    for (int word = 0; word < num_words; word += kWidth) {
+      Reg block[kWidth];
+      for (int i = 0; i < kWidth; ++i) {
+        const bool valid = token + i >= tile.first && token + i < tile.last;
+        block[i] = valid ? load_words(tile.k[token + i], word, num_words) : splat(0.0f);
+        prefetch(word_address(next.k[token + i], word));
+      }
+      transpose(block);
+      for (int i = 0; i < kWidth; ++i) store(target + (word + i) * kTileTokens + token, block[i]);
+    }
+  }
+}
+
+#if PAGED_BF16_DOT
+// V of a tile as [kTileTokens / 2, stride] words of two tokens each; tokens outside [first, last) are zero.
+static void pack_value_pairs(const TileRows<bf16>& tile, const TileRows<bf16>& next, int head_dim, int stride, float* target) {
+  for (int token = 0; token < kTileTokens; token += 2) {
+    const bool low_valid = token >= tile.first && token < tile.last;
+    const bool high_valid = token + 1 >= tile.first && token + 1 < tile.last;
+    for (int d = 0; d < stride; d += kWidth) {
+      const int count = head_dim - d < kWidth ? head_dim - d : kWidth;
+      const bf16* low = low_valid ? tile.v[token] + d : nullptr;
+      const bf16* high = high_valid ? tile.v[token + 1] + d : nullptr;
+      store(target + token / 2 * stride + d, interleave(low, high, low_valid ? count : 0, high_valid ? count : 0));
+      prefetch(next.v[token + d / kWidth % 2] + d / (2 * kWidth) * (2 * kWidth));  // a line holds 2 kWidth values
+    }
+  }
+}
+#endif
+
+// V of a tile as the second operand of `matmul`.
+template <class T>
+static void pack_values(const TileRows<T>& tile, const TileRows<T>& next, int head_dim, int stride, float* target) {
+#if PAGED_BF16_DOT
+  if constexpr (kPaired<T>) return pack_value_pairs(tile, next, head_dim, stride, target);
+#endif
+  for (int token = 0; token < kTileTokens; ++token) {
+    const bool valid = token >= tile.first && token < tile.last;
+    for (int d = 0; d < stride; d += kWidth) {
+      store(target + token * stride + d, valid ? load_floats(tile.v[token], d, head_dim) : splat(0.0f));
+      prefetch(next.v[token] + d);
+    }
+  }
+}
+
+// Turns one row of scores into weights in place and brings the row's running maximum, sum and output up to date.
+// Scores outside [first, last) count as -infinity. With kPairs the weights are written as bfloat16. `factor` is scale times log2(e).
+template <bool kPairs>
+static void softmax_row(float* scores, int first, int last, float factor, const ItemRows& rows, int row) {
+  constexpr int kVectors = kTileTokens / kWidth;
+  for (int i = 0; i < first; ++i) scores[i] = -__builtin_inff();
+  for (int i = last; i < kTileTokens; ++i) scores[i] = -__builtin_inff();
+  Reg values[kVectors];
+  for (int i = 0; i < kVectors; ++i) values[i] = mul(load(scores + i * kWidth), splat(factor));
+  Reg highest = splat(rows.maxima[row]);
+  for (int i = 0; i < kVectors; ++i) highest = max(highest, values[i]);
+  const float new_maximum = maximum(highest);
+  float* sums = rows.sums + row * kMaxWidth;
+  if (new_maximum != rows.maxima[row]) {
+    const Reg correction = power_of_two_below(splat(rows.maxima[row] - new_maximum));
+    float* output = rows.output + row * rows.output_stride;
+    for (int d = 0; d < rows.output_stride; d += kWidth) store(output + d, mul(load(output + d), correction));
+    store(sums, mul(load(sums), correction));
+    rows.maxima[row] = new_maximum;
+  }
+  Reg total = load(sums);
+  for (int i = 0; i < kVectors; ++i) {
+    const Reg weight = power_of_two_below(sub(values[i], splat(new_maximum)));
+    total = add(total, weight);
+    if constexpr (kPairs) {
+      store(reinterpret_cast<bf16*>(scores) + i * kWidth, weight);
+    } else {
+      store(scores + i * kWidth, weight);
+    }
+  }
+  store(sums, total);
+}
+
+template <bool kPairs>
+static void softmax_rows(float* scores, int tile_begin, int tile_first, int tile_last, float factor, const ItemRows& rows) {
+  for (int row = 0; row < rows.count; ++row) {
+    const std::int64_t begin = rows.begin(row) - tile_begin;
+    const std::int64_t end = rows.end(row) - tile_begin;
+    const int first = begin < tile_first ? tile_first : begin < tile_last ? static_cast<int>(begin) : tile_last;
+    const int last = end < tile_first ? tile_first : end < tile_last ? static_cast<int>(end) : tile_last;
+    softmax_row<kPairs>(scores + row * kTileTokens, first, last, factor, rows, row);
+  }
+}
+
+// Scores of up to kMaxDotRows rows against K where it lies, four tokens at a time.
+template <class T, int kRows>
+static void dot_scores(const TileRows<T>& tile, const TileRows<T>& next, int num_words, const float* query, int query_stride, float* scores) {
+  for (int token = tile.first; token < tile.last; token += 4) {
+    const T* keys[4];
+    for (int i = 0; i < 4; ++i) keys[i] = tile.k[token + i < tile.last ? token + i : tile.last - 1];
+    Reg sums[kRows][4];
+    for (int row = 0; row < kRows; ++row)
+      for (int i = 0; i < 4; ++i) sums[row][i] = splat(0.0f);
+    for (int word = 0; word < num_words; word += kWidth) {
+      Reg key[4];
+      for (int i = 0; i < 4; ++i) {
+        key[i] = load_words(keys[i], word, num_words);
+        prefetch(word_address(next.k[token + i < kTileTokens ? token + i : token], word));
+      }
+      for (int row = 0; row < kRows; ++row) {
+        const Reg value = load(query + row * query_stride + word);
+        for (int i = 0; i < 4; ++i) sums[row][i] = multiply_add<kPaired<T>>(key[i], value, sums[row][i]);
+      }
+    }
+    for (int row = 0; row < kRows; ++row) {
+      float four[4];
+      sum4(sums[row][0], sums[row][1], sums[row][2], sums[row][3], four);
+      for (int i = 0; i < 4 && token + i < tile.last; ++i) scores[row * kTileTokens + token + i] = four[i];
+    }
+  }
+}
+
+// Adds weights times V to kCols vectors of the output from element `d` on.
+template <class T, int kRows, int kCols>
+static void add_values(const TileRows<T>& tile, const TileRows<T>& next, int d, int head_dim, const float* weights, const ItemRows& rows) {
+  Reg sums[kRows][kCols];
+  for (int row = 0; row < kRows; ++row)
+    for (int col = 0; col < kCols; ++col) sums[row][col] = load(rows.output + row * rows.output_stride + d + col * kWidth);
+  for (int token = tile.first; token < tile.last; ++token) {
+    Reg value[kCols];
+    for (int col = 0; col < kCols; ++col) value[col] = load_floats(tile.v[token], d + col * kWidth, head_dim);
+    prefetch(next.v[token] + d);
+    if constexpr (kCols * kWidth * sizeof(T) > 64) prefetch(next.v[token] + d + kCols * kWidth / 2);
+    for (int row = 0; row < kRows; ++row) {
+      const Reg weight = splat(weights[row * kTileTokens + token]);
+      for (int col = 0; col < kCols; ++col) sums[row][col] = fma(weight, value[col], sums[row][col]);
+    }
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int col = 0; col < kCols; ++col) store(rows.output + row * rows.output_stride + d + col * kWidth, sums[row][col]);
+}
+
+template <class T, int kRows>
+static void attend_dot(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows, const float* query,
+                       int query_stride, float* scores) {
+  const int num_words = kPaired<T> ? call.head_dim / 2 : call.head_dim;
+  TileRows<T> tiles[2];
+  int begin = item.kv_begin / kTileTokens * kTileTokens;
+  locate_tile(call, item, begin, tiles[0]);
+  for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
+    const TileRows<T>& tile = tiles[index];
+    const TileRows<T>& next = locate_next(call, item, begin + kTileTokens, tile, tiles[index ^ 1]);
+    dot_scores<T, kRows>(tile, next, num_words, query, query_stride, scores);
+    softmax_rows<false>(scores, begin, tile.first, tile.last, call.scale * kLog2E, rows);
+    int d = 0;
+    for (; d + 4 * kWidth <= call.head_dim; d += 4 * kWidth) add_values<T, kRows, 4>(tile, next, d, call.head_dim, scores, rows);
+    for (; d < call.head_dim; d += kWidth) add_values<T, kRows, 1>(tile, next, d, call.head_dim, scores, rows);
+  }
+}
+
+template <class T>
+static void attend_packed(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows, const float* query,
+                          int query_stride, float* scores, float* packed) {
+  constexpr bool kPairs = kPaired<T>;
+  const TileSession<kPairs> session;
+  const int num_words = kPairs ? call.head_dim / 2 : call.head_dim;
+  const Matmul score{num_words, query, query_stride, packed, kTileTokens, scores, kTileTokens, false};
+  const int depth = kPairs ? kTileTokens / 2 : kTileTokens;
+  const Matmul output{depth, scores, kTileTokens, packed, rows.output_stride, rows.output, rows.output_stride, true};
+  TileRows<T> tiles[2];
+  int begin = item.kv_begin / kTileTokens * kTileTokens;
+  locate_tile(call, item, begin, tiles[0]);
+  for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
+    const TileRows<T>& tile = tiles[index];
+    const TileRows<T>& next = locate_next(call, item, begin + kTileTokens, tile, tiles[index ^ 1]);
+    pack_keys(tile, next, num_words, packed);
+    matmul<kPairs>(score, rows.count, kTileTokens);
+    softmax_rows<kPairs>(scores, begin, tile.first, tile.last, call.scale * kLog2E, rows);
+    pack_values(tile, next, call.head_dim, rows.output_stride, packed);
+    matmul<kPairs>(output, rows.count, rows.output_stride);
+  }
+}
+
+template <class T>
+static void store_rows(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows) {
+  const std::int64_t first_token = call.query_start_loc[item.sequence] + item.first_query;
+  for (int row = 0; row < rows.count; ++row) {
+    const float* source = rows.output + row * rows.output_stride;
+    const float row_sum = sum(load(rows.sums + row * kMaxWidth));
+    if (item.partial >= 0) {
+      float* slot = call.partials + (item.partial + row) * partial_floats(call.head_dim);
+      slot[0] = rows.maxima[row];
+      slot[1] = row_sum;
+      for (int d = 0; d < rows.output_stride; d += kWidth) store(slot + kMaxWidth + d, load(source + d));
+      continue;
+    }
+    const std::int64_t head = static_cast<std::int64_t>(item.kv_head) * rows.group + row % rows.group;
+    T* target = static_cast<T*>(call.output) + ((first_token + row / rows.group) * call.num_heads + head) * call.head_dim;
+    const Reg inverse = splat(1.0f / row_sum);
+    int d = 0;
+    for (; d + kWidth <= call.head_dim; d += kWidth) store(target + d, mul(load(source + d), inverse));
+    if (d < call.head_dim) store_n(target + d, mul(load(source + d), inverse), call.head_dim - d);
+  }
+}
+
+template <class T>
+static void attend_item(const AttentionCall& call, const AttentionItem& item, float* scratch) {
+  const int group = call.num_heads / call.num_kv_heads;
+  const int count = item.num_queries * group;
+  const int padded_count = padded(count, kMaxWidth);  // a matrix unit may touch whole tiles of rows
+  const int stride = padded(call.head_dim, kMaxWidth);
+  const std::int64_t query_len = call.query_start_loc[item.sequence + 1] - call.query_start_loc[item.sequence];
+  float* query = scratch;
+  float* scores = query + padded_count * stride;
+  float* output = scores + padded_count * kTileTokens;
+  float* packed = output + padded_count * stride;
+  float* sums = packed + kTileTokens * stride;
+  float* maxima = sums + count * kMaxWidth;
+  for (int i = 0; i < count * stride; ++i) output[i] = 0.0f;
+  for (int row = 0; row < count; ++row) {
+    maxima[row] = -3.402823466e38f;  // finite, so that a row that sees nothing of its first tile stays defined
+    for (int i = 0; i < kMaxWidth; ++i) sums[row * kMaxWidth + i] = 0.0f;
+  }
+  const std::int64_t first_position = call.seq_lens[item.sequence] - query_len + item.first_query;
+  const ItemRows rows{count, group, first_position, call.window, maxima, sums, output, stride};
+  copy_queries<T>(call, item, rows, query, stride);
+  switch (count) {
+    case 1: attend_dot<T, 1>(call, item, rows, query, stride, scores); break;
+    case 2: attend_dot<T, 2>(call, item, rows, query, stride, scores); break;
+    case kMaxDotRows: attend_dot<T, kMaxDotRows>(call, item, rows, query, stride, scores); break;
+    default: attend_packed<T>(call, item, rows, query, stride, scores, packed); break;
+  }
+  store_rows<T>(call, item, rows);
+}
+
+// Joins the partial results of a decode query, in order of position: the same sum whatever the number of threads.
+template <class T>
+static void merge_item(const AttentionCall& call, const MergeItem& item) {
+  const int group = call.num_heads / call.num_kv_heads;
+  const int slot_floats = partial_floats(call.head_dim);
+  for (int head = 0; head < group; ++head) {
+    const float* slots = call.partials + (item.partial + head) * slot_floats;
+    const std::int64_t chunk_stride = static_cast<std::int64_t>(group) * slot_floats;
+    float highest = slots[0];
+    for (int chunk = 1; chunk < item.num_chunks; ++chunk)
+      highest = slots[chunk * chunk_stride] > highest ? slots[chunk * chunk_stride] : highest;
+    T* target = static_cast<T*>(call.output) +
+                (static_cast<std::int64_t>(item.token) * call.num_heads + item.kv_head * group + head) * call.head_dim;
+    for (int d = 0; d < call.head_dim; d += kWidth) {
+      Reg total = splat(0.0f);
+      Reg denominator = splat(0.0f);
+      for (int chunk = 0; chunk < item.num_chunks; ++chunk) {
+        const float* slot = slots + chunk * chunk_stride;
+        const Reg weight = power_of_two_below(splat(slot[0] - highest));
+        denominator = fma(weight, splat(slot[1]), denominator);
+        total = fma(weight, load(slot + kMaxWidth + d), total);
+      }
+      const Reg result = div(total, denominator);
+      if (d + kWidth <= call.head_dim) {
+        store(target + d, result);
+      } else {
+        store_n(target + d, result, call.head_dim - d);
+      }
+    }
+  }
+}

@@ -1,0 +1,39 @@
+// The kernels for AVX-512 with bfloat16 dot products.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <type_traits>
+
+#include "kernel_table.h"
+
+// Only what follows is compiled for the extension: headers come first, so that no inline function shared with other files is.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+#endif
+
+namespace paged::avx512_bf16 {
+#define PAGED_BF16_DOT 1
+#define PAGED_AMX 0
+#include "simd_avx512.inl"
+
+#include "kernels.inl"
+}  // namespace paged::avx512_bf16
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace paged {
+const KernelTable& avx512_bf16_kernels() {
+  static constexpr KernelTable table = avx512_bf16::kernel_table("avx512_bf16");
+  return table;
+}
+}  // namespace paged
+
+#endif

@@ -1,0 +1,126 @@
+// The kernels of one instruction set, and the plain data they work on. Each isa_*.cpp compiles the same kernel sources for its own
+// instruction set and fills in one table. Nothing here owns memory; every pointer stays valid for the duration of a call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "element_types.h"
+
+namespace paged {
+
+// Tokens of KV handled together; tiles start at multiples of it, so that a token's result does not depend on how its sequence was
+// cut into chunks or which other tokens share the call.
+inline constexpr int kTileTokens = 64;
+// Longest vector of any instruction set, in floats: rows in scratch memory are padded to it.
+inline constexpr int kMaxWidth = 16;
+
+// One attention call. Strides count elements. `pool` points at block 0 of the wanted layer.
+struct AttentionCall {
+  const void* query;  // [num_tokens, num_heads, head_dim]
+  std::int64_t query_token_stride;
+  std::int64_t query_head_stride;
+  void* output;  // like query, contiguous
+  const void* pool;
+  std::int64_t block_stride;
+  std::int64_t head_stride;
+  const std::int32_t* block_tables;  // [num_seqs, table_stride]
+  std::int64_t table_stride;
+  const std::int32_t* query_start_loc;
+  const std::int32_t* seq_lens;
+  int num_heads;
+  int num_kv_heads;
+  int head_dim;
+  int block_size;
+  float scale;
+  std::int64_t window;  // tokens a query sees, itself included; 0 = all
+  float* partials;      // see partial_floats
+};
+
+// All query heads of one KV head, for `num_queries` consecutive queries of a sequence, over KV positions [kv_begin, kv_end).
+// `partial` < 0: the result goes to the output; otherwise unnormalised to partial slots `partial + g`, one per query head.
+struct AttentionItem {
+  std::int32_t sequence;
+  std::int32_t kv_head;
+  std::int32_t first_query;
+  std::int32_t num_queries;
+  std::int32_t kv_begin;
+  std::int32_t kv_end;
+  std::int64_t partial;
+};
+
+// A decode query whose KV was cut into `num_chunks` items; merged in order of position.
+struct MergeItem {
+  std::int32_t token;
+  std::int32_t kv_head;
+  std::int32_t num_chunks;
+  std::int64_t partial;
+};
+
+inline constexpr int padded(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// A partial slot: maximum, sum, then the accumulated row.
+inline constexpr int partial_floats(int head_dim) { return kMaxWidth + padded(head_dim, kMaxWidth); }
+
+// Scratch floats an item needs: query, scores and output rows, row maxima and sums, the K and V tile.
+inline std::size_t scratch_floats(int rows, int head_dim) {
+  const std::size_t dim = static_cast<std::size_t>(padded(head_dim, 2 * kMaxWidth));
+  const std::size_t row_count = static_cast<std::size_t>(padded(rows, kMaxWidth));
+  return row_count * (2 * dim + kTileTokens + kMaxWidth + 1) + dim * kTileTokens;
+}
+
+struct RowSpan {
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+// x, weight, out and the optional residuals have row length `size`; rows are `*_stride` elements apart.
+struct NormCall {
+  const void* x;
+  std::int64_t x_stride;
+  const void* residual;  // null: plain norm
+  std::int64_t residual_stride;
+  void* residual_out;  // [rows, size] contiguous
+  const void* weight;
+  void* out;  // [rows, size] contiguous
+  std::int64_t size;
+  float epsilon;
+};
+
+struct SiluMulCall {
+  const void* gate_up;  // [rows, 2 * size]
+  std::int64_t stride;
+  void* out;  // [rows, size] contiguous
+  std::int64_t size;
+};
+
+// Rotates heads in place; cos and sin are float32 rows of `half` values, element d and d + half turn together.
+struct RotaryCall {
+  void* x;  // [rows, num_heads, 2 * half]
+  std::int64_t token_stride;
+  std::int64_t head_stride;
+  std::int64_t num_heads;
+  const float* cos;
+  const float* sin;
+  std::int64_t angle_stride;
+  std::int64_t half;
+};
+
+struct KernelTable {
+  const char* name;
+  void (*attend[kNumDTypes])(const AttentionCall&, const AttentionItem&, float* scratch);
+  void (*merge[kNumDTypes])(const AttentionCall&, const MergeItem&);
+  void (*rms_norm[kNumDTypes])(const NormCall&, RowSpan);
+  void (*silu_mul[kNumDTypes])(const SiluMulCall&, RowSpan);
+  void (*rotary[kNumDTypes])(const RotaryCall&, RowSpan);
+};
+
+const KernelTable& portable_kernels();
+#if defined(__x86_64__)
+const KernelTable& avx2_kernels();
+const KernelTable& avx512_kernels();
+const KernelTable& avx512_bf16_kernels();
+const KernelTable& amx_bf16_kernels();
+#endif
+
+}  // namespace paged

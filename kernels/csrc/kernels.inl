@@ -1,0 +1,17 @@
+// Everything that is compiled once per instruction set, in its namespace, after the matching simd_*.inl.
+
+#include "exponential.inl"
+#include "matmul.inl"
+#include "attention_kernel.inl"
+#include "elementwise_kernel.inl"
+
+static constexpr KernelTable kernel_table(const char* name) {
+  return KernelTable{
+      name,
+      {attend_item<float>, attend_item<bf16>, attend_item<f16>},
+      {merge_item<float>, merge_item<bf16>, merge_item<f16>},
+      {rms_norm_rows<float>, rms_norm_rows<bf16>, rms_norm_rows<f16>},
+      {silu_mul_rows<float>, silu_mul_rows<bf16>, silu_mul_rows<f16>},
+      {rotary_rows<float>, rotary_rows<bf16>, rotary_rows<f16>},
+  };
+}

@@ -1,0 +1,220 @@
+// The Python module paged_kernels._native: checks shapes, then runs the kernels without the GIL. Tensors are only borrowed.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "elementwise.h"
+#include "instruction_set.h"
+#include "paged_attention.h"
+#include "parallel.h"
+#include "tensor.h"
+
+namespace nb = nanobind;
+
+namespace paged {
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+
+void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+// The pool with its layer chosen.
+struct Pool {
+  Pool(nb::handle object, std::int64_t layer) : view(object, "kv_pool", 6), dtype(view.element_type()) {
+    view.require_contiguous_from(1);
+    require(layer >= 0 && layer < view.shape(2), "layer is outside the pool");
+    require(view.shape(3) == 2, "kv_pool: axis 3 is not K and V");
+    require(block_size() > 0 && block_size() % 8 == 0, "kv_pool: block_size is not a multiple of 8");
+    require(head_dim() > 0 && head_dim() % 8 == 0 && head_dim() <= kMaxHeadDim, "kv_pool: head_dim is not a multiple of 8 up to 256");
+    data = view.data<char>() + layer * view.stride(2) * element_size(dtype);
+  }
+  std::int64_t num_blocks() const { return view.shape(0); }
+  std::int64_t num_kv_heads() const { return view.shape(1); }
+  std::int64_t block_size() const { return view.shape(4); }
+  std::int64_t head_dim() const { return view.shape(5); }
+
+  TensorView view;
+  DType dtype;
+  char* data;
+};
+
+// [num_tokens, num_heads, head_dim] with a contiguous last axis, of the pool's element type.
+TensorView token_tensor(nb::handle object, const char* name, const Pool& pool) {
+  TensorView view(object, name, 3);
+  view.require_element_type(pool.dtype);
+  view.require_contiguous_from(2);
+  require(view.shape(2) == pool.head_dim(), "queries, keys and values must have the pool's head_dim");
+  return view;
+}
+
+void bind_write_kv(nb::handle key_object, nb::handle value_object, nb::handle pool_object, std::int64_t layer, nb::handle slot_mapping,
+                   int num_threads) {
+  const Pool pool(pool_object, layer);
+  const TensorView key = token_tensor(key_object, "key", pool);
+  const TensorView value = token_tensor(value_object, "value", pool);
+  const TensorView slots(slot_mapping, "slot_mapping", 1);
+  require(key.shape(1) == pool.num_kv_heads() && value.shape(1) == pool.num_kv_heads(), "key and value must have the pool's KV heads");
+  require(key.shape(0) == slots.shape(0) && value.shape(0) == slots.shape(0), "key, value and slot_mapping differ in tokens");
+  const std::int64_t bytes = element_size(pool.dtype);
+  WriteCall call{};
+  call.key = key.data<const char>();
+  call.key_token_stride = key.stride(0) * bytes;
+  call.key_head_stride = key.stride(1) * bytes;
+  call.value = value.data<const char>();
+  call.value_token_stride = value.stride(0) * bytes;
+  call.value_head_stride = value.stride(1) * bytes;
+  call.pool = pool.data;
+  call.block_stride = pool.view.stride(0) * bytes;
+  call.head_stride = pool.view.stride(1) * bytes;
+  call.num_tokens = slots.shape(0);
+  call.num_kv_heads = pool.num_kv_heads();
+  call.num_blocks = pool.num_blocks();
+  call.block_size = pool.block_size();
+  call.row_bytes = pool.head_dim() * bytes;
+  call.slot_mapping = slots.int64_data();
+  const nb::gil_scoped_release release;
+  write_kv(call, num_threads);
+}
+
+void bind_paged_attention(nb::handle output_object, nb::handle query_object, nb::handle pool_object, std::int64_t layer,
+                          nb::handle block_tables, nb::handle query_start_loc, nb::handle seq_lens, float scale, std::int64_t window,
+                          int num_threads) {
+  const Pool pool(pool_object, layer);
+  const TensorView query = token_tensor(query_object, "query", pool);
+  const TensorView output = token_tensor(output_object, "output", pool);
+  const TensorView tables(block_tables, "block_tables", 2);
+  const TensorView starts(query_start_loc, "query_start_loc", 1);
+  const TensorView lens(seq_lens, "seq_lens", 1);
+  output.require_contiguous_from(0);
+  require(output.shape(0) == query.shape(0) && output.shape(1) == query.shape(1), "output and query differ in shape");
+  require(query.shape(1) > 0 && query.shape(1) % pool.num_kv_heads() == 0, "query heads are not a multiple of the pool's KV heads");
+  require(starts.shape(0) == lens.shape(0) + 1 && tables.shape(0) == lens.shape(0), "the metadata differ in sequences");
+  require(scale > 0.0f, "scale must be positive");
+  AttentionCall call{};
+  call.query = query.data<const void>();
+  call.query_token_stride = query.stride(0);
+  call.query_head_stride = query.stride(1);
+  call.output = output.data<void>();
+  call.pool = pool.data;
+  call.block_stride = pool.view.stride(0);
+  call.head_stride = pool.view.stride(1);
+  call.block_tables = tables.int32_data();
+  call.table_stride = tables.shape(1);
+  call.query_start_loc = starts.int32_data();
+  call.seq_lens = lens.int32_data();
+  call.num_heads = static_cast<int>(query.shape(1));
+  call.num_kv_heads = static_cast<int>(pool.num_kv_heads());
+  call.head_dim = static_cast<int>(pool.head_dim());
+  call.block_size = static_cast<int>(pool.block_size());
+  call.scale = scale;
+  call.window = window;
+  const BatchShape batch{query.shape(0), lens.shape(0), pool.num_blocks()};
+  const nb::gil_scoped_release release;
+  paged_attention(call, batch, pool.dtype, num_threads);
+}
+
+// [rows, size] with a contiguous last axis; outputs are contiguous throughout.
+TensorView row_tensor(nb::handle object, const char* name, DType dtype, std::int64_t rows, std::int64_t size, bool is_output) {
+  TensorView view(object, name, 2);
+  view.require_element_type(dtype);
+  view.require_contiguous_from(is_output ? 0 : 1);
+  require(view.shape(0) == rows && view.shape(1) == size, "the tensors' shapes do not fit together");
+  return view;
+}
+
+NormCall norm_call(const TensorView& x, const TensorView& weight, const TensorView& out, float epsilon) {
+  x.require_contiguous_from(1);
+  weight.require_element_type(x.element_type());
+  weight.require_contiguous_from(0);
+  require(weight.shape(0) == x.shape(1), "weight has another length than the rows of x");
+  NormCall call{};
+  call.x = x.data<const void>();
+  call.x_stride = x.stride(0);
+  call.weight = weight.data<const void>();
+  call.out = out.data<void>();
+  call.size = x.shape(1);
+  call.epsilon = epsilon;
+  return call;
+}
+
+void bind_rms_norm(nb::handle out_object, nb::handle x_object, nb::handle weight_object, float epsilon, int num_threads) {
+  const TensorView x(x_object, "x", 2);
+  const TensorView weight(weight_object, "weight", 1);
+  const DType dtype = x.element_type();
+  const TensorView out = row_tensor(out_object, "out", dtype, x.shape(0), x.shape(1), true);
+  const NormCall call = norm_call(x, weight, out, epsilon);
+  const nb::gil_scoped_release release;
+  rms_norm(call, x.shape(0), dtype, num_threads);
+}
+
+void bind_add_rms_norm(nb::handle out_object, nb::handle residual_out_object, nb::handle x_object, nb::handle residual_object,
+                       nb::handle weight_object, float epsilon, int num_threads) {
+  const TensorView x(x_object, "x", 2);
+  const TensorView weight(weight_object, "weight", 1);
+  const DType dtype = x.element_type();
+  const TensorView out = row_tensor(out_object, "out", dtype, x.shape(0), x.shape(1), true);
+  const TensorView residual = row_tensor(residual_object, "residual", dtype, x.shape(0), x.shape(1), false);
+  const TensorView residual_out = row_tensor(residual_out_object, "residual_out", dtype, x.shape(0), x.shape(1), true);
+  NormCall call = norm_call(x, weight, out, epsilon);
+  call.residual = residual.data<const void>();
+  call.residual_stride = residual.stride(0);
+  call.residual_out = residual_out.data<void>();
+  const nb::gil_scoped_release release;
+  rms_norm(call, x.shape(0), dtype, num_threads);
+}
+
+void bind_silu_mul(nb::handle out_object, nb::handle gate_up_object, int num_threads) {
+  const TensorView gate_up(gate_up_object, "gate_up", 2);
+  const DType dtype = gate_up.element_type();
+  gate_up.require_contiguous_from(1);
+  require(gate_up.shape(1) % 2 == 0, "gate_up has an odd row length");
+  const TensorView out = row_tensor(out_object, "out", dtype, gate_up.shape(0), gate_up.shape(1) / 2, true);
+  const SiluMulCall call{gate_up.data<const void>(), gate_up.stride(0), out.data<void>(), out.shape(1)};
+  const nb::gil_scoped_release release;
+  silu_mul(call, gate_up.shape(0), dtype, num_threads);
+}
+
+void bind_rotary(nb::handle x_object, nb::handle cos_object, nb::handle sin_object, int num_threads) {
+  const TensorView x(x_object, "x", 3);
+  const DType dtype = x.element_type();
+  x.require_contiguous_from(2);
+  require(x.shape(2) % 2 == 0, "head_dim is odd");
+  const std::int64_t half = x.shape(2) / 2;
+  const TensorView cos(cos_object, "cos", 2);
+  const TensorView sin(sin_object, "sin", 2);
+  for (const TensorView* angles : {&cos, &sin}) {
+    angles->require_element_type(DType::f32);
+    angles->require_contiguous_from(1);
+    require(angles->shape(0) == x.shape(0), "cos and sin need one row per token");
+    require(angles->shape(1) == half || angles->shape(1) == 2 * half, "cos and sin need head_dim or head_dim / 2 columns");
+  }
+  require(cos.stride(0) == sin.stride(0), "cos and sin differ in strides");
+  const RotaryCall call{x.data<void>(),          x.stride(0),   x.stride(1), x.shape(1), cos.data<const float>(),
+                        sin.data<const float>(), cos.stride(0), half};
+  const nb::gil_scoped_release release;
+  rotary(call, x.shape(0), dtype, num_threads);
+}
+
+}  // namespace
+}  // namespace paged
+
+NB_MODULE(_native, m) {
+  using namespace nb::literals;
+  m.def("instruction_set", [] { return std::string(paged::kernels().name); });
+  m.def("available_instruction_sets", &paged::available_instruction_sets);
+  m.def("set_instruction_set", [](const std::string& name) { paged::force_instruction_set(name); }, "name"_a);
+  m.def("borrow_openmp_runtime", [](const std::string& path) { return paged::borrow_openmp_runtime(path.c_str()); }, "path"_a);
+  m.def("write_kv", &paged::bind_write_kv, "key"_a, "value"_a, "kv_pool"_a, "layer"_a, "slot_mapping"_a, "num_threads"_a);
+  m.def("paged_attention", &paged::bind_paged_attention, "output"_a, "query"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
+        "query_start_loc"_a, "seq_lens"_a, "scale"_a, "window"_a, "num_threads"_a);
+  m.def("rms_norm", &paged::bind_rms_norm, "out"_a, "x"_a, "weight"_a, "epsilon"_a, "num_threads"_a);
+  m.def("add_rms_norm", &paged::bind_add_rms_norm, "out"_a, "residual_out"_a, "x"_a, "residual"_a, "weight"_a, "epsilon"_a,
+        "num_threads"_a);
+  m.def("silu_mul", &paged::bind_silu_mul, "out"_a, "gate_up"_a, "num_threads"_a);
+  m.def("rotary", &paged::bind_rotary, "x"_a, "cos"_a, "sin"_a, "num_threads"_a);
+}

@@ -1,0 +1,37 @@
+// Runs independent items on several threads. The threads are those of the OpenMP runtime that the host process (torch) has loaded
+// already: a second runtime beside it would oversubscribe the cores. Without one, everything runs on the calling thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace paged {
+
+// Looks for GOMP_parallel in the shared library `path` if, and only if, the process has it loaded. False when there is none.
+bool borrow_openmp_runtime(const char* path);
+
+// Calls body(context) on `num_threads` threads at once, the caller's among them, and waits for all. Body must not throw.
+void run_team(void (*body)(void*), void* context, int num_threads);
+
+// Calls item(i) for every i in [0, count), each once, in any order and on any of the threads.
+template <class Item>
+void parallel_for(int num_threads, std::int64_t count, const Item& item) {
+  if (num_threads > count) num_threads = static_cast<int>(count);
+  if (num_threads <= 1) {
+    for (std::int64_t i = 0; i < count; ++i) item(i);
+    return;
+  }
+  struct Shared {
+    std::atomic<std::int64_t> next;
+    std::int64_t count;
+    const Item& item;
+  } shared{{0}, count, item};
+  run_team(
+      [](void* context) {
+        Shared& work = *static_cast<Shared*>(context);
+        for (std::int64_t i; (i = work.next.fetch_add(1, std::memory_order_relaxed)) < work.count;) work.item(i);
+      },
+      &shared, num_threads);
+}
+
+}  // namespace paged

@@ -1,0 +1,14 @@
+// The first n < kWidth elements of a vector, through memory: for instruction sets without masks. Rare: row tails only.
+
+template <class T>
+INLINE Reg load_n(const T* source, int n) {
+  float buffer[kWidth] = {};
+  for (int i = 0; i < n; ++i) buffer[i] = to_float(source[i]);
+  return load(buffer);
+}
+template <class T>
+INLINE void store_n(T* target, Reg value, int n) {
+  float buffer[kWidth];
+  store(buffer, value);
+  for (int i = 0; i < n; ++i) from_float(buffer[i], target[i]);
+}

@@ -1,0 +1,1 @@
+"""Paged attention over the canonical KV block layout. Imports nothing else of kvrelay."""

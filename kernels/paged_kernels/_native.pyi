@@ -1,0 +1,39 @@
+"""The compiled extension. Tensors are borrowed through DLPack; `native.py` and `fused.py` say what the arguments mean.
+
+Raises ValueError for shapes, strides or element types that do not fit, IndexError for blocks and slots outside the
+pool.
+"""
+
+from torch import Tensor
+
+def instruction_set() -> str: ...
+def available_instruction_sets() -> list[str]: ...
+def set_instruction_set(name: str) -> None: ...
+def borrow_openmp_runtime(path: str) -> bool: ...
+def write_kv(
+    key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor, num_threads: int
+) -> None: ...
+def paged_attention(
+    output: Tensor,
+    query: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+    num_threads: int,
+) -> None: ...
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float, num_threads: int) -> None: ...
+def add_rms_norm(
+    out: Tensor,
+    residual_out: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    num_threads: int,
+) -> None: ...
+def silu_mul(out: Tensor, gate_up: Tensor, num_threads: int) -> None: ...
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, num_threads: int) -> None: ...

@@ -1,0 +1,65 @@
+"""The attention seam: writing KV into the paged pool and attending over it.
+
+The pool is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; index 0 of the fourth axis is K, 1 is V.
+A backend may assume that every block is contiguous, and nothing else about strides of queries, keys and values beyond
+a contiguous last axis.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Which tokens of a step belong to which sequence, and where their KV lives. All tensors are on the pool's device.
+
+    Tokens of the step's sequences lie one after the other ("varlen"): sequence i owns query rows
+    `query_start_loc[i] : query_start_loc[i + 1]`, and they are the last ones of its `seq_lens[i]` tokens.
+    """
+
+    slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset of each new token
+    block_tables: Tensor  # [num_seqs, max_num_blocks] int32, rows padded with 0
+    query_start_loc: Tensor  # [num_seqs + 1] int32
+    seq_lens: Tensor  # [num_seqs] int32, new tokens included
+    max_query_len: int
+    max_seq_len: int
+
+
+class AttentionBackend(Protocol):
+    """One implementation. Stateless between calls; both methods run on the caller's thread and return when done (or
+    enqueued).
+    """
+
+    name: str
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+        """Store the new tokens' `key` and `value`, both `[num_tokens, num_kv_heads, head_dim]`, at their slots of
+        `layer`.
+        """
+        ...
+
+    def attend(
+        self,
+        query: Tensor,
+        kv_pool: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """Causal attention of `query` `[num_tokens, num_heads, head_dim]` over everything its sequences hold in
+        `layer`.
+
+        The KV of the query tokens must have been written before. Query head h reads KV head `h // (num_heads //
+        num_kv_heads)`. With `sliding_window` w a token at position p sees positions p - w + 1 .. p. Softmax is
+        accumulated in float32. Returns `[num_tokens, num_heads, head_dim]`, contiguous, in the query's dtype.
+        """
+        ...
+
+
+def supported_dtypes() -> tuple[torch.dtype, ...]:
+    return (torch.float32, torch.bfloat16, torch.float16)

@@ -1,0 +1,67 @@
+"""Row-wise pieces of a decoder layer, one pass each: compiled on the CPU where that was built, plain torch otherwise.
+
+Both ways round where transformers' Llama modules round. Inference only: nothing is recorded for autograd.
+"""
+
+import torch
+from torch import Tensor
+
+from paged_kernels import fused_reference
+from paged_kernels.extension import load_extension
+
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm of the rows of `x` `[num_rows, size]` in float32, rounded, then times `weight` `[size]`."""
+    native = load_extension()
+    if native is None or not _fits(x, weight):
+        return fused_reference.rms_norm(x, weight, eps)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    native.rms_norm(out, x, weight, eps, torch.get_num_threads())
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`(rms_norm(residual + x), residual + x)`; the arguments, `[num_rows, size]`, stay as they are."""
+    native = load_extension()
+    if native is None or not _fits(x, residual, weight):
+        return fused_reference.add_rms_norm(x, residual, weight, eps)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    new_residual = torch.empty(x.shape, dtype=x.dtype)
+    native.add_rms_norm(out, new_residual, x, residual, weight, eps, torch.get_num_threads())
+    return out, new_residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` for `gate_up` `[num_rows, 2 * size]` whose first half is the gate; `[num_rows, size]`."""
+    native = load_extension()
+    if native is None or not _fits(gate_up):
+        return fused_reference.silu_mul(gate_up)
+    out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
+    native.silu_mul(out, gate_up, torch.get_num_threads())
+    return out
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate `query` `[num_tokens, num_heads, head_dim]` and `key` `[num_tokens, num_kv_heads, head_dim]` in place.
+
+    Element d turns with element d + head_dim / 2 ("half rotation", as in transformers). `cos` and `sin` are float32,
+    `[num_tokens, head_dim / 2]`, or `[num_tokens, head_dim]` with equal halves.
+    """
+    native = load_extension()
+    if native is None or not _fits(query, key):
+        fused_reference.rotary(query, key, cos, sin)
+        return
+    cos, sin = cos.float(), sin.float()
+    num_threads = torch.get_num_threads()
+    native.rotary(query, cos, sin, num_threads)
+    native.rotary(key, cos, sin, num_threads)
+
+
+def _fits(first: Tensor, *others: Tensor) -> bool:
+    """Whether the compiled kernels take these: on the CPU, one dtype that they know, a contiguous last axis."""
+    dtype = first.dtype
+    if dtype not in _NATIVE_DTYPES or not first.is_cpu or first.stride(-1) != 1:
+        return False
+    return all(other.dtype == dtype and other.is_cpu and other.stride(-1) == 1 for other in others)

@@ -1,0 +1,69 @@
+"""The compiled attention backend for CPUs. Imports the extension, which must have been built.
+
+It picks the best instruction set of the processor at run time and uses as many threads as torch does. A token's result
+is the same to the last bit in any batch and on any number of threads. The same holds for any chunks of a prompt when at
+least four query heads share a KV head; otherwise pieces of very few tokens sum in another order.
+"""
+
+import torch
+from torch import Tensor
+
+from paged_kernels import _native
+from paged_kernels.base import AttentionMetadata
+from paged_kernels.extension import load_extension
+
+
+class NativeBackend:
+    """`AttentionBackend` in C++. All tensors live on the CPU; query, key, value and pool share one dtype.
+
+    Raises ValueError for tensors that do not fit together and IndexError for a block or slot outside the pool, before
+    anything is written.
+    """
+
+    name = "native"
+
+    def __init__(self) -> None:
+        load_extension()  # shares torch's threads
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+        _native.write_kv(key, value, kv_pool, layer, slot_mapping, torch.get_num_threads())
+
+    def attend(
+        self,
+        query: Tensor,
+        kv_pool: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        output = torch.empty(query.shape, dtype=query.dtype)
+        _native.paged_attention(
+            output,
+            query,
+            kv_pool,
+            layer,
+            metadata.block_tables,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            scale,
+            sliding_window or 0,
+            torch.get_num_threads(),
+        )
+        return output
+
+
+def instruction_set() -> str:
+    """The instruction set in use: `avx512_bf16`, `avx512`, `avx2` or `portable`."""
+    return _native.instruction_set()
+
+
+def available_instruction_sets() -> list[str]:
+    """Those this processor can run, best first."""
+    return _native.available_instruction_sets()
+
+
+def set_instruction_set(name: str) -> None:
+    """Force one for the whole process, for tests and measurements. Raises ValueError when the processor lacks it."""
+    _native.set_instruction_set(name)

@@ -1,0 +1,80 @@
+"""The attention backend in plain torch: the oracle of every kernel's tests, and what nodes run without a compiler.
+
+Gathers each sequence's blocks and computes attention with two matrix products in float32 (float64 for a float64 pool).
+"""
+
+import torch
+from torch import Tensor
+
+from paged_kernels.base import AttentionMetadata
+
+_MAX_SCORES = 1 << 24  # query rows are handled in pieces that keep the score matrix below this many elements
+
+
+class ReferenceBackend:
+    """`AttentionBackend` on any device torch knows. Reads nothing of the pool beyond each sequence's tokens."""
+
+    name = "reference"
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+        block_size = kv_pool.shape[4]
+        blocks = slot_mapping // block_size
+        offsets = slot_mapping % block_size
+        kv_pool[blocks, :, layer, 0, offsets] = key
+        kv_pool[blocks, :, layer, 1, offsets] = value
+
+    def attend(
+        self,
+        query: Tensor,
+        kv_pool: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        starts = metadata.query_start_loc.tolist()
+        for index, seq_len in enumerate(metadata.seq_lens.tolist()):
+            begin, end = starts[index], starts[index + 1]
+            if begin == end:
+                continue
+            visible = 0 if sliding_window is None else max(0, seq_len - (end - begin) + 1 - sliding_window)
+            key, value = _gather(kv_pool, layer, metadata.block_tables[index], visible, seq_len)
+            rows = max(1, _MAX_SCORES // (seq_len * query.shape[1]))
+            for first in range(begin, end, rows):
+                last = min(first + rows, end)
+                position = seq_len - end + first - visible  # of the first query row, in the gathered KV
+                output[first:last] = _attend_sequence(query[first:last], key, value, position, scale, sliding_window)
+        return output
+
+
+def _gather(kv_pool: Tensor, layer: int, block_table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """K and V of tokens [begin, end), each `[num_kv_heads, end - begin, head_dim]`, in the dtype of the sums."""
+    block_size = kv_pool.shape[4]
+    first_block = begin // block_size
+    block_ids = block_table[first_block : -(-end // block_size)].long()
+    blocks = kv_pool[block_ids, :, layer]  # [num_blocks, num_kv_heads, 2, block_size, head_dim]
+    offset = first_block * block_size
+    tokens = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, begin - offset : end - offset]
+    wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+    return wide[0], wide[1]
+
+
+def _attend_sequence(
+    query: Tensor, key: Tensor, value: Tensor, first_position: int, scale: float, sliding_window: int | None
+) -> Tensor:
+    """Attention of `query` `[num_queries, num_heads, head_dim]`, from `first_position` on, over gathered KV."""
+    num_queries, num_heads, head_dim = query.shape
+    num_kv_heads, seq_len, _ = key.shape
+    grouped = query.to(key.dtype).view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    rows = grouped.permute(1, 2, 0, 3).flatten(1, 2)  # [num_kv_heads, group * num_queries, head_dim]
+    scores = (rows @ key.transpose(1, 2)).mul_(scale).view(num_kv_heads, -1, num_queries, seq_len)
+    positions = torch.arange(first_position, first_position + num_queries, device=query.device)[:, None]
+    kv_positions = torch.arange(seq_len, device=query.device)
+    hidden = kv_positions > positions
+    if sliding_window is not None:
+        hidden |= kv_positions <= positions - sliding_window
+    weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1).flatten(1, 2)
+    output = (weights @ value).view(num_kv_heads, -1, num_queries, head_dim)
+    return output.permute(2, 0, 1, 3).reshape(query.shape).to(query.dtype)

@@ -1,0 +1,120 @@
+"""The connector seam: how blocks leave a pool under their names, and how they come in.
+
+Transfers are pull only. Nobody writes into a pool from outside: `fetch` copies into blocks that the caller reserved,
+and when it returns (or raises) nothing writes to them any more. Every block travels with a `BlockHeader` (see
+`header.py`); one that does not match what was asked for is never reported as fetched.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from kv_connector.stats import ConnectorStats
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBuffer:
+    """A node's whole KV pool as bytes: block i is `memory[i * layout.block_bytes : (i + 1) * layout.block_bytes]`,
+    writable.
+
+    `memory` belongs to the connector that allocated it and is valid until `close`.
+    """
+
+    memory: memoryview
+    layout: KVLayout
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of the local pool under a name: `num_tokens` of its slots are valid."""
+
+    block_id: int
+    block_hash: BlockHash
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A holder of blocks: another node's connector, as that node described it. `epoch` changes with every start of the
+    node.
+    """
+
+    node_id: str
+    epoch: int
+    endpoint: str
+
+
+class FetchOutcome(Enum):
+    """What became of one requested block."""
+
+    FETCHED = "fetched"
+    MISSING = "missing"  # the source does not hold it (any more)
+    REFUSED = "refused"  # it was there but did not pass verification; counted and logged
+    FAILED = "failed"  # the source could not be reached
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """One outcome per requested block, in order."""
+
+    outcomes: tuple[FetchOutcome, ...]
+
+    @property
+    def num_leading_fetched(self) -> int:
+        """How many of the first blocks arrived; what lies behind a gap is of no use to a sequence."""
+        for index, outcome in enumerate(self.outcomes):
+            if outcome is not FetchOutcome.FETCHED:
+                return index
+        return len(self.outcomes)
+
+
+class KVConnector(Protocol):
+    """One backend. `allocate` first, exactly once; then the others, from the node's asyncio loop unless said otherwise.
+
+    No method blocks the loop for longer than it takes to copy a few blocks, and none waits without a deadline. Methods
+    that move data report per block instead of raising; they raise `KVError` only when nothing can be said about any
+    block.
+    """
+
+    name: str
+    stats: ConnectorStats
+
+    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
+        """Memory for the pool, zeroed, that this connector can serve from. Raises ConfigurationError when there is not
+        enough.
+        """
+        ...
+
+    @property
+    def endpoint(self) -> str:
+        """What a peer's `fetch` needs to reach this pool; sent around as `Source.endpoint`. Empty when peers need
+        nothing.
+        """
+        ...
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        """Make blocks fetchable. The caller keeps them pinned and unchanged until this returns. Publishing a name
+        again is allowed. Raises KVError when none could be published."""
+        ...
+
+    def retract(self, block_ids: Sequence[int]) -> None:
+        """These blocks are about to lose their content. Called from the engine thread, before it writes to them;
+        returns at once. A fetch that overlaps is refused by verification, never wrong. A backend whose copies live
+        elsewhere does nothing."""
+        ...
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        """Copy blocks by name into the local pool at their `block_id`. `source` None asks only what is shared by all
+        (Redis).
+
+        The caller has reserved and pinned every destination. On return and on any exception, cancellation included,
+        nothing writes to the destinations any more. A block whose outcome is not FETCHED has undefined content."""
+        ...
+
+    async def close(self) -> None:
+        """Release the pool memory and everything left in the system (segments, connections). Idempotent."""
+        ...

@@ -1,0 +1,115 @@
+"""The header every block travels with, and the checks that stand between a received block and a sequence.
+
+96 bytes, little-endian, no padding:
+
+    offset  size  field
+    0       4     magic "KVRB"
+    4       4     header version (uint32)
+    8       32    block hash
+    40      16    layout digest: the first 16 bytes of SHA-256 over the layout id
+    56      8     payload bytes (uint64)
+    64      4     number of valid tokens (uint32)
+    68      4     zero
+    72      8     epoch of the node that published it (uint64)
+    80      16    XXH3-128 of the whole payload, canonical (big-endian) form
+
+Invariant: a block counts as received only after `verify` and `verify_payload` both returned None for it.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from enum import Enum
+
+import xxhash
+
+from kvrelay.core.block_hash import HASH_BYTES, BlockHash
+from kvrelay.core.kv_layout import KVLayout
+
+HEADER_VERSION = 1
+HASH_OFFSET = 8
+
+_MAGIC = b"KVRB"
+_HEADER = struct.Struct("<4sI32s16sQIIQ16s")
+HEADER_BYTES = _HEADER.size
+
+
+class Mismatch(Enum):
+    """The field for which a block was refused."""
+
+    VERSION = "version"  # also: these bytes are no header at all
+    HASH = "hash"
+    LAYOUT = "layout"
+    LENGTH = "length"
+    TOKENS = "tokens"
+    EPOCH = "epoch"
+    DIGEST = "digest"
+
+
+def layout_digest(layout: KVLayout) -> bytes:
+    """16 bytes that stand for the layout id in headers."""
+    return hashlib.sha256(layout.layout_id.encode()).digest()[:16]
+
+
+def payload_digest(payload: bytes | memoryview) -> bytes:
+    """16 bytes over a whole block. Fast rather than cryptographic: it finds torn and damaged copies, not forgeries."""
+    return xxhash.xxh3_128_digest(payload)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """What the publisher says about a block."""
+
+    block_hash: BlockHash
+    layout_digest: bytes
+    payload_bytes: int
+    num_tokens: int
+    epoch: int
+    payload_digest: bytes
+    magic: bytes = _MAGIC
+    version: int = HEADER_VERSION
+
+    def encode(self) -> bytes:
+        """The `HEADER_BYTES` described above."""
+        assert len(self.block_hash) == HASH_BYTES
+        return _HEADER.pack(
+            self.magic,
+            self.version,
+            self.block_hash,
+            self.layout_digest,
+            self.payload_bytes,
+            self.num_tokens,
+            0,
+            self.epoch,
+            self.payload_digest,
+        )
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> "BlockHeader":
+        """The header in exactly `HEADER_BYTES` bytes. Any such bytes decode; `verify` judges them."""
+        magic, version, name, layout, payload_bytes, num_tokens, _, epoch, digest = _HEADER.unpack(data)
+        return cls(BlockHash(name), layout, payload_bytes, num_tokens, epoch, digest, magic, version)
+
+    def verify(
+        self, *, block_hash: BlockHash, layout_digest: bytes, payload_bytes: int, num_tokens: int, epoch: int | None
+    ) -> Mismatch | None:
+        """The first field that differs from what was asked for, or None. `epoch` None: any node may have published
+        it.
+        """
+        if (self.magic, self.version) != (_MAGIC, HEADER_VERSION):
+            return Mismatch.VERSION
+        if self.block_hash != block_hash:
+            return Mismatch.HASH
+        if self.layout_digest != layout_digest:
+            return Mismatch.LAYOUT
+        if self.payload_bytes != payload_bytes:
+            return Mismatch.LENGTH
+        if self.num_tokens != num_tokens:
+            return Mismatch.TOKENS
+        if epoch is not None and self.epoch != epoch:
+            return Mismatch.EPOCH
+        return None
+
+    def verify_payload(self, digest: bytes) -> Mismatch | None:
+        """Compares with the `payload_digest` of the bytes that arrived."""
+        return None if self.payload_digest == digest else Mismatch.DIGEST

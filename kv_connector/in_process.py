@@ -1,0 +1,173 @@
+"""The connector for nodes that share a process: tests and the offline API. The same semantics as between processes.
+
+Invariant: a header is visible only while its block's content stands; a reader that overlaps a retraction sees the
+generation change.
+"""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
+from kv_connector.header import BlockHeader, Mismatch
+from kv_connector.pool import LocalPool, Slices, copy_payload
+from kv_connector.stats import ConnectorStats
+from kv_connector.verdict import Verdict, settle
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.errors import KVError
+from kvrelay.core.kv_layout import KVLayout
+
+_SLICE_BYTES = 1 << 20  # copied on the loop, which gets a turn after each
+
+
+class InProcessHub:
+    """The pools that can reach each other: one hub is one host."""
+
+    def __init__(self) -> None:
+        self.pools: dict[str, SharedPool] = {}
+
+
+@dataclass(slots=True)
+class SharedPool:
+    """A pool and what it has published."""
+
+    pool: LocalPool
+    epoch: int
+    headers: dict[int, BlockHeader] = field(default_factory=dict)  # by block id
+    holders: dict[BlockHash, set[int]] = field(default_factory=dict)
+    generations: list[int] = field(default_factory=list)  # per block, grows with every change
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held for dictionary updates only
+
+    def put(self, block_id: int, header: BlockHeader, generation: int) -> bool:
+        """Publishes unless the block was retracted since `generation` was read."""
+        with self.lock:
+            if self.generations[block_id] != generation:
+                return False
+            self._remove(block_id)
+            self.headers[block_id] = header
+            self.holders.setdefault(header.block_hash, set()).add(block_id)
+        return True
+
+    def remove(self, block_ids: Sequence[int]) -> None:
+        with self.lock:
+            for block_id in block_ids:
+                self._remove(block_id)
+
+    def find(self, name: BlockHash) -> list[tuple[int, int, BlockHeader]]:
+        """(block id, generation, header) of every block under this name."""
+        with self.lock:
+            return [(held, self.generations[held], self.headers[held]) for held in self.holders.get(name, ())]
+
+    def _remove(self, block_id: int) -> None:
+        self.generations[block_id] += 1
+        header = self.headers.pop(block_id, None)
+        if header is not None:
+            same_name = self.holders[header.block_hash]
+            same_name.discard(block_id)
+            if not same_name:
+                del self.holders[header.block_hash]
+
+
+class InProcessConnector:
+    """Implements KVConnector among the connectors of one hub."""
+
+    name = "in_process"
+
+    def __init__(self, hub: InProcessHub, *, clock: Clock | None = None) -> None:
+        self.stats = ConnectorStats()
+        self._hub = hub
+        self._clock: Clock = clock or MonotonicClock()
+        self._shared: SharedPool | None = None
+        self._endpoint = ""
+
+    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
+        assert self._shared is None, "allocate is called once"
+        pool = LocalPool.anonymous(layout, num_blocks)
+        self._shared = SharedPool(pool, epoch, generations=[0] * num_blocks)
+        self._endpoint = f"{node_id}-{epoch:016x}"
+        self._hub.pools[self._endpoint] = self._shared
+        return pool.buffer
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
+            shared = self._require()
+            for block in part:
+                generation = shared.generations[block.block_id]
+                published = shared.put(block.block_id, shared.pool.describe(block, shared.epoch), generation)
+                self.stats.blocks_published += published
+                self.stats.bytes_published += published * shared.pool.block_bytes
+            await asyncio.sleep(0)
+
+    def retract(self, block_ids: Sequence[int]) -> None:
+        shared = self._shared
+        if shared is not None:
+            shared.remove(block_ids)
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        started = self._clock.now()
+        block_bytes = self._require().pool.block_bytes
+        verdicts: list[Verdict] = []
+        for part in Slices(blocks, block_bytes, _SLICE_BYTES):
+            if self._clock.now() - started >= timeout:
+                break
+            verdicts += self._read(source, part)
+            await asyncio.sleep(0)
+        verdicts += [FetchOutcome.FAILED] * (len(blocks) - len(verdicts))
+        return settle(
+            verdicts,
+            stats=self.stats,
+            block_bytes=block_bytes,
+            seconds=self._clock.now() - started,
+            origin=source.node_id if source is not None else "nowhere",
+        )
+
+    async def close(self) -> None:
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            del self._hub.pools[self._endpoint]
+            shared.remove(range(len(shared.generations)))
+            shared.pool.release()
+
+    def _require(self) -> SharedPool:
+        if self._shared is None:
+            raise KVError("the in-process connector is not allocated, or closed")
+        return self._shared
+
+    def _read(self, source: Source | None, blocks: Sequence[Block]) -> list[Verdict]:
+        local = self._require()
+        if source is None:
+            return [FetchOutcome.MISSING] * len(blocks)
+        peer = self._hub.pools.get(source.endpoint)
+        if peer is None:
+            return [FetchOutcome.FAILED] * len(blocks)
+        if peer.epoch != source.epoch:
+            return [Mismatch.EPOCH] * len(blocks)
+        return [_read_block(local, peer, block) for block in blocks]
+
+
+def _read_block(local: SharedPool, peer: SharedPool, block: Block) -> Verdict:
+    """A name may be held by several blocks; any good one will do."""
+    verdict: Verdict = FetchOutcome.MISSING
+    for block_id, generation, header in peer.find(block.block_hash):
+        mismatch = header.verify(
+            block_hash=block.block_hash,
+            layout_digest=local.pool.layout_digest,
+            payload_bytes=local.pool.block_bytes,
+            num_tokens=block.num_tokens,
+            epoch=peer.epoch,
+        )
+        if mismatch is None:
+            digest = copy_payload(local.pool.rows[block.block_id], peer.pool.rows[block_id])
+            mismatch = header.verify_payload(digest)
+        if peer.generations[block_id] != generation:
+            continue  # retracted under our hands: missing, and nobody's fault
+        if mismatch is None:
+            return FetchOutcome.FETCHED
+        verdict = mismatch
+    return verdict

@@ -1,0 +1,89 @@
+"""The local pool as rows of bytes, and the one way a block's payload is copied between pools."""
+
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kv_connector.base import Block, PoolBuffer
+from kv_connector.header import BlockHeader, layout_digest, payload_digest
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+
+Rows = NDArray[np.uint8]
+
+_COPY_CHUNK_BYTES = 256 << 10  # small enough to be read again from cache by the digest
+
+
+class LocalPool:
+    """A pool inside a mapping. Owns the mapping; `rows` is `[num_blocks, block_bytes]`, writable."""
+
+    def __init__(self, mapping: mmap.mmap, offset: int, layout: KVLayout, num_blocks: int) -> None:
+        size = num_blocks * layout.block_bytes
+        memory = memoryview(mapping)[offset : offset + size]
+        self.buffer = PoolBuffer(memory, layout, num_blocks)
+        self.rows: Rows = np.frombuffer(memory, np.uint8).reshape(num_blocks, layout.block_bytes)
+        self.block_bytes = layout.block_bytes
+        self.layout_digest = layout_digest(layout)
+        self._mapping = mapping
+
+    @classmethod
+    def anonymous(cls, layout: KVLayout, num_blocks: int) -> "LocalPool":
+        """Private zeroed memory. Raises ConfigurationError when the system refuses it."""
+        size = num_blocks * layout.block_bytes
+        try:
+            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError, MemoryError) as error:
+            raise ConfigurationError(
+                f"no memory for a KV pool of {num_blocks} blocks ({size} bytes): {error}; ask for fewer blocks"
+            ) from error
+        return cls(mapping, 0, layout, num_blocks)
+
+    def describe(self, block: Block, epoch: int) -> BlockHeader:
+        """The header of a block as its content is now; reads all of it."""
+        return BlockHeader(
+            block_hash=block.block_hash,
+            layout_digest=self.layout_digest,
+            payload_bytes=self.block_bytes,
+            num_tokens=block.num_tokens,
+            epoch=epoch,
+            payload_digest=payload_digest(self.rows[block.block_id].data),
+        )
+
+    def release(self) -> None:
+        """Unmaps the memory, or leaves that to the last tensor that still looks at it: never under a live view."""
+        self.rows = np.empty((0, 0), np.uint8)
+        with suppress(BufferError):
+            self.buffer.memory.release()
+            self._mapping.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Blocks in runs of about `slice_bytes`, so that no run holds a thread or the loop for long."""
+
+    blocks: Sequence[Block]
+    block_bytes: int
+    slice_bytes: int
+
+    def __iter__(self) -> Iterator[Sequence[Block]]:
+        count = max(1, self.slice_bytes // self.block_bytes)
+        for start in range(0, len(self.blocks), count):
+            yield self.blocks[start : start + count]
+
+
+def copy_payload(destination: Rows, source: Rows) -> bytes:
+    """Copies one block (both `[block_bytes]`) and returns the digest of what arrived, not of what was sent."""
+    if destination.size <= _COPY_CHUNK_BYTES:
+        np.copyto(destination, source)
+        return payload_digest(destination.data)
+    digest = xxhash.xxh3_128()
+    for start in range(0, destination.size, _COPY_CHUNK_BYTES):
+        chunk = destination[start : start + _COPY_CHUNK_BYTES]
+        np.copyto(chunk, source[start : start + _COPY_CHUNK_BYTES])
+        digest.update(chunk.data)
+    return digest.digest()

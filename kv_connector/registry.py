@@ -1,0 +1,57 @@
+"""Backends by name. A backend's module, and the library it needs, are imported when the backend is asked for and not
+before.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from kv_connector.base import KVConnector
+from kv_connector.settings import ConnectorSettings
+from kvrelay.core.errors import ConfigurationError
+
+
+def _shared_memory(settings: ConnectorSettings) -> KVConnector:
+    from kv_connector.shared_memory import SharedMemoryConnector
+
+    return SharedMemoryConnector(settings.shared_memory)
+
+
+def _redis(settings: ConnectorSettings) -> KVConnector:
+    from kv_connector.redis_store import RedisConnector
+
+    return RedisConnector(settings.redis)
+
+
+def _in_process(settings: ConnectorSettings) -> KVConnector:
+    """A hub of its own: for a node that is alone in its process. Nodes that share a process share a hub and
+    construct directly.
+    """
+    from kv_connector.in_process import InProcessConnector, InProcessHub
+
+    return InProcessConnector(InProcessHub())
+
+
+_FACTORIES: Mapping[str, Callable[[ConnectorSettings], KVConnector]] = MappingProxyType(
+    {"shared_memory": _shared_memory, "redis": _redis, "in_process": _in_process}
+)
+_EXTRAS: Mapping[str, str] = MappingProxyType({"redis": "redis"})  # top-level module -> our extra that installs it
+
+CONNECTOR_NAMES = tuple(_FACTORIES)
+
+
+def create_connector(name: str, settings: ConnectorSettings | None = None) -> KVConnector:
+    """The backend called `name`, not yet allocated. Raises ConfigurationError for an unknown name or a missing
+    library.
+    """
+    factory = _FACTORIES.get(name)
+    if factory is None:
+        raise ConfigurationError(f"unknown connector {name!r}; there are: {', '.join(CONNECTOR_NAMES)}")
+    try:
+        return factory(settings or ConnectorSettings())
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in _EXTRAS:
+            raise
+        raise ConfigurationError(
+            f"connector {name!r} needs the package {module!r}: pip install 'kvrelay[{_EXTRAS[module]}]'"
+        ) from error

@@ -1,0 +1,315 @@
+"""Shared-memory segments: one file per pool, mapped writable by its owner and read-only by everybody else.
+
+    page 0          magic, version, slot size, epoch, layout digest, number and size of blocks, offset of the pool
+    then            one 128-byte slot per block: sequence counter (uint64), block header, zeros; padded to a page
+    pool offset     the pool: block i at `pool offset + i * block_bytes`
+
+A slot's counter is odd while its header changes, and differs afterwards: a reader that sees the same even value
+before and after
+its copy has a header that held throughout (Linux calls this a seqlock). The counter is the cheap check; what makes a
+copy trustworthy, on processors with a weak memory order too, is the digest over the copied bytes.
+
+Invariant: the owner holds an exclusive `flock` on the file for its whole life, and the kernel drops it with the
+process. So a
+segment whose lock can be had is dead, and whoever notices may unlink it. Segments are never truncated: a mapping
+never faults.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import struct
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_connector.base import Block, FetchOutcome
+from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch, layout_digest
+from kv_connector.pool import Rows, copy_payload
+from kv_connector.verdict import Verdict
+from kvrelay.core.block_hash import HASH_BYTES, BlockHash
+from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.kv_layout import KVLayout
+
+SEGMENT_VERSION = 1
+SLOT_BYTES = 128
+
+_MAGIC = b"KVRELAY\0"
+_PREAMBLE = struct.Struct("<8sIIQ16sQQQ")
+_NAME = re.compile(r"kvrelay-[A-Za-z0-9._-]+-[0-9a-f]{16}\.kv")
+_SLOT = np.dtype(
+    {
+        "names": ["sequence", "header", "name", "name_prefix"],
+        "formats": ["<u8", (np.uint8, HEADER_BYTES), (np.uint8, HASH_BYTES), "<u8"],
+        "offsets": [0, 8, 8 + HASH_OFFSET, 8 + HASH_OFFSET],
+        "itemsize": SLOT_BYTES,
+    }
+)
+
+
+def default_directory() -> Path:
+    """The system's shared memory, or the temporary directory where there is none."""
+    shm = Path("/dev/shm")  # noqa: S108 - not a predictable file: created exclusively, below
+    return shm if shm.is_dir() else Path(tempfile.gettempdir())
+
+
+def sweep(directory: Path) -> int:
+    """Unlinks the segments of dead owners; returns how many there were."""
+    swept = 0
+    for path in directory.glob("kvrelay-*.kv"):
+        if not _NAME.fullmatch(path.name):
+            continue
+        with suppress(OSError):  # not ours to open, or gone already
+            fd = _open(path)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_file_at(fd, path):
+                    path.unlink()
+                    swept += 1
+            finally:
+                os.close(fd)
+    return swept
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """What page 0 says."""
+
+    epoch: int
+    layout_digest: bytes
+    num_blocks: int
+    block_bytes: int
+
+    @property
+    def pool_offset(self) -> int:
+        return mmap.PAGESIZE + _page_aligned(self.num_blocks * SLOT_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.pool_offset + _page_aligned(self.num_blocks * self.block_bytes)
+
+    def encode(self) -> bytes:
+        return _PREAMBLE.pack(
+            _MAGIC,
+            SEGMENT_VERSION,
+            SLOT_BYTES,
+            self.epoch,
+            self.layout_digest,
+            self.num_blocks,
+            self.block_bytes,
+            self.pool_offset,
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, file_bytes: int) -> "Preamble":
+        """Raises KVError when this is not a segment that we can read."""
+        if len(data) != _PREAMBLE.size:
+            raise KVError("not a kvrelay segment: too short")
+        magic, version, slot_bytes, epoch, digest, num_blocks, block_bytes, pool_offset = _PREAMBLE.unpack(data)
+        preamble = cls(epoch, digest, num_blocks, block_bytes)
+        if (magic, version, slot_bytes) != (_MAGIC, SEGMENT_VERSION, SLOT_BYTES):
+            raise KVError("not a kvrelay segment, or one of another version")
+        if pool_offset != preamble.pool_offset or file_bytes != preamble.file_bytes:
+            raise KVError("a kvrelay segment whose size does not match its description")
+        return preamble
+
+
+class OwnedSegment:
+    """The owner's side. `write` and `clear` may be called from different threads."""
+
+    def __init__(self, directory: Path, node_id: str, epoch: int, layout: KVLayout, num_blocks: int) -> None:
+        """Creates the file and reserves all of its space. Raises ConfigurationError when there is not enough."""
+        self.preamble = Preamble(epoch, layout_digest(layout), num_blocks, layout.block_bytes)
+        self.path = directory / f"kvrelay-{re.sub(r'[^A-Za-z0-9._-]', '_', node_id)[:100] or '_'}-{epoch:016x}.kv"
+        self._fd = _create_locked(self.path)
+        try:
+            _reserve(self._fd, self.path, self.preamble)
+            os.pwrite(self._fd, self.preamble.encode(), 0)
+            self.mapping = mmap.mmap(self._fd, self.preamble.file_bytes)
+        except BaseException:
+            self.close()
+            raise
+        self._slots = np.frombuffer(self.mapping, _SLOT, num_blocks, mmap.PAGESIZE)
+        self._lock = threading.Lock()  # held for a few stores, never for a copy or a digest
+
+    def sequence(self, block_id: int) -> int:
+        """Changes whenever the slot does; read it before the payload is digested."""
+        return int(self._slots["sequence"][block_id])
+
+    def write(self, block_id: int, header: BlockHeader, sequence: int) -> bool:
+        """Fills the slot, unless it was cleared since `sequence` was read: then the header is about content that is
+        gone.
+        """
+        slots = self._slots
+        with self._lock:
+            if int(slots["sequence"][block_id]) != sequence:
+                return False
+            slots["sequence"][block_id] += 1
+            slots["header"][block_id] = np.frombuffer(header.encode(), np.uint8)
+            slots["sequence"][block_id] += 1
+        return True
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Empties slots. Microseconds."""
+        ids = np.asarray(block_ids, np.intp)
+        slots = self._slots
+        with self._lock:
+            slots["sequence"][ids] += 1
+            slots["header"][ids] = 0
+            slots["sequence"][ids] += 1
+
+    def close(self) -> None:
+        """Unlinks the file and gives up the lock; the mapping itself is the pool's to close."""
+        self._slots = np.empty(0, _SLOT)
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+        os.close(self._fd)
+
+
+class PeerSegment:
+    """Somebody else's segment, or our own seen from outside. Used by one thread."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        """Raises OSError when there is no such file, KVError when it is not a segment."""
+        if not _NAME.fullmatch(name):
+            raise KVError(f"{name!r} does not name a kvrelay segment")
+        self._fd = _open(directory / name)
+        try:
+            file_bytes = os.fstat(self._fd).st_size
+            self.preamble = Preamble.decode(os.pread(self._fd, _PREAMBLE.size, 0), file_bytes)
+            self._mapping: mmap.mmap | None = mmap.mmap(self._fd, file_bytes, prot=mmap.PROT_READ)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        num_blocks, block_bytes = self.preamble.num_blocks, self.preamble.block_bytes
+        self._slots = np.frombuffer(self._mapping, _SLOT, num_blocks, mmap.PAGESIZE)
+        pool = np.frombuffer(self._mapping, np.uint8, num_blocks * block_bytes, self.preamble.pool_offset)
+        self._rows: Rows = pool.reshape(num_blocks, block_bytes)
+
+    @property
+    def closed(self) -> bool:
+        return self._mapping is None
+
+    def owner_is_alive(self) -> bool:
+        """False once the owner has closed the segment or died."""
+        if os.fstat(self._fd).st_nlink == 0:
+            return False
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return False
+
+    def find(self, names: Sequence[BlockHash]) -> dict[BlockHash, list[int]]:
+        """Slots that hold these names now: one pass over the first 8 bytes of all names, then the few hits in full."""
+        wanted_names = set(names)
+        wanted: NDArray[np.uint64] = np.unique(np.frombuffer(b"".join(name[:8] for name in names), "<u8"))
+        held = np.ascontiguousarray(self._slots["name_prefix"])
+        nearest = np.minimum(np.searchsorted(wanted, held), len(wanted) - 1)
+        found: dict[BlockHash, list[int]] = {}
+        for slot in np.flatnonzero(wanted[nearest] == held).tolist():
+            name = BlockHash(self._slots["name"][slot].tobytes())
+            if name in wanted_names:
+                found.setdefault(name, []).append(slot)
+        return found
+
+    def read(self, slot: int, block: Block, destination: Rows, *, epoch: int) -> Verdict:
+        """Copies one block if the slot still has it. `destination` is `[block_bytes]` of our own layout."""
+        sequence = int(self._slots["sequence"][slot])
+        header = BlockHeader.decode(self._slots["header"][slot].tobytes())
+        if sequence % 2 or header.block_hash != block.block_hash:
+            return FetchOutcome.MISSING  # retracted or replaced since it was found
+        mismatch = header.verify(
+            block_hash=block.block_hash,
+            layout_digest=self.preamble.layout_digest,
+            payload_bytes=destination.size,
+            num_tokens=block.num_tokens,
+            epoch=epoch,
+        )
+        if mismatch is None:
+            mismatch = header.verify_payload(copy_payload(destination, self._rows[slot]))
+        if int(self._slots["sequence"][slot]) != sequence:
+            return FetchOutcome.MISSING  # retracted under our hands: what was copied is nobody's fault
+        return mismatch or FetchOutcome.FETCHED
+
+    def close(self) -> None:
+        if self._mapping is None:
+            return
+        self._slots = np.empty(0, _SLOT)
+        self._rows = np.empty((0, 0), np.uint8)
+        self._mapping.close()
+        self._mapping = None
+        os.close(self._fd)
+
+
+def check_peer(peer: PeerSegment, *, epoch: int, digest: bytes, block_bytes: int) -> Mismatch | None:
+    """What refuses a whole segment at once."""
+    if peer.preamble.epoch != epoch:
+        return Mismatch.EPOCH
+    if peer.preamble.layout_digest != digest:
+        return Mismatch.LAYOUT
+    return None if peer.preamble.block_bytes == block_bytes else Mismatch.LENGTH
+
+
+def _page_aligned(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _open(path: Path) -> int:
+    """Read-only, regular files only: no links, no pipes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+def _is_file_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _create_locked(path: Path) -> int:
+    """A new file with the owner's lock on it. A sweeper may catch it between the two and unlink it; then once more."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigurationError(f"can not create the shared-memory segment {path}: {error.strerror}") from error
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if _is_file_at(fd, path):
+            return fd
+        os.close(fd)
+
+
+def _reserve(fd: int, path: Path, preamble: Preamble) -> None:
+    """Takes the whole space now, so that running out is an error here and not SIGBUS at the first touch."""
+    needed = preamble.file_bytes
+    file_system = os.fstatvfs(fd)
+    free = file_system.f_bavail * file_system.f_frsize
+    if needed <= free:
+        try:
+            os.posix_fallocate(fd, 0, needed)
+            return
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise ConfigurationError(
+                    f"can not reserve {needed} bytes in {path.parent}: {error.strerror}"
+                ) from error
+    raise ConfigurationError(
+        f"the KV pool of {preamble.num_blocks} blocks needs {needed} bytes of shared memory, "
+        f"but {path.parent} has {free} free: "
+        "use fewer blocks, give the file system more space (docker: --shm-size), or set another directory"
+    )

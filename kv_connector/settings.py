@@ -1,0 +1,35 @@
+"""Settings of the connectors. Plain values: importing this loads no backend."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemorySettings:
+    """`directory`: where segments live, the same for every node of a host; None means /dev/shm, or the system's
+    temporary
+    directory where that does not exist."""
+
+    directory: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings:
+    """`url`: redis://, rediss:// (TLS) or unix://; it may hold a password and is kept out of repr and logs.
+    `ttl_seconds`: life of
+    a block after it was last published. `batch_bytes`: payload in flight per round trip.
+    `operation_timeout_seconds`: limit for one round trip. `key_prefix`: keys are `<prefix>:<block hash in hex>`."""
+
+    url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
+    ttl_seconds: int = 3600
+    batch_bytes: int = 1 << 20
+    operation_timeout_seconds: float = 2.0
+    key_prefix: str = "kvrelay"
+    max_connections: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """One branch per backend; only that of the backend in use is read."""
+
+    shared_memory: SharedMemorySettings = field(default_factory=SharedMemorySettings)
+    redis: RedisSettings = field(default_factory=RedisSettings)

@@ -1,0 +1,191 @@
+"""The default connector on one host: every pool is a segment that peers map read-only and copy from.
+
+Digests and copies run on one worker thread, in slices, so that neither the event loop nor the engine waits for them.
+Invariant: only the worker thread touches peers' mappings, and only `retract` touches our slots from outside it.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
+from kv_connector.header import Mismatch
+from kv_connector.pool import LocalPool, Slices
+from kv_connector.segment import OwnedSegment, PeerSegment, check_peer, default_directory, sweep
+from kv_connector.settings import SharedMemorySettings
+from kv_connector.stats import ConnectorStats
+from kv_connector.verdict import Verdict, settle
+from kv_connector.worker import Worker
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.kv_layout import KVLayout
+
+_SLICE_BYTES = 16 << 20  # a few milliseconds of copying
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Open:
+    """What exists between `allocate` and `close`."""
+
+    segment: OwnedSegment
+    pool: LocalPool
+    epoch: int
+    worker: Worker
+    peers: dict[str, PeerSegment] = field(default_factory=dict)  # by endpoint, which names the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """A peer and where in it the wanted names were found."""
+
+    peer: PeerSegment
+    epoch: int
+    slots: dict[BlockHash, list[int]]
+
+
+class SharedMemoryConnector:
+    """Implements KVConnector. The endpoint is the segment's file name: peers look in their own directory and nowhere
+    else.
+    """
+
+    name = "shared_memory"
+
+    def __init__(self, settings: SharedMemorySettings, *, clock: Clock | None = None) -> None:
+        self.stats = ConnectorStats()
+        self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
+        self._clock: Clock = clock or MonotonicClock()
+        self._state: _Open | None = None
+
+    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
+        assert self._state is None, "allocate is called once"
+        if not self._directory.is_dir():
+            raise ConfigurationError(f"shared_memory.directory {str(self._directory)!r} is not a directory")
+        swept = sweep(self._directory)
+        if swept:
+            _logger.info("removed %d shared-memory segments of dead nodes from %s", swept, self._directory)
+        segment = OwnedSegment(self._directory, node_id, epoch, layout, num_blocks)
+        pool = LocalPool(segment.mapping, segment.preamble.pool_offset, layout, num_blocks)
+        self._state = _Open(segment, pool, epoch, Worker("kv-shared-memory"))
+        return pool.buffer
+
+    @property
+    def endpoint(self) -> str:
+        return self._require().segment.path.name
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
+            state = self._require()
+            published = await state.worker.run(_publish, state, part)
+            self.stats.blocks_published += published
+            self.stats.bytes_published += published * state.pool.block_bytes
+
+    def retract(self, block_ids: Sequence[int]) -> None:
+        state = self._state
+        if state is not None:
+            state.segment.clear(block_ids)
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        started = self._clock.now()
+        block_bytes = self._require().pool.block_bytes
+        verdicts: list[Verdict] = []
+        if source is None or not blocks:
+            verdicts += [FetchOutcome.MISSING] * len(blocks)
+        else:
+            holder = await self._require().worker.run(self._find, self._require(), source, blocks)
+            if not isinstance(holder, _Holder):
+                verdicts += [holder] * len(blocks)
+            else:
+                for part in Slices(blocks, block_bytes, _SLICE_BYTES):
+                    if self._clock.now() - started >= timeout:
+                        break
+                    state = self._require()
+                    verdicts += await state.worker.run(_read, state, holder, part)
+                verdicts += [FetchOutcome.FAILED] * (len(blocks) - len(verdicts))
+        return settle(
+            verdicts,
+            stats=self.stats,
+            block_bytes=block_bytes,
+            seconds=self._clock.now() - started,
+            origin=source.node_id if source is not None else "nowhere",
+        )
+
+    async def close(self) -> None:
+        state, self._state = self._state, None
+        if state is None:
+            return
+        try:
+            await state.worker.run(_forget, state.peers)  # after whatever is being copied
+        finally:
+            state.worker.stop()
+            state.segment.close()
+            state.pool.release()
+
+    def _require(self) -> _Open:
+        if self._state is None:
+            raise KVError("the shared-memory connector is not allocated, or closed")
+        return self._state
+
+    def _find(self, state: _Open, source: Source, blocks: Sequence[Block]) -> _Holder | Verdict:
+        """Worker thread: the peer's mapping, and the wanted names in it."""
+        _forget_dead(state.peers)
+        peer = state.peers.get(source.endpoint)
+        if peer is None:
+            try:
+                peer = PeerSegment(self._directory, source.endpoint)
+            except FileNotFoundError:
+                return FetchOutcome.FAILED
+            except (OSError, KVError) as error:
+                _logger.warning("can not use the segment of node %s: %s", source.node_id, error)
+                return Mismatch.VERSION if isinstance(error, KVError) else FetchOutcome.FAILED
+            if not peer.owner_is_alive():
+                peer.close()
+                return FetchOutcome.FAILED
+            state.peers[source.endpoint] = peer
+        pool = state.pool
+        mismatch = check_peer(peer, epoch=source.epoch, digest=pool.layout_digest, block_bytes=pool.block_bytes)
+        if mismatch is not None:
+            return mismatch
+        return _Holder(peer, source.epoch, peer.find([block.block_hash for block in blocks]))
+
+
+def _publish(state: _Open, blocks: Sequence[Block]) -> int:
+    """Worker thread: how many slots were filled; one retracted meanwhile stays empty."""
+    published = 0
+    for block in blocks:
+        sequence = state.segment.sequence(block.block_id)
+        header = state.pool.describe(block, state.epoch)
+        published += state.segment.write(block.block_id, header, sequence)
+    return published
+
+
+def _read(state: _Open, holder: _Holder, blocks: Sequence[Block]) -> list[Verdict]:
+    """Worker thread: one verdict per block. A name may be held by several slots; any good one will do."""
+    if holder.peer.closed:  # the owner died and another fetch noticed first
+        return [FetchOutcome.FAILED] * len(blocks)
+    verdicts: list[Verdict] = []
+    for block in blocks:
+        verdict: Verdict = FetchOutcome.MISSING
+        for slot in holder.slots.get(block.block_hash, ()):
+            tried = holder.peer.read(slot, block, state.pool.rows[block.block_id], epoch=holder.epoch)
+            if tried is not FetchOutcome.MISSING:
+                verdict = tried
+            if tried is FetchOutcome.FETCHED:
+                break
+        verdicts.append(verdict)
+    return verdicts
+
+
+def _forget_dead(peers: dict[str, PeerSegment]) -> None:
+    """A mapping keeps the memory of an unlinked segment alive, so dead ones are dropped at the first occasion."""
+    dead = [endpoint for endpoint, peer in peers.items() if not peer.owner_is_alive()]
+    for endpoint in dead:
+        peers.pop(endpoint).close()
+
+
+def _forget(peers: dict[str, PeerSegment]) -> None:
+    while peers:
+        peers.popitem()[1].close()

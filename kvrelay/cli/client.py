@@ -1,0 +1,187 @@
+"""Commands that talk gRPC to a running router: complete, chat, status. Text appears as it arrives.
+
+The one place where gRPC errors become sentences for a person; nothing is retried.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import grpc
+from grpc_health.v1 import health_pb2
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.v1 import router_pb2, router_pb2_grpc
+
+ROUTER_SERVICE = "kvrelay.v1.Router"
+
+
+class ClientSettings(ProcessSettings):
+    """What every command that talks to a router needs."""
+
+    url: str = Field(default="127.0.0.1:8001", description="gRPC address of the router, host:port.")
+    timeout: float = Field(default=600.0, gt=0, description="Seconds after which a request is given up.")
+
+
+class GenerateSettings(ClientSettings):
+    """How to generate. What is not set here is left to the router, which follows the OpenAI API's defaults."""
+
+    model: str = Field(default="", description="Name of the model; empty: the only one served.")
+    max_tokens: int | None = Field(default=128, gt=0, description="Most tokens to generate.")
+    temperature: float | None = Field(default=None, ge=0, description="0 is greedy.")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Sample from the likeliest tokens of this mass.")
+    seed: int | None = Field(default=None, ge=0, description="The same seed gives the same text.")
+    stop: tuple[str, ...] = Field(default=(), description="Strings that end the text.")
+    stats: bool = Field(default=False, description="Say at the end how the request was served.")
+
+
+class CompleteSettings(GenerateSettings):
+    """Continue a text through a running router.
+
+    Example: kvrelay complete "The capital of France is" --temperature 0
+    """
+
+    prompt: CliPositionalArg[str] = Field(default="", description="The text to continue; - reads standard input.")
+
+
+class ChatSettings(GenerateSettings):
+    """Talk to a running router: one answer, or a conversation when no message is given (an empty line ends it)."""
+
+    message: CliPositionalArg[str | None] = Field(default=None, description="What to say.")
+    system: str | None = Field(default=None, description="System message to begin with.")
+
+
+class StatusSettings(ClientSettings):
+    """Say what a running router serves and whether it is healthy; the exit status is 0 when it is."""
+
+
+def complete(argv: Sequence[str]) -> int:
+    settings = load_settings(CompleteSettings, argv, prog="kvrelay complete")
+    request = _request(settings)
+    request.prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
+    with _errors_as_text("complete", settings.url) as failed, grpc.insecure_channel(settings.url) as channel:
+        _print_stream(router_pb2_grpc.RouterStub(channel), request, settings)
+    return failed()
+
+
+def chat(argv: Sequence[str]) -> int:
+    settings = load_settings(ChatSettings, argv, prog="kvrelay chat")
+    messages: list[router_pb2.ChatMessage] = []
+    if settings.system is not None:
+        messages.append(router_pb2.ChatMessage(role="system", content=settings.system))
+    with _errors_as_text("chat", settings.url) as failed, grpc.insecure_channel(settings.url) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        for message in _user_messages(settings.message):
+            messages.append(router_pb2.ChatMessage(role="user", content=message))
+            request = _request(settings)
+            request.chat.messages.extend(messages)
+            answer = _print_stream(stub, request, settings)
+            messages.append(router_pb2.ChatMessage(role="assistant", content=answer))
+    return failed()
+
+
+def status(argv: Sequence[str]) -> int:
+    settings = load_settings(StatusSettings, argv, prog="kvrelay status")
+    serving = False
+    with _errors_as_text("status", settings.url) as failed, grpc.insecure_channel(settings.url) as channel:
+        state = _health(channel, timeout=settings.timeout)
+        serving = state == "serving"
+        print(f"{settings.url}  {state}")
+        models = router_pb2_grpc.RouterStub(channel).ListModels(
+            router_pb2.ListModelsRequest(), timeout=settings.timeout
+        )
+        for model in models.models:
+            print(f"  {model.id}  up to {model.max_model_len} tokens of prompt and output")
+    return failed() or (0 if serving else 1)
+
+
+def _health(channel: grpc.Channel, *, timeout: float) -> str:
+    # Not through HealthStub: its type stubs leave its methods out.
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    response: health_pb2.HealthCheckResponse = check(
+        health_pb2.HealthCheckRequest(service=ROUTER_SERVICE), timeout=timeout
+    )
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status).lower()
+
+
+def _request(settings: GenerateSettings) -> router_pb2.GenerateRequest:
+    return router_pb2.GenerateRequest(
+        model=settings.model,
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        seed=settings.seed,
+        stop=settings.stop,
+    )
+
+
+def _print_stream(
+    stub: router_pb2_grpc.RouterStub, request: router_pb2.GenerateRequest, settings: GenerateSettings
+) -> str:
+    """The whole text, printed as it came. Leaving early (Ctrl-C) cancels the request on every node."""
+    pieces: list[str] = []
+    stream = stub.GenerateStream(request, timeout=settings.timeout)
+    try:
+        for response in stream:
+            for output in response.outputs:
+                pieces.append(output.text)
+                print(output.text, end="", flush=True)
+            if settings.stats and response.HasField("trace"):
+                print(f"\n{describe_trace(response)}", end="", file=sys.stderr)
+    finally:
+        stream.cancel()
+        print(flush=True)
+    return "".join(pieces)
+
+
+def describe_trace(response: router_pb2.GenerateResponse) -> str:
+    """How the request was served, on one line."""
+    trace, usage = response.trace, response.usage
+    nodes = f"{trace.prefill_node} -> {trace.decode_node}" if trace.prefill_node else trace.decode_node
+    return (
+        f"{nodes}; prompt of {usage.prompt_tokens} tokens in {trace.num_prompt_blocks} blocks: "
+        f"{trace.num_computed_tokens} tokens computed, {trace.num_cached_tokens} found by name, "
+        f"{trace.num_transferred_blocks} blocks moved; {usage.completion_tokens} tokens, the first after "
+        f"{trace.ttft_seconds * 1000:.0f} ms, all after {trace.e2e_seconds * 1000:.0f} ms"
+    )
+
+
+def _user_messages(message: str | None) -> Iterator[str]:
+    """The one message, or lines of standard input until an empty one or the end."""
+    if message is not None:
+        yield message
+        return
+    prompt = "you: " if sys.stdin.isatty() else ""
+    while line := _read_line(prompt):
+        yield line
+
+
+def _read_line(prompt: str) -> str:
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        return ""
+
+
+@contextmanager
+def _errors_as_text(command: str, url: str) -> Iterator[Callable[[], int]]:
+    """Yields what tells the exit status afterwards: 1 when the router could not be reached or refused."""
+    exit_status = 0
+    try:
+        yield lambda: exit_status
+    except grpc.RpcError as error:
+        exit_status = 1
+        code, details = error.code(), error.details()
+        print(f"kvrelay {command}: {_sentence(code, details or '', url)}", file=sys.stderr)
+
+
+def _sentence(code: grpc.StatusCode, details: str, url: str) -> str:
+    if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+        return f"no router answers at {url}. Start one with `kvrelay serve MODEL`, or give its gRPC address with --url."
+    return details or code.name

@@ -1,0 +1,85 @@
+"""`kvrelay COMMAND ...`: finds the command and hands it the rest; each loads its own settings with the one library.
+
+`router`, `prefill` and `decode` replace this process by the one they name, so that signals and exit codes are its own.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from kvrelay import __version__
+
+Command = Callable[[Sequence[str]], int]
+
+PROCESS_MODULES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+
+USAGE = """\
+usage: kvrelay COMMAND ...        `kvrelay COMMAND --help` explains a command and its settings
+
+A whole cluster on this machine:
+  serve MODEL         start nodes and a router, end them together
+
+One process each, for nodes on several machines:
+  prefill MODEL       a prefill node: prompts in, KV blocks and first tokens out
+  decode MODEL        a decode node: KV blocks in, tokens out
+  router MODEL        the router: gRPC and HTTP for clients, a list of nodes behind it
+
+Talk to a running router:
+  complete PROMPT     continue a text
+  chat [MESSAGE]      ask once, or converse when there is no message
+  status              what it serves and whether it is healthy
+
+  --version, --help
+"""
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output left (`kvrelay complete ... | head`): say nothing, at interpreter shutdown either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit status of one command line, without the program's name."""
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(USAGE, end="")
+        return 0 if argv else 2
+    if argv[0] in ("--version", "version"):
+        print(f"kvrelay {__version__}")
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name in PROCESS_MODULES:
+        _become(PROCESS_MODULES[name], rest)
+    command = _command(name)
+    if command is None:
+        known = ", ".join([*PROCESS_MODULES, "serve", "complete", "chat", "status"])
+        print(f"kvrelay: there is no command {name!r}; there are {known}. Try `kvrelay --help`.", file=sys.stderr)
+        return 2
+    return command(rest)
+
+
+def _command(name: str) -> Command | None:
+    """Imported when called: `kvrelay --version` should not load gRPC."""
+    if name == "serve":
+        from kvrelay.cli.serve import serve
+
+        return serve
+    if name in ("complete", "chat", "status"):
+        from kvrelay.cli import client
+
+        commands: dict[str, Command] = {"complete": client.complete, "chat": client.chat, "status": client.status}
+        return commands[name]
+    return None
+
+
+def _become(module: str, argv: Sequence[str]) -> NoReturn:
+    """`-P`: a folder of that name in the working directory is not ours."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *argv])

@@ -1,0 +1,221 @@
+"""`kvrelay serve MODEL`: a whole cluster on this machine, as real processes, ended together.
+
+Nodes first (each on a free port), then the router with their addresses. Cores are divided: two processes with more
+threads than cores between them are many times slower than with one thread each.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import CliPositionalArg
+
+from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
+from kvrelay.core.config import ENV_PREFIX, ProcessSettings, flag_of, load_settings
+from kvrelay.core.logs import LogLevel
+
+# Settings of serve that every node gets as they are, when they are set.
+NODE_SETTINGS = (
+    "dtype",
+    "connector",
+    "shared_memory_dir",
+    "num_blocks",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "attention_backend",
+    "log_level",
+)
+ROUTER_SETTINGS = ("host", "port", "grpc_port", "served_model_name", "policy", "local_prefill_max_tokens", "log_level")
+
+
+class ServeSettings(ProcessSettings):
+    """Serve a model from this machine: prefill nodes, decode nodes and a router, each a process of its own.
+
+    Example: kvrelay serve ./my-model --prefill-nodes 1 --decode-nodes 2
+    """
+
+    model: CliPositionalArg[str] = Field(default="", description="Directory of the model, or its Hugging Face name.")
+    prefill_nodes: int = Field(default=1, ge=0, description="Prefill nodes; with 0 decode nodes prefill themselves.")
+    decode_nodes: int = Field(default=1, ge=1, description="Decode nodes.")
+    connector: Literal["shared_memory", "redis"] = Field(
+        default="shared_memory", description="How KV blocks travel between nodes."
+    )
+    redis_url: SecretStr = Field(
+        default=SecretStr("redis://127.0.0.1:6379/0"),
+        description="For the redis connector. One with a password belongs into KVRELAY_REDIS_URL or the file.",
+    )
+    shared_memory_dir: str | None = Field(default=None, description="Where KV pools are mapped; unset: /dev/shm.")
+    host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
+    port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
+    grpc_port: int = Field(default=8001, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    served_model_name: str | None = Field(default=None, description="What clients call the model; unset: from MODEL.")
+    policy: Literal["prefix_aware", "least_loaded", "round_robin"] = Field(
+        default="prefix_aware", description="How nodes are picked for a request."
+    )
+    local_prefill_max_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="A decode node prefills itself when it misses no more tokens than this; unset: router's default.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Of weights and KV.")
+    threads: int | Literal["auto"] = Field(default="auto", description="Per node; auto divides the cores.")
+    num_blocks: int | None = Field(default=None, gt=0, description="KV blocks per node; unset: from memory.")
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=0.95,
+        description="Share of free memory for all nodes' KV; unset: 1 GiB per node.",
+    )
+    block_size: int | None = Field(default=None, gt=0, description="Tokens per block; unset: the nodes' default.")
+    max_model_len: int | None = Field(default=None, gt=0, description="Most tokens of prompt and output together.")
+    max_num_seqs: int | None = Field(default=None, gt=0, description="Most sequences in one step of a node.")
+    max_num_batched_tokens: int | None = Field(default=None, gt=0, description="Most tokens in one step of a node.")
+    attention_backend: Literal["auto", "native", "reference"] = Field(default="auto", description="Attention kernels.")
+    log_level: LogLevel = Field(default="info", description="debug, info, warning or error, for every process.")
+    start_timeout: float = Field(default=900.0, gt=0, description="Seconds that loading the model may take.")
+    stop_timeout: float = Field(default=10.0, gt=0, description="Seconds a process gets to end before it is killed.")
+    json_ready: bool = Field(default=False, description="When ready, print one JSON line instead of the summary.")
+    supervised: bool = Field(
+        default=False, description="End when standard input closes (for programs that start this)."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "ServeSettings":
+        if self.threads != "auto" and self.threads < 1:
+            raise ValueError("--threads must be auto or at least 1")
+        return self
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Until Ctrl-C or SIGTERM (0), or until the cluster can not go on (1)."""
+    settings = load_settings(ServeSettings, argv, prog="kvrelay serve")
+    return asyncio.run(_serve(settings))
+
+
+async def _serve(settings: ServeSettings) -> int:
+    cluster = asyncio.create_task(_run_cluster(settings))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, cluster.cancel)  # the second time it interrupts the orderly end
+    if settings.supervised:
+        loop.add_reader(sys.stdin.fileno(), _end_with_stdin, loop, cluster)
+    try:
+        await cluster
+    except asyncio.CancelledError:
+        _say("ended.")
+        return 0
+    except ChildFailedError as error:
+        _say(f"the cluster has ended: {error}")
+        return 1
+    return 0
+
+
+def _end_with_stdin(loop: asyncio.AbstractEventLoop, cluster: asyncio.Task[None]) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        loop.remove_reader(sys.stdin.fileno())
+        cluster.cancel()
+
+
+async def _run_cluster(settings: ServeSettings) -> None:
+    # Outside core/config.py the one use of the process's environment: it is handed on, explicitly.
+    environment = child_environment(os.environ, settings)
+    async with Supervisor(stop_timeout=settings.stop_timeout) as supervisor:
+        commands = node_commands(settings, environment, cores=available_cores())
+        _say(f"starting {', '.join(command.name for command in commands)} for {settings.model}")
+        ready = await supervisor.start(commands, timeout=settings.start_timeout)
+        addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
+        for command, line in zip(commands, ready, strict=True):
+            addresses[command.role].append(str(line["address"]))
+        router = router_command(settings, environment, prefill=addresses["prefill"], decode=addresses["decode"])
+        [router_line] = await supervisor.start([router], timeout=settings.start_timeout)
+        _announce(settings, router_line)
+        await supervisor.watch(on_loss=_say)
+
+
+def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, cores: int) -> list[ChildCommand]:
+    """Every node of the cluster, prefill nodes first."""
+    num_nodes = settings.prefill_nodes + settings.decode_nodes
+    threads = max(1, cores // num_nodes) if settings.threads == "auto" else settings.threads
+    roles = ["prefill"] * settings.prefill_nodes + ["decode"] * settings.decode_nodes
+    commands: list[ChildCommand] = []
+    for index, role in enumerate(roles):
+        name = f"{role}-{index if role == 'prefill' else index - settings.prefill_nodes}"
+        flags = ["--host", "127.0.0.1", "--port", "0", "--node-id", name, "--threads", str(threads)]
+        if settings.gpu_memory_utilization is not None:
+            flags += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization / num_nodes)]
+        commands.append(
+            ChildCommand(
+                name=name,
+                role=role,
+                arguments=(*_python(f"{role}_node", settings), *flags, *_flags(settings, NODE_SETTINGS)),
+                environment={**environment, "OMP_NUM_THREADS": str(threads)},
+            )
+        )
+    return commands
+
+
+def router_command(
+    settings: ServeSettings, environment: Mapping[str, str], *, prefill: Sequence[str], decode: Sequence[str]
+) -> ChildCommand:
+    """The router over nodes at these addresses."""
+    nodes = ["--decode-nodes", ",".join(decode)]
+    if prefill:
+        nodes += ["--prefill-nodes", ",".join(prefill)]
+    arguments = (*_python("router", settings), *nodes, *_flags(settings, ROUTER_SETTINGS))
+    return ChildCommand(name="router", role="router", arguments=arguments, environment=environment)
+
+
+def child_environment(environment: Mapping[str, str], settings: ServeSettings) -> dict[str, str]:
+    """Ours without our own settings, which children get as flags; the Redis URL is kept out of the process list."""
+    child = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
+    if settings.connector == "redis":
+        child[f"{ENV_PREFIX}REDIS_URL"] = settings.redis_url.get_secret_value()
+    return child
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, and a container's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, period = quota.read_text().split()
+        if limit != "max":
+            cores = min(cores, max(1, int(limit) // int(period)))
+    return cores
+
+
+def _python(module: str, settings: ServeSettings) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", module, settings.model, "--supervised")
+
+
+def _flags(settings: ServeSettings, names: Sequence[str]) -> list[str]:
+    values = {name: getattr(settings, name) for name in names}
+    return [item for name, value in values.items() if value is not None for item in (flag_of(name), str(value))]
+
+
+def _announce(settings: ServeSettings, ready: ReadyLine) -> None:
+    http, grpc = str(ready["http_address"]), str(ready["grpc_address"])
+    model = str(ready.get("model") or settings.served_model_name or settings.model)
+    if settings.json_ready:
+        line = {"event": "ready", "role": "cluster", "http_address": http, "grpc_address": grpc, "model": model}
+        print(json.dumps(line), flush=True)
+        return
+    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16})
+    print(
+        f"\nkvrelay serves {model} at http://{http}/v1 and gRPC {grpc}. Ctrl-C ends it. Try:\n"
+        f"  curl http://{http}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n",
+        flush=True,
+    )
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"[serve] {message}\n")
+    sys.stderr.flush()

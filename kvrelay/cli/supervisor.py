@@ -1,0 +1,224 @@
+"""Child processes of one local cluster: started, awaited until ready, watched, and ended in order.
+
+What to start is data (`ChildCommand`); nothing here knows what a node is. A child says that it serves by one JSON line
+on its standard output, `{"event": "ready", ...}`; its standard error is passed on, each line under its name.
+Invariant: no child outlives the supervisor. `stop` escalates to SIGKILL, and children end when their standard input
+does, which the kernel sees to when the supervisor is killed.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from kvrelay.core.errors import KVRelayError
+
+TAIL_LINES = 12
+_MAX_LINE_BYTES = 1 << 16
+_LINE_END = re.compile(rb"[\r\n]+")  # progress bars rewrite their line with \r
+
+ReadyLine = Mapping[str, object]
+
+
+class ChildFailedError(KVRelayError):
+    """A child ended, or did not become ready in time; the message has its last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildCommand:
+    """One process. `role` groups those that can stand in for each other; `environment` is the whole of it."""
+
+    name: str
+    role: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+class Child:
+    """A running process. `ready` resolves with its ready line, `ended` with its exit status (negative: the signal)."""
+
+    def __init__(
+        self, command: ChildCommand, process: asyncio.subprocess.Process, on_line: Callable[[str, str], None]
+    ) -> None:
+        assert process.stdout is not None and process.stderr is not None
+        self.command = command
+        self.process = process
+        self.ready: asyncio.Future[ReadyLine] = asyncio.get_running_loop().create_future()
+        self._on_line = on_line
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._pumps = (
+            asyncio.create_task(self._read_output(process.stdout)),
+            asyncio.create_task(self._pass_on(process.stderr)),
+        )
+        self.ended = asyncio.create_task(self._wait())
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last lines it wrote to standard error."""
+        return tuple(self._tail)
+
+    def terminate(self) -> None:
+        """Asks the child to end; it ends what it started itself."""
+        if self.process.returncode is None:
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """The child and everything in its process group, which is its own."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def _wait(self) -> int:
+        status = await self.process.wait()
+        # A grandchild may hold the pipes open after the child is gone; what matters has been read by then.
+        await asyncio.wait(self._pumps, timeout=1.0)
+        for pump in self._pumps:
+            pump.cancel()
+        return status
+
+    async def _read_output(self, stream: asyncio.StreamReader) -> None:
+        async for line in _lines(stream):
+            ready = _parse_ready(line)
+            if ready is None:
+                self._line(line)
+            elif not self.ready.done():
+                self.ready.set_result(ready)
+
+    async def _pass_on(self, stream: asyncio.StreamReader) -> None:
+        async for line in _lines(stream):
+            self._line(line)
+
+    def _line(self, line: str) -> None:
+        self._tail.append(line)
+        self._on_line(self.command.name, line)
+
+
+class Supervisor:
+    """Owns the children it starts. Use as an async context manager: leaving it stops them all."""
+
+    def __init__(self, *, stop_timeout: float, on_line: Callable[[str, str], None] | None = None) -> None:
+        """`stop_timeout`: seconds between SIGTERM and SIGKILL. `on_line(name, line)` gets what children write."""
+        self._stop_timeout = stop_timeout
+        self._on_line = on_line or write_line
+        self._groups: list[list[Child]] = []
+
+    async def __aenter__(self) -> "Supervisor":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.stop()
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        return tuple(child for group in self._groups for child in group)
+
+    async def start(self, commands: Sequence[ChildCommand], *, timeout: float) -> list[ReadyLine]:
+        """Start a group, wait until all of it is ready; the ready lines, in order. Raises ChildFailedError at the first
+        that ends, or when `timeout` seconds have passed; what has been started is left to `stop`."""
+        group: list[Child] = []
+        self._groups.append(group)
+        for command in commands:
+            group.append(await self._spawn(command))
+        deadline = asyncio.get_running_loop().time() + timeout
+        pending = list(group)
+        while pending:
+            waits = {wait for child in pending for wait in (child.ready, child.ended)}
+            left = max(0.0, deadline - asyncio.get_running_loop().time())
+            done, _ = await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            for child in group:
+                if child.ended.done():
+                    raise ChildFailedError(_obituary(child, "before the cluster was ready"))
+            pending = [child for child in pending if not child.ready.done()]
+            if not done and pending:
+                names = ", ".join(child.command.name for child in pending)
+                raise ChildFailedError(f"not ready after {timeout:g} seconds: {names}")
+        return [child.ready.result() for child in group]
+
+    async def watch(self, *, on_loss: Callable[[str], None]) -> NoReturn:
+        """Until the last child of a role has ended: then ChildFailedError. `on_loss` hears of the others that end."""
+        watched = list(self.children)
+        while True:
+            await asyncio.wait({child.ended for child in watched}, return_when=asyncio.FIRST_COMPLETED)
+            lost = [child for child in watched if child.ended.done()]
+            watched = [child for child in watched if child not in lost]
+            for child in lost:
+                role = child.command.role
+                others = sum(other.command.role == role for other in watched)
+                if not others:
+                    raise ChildFailedError(_obituary(child, f"and no other {role} process is left"))
+                on_loss(_obituary(child, f"but {others} more of its role {'goes' if others == 1 else 'go'} on"))
+
+    async def stop(self) -> None:
+        """Ends the groups, last started first: SIGTERM, after the stop timeout SIGKILL. Idempotent. Cancelled while it
+        waits (an impatient Ctrl-C), it kills what is left at once."""
+        try:
+            for group in reversed(self._groups):
+                for child in group:
+                    child.terminate()
+                if ended := {child.ended for child in group if not child.ended.done()}:
+                    await asyncio.wait(ended, timeout=self._stop_timeout)
+                await _kill(group)
+        finally:
+            await _kill(self.children)
+
+    async def _spawn(self, command: ChildCommand) -> Child:
+        process = await asyncio.create_subprocess_exec(
+            *command.arguments,
+            stdin=asyncio.subprocess.PIPE,  # never written: its end tells the child that we are gone
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=dict(command.environment),
+            start_new_session=True,  # a terminal's Ctrl-C reaches only us, so that the order of ending is ours
+        )
+        return Child(command, process, self._on_line)
+
+
+def write_line(name: str, line: str) -> None:
+    """A child's line on our standard error."""
+    sys.stderr.write(f"[{name}] {line}\n")
+    sys.stderr.flush()
+
+
+async def _kill(children: Iterable[Child]) -> None:
+    left = [child for child in children if not child.ended.done()]
+    for child in left:
+        child.kill()
+    if left:
+        await asyncio.wait({child.ended for child in left})
+
+
+def _obituary(child: Child, circumstance: str) -> str:
+    status = child.ended.result()
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    lines = "".join(f"\n    {line}" for line in child.tail)
+    return f"{child.command.name} {how} {circumstance}." + (f" Its last lines:{lines}" if lines else "")
+
+
+def _parse_ready(line: str) -> ReadyLine | None:
+    if not line.startswith("{"):
+        return None
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and message.get("event") == "ready" else None
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines without their ends; blank ones are dropped, overlong ones cut into pieces."""
+    rest = b""
+    while chunk := await stream.read(_MAX_LINE_BYTES):
+        *lines, rest = _LINE_END.split(rest + chunk)
+        if len(rest) >= _MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        for line in filter(None, lines):
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")

@@ -1,0 +1,1 @@
+"""Words that every process shares. Nothing here imports torch."""

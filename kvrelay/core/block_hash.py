@@ -1,0 +1,68 @@
+"""Names of KV blocks: a SHA-256 chain over token ids, rooted in everything that makes KV comparable.
+
+Two blocks with the same name hold the same KV (up to rounding), whoever computed them; the byte-exact specification
+and its test vectors are `proto/block_hash.md` and `proto/block_hash_vectors.json`. Invariant: a name is a pure
+function of the namespace and of the tokens up to the block's end.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+
+BlockHash = NewType("BlockHash", bytes)
+"""32 bytes: the content name of a block."""
+
+SCHEME_VERSION = 1
+HASH_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KVNamespace:
+    """What two nodes must share before the same tokens mean the same KV.
+
+    `model_fingerprint`: digest of configuration, weights and compute dtype. `kv_dtype`: name of the pool's element
+    type. `layout_id`: name of the block layout, heads and layers included. `block_size`: tokens per block.
+    """
+
+    model_fingerprint: bytes
+    kv_dtype: str
+    layout_id: str
+    block_size: int
+
+    def root(self, *, cache_salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:
+        """The parent of every first block: SHA-256 over length-prefixed fields."""
+        fields = (
+            struct.pack("<I", SCHEME_VERSION),
+            self.model_fingerprint,
+            self.kv_dtype.encode(),
+            self.layout_id.encode(),
+            struct.pack("<I", self.block_size),
+            adapter_digest,
+            cache_salt,
+        )
+        encoded = b"".join(struct.pack("<I", len(field)) + field for field in fields)
+        return BlockHash(hashlib.sha256(encoded).digest())
+
+
+def next_block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Name of the block that holds `token_ids` after `parent`; a partial block is named over the tokens it has."""
+    return BlockHash(hashlib.sha256(parent + np.asarray(token_ids, dtype="<u4").tobytes()).digest())
+
+
+def block_hashes(
+    root: BlockHash, token_ids: Sequence[int], block_size: int, *, include_partial: bool = False
+) -> list[BlockHash]:
+    """Names of the full blocks of `token_ids`, and of the partial tail when asked for and there is one."""
+    data = np.asarray(token_ids, dtype="<u4").tobytes()
+    block_bytes = 4 * block_size
+    end = len(data) if include_partial else len(data) - len(data) % block_bytes
+    names: list[BlockHash] = []
+    parent: bytes = root
+    for start in range(0, end, block_bytes):
+        parent = hashlib.sha256(parent + data[start : start + block_bytes]).digest()
+        names.append(BlockHash(parent))
+    return names

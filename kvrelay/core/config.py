@@ -1,0 +1,231 @@
+"""Settings of a process: one frozen, typed tree, loaded once at its edge from flags, environment, file and defaults.
+
+A process subclasses `ProcessSettings` and calls `load_settings`. This module (through pydantic-settings) is the only
+reader of `os.environ`. Invariant: a setting that nobody knows is never passed over silently.
+"""
+
+import difflib
+import inspect
+import os
+import sys
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from kvrelay.core.errors import ConfigurationError
+
+ENV_PREFIX = "KVRELAY_"
+
+_Settings = TypeVar("_Settings", bound="ProcessSettings")
+
+
+class ProcessSettings(BaseSettings):
+    """Base of every process's settings; the docstring of a subclass opens its `--help`.
+
+    Every field has a description and a default. An argument that must be given is `CliPositionalArg[str]` with the
+    default "", so that it may also come from the environment or the file; `load_settings` sees to it that it came from
+    somewhere. Lists are written `--name a,b`, `--name a --name b`, `KVRELAY_NAME=a,b`, or as a YAML list. What must not
+    be shown (passwords) is a `SecretStr`.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        enable_decoding=False,  # lists are comma separated, not JSON; see _split_lists
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_exit_on_error=False,
+        protected_namespaces=(),
+    )
+
+    config: Path | None = Field(
+        default=None,
+        description="YAML file with any of these settings (log_level: debug). Flags win over variables of the "
+        "environment (KVRELAY_LOG_LEVEL), those over the file, and the file over the defaults.",
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "")  # --help prints it as it is
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags are put before these by pydantic-settings itself."""
+        return init_settings, env_settings, _ConfigFileSource(settings_cls)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_lists(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {
+            name: _split(value)
+            if isinstance(value, str) and name in fields and _is_list(fields[name].annotation)
+            else value
+            for name, value in values.items()
+        }
+
+
+class _ConfigFileSource(InitSettingsSource):
+    """The file named by `config`, which a source of higher priority (flag or environment) has given by now."""
+
+    def __init__(self, settings_cls: type[BaseSettings]) -> None:
+        super().__init__(settings_cls, init_kwargs={})
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config")
+        return {} if path is None else _read_file(Path(path), self.settings_cls.model_fields)
+
+
+def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _Settings:
+    """The settings of this process. `argv` is without the program's name, `prog` is how the user calls it.
+
+    Ends the process with status 0 after `--help`, and with status 2 and a message that names the setting when one is
+    wrong.
+    """
+    try:
+        _check_environment(os.environ, cls.model_fields)
+        flags = CliSettingsSource[Any](cls, cli_prog_name=prog)
+        settings = CliApp.run(cls, cli_args=list(argv), cli_settings_source=flags)
+        _check_arguments(settings)
+        return settings
+    except ValidationError as error:
+        _fail(prog, [_explain(details, cls.model_fields) for details in error.errors()])
+    except (SettingsError, ConfigurationError) as error:
+        _fail(prog, [_explain_flag(str(error), cls.model_fields)])
+
+
+def flag_of(name: str) -> str:
+    """`block_size` -> `--block-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def _read_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"--config: can not read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--config: {path} is not valid YAML: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigurationError(f"--config: {path} must hold settings as `name: value`, not a {type(loaded).__name__}")
+    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    for name in values:
+        if name not in fields or name == "config":
+            raise ConfigurationError(f"--config: {path}: there is no setting {name!r}{_nearest(name, fields)}")
+    return values
+
+
+def _check_environment(environment: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> None:
+    """A near miss is an error. Anything else may belong to another kvrelay process of this shell or pod: it is only
+    mentioned."""
+    for variable in sorted(environment):
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if not variable.startswith(ENV_PREFIX) or name in fields:
+            continue
+        if difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
+            names = {ENV_PREFIX + field.upper(): field for field in fields}
+            raise ConfigurationError(f"there is no setting for the variable {variable}{_nearest(variable, names)}")
+        sys.stderr.write(f"note: the variable {variable} is not a setting of this process; ignored\n")
+
+
+def _check_arguments(settings: ProcessSettings) -> None:
+    for name, field in type(settings).model_fields.items():
+        if _is_positional(field) and getattr(settings, name) == "":
+            raise ConfigurationError(f"{name.upper()} is missing: {field.description}\n  {_remedy(name, field)}")
+
+
+def _explain(details: ErrorDetails, fields: Mapping[str, FieldInfo]) -> str:
+    name = str(details["loc"][0]) if details["loc"] else ""
+    problem = details["msg"].removeprefix("Value error, ")
+    if name not in fields:
+        return problem
+    got = "" if _is_secret(fields[name].annotation) else f", got {details['input']!r}"
+    return f"{_argument(name, fields[name])}: {problem}{got}\n  {_remedy(name, fields[name])}"
+
+
+def _explain_flag(message: str, fields: Mapping[str, FieldInfo]) -> str:
+    """pydantic-settings wraps what argparse said; an unknown flag gets the nearest one."""
+    problem = message.removeprefix("error parsing CLI: ")
+    marker = "unrecognized arguments: "
+    if marker not in problem:
+        return problem
+    unknown = problem.split(marker, 1)[1]
+    first = unknown.split()[0].split("=")[0]
+    if not first.startswith("-"):
+        return f"there is one argument too many: {unknown!r}"
+    return f"there is no setting {unknown!r}{_nearest(first, [flag_of(name) for name in fields])}"
+
+
+def _fail(prog: str, problems: Iterable[str]) -> NoReturn:
+    for problem in problems:
+        sys.stderr.write(f"{prog}: {problem}\n")
+    sys.stderr.write(f"Try `{prog} --help`.\n")
+    sys.exit(2)
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(name, list(candidates), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def _remedy(name: str, field: FieldInfo) -> str:
+    return f"set it with {_argument(name, field)}, {ENV_PREFIX}{name.upper()} or `{name}:` in the --config file"
+
+
+def _argument(name: str, field: FieldInfo) -> str:
+    return name.upper() if _is_positional(field) else flag_of(name)
+
+
+def _is_positional(field: FieldInfo) -> bool:
+    return any(getattr(item, "__name__", "") == "_CliPositionalArg" for item in field.metadata)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation itself."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _is_list(annotation: Any) -> bool:
+    return any(get_origin(member) in (list, tuple) for member in _members(annotation))
+
+
+def _is_secret(annotation: Any) -> bool:
+    return SecretStr in _members(annotation)
+
+
+def _split(value: str) -> list[str]:
+    return [item.strip() for item in value.split(",") if item.strip()]

@@ -1,0 +1,38 @@
+"""Logging of a process: one line per record on standard error, in UTC, so that many processes' lines can be merged.
+
+`2025-01-31T12:00:00.123Z INFO    decode-0 kvrelay.engine.scheduler: message`. Standard output stays free for what a
+program prints.
+"""
+
+import logging
+import time
+from typing import Literal
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class _LineFormatter(logging.Formatter):
+    """A message is one line; only a traceback has more."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)-7s {process.replace('%', '%%')} %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = record.message.replace("\n", "\\n")
+        return super().formatMessage(record)
+
+
+def configure_logging(process: str, level: str) -> None:
+    """Called once by a process's main. `process` names it in every line; `level` is a `LogLevel`. Libraries that log
+    every call are held at warnings."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LineFormatter(process))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    for chatty in ("asyncio", "grpc", "httpx", "httpcore", "transformers", "urllib3", "uvicorn.access"):
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))

@@ -1,0 +1,236 @@
+"""gRPC as every process uses it: one set of options, errors mapped in one interceptor, health and reflection.
+
+Invariant: an error leaves a service as a status code, a message and rich details (google.rpc), and becomes the same
+class of our exception tree again on the other side. What is not ours leaves as INTERNAL, without our insides.
+"""
+
+import inspect
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from kvrelay.core.errors import (
+    CancelledByPeerError,
+    ConfigurationError,
+    DeadlineError,
+    InvalidRequestError,
+    KVError,
+    KVRelayError,
+    ModelLoadError,
+    OverloadedError,
+    UnavailableError,
+    UnknownModelError,
+    error_from_grpc,
+    status_of,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+KEEPALIVE_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+FLOW_WINDOW_BYTES = 1024 * 1024
+RETRY_DELAY_SECONDS = 1
+ERROR_DOMAIN = "kvrelay"
+DETAILS_KEY = "grpc-status-details-bin"
+MAX_MESSAGE_CHARS = 512
+
+Options = list[tuple[str, int]]
+
+# ErrorInfo.reason on the wire: which class of the tree it was, where the status code alone does not say.
+_REASONS: dict[str, type[KVRelayError]] = {
+    "INTERNAL": KVRelayError,
+    "INVALID_REQUEST": InvalidRequestError,
+    "UNKNOWN_MODEL": UnknownModelError,
+    "CONFIGURATION": ConfigurationError,
+    "MODEL_LOAD": ModelLoadError,
+    "KV": KVError,
+    "CANCELLED": CancelledByPeerError,
+    "DEADLINE": DeadlineError,
+    "OVERLOADED": OverloadedError,
+    "UNAVAILABLE": UnavailableError,
+}
+_REASON_OF = {cls: reason for reason, cls in _REASONS.items()}
+
+
+def _shared_options() -> Options:
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # The window starts large enough for a burst of steps and grows with the measured bandwidth-delay product.
+        ("grpc.http2.lookahead_bytes", FLOW_WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 1),
+    ]
+
+
+def channel_options() -> Options:
+    """For `grpc.aio.insecure_channel(options=...)`. A node that restarts is found again within two seconds."""
+    return [
+        *_shared_options(),
+        ("grpc.enable_http_proxy", 0),  # nodes talk to nodes, whatever the host's proxy settings say
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+
+
+def server_options() -> Options:
+    """For `grpc.aio.server(options=...)`. Two servers on one port would split a cluster in silence: no port sharing."""
+    return [
+        *_shared_options(),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+async def serve_insecure(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Binds (port 0 draws a free one), starts, returns the bound port. Raises ConfigurationError when it can not."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigurationError(f"can not listen on {address}: is the port in use? ({error})") from error
+    await server.start()
+    return bound
+
+
+def add_health_and_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> health.aio.HealthServicer:
+    """Adds the standard health and reflection services. The server as a whole ("") reports SERVING at once."""
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    return servicer
+
+
+async def set_serving(servicer: health.aio.HealthServicer, service_names: Iterable[str], *, serving: bool) -> None:
+    """Reports the server and each of its services as SERVING or NOT_SERVING."""
+    status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    for name in ("", *service_names):
+        await servicer.set(name, status)
+
+
+def rich_status(error: KVRelayError) -> Any:
+    """`error` as google.rpc.Status: ErrorInfo always, BadRequest for a named field, RetryInfo where that helps.
+
+    The message is cut to what fits HTTP/2 trailers whatever its script.
+    """
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=_reason_of(error), domain=ERROR_DOMAIN)]
+    message = str(error)[:MAX_MESSAGE_CHARS]
+    if isinstance(error, InvalidRequestError) and error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, OverloadedError | UnavailableError):
+        details.append(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=RETRY_DELAY_SECONDS)))
+    packed = [AnyMessage() for _ in details]
+    for slot, detail in zip(packed, details, strict=True):
+        slot.Pack(detail)
+    code = status_of(error).grpc_code.value[0]
+    return status_pb2.Status(code=code, message=message, details=packed)
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:
+    """What a peer reported, or the transport found, as our own type again; the offending field is restored."""
+    message = error.details() or error.code().name
+    reason, field = _details_of(error)
+    cls = _REASONS.get(reason)
+    if cls is None:
+        return error_from_grpc(error.code(), message)
+    if issubclass(cls, InvalidRequestError):
+        return cls(message, field=field)
+    return cls(message)
+
+
+def _reason_of(error: KVRelayError) -> str:
+    return next(_REASON_OF[cls] for cls in type(error).__mro__ if cls in _REASON_OF)
+
+
+def _details_of(error: grpc.aio.AioRpcError) -> tuple[str, str | None]:
+    """The reason ("" when the peer is not ours) and the field. Details that can not be read are as good as none."""
+    encoded = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
+    if not isinstance(encoded, bytes):
+        return "", None
+    info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    try:
+        for detail in status_pb2.Status.FromString(encoded).details:
+            detail.Unpack(info)
+            detail.Unpack(bad_request)
+    except DecodeError:
+        return "", None
+    field = bad_request.field_violations[0].field if bad_request.field_violations else None
+    return (info.reason if info.domain == ERROR_DOMAIN else ""), field
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Behavior = Callable[[Any, Context], Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for the type checker only
+
+
+_HANDLER_KINDS: tuple[tuple[str, Callable[..., "Handler"]], ...] = (
+    ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    ("stream_stream", grpc.stream_stream_rpc_method_handler),
+)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """The one place where a servicer's exceptions become statuses.
+
+    Cancellation passes; a stream's generator is closed together with its call.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        for kind, make in _HANDLER_KINDS:
+            behavior: Behavior | None = getattr(handler, kind)
+            if behavior is not None:
+                coroutine = _written(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+                guarded = _guarded(coroutine, handler_call_details.method)
+                return make(guarded, handler.request_deserializer, handler.response_serializer)
+        return handler
+
+
+def _written(behavior: Callable[[Any, Context], AsyncGenerator[Any, None]]) -> Behavior:
+    """A generator as a coroutine that writes: a cancelled call closes the generator at once, in the same task."""
+
+    async def write_all(request: Any | AsyncIterator[Any], context: Context) -> None:
+        async with aclosing(behavior(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return write_all
+
+
+def _guarded(behavior: Behavior, method: str) -> Behavior:
+    async def call(request: Any | AsyncIterator[Any], context: Context) -> Any:
+        try:
+            return await behavior(request, context)
+        except KVRelayError as error:
+            await context.abort_with_status(rpc_status.to_status(rich_status(error)))
+        except grpc.aio.BaseError:
+            raise  # the servicer (or grpc) has ended the call itself
+        except Exception:
+            logger.exception("%s failed", method)
+            await context.abort_with_status(rpc_status.to_status(rich_status(KVRelayError("internal error"))))
+
+    return call

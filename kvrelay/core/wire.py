@@ -1,0 +1,119 @@
+"""Our values to protobuf and back, for the messages that router and nodes both speak."""
+
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.v1 import common_pb2, node_pb2
+
+_FINISH_TO_WIRE: dict[FinishReason | None, "common_pb2.FinishReason.ValueType"] = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+
+def finish_reason_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.ValueType":
+    return _FINISH_TO_WIRE[reason]
+
+
+def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Stop strings stay with the router: nodes see tokens only. The seed must have been drawn."""
+    assert params.seed is not None
+    return common_pb2.SamplingParams(
+        n=params.n,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        seed=params.seed,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        n=message.n,
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        seed=message.seed,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+    )
+
+
+def logprobs_to_wire(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top=[common_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+    )
+
+
+def logprobs_from_wire(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=message.token_id,
+        logprob=message.logprob,
+        rank=message.rank,
+        top=tuple((top.token_id, top.logprob) for top in message.top),
+    )
+
+
+def output_to_wire(output: TokenOutput) -> common_pb2.TokenOutput:
+    return common_pb2.TokenOutput(
+        index=output.index,
+        token_ids=output.token_ids,
+        logprobs=[logprobs_to_wire(entry) for entry in output.logprobs],
+        finish_reason=_FINISH_TO_WIRE[output.finish_reason],
+        stop_token_id=-1 if output.stop_token_id is None else output.stop_token_id,
+    )
+
+
+def output_from_wire(message: common_pb2.TokenOutput) -> TokenOutput:
+    return TokenOutput(
+        index=message.index,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(logprobs_from_wire(entry) for entry in message.logprobs),
+        finish_reason=_FINISH_FROM_WIRE[message.finish_reason],
+        stop_token_id=None if message.stop_token_id < 0 else message.stop_token_id,
+    )
+
+
+def namespace_to_wire(namespace: KVNamespace) -> node_pb2.KVNamespace:
+    return node_pb2.KVNamespace(
+        model_fingerprint=namespace.model_fingerprint,
+        kv_dtype=namespace.kv_dtype,
+        layout_id=namespace.layout_id,
+        block_size=namespace.block_size,
+    )
+
+
+def namespace_from_wire(message: node_pb2.KVNamespace) -> KVNamespace:
+    return KVNamespace(
+        model_fingerprint=message.model_fingerprint,
+        kv_dtype=message.kv_dtype,
+        layout_id=message.layout_id,
+        block_size=message.block_size,
+    )

@@ -1,0 +1,1 @@
+"""The engine both node kinds share: schedule, run, update."""

@@ -1,0 +1,118 @@
+"""The engine's own thread: it alone touches the engine, steps while there is work, and takes messages between steps.
+
+Other threads never wait for a lock here. Invariant: messages run in the order they were posted, and results reach the
+loop in the order they were made.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvrelay.core.errors import UnavailableError
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.request import StepResult
+
+_logger = logging.getLogger(__name__)
+_IDLE_WAIT_SECONDS = 1.0  # an idle engine looks up this often; messages wake it at once
+
+T = TypeVar("T")
+Message = Callable[[Engine], None]
+
+
+class EngineThread:
+    """`on_result` and `on_crash` are called on `loop`. After a crash the engine is gone: every later `call` raises
+    UnavailableError.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_result: Callable[[StepResult], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._on_result = on_result
+        self._on_crash = on_crash
+        self._mailbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, message: Message) -> None:
+        """Runs `message` on the engine thread, between steps. For messages that can not fail."""
+        self._mailbox.put(message)
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Runs `function` on the engine thread and returns (or raises) what it does."""
+        if self._stopped.is_set():
+            raise UnavailableError("the engine has stopped")
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def message(engine: Engine) -> None:
+            try:
+                value = function(engine)
+            except Exception as error:
+                self._to_loop(_reject, future, error)
+            else:
+                self._to_loop(_resolve, future, value)
+
+        self._mailbox.put(message)
+        return await future
+
+    async def stop(self, timeout: float) -> None:
+        """Ends the thread after the step it is in."""
+        self._mailbox.put(None)
+        await asyncio.to_thread(self._thread.join, timeout)
+
+    def _main(self) -> None:
+        try:
+            self._steps()
+        except BaseException as error:
+            _logger.exception("the engine crashed")
+            self._to_loop(self._on_crash, error)
+        finally:
+            self._stopped.set()
+
+    def _steps(self) -> None:
+        busy = False
+        while True:
+            if not self._handle_messages(wait=not busy):
+                return
+            result, busy = self._engine.step()
+            if result is not None:
+                self._to_loop(self._on_result, result)
+
+    def _handle_messages(self, *, wait: bool) -> bool:
+        """Runs what is in the mailbox; with `wait`, sleeps until there is something. False when asked to stop."""
+        try:
+            message = self._mailbox.get(timeout=_IDLE_WAIT_SECONDS) if wait else self._mailbox.get_nowait()
+            while message is not None:
+                message(self._engine)
+                message = self._mailbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _to_loop(self, function: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: the process is ending and nobody listens
+            _logger.debug("dropped a result after the loop closed")
+
+
+def _resolve(future: "asyncio.Future[T]", value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _reject(future: "asyncio.Future[T]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,222 @@
+"""The safetensors files of a Hugging Face directory: where every tensor lies, and one pass that copies and digests
+them.
+
+The format (https://github.com/huggingface/safetensors#format): an 8-byte little-endian header length, a JSON header,
+then the tensors without gaps. Invariant: the pass reads every byte of every file exactly once, into memory that the
+caller already holds; the digest of a file therefore covers exactly what was loaded.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
+
+from kvrelay.core.errors import ModelLoadError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_CHUNK_BYTES = 4 * 1024 * 1024  # a chunk is digested while it is still in the cache; a multiple of every element size
+_MAX_HEADER_BYTES = 100_000_000
+_ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8}
+_ITEM_BITS |= {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8}
+
+WEIGHT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """`dtype` is the format's name for it (BF16); `num_bytes` is its length in `file`."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """`tensors` are in the order of their bytes, which follow the `header_bytes` first bytes without gaps."""
+
+    path: Path
+    header_bytes: int
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.header_bytes + sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """`files` are sorted by name. Every tensor is in exactly one of them."""
+
+    files: tuple[CheckpointFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        return {tensor.name: tensor for file in self.files for tensor in file.tensors}
+
+
+def resolve_model_directory(model: str) -> Path:
+    """A directory, or a Hugging Face id whose files are in the local cache; nothing is downloaded. Raises
+    ModelLoadError."""
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        raise ModelLoadError(f"{model} is neither a directory nor a model in the local Hugging Face cache") from error
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Reads the headers only. Raises ModelLoadError naming the file, and the tensor where there is one."""
+    if (directory / SINGLE_FILE).is_file():
+        return Checkpoint((_open_file(directory / SINGLE_FILE),))
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        raise ModelLoadError(
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; other weight formats are not supported"
+        )
+    weight_map = _weight_map(index)
+    checkpoint = Checkpoint(tuple(_open_file(directory / name) for name in sorted(set(weight_map.values()))))
+    found: dict[str, Path] = {}
+    for tensor in (tensor for file in checkpoint.files for tensor in file.tensors):
+        if tensor.name in found:
+            raise ModelLoadError(f"tensor {tensor.name} is in both {found[tensor.name]} and {tensor.file}")
+        found[tensor.name] = tensor.file
+    for name, file_name in weight_map.items():
+        if name not in found:
+            raise ModelLoadError(
+                f"tensor {name} is missing from {directory / file_name}, where {INDEX_FILE} says it is"
+            )
+    return checkpoint
+
+
+def read_tensors(file: CheckpointFile, slots: Mapping[str, Tensor], advance: Callable[[int], None]) -> bytes:
+    """Copies the file's tensors into their `slots` (contiguous, of equal shape), converting the dtype; those without
+    one are skipped.
+
+    `advance` is called with the number of bytes read since the last call. Returns the xxh3-128 digest of the whole
+    file, 16 bytes.
+    """
+    digest = xxhash.xxh3_128()
+    scratch = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    try:
+        with file.path.open("rb", buffering=0) as stream:
+            digest.update(stream.read(file.header_bytes))
+            advance(file.header_bytes)
+            for tensor in file.tensors:
+                _read_tensor(stream, tensor, slots.get(tensor.name), scratch, digest, advance)
+    except OSError as error:
+        raise ModelLoadError(f"can not read {file.path}: {error.strerror}") from error
+    return digest.digest()
+
+
+def _read_tensor(
+    stream: BinaryIO,
+    tensor: StoredTensor,
+    slot: Tensor | None,
+    scratch: Tensor,
+    digest: xxhash.xxh3_128,
+    advance: Callable[[int], None],
+) -> None:
+    stored_dtype = WEIGHT_DTYPES.get(tensor.dtype, torch.uint8)
+    direct = slot is not None and slot.dtype == stored_dtype and slot.device.type == "cpu"
+    flat = None if slot is None else slot.view(-1)
+    for begin in range(0, tensor.num_bytes, _CHUNK_BYTES):
+        num_bytes = min(_CHUNK_BYTES, tensor.num_bytes - begin)
+        first, last = begin // stored_dtype.itemsize, (begin + num_bytes) // stored_dtype.itemsize
+        part = None if flat is None else flat[first:last]
+        chunk = part.view(torch.uint8) if direct and part is not None else scratch[:num_bytes]
+        buffer = memoryview(chunk.numpy().data)
+        _read_exactly(stream, buffer, tensor)
+        digest.update(buffer)
+        if part is not None and not direct:
+            part.copy_(chunk.view(stored_dtype))
+        advance(num_bytes)
+
+
+def _read_exactly(stream: BinaryIO, buffer: memoryview, tensor: StoredTensor) -> None:
+    done = 0
+    while done < len(buffer):
+        count = stream.readinto(buffer[done:])  # type: ignore[attr-defined]  # a raw file has it
+        if not count:
+            raise ModelLoadError(f"{tensor.file} ended inside tensor {tensor.name}: it changed while it was read")
+        done += count
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"{index} is not a readable index with a weight_map: {error}") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{index}: weight_map must map tensor names to files")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise ModelLoadError(
+                f"{index}: weight_map: tensor {name} must be in a file beside the index, not {file_name!r}"
+            )
+    return weight_map
+
+
+def _open_file(path: Path) -> CheckpointFile:
+    try:
+        with path.open("rb") as stream:
+            size = path.stat().st_size
+            header_length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or not 0 < header_length <= min(size - 8, _MAX_HEADER_BYTES):
+                raise ModelLoadError(f"{path} is not a safetensors file, or is truncated")
+            header = json.loads(stream.read(header_length))
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"the weights file {path} is missing") from error
+    except OSError as error:
+        raise ModelLoadError(f"can not read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
+    return CheckpointFile(path, 8 + header_length, _parse_header(header, path, data_bytes=size - 8 - header_length))
+
+
+def _parse_header(header: Any, path: Path, *, data_bytes: int) -> tuple[StoredTensor, ...]:
+    """Checks that the tensors fill the data of the file exactly, each as long as its shape says."""
+    if not isinstance(header, dict):
+        raise ModelLoadError(f"{path} is not a safetensors file: its header is not an object")
+    spans = {name: _span(entry, name, path) for name, entry in header.items() if name != "__metadata__"}
+    tensors: list[StoredTensor] = []
+    end = 0
+    for name, (begin, following, dtype, shape) in sorted(spans.items(), key=lambda item: item[1][:2]):
+        expected = math.prod(shape) * _ITEM_BITS.get(dtype, 0) // 8
+        if begin != end or following < begin or (dtype in _ITEM_BITS and following - begin != expected):
+            raise ModelLoadError(
+                f"{path}: tensor {name}: bytes {begin} to {following} do not fit its shape {shape} or its neighbours"
+            )
+        tensors.append(StoredTensor(name, path, dtype, shape, following - begin))
+        end = following
+    if end != data_bytes:
+        last = f" (the last tensor is {tensors[-1].name})" if tensors else ""
+        raise ModelLoadError(
+            f"{path} is truncated or damaged: it has {data_bytes} bytes of tensors instead of {end}{last}"
+        )
+    return tuple(tensors)
+
+
+def _span(entry: Any, name: str, path: Path) -> tuple[int, int, str, tuple[int, ...]]:
+    try:
+        begin, end = (int(offset) for offset in entry["data_offsets"])
+        return begin, end, str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelLoadError(f"{path}: tensor {name}: malformed header entry") from error

@@ -1,0 +1,195 @@
+"""One decoder for the Llama family: Llama 2 and 3, Mistral, Qwen2 / 2.5 and Qwen3 differ only in what `ModelConfig`
+says.
+
+Pre-norm transformer with RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), grouped-query attention
+(arXiv:2305.13245) and rotary positions. Tokens of all sequences of a step lie in one row of `num_tokens`; only
+attention knows where sequences begin. Invariant: a token's row depends on its own sequence alone, up to
+the rounding of matrix products.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from paged_kernels.base import AttentionBackend, AttentionMetadata
+from paged_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
+from torch import Tensor
+
+from kvrelay.engine.layers.linear import Linear
+from kvrelay.engine.layers.rotary import RotaryTable
+from kvrelay.engine.models.model_config import ModelConfig
+
+
+class Attention:
+    """Projections, per-head norms and rotary positions around the paged attention of one layer."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layer = layer
+        self.backend = backend
+        self.head_counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]  # of query, key, value
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.sliding_window = config.sliding_windows[layer]
+        self.eps = config.rms_norm_eps
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qkv_parts = (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size))
+        self.qkv = Linear(qkv_parts, config.hidden_size, bias=config.qkv_bias, dtype=dtype, device=device)
+        self.output = Linear(
+            (("o_proj", config.hidden_size),), query_size, bias=config.output_bias, dtype=dtype, device=device
+        )
+        self.query_norm = torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        self.key_norm = torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
+        num_tokens = x.shape[0]
+        heads = self.qkv(x).view(num_tokens, -1, self.head_dim)  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        query, key, value = torch.split(heads, self.head_counts, dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self._norm_heads(query, self.query_norm), self._norm_heads(key, self.key_norm)
+        rotary(query, key, cos, sin)
+        self.backend.write_kv(key, value, kv_pool, self.layer, metadata.slot_mapping)
+        attended = self.backend.attend(
+            query, kv_pool, self.layer, metadata, scale=self.scale, sliding_window=self.sliding_window
+        )
+        return self.output(attended.view(num_tokens, -1))  # [num_tokens, hidden_size]
+
+    def pack(self) -> None:
+        self.qkv.pack()
+        self.output.pack()
+
+    def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`[num_tokens, heads, head_dim]`, each head of each token by itself."""
+        return rms_norm(x.reshape(-1, self.head_dim), weight, self.eps).view(x.shape)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.qkv.slots(prefix)
+        yield from self.output.slots(prefix)
+        if self.query_norm is not None and self.key_norm is not None:
+            yield f"{prefix}q_norm.weight", self.query_norm
+            yield f"{prefix}k_norm.weight", self.key_norm
+
+
+class Mlp:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        size = config.intermediate_size
+        parts = (("gate_proj", size), ("up_proj", size))
+        self.gate_up = Linear(parts, config.hidden_size, bias=config.mlp_bias, dtype=dtype, device=device)
+        self.down = Linear((("down_proj", config.hidden_size),), size, bias=config.mlp_bias, dtype=dtype, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x)))  # [num_tokens, hidden_size]
+
+    def pack(self) -> None:
+        self.gate_up.pack()
+        self.down.pack()
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.gate_up.slots(prefix)
+        yield from self.down.slots(prefix)
+
+
+class DecoderLayer:
+    """Both sublayers take the running residual and the last sublayer's output, which is added to it on the way into
+    the norm."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.eps = config.rms_norm_eps
+        self.input_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.attention = Attention(config, layer, backend, dtype=dtype, device=device)
+        self.post_attention_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.mlp = Mlp(config, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        x: Tensor,  # [num_tokens, hidden_size]
+        residual: Tensor | None,  # [num_tokens, hidden_size], None before the first layer
+        cos: Tensor,
+        sin: Tensor,
+        kv_pool: Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            x, residual = rms_norm(x, self.input_norm, self.eps), x
+        else:
+            x, residual = add_rms_norm(x, residual, self.input_norm, self.eps)
+        x = self.attention(x, cos, sin, kv_pool, metadata)
+        x, residual = add_rms_norm(x, residual, self.post_attention_norm, self.eps)
+        return self.mlp(x), residual
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield f"{prefix}input_layernorm.weight", self.input_norm
+        yield from self.attention.slots(f"{prefix}self_attn.")
+        yield f"{prefix}post_attention_layernorm.weight", self.post_attention_norm
+        yield from self.mlp.slots(f"{prefix}mlp.")
+
+
+class DecoderForCausalLM:
+    """The whole model. Weights are uninitialised until something has filled `checkpoint_slots`.
+
+    Positions reach up to `max_model_len` - 1. The KV pool is `[num_blocks, num_kv_heads, num_layers, 2, block_size,
+    head_dim]` of the model's dtype, on its device.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionBackend,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.max_model_len = max_model_len
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = [
+            DecoderLayer(config, layer, attention, dtype=dtype, device=device) for layer in range(config.num_layers)
+        ]
+        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.lm_head: Linear | None = None  # None: the embedding is used
+        if not config.tie_word_embeddings:
+            head = (("lm_head", config.vocab_size),)
+            self.lm_head = Linear(head, config.hidden_size, bias=False, dtype=dtype, device=device)
+        self.rotary = RotaryTable(config.rope, head_dim=config.head_dim, max_positions=max_model_len, device=device)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """`input_ids` and `positions` are `[num_tokens]` int64. Writes the tokens' KV into the pool. Returns the
+        final hidden states after the last norm, `[num_tokens, hidden_size]`."""
+        cos, sin = self.rotary.rows(positions)
+        x = F.embedding(input_ids, self.embedding)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin, kv_pool, metadata)
+        assert residual is not None
+        return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[num_rows, hidden_size]` -> float32 `[num_rows, vocab_size]`."""
+        logits = F.linear(hidden, self.embedding) if self.lm_head is None else self.lm_head(hidden)
+        return logits.float()
+
+    def checkpoint_slots(self) -> dict[str, Tensor]:
+        """Every tensor of the checkpoint by its name there, as a contiguous view of the memory it belongs in. Not after
+        `pack`."""
+        slots = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        for index, layer in enumerate(self.layers):
+            slots.update(layer.slots(f"model.layers.{index}."))
+        if self.lm_head is not None:
+            slots.update(self.lm_head.slots(""))
+        return slots
+
+    def pack(self) -> None:
+        """Once, after the slots are filled and dropped: weights take the form that matrix products read fastest."""
+        for layer in self.layers:
+            layer.attention.pack()
+            layer.mlp.pack()
+        if self.lm_head is not None:
+            self.lm_head.pack()

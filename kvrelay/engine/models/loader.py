@@ -1,0 +1,202 @@
+"""From a Hugging Face directory to a model that runs: configuration, weights, and the fingerprint that names its KV.
+
+Everything that can be wrong with a checkpoint is found from its headers, before a byte of weights is read.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from paged_kernels.base import AttentionBackend
+from torch import Tensor
+
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.engine.models.checkpoint import (
+    WEIGHT_DTYPES,
+    Checkpoint,
+    StoredTensor,
+    open_checkpoint,
+    read_tensors,
+    resolve_model_directory,
+)
+from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.models.model_config import ModelConfig, load_model_config
+
+logger = logging.getLogger(__name__)
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), from the loading thread; first with 0 done."""
+
+FINGERPRINT_VERSION = 1
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """`fingerprint`: 32 bytes; equal only where equal tokens give equal KV. `max_model_len` in tokens."""
+
+    model: DecoderForCausalLM
+    config: ModelConfig
+    dtype: torch.dtype
+    max_model_len: int
+    fingerprint: bytes
+    load_seconds: float
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: DTypeName,
+    attention: AttentionBackend,
+    max_model_len: int | None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """`path` is a model directory, or a Hugging Face id that is in the local cache. `max_model_len` None takes what
+    the model was made for.
+
+    Raises ModelLoadError for a checkpoint that can not be run, naming the tensor or field and the file;
+    ConfigurationError for a `max_model_len` beyond what the model's positions reach.
+    """
+    clock = MonotonicClock()
+    start = clock.now()
+    directory = resolve_model_directory(path)
+    config = load_model_config(directory)
+    checkpoint = open_checkpoint(directory)
+    compute_dtype = _compute_dtype(dtype, config, checkpoint, torch.device(device))
+    length = _model_len(max_model_len, config)
+    model = DecoderForCausalLM(
+        config, attention, max_model_len=length, dtype=compute_dtype, device=torch.device(device)
+    )
+    digests = _fill(model, checkpoint, progress)
+    model.pack()
+    return LoadedModel(
+        model=model,
+        config=config,
+        dtype=compute_dtype,
+        max_model_len=length,
+        fingerprint=fingerprint(config, compute_dtype, digests),
+        load_seconds=clock.now() - start,
+    )
+
+
+def fingerprint(config: ModelConfig, dtype: torch.dtype, digests: Sequence[bytes]) -> bytes:
+    """SHA-256 of canonical JSON: what determines KV, the dtype it is computed in, and the digests of the weights
+    files in order of name.
+
+    The end-of-sequence tokens and the dtype that config.json mentions are left out: they change no KV.
+    """
+    fields = asdict(config)
+    del fields["eos_token_ids"], fields["dtype"]
+    fields["rope"]["kind"] = config.rope.kind.value
+    content = {
+        "version": FINGERPRINT_VERSION,
+        "config": fields,
+        "dtype": _dtype_name(dtype),
+        "weights": [digest.hex() for digest in digests],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
+
+
+def _fill(model: DecoderForCausalLM, checkpoint: Checkpoint, progress: Progress | None) -> list[bytes]:
+    slots = model.checkpoint_slots()
+    _check_tensors(slots, checkpoint, model.config)
+    done, total = 0, checkpoint.num_bytes
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(done, total)
+
+    advance(0)
+    return [read_tensors(file, slots, advance) for file in checkpoint.files]
+
+
+def _compute_dtype(name: DTypeName, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own dtype, with one exception: float16 on a CPU becomes float32.
+
+    Only some CPUs compute in float16. float32 holds every float16 value exactly, and choosing it everywhere lets
+    nodes on different machines agree on names of blocks. bfloat16, which would lose bits, is the operator's choice to
+    make.
+    """
+    if name != "auto":
+        return _DTYPES[name]
+    stored = config.dtype or _dtype_name(_stored_dtype(checkpoint))
+    if stored not in _DTYPES:
+        raise ModelLoadError(f"config.json: dtype: {stored!r} is not supported; supported are {', '.join(_DTYPES)}")
+    if stored == "float16" and device.type == "cpu":
+        logger.info(
+            "a float16 checkpoint runs in float32 on a CPU; dtype bfloat16 is faster and smaller but rounds them"
+        )
+        return torch.float32
+    return _DTYPES[stored]
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Of the embedding, the one tensor whose name all families share."""
+    tensor = checkpoint.tensors().get("model.embed_tokens.weight")
+    if tensor is None:
+        raise ModelLoadError(f"tensor model.embed_tokens.weight is missing from {_names(checkpoint)}")
+    return _weight_dtype(tensor)
+
+
+def _model_len(max_model_len: int | None, config: ModelConfig) -> int:
+    if max_model_len is None:
+        return config.max_position_embeddings
+    if not 1 <= max_model_len <= config.max_context_length:
+        raise ConfigurationError(
+            f"max_model_len must be between 1 and {config.max_context_length} for this model, got {max_model_len}"
+        )
+    return max_model_len
+
+
+def _check_tensors(slots: Mapping[str, Tensor], checkpoint: Checkpoint, config: ModelConfig) -> None:
+    stored = checkpoint.tensors()
+    for name, slot in slots.items():
+        tensor = stored.get(name)
+        if tensor is None:
+            raise ModelLoadError(f"tensor {name} is missing from {_names(checkpoint)}")
+        _weight_dtype(tensor)
+        if tensor.shape != tuple(slot.shape):
+            raise ModelLoadError(
+                f"tensor {name} in {tensor.file} has shape {list(tensor.shape)}, not {list(slot.shape)}"
+            )
+    # A tied head may be stored once more, and old Llama files carry the rotary frequencies; neither is a surprise.
+    expected = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    extra = [
+        name
+        for name in stored
+        if name not in slots and name not in expected and not name.endswith("rotary_emb.inv_freq")
+    ]
+    if extra:
+        shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
+        logger.warning(
+            "%d tensors of %s are not part of the model and were ignored: %s", len(extra), _names(checkpoint), shown
+        )
+
+
+def _weight_dtype(tensor: StoredTensor) -> torch.dtype:
+    if tensor.dtype not in WEIGHT_DTYPES:
+        supported = ", ".join(WEIGHT_DTYPES)
+        raise ModelLoadError(
+            f"tensor {tensor.name} in {tensor.file} has dtype {tensor.dtype}; supported are {supported}"
+        )
+    return WEIGHT_DTYPES[tensor.dtype]
+
+
+def _names(checkpoint: Checkpoint) -> str:
+    paths: list[Path] = [file.path for file in checkpoint.files]
+    return str(paths[0]) if len(paths) == 1 else f"all {len(paths)} weights files of {paths[0].parent}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,79 @@
+"""What a request changes about the logits before a token is chosen: bias, a minimum length, and penalties for
+repetition.
+
+Order: logit bias; end-of-output tokens are banned while `min_tokens` is not reached; repetition penalty; presence and
+frequency penalties. Invariant: a pure function of one row; the caller's logits are never written to.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvrelay.core.sampling_params import SamplingParams
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:
+    """Whether `adjust` would do anything."""
+    return (
+        bool(params.logit_bias)
+        or num_output_tokens < params.min_tokens
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def adjust(
+    logits: Tensor,
+    params: SamplingParams,
+    *,
+    eos_token_ids: Sequence[int],
+    num_output_tokens: int,
+    prompt_token_ids: Sequence[int],
+    output_token_ids: Sequence[int],
+) -> Tensor:
+    """A changed copy of one row of logits, `[vocab_size]` float32."""
+    logits = logits.clone()
+    if params.logit_bias:
+        token_ids, biases = zip(*params.logit_bias, strict=True)
+        logits.index_add_(0, _ids(token_ids, logits), torch.tensor(biases, dtype=logits.dtype, device=logits.device))
+    if num_output_tokens < params.min_tokens:
+        _ban_ends(logits, params, eos_token_ids)
+    if params.repetition_penalty != 1.0:
+        _penalize_repetition(logits, _ids((*prompt_token_ids, *output_token_ids), logits), params.repetition_penalty)
+    if (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0) and len(output_token_ids) > 0:
+        _penalize_presence(logits, Counter(output_token_ids), params)
+    return logits
+
+
+def _ban_ends(logits: Tensor, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    """Bans the tokens that would end the output; not when a request has declared every token to be one."""
+    ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+    if not ends:
+        return
+    banned = logits.index_fill(0, _ids(ends, logits), -torch.inf)
+    if banned.max() > -torch.inf:
+        logits.copy_(banned)
+
+
+def _penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> None:
+    """Positive logits are divided by the penalty and others multiplied: CTRL (Keskar et al., 2019), section 4.1, in the
+    form that also works for negative logits. In float64 and bounded, so that no penalty makes a logit infinite; banned
+    tokens stay banned. An id may occur more than once in `seen`."""
+    values = logits[seen].to(torch.float64)
+    penalized = torch.where(values > 0, values / penalty, values * penalty).clamp(-_LARGEST, _LARGEST)
+    logits[seen] = torch.where(values.isinf(), values, penalized).to(logits.dtype)
+
+
+def _penalize_presence(logits: Tensor, counts: Counter[int], params: SamplingParams) -> None:
+    """A constant for every token of the output, and another for each time it occurs: the OpenAI API's definition."""
+    amounts = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
+    logits[_ids(list(counts), logits)] -= torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
+
+
+def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)

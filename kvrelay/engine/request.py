@@ -1,0 +1,115 @@
+"""What a node asks of the engine, and what the engine answers: plain values, no state."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.outputs import TokenLogprobs, TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
+
+
+class KVRole(Enum):
+    """Where a request's KV comes from and goes to."""
+
+    LOCAL = "local"  # computed here, decoded here
+    PRODUCE = "produce"  # computed here, ends with its first tokens; every prompt block is named and kept under a lease
+    CONSUME = "consume"  # computed elsewhere, decoded here from the second token on
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """`sampling.seed` is drawn. `receive`: blocks are reserved first and filled from outside before the engine
+    computes what is left (always so for CONSUME)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: bytes = b""
+    role: KVRole = KVRole.LOCAL
+    receive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedBlock:
+    """A block of the local pool that waits for the KV of `num_tokens` prompt tokens. Pinned until `Engine.unpin`."""
+
+    block_id: int
+    block_hash: BlockHash
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A receiving request has all its prompt blocks: the leading `num_cached_tokens` are here, `missing` wait for
+    their KV, in order.
+    """
+
+    request_id: str
+    num_cached_tokens: int
+    missing: tuple[ReservedBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBlock:
+    """A block that just got its name, pinned until `Engine.unpin` so that it can be published unchanged."""
+
+    block_id: int
+    block_hash: BlockHash
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    request_id: str
+    output: TokenOutput
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOutput:
+    """The prompt of a request is computed. `num_cached_tokens` were found by name when it was scheduled."""
+
+    request_id: str
+    num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """The engine could not go on with this request; it holds nothing for it any more."""
+
+    request_id: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Counts at the end of a step."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    num_queued_tokens: int
+    num_free_blocks: int
+    num_blocks: int
+    num_preemptions: int
+    num_leases: int
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Everything that changed since the last result. Order inside each tuple is order of happening.
+
+    `progress`: (request id, leading prompt blocks that have their names) of PRODUCE requests. `stored` and `removed`
+    are names.
+    """
+
+    admissions: tuple[Admission, ...]
+    prompts: tuple[PromptOutput, ...]
+    outputs: tuple[RequestOutput, ...]
+    failures: tuple[RequestFailure, ...]
+    named: tuple[NamedBlock, ...]
+    progress: tuple[tuple[str, int], ...]
+    stored: tuple[BlockHash, ...]
+    removed: tuple[BlockHash, ...]
+    load: EngineLoad

@@ -1,0 +1,160 @@
+"""Logits to tokens, one row at a time or many: the same row gives the same token, whatever else is in the batch.
+
+Order of operations for one row:
+
+1. log-probabilities, if asked for, from the unmodified logits
+2. logit bias, `min_tokens`, repetition, presence and frequency penalties (`penalties.py`)
+3. a greedy row takes the largest logit, the lowest id among equals, and is done
+4. temperature
+5. top-k, top-p, min-p (`truncation.py`)
+6. a random choice by counter-based Gumbel noise (`random_bits.py`): the Gumbel-max trick, Maddison et al. (2014),
+   "A* sampling", section 2
+
+Step 6 draws in two levels. Tokens are grouped by id; the log of a group's total weight plus Gumbel noise decides the
+group, and the tokens' scores plus independent noise decide within it. This is exact (the chance of a token is that of
+its group times that within the group) and needs noise for a small part of the vocabulary only. Invariant: float32 is
+computed row by row; only integers and float64 noise are computed across rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrelay.core.errors import KVRelayError
+from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.penalties import adjust, changes_logits
+from kvrelay.engine.random_bits import Draw, Stream, gumbel, uniform
+from kvrelay.engine.truncation import EXCLUDED, most_likely, truncate
+
+_GROUP_SIZE = 128  # tokens; part of what a seed means: another size gives other tokens
+_MIN_TEMPERATURE = 1e-5  # below this a float32 score is that of the greedy choice or EXCLUDED anyway
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What is to be sampled from one row of logits.
+
+    `position`: index of the token in its sequence, prompt tokens included. `num_output_tokens`: sampled before it. The
+    token ids are read only when a penalty needs them, and not kept.
+    """
+
+    params: SamplingParams
+    choice_index: int
+    position: int
+    num_output_tokens: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """`logprobs` is None unless the request asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class Sampler:
+    """Stateless; any thread may call it."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._num_groups = -(-vocab_size // _GROUP_SIZE)
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """One token per row. `logits`: `[len(rows), vocab_size]` float32, not written to.
+
+        Raises KVRelayError when a row has a NaN, an infinity, or nothing to choose from: the model's output can not be
+        trusted.
+        """
+        best = logits.max(dim=-1)
+        if not bool(best.values.isfinite().all()):
+            bad = (~best.values.isfinite()).nonzero().flatten().tolist()
+            raise KVRelayError(f"the model returned logits that are not finite (rows {bad} of {len(rows)})")
+        token_ids: list[int] = best.indices.tolist()
+        drawn = []
+        scores = []
+        for index, row in enumerate(rows):
+            changed = changes_logits(row.params, row.num_output_tokens)
+            if row.params.greedy and not changed:
+                continue
+            row_logits = self._adjusted(logits[index], row) if changed else logits[index]
+            if row.params.greedy:
+                token_ids[index] = int(row_logits.max(dim=-1).indices)
+                continue
+            drawn.append(index)
+            scores.append(_scores(row_logits, row.params))
+        if drawn:
+            for index, token_id in zip(drawn, self._draw(scores, [_draw_of(rows[i]) for i in drawn]), strict=True):
+                token_ids[index] = token_id
+        return [
+            SampledToken(token_id, _logprobs_of(row, logits[index], token_id))
+            for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
+        ]
+
+    def _adjusted(self, row_logits: Tensor, row: SamplingRow) -> Tensor:
+        return adjust(
+            row_logits,
+            row.params,
+            eos_token_ids=self.eos_token_ids,
+            num_output_tokens=row.num_output_tokens,
+            prompt_token_ids=row.prompt_token_ids,
+            output_token_ids=row.output_token_ids,
+        )
+
+    def _draw(self, scores: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
+        """One token id for each row of scores, `[vocab_size]` with largest 0, in proportion to exp(score)."""
+        device = scores[0].device
+        padding = self._num_groups * _GROUP_SIZE - self.vocab_size
+        padded = [torch.nn.functional.pad(row, (0, padding), value=EXCLUDED) if padding else row for row in scores]
+        grouped = [row.view(self._num_groups, _GROUP_SIZE) for row in padded]
+        totals = torch.stack([row.exp().sum(dim=-1) for row in grouped]).to(torch.float64)  # [num_draws, num_groups]
+        first = torch.zeros(len(draws), dtype=torch.int64, device=device)
+        noise = gumbel(uniform(draws, Stream.TOKEN_GROUP, first, self._num_groups))
+        groups = (totals.log() + noise).max(dim=-1).indices  # [num_draws]
+        members = torch.stack([row[group] for row, group in zip(grouped, groups.tolist(), strict=True)])
+        first = groups * _GROUP_SIZE
+        noise = gumbel(uniform(draws, Stream.TOKEN, first, _GROUP_SIZE))
+        token_ids: list[int] = (first + (members + noise).max(dim=-1).indices).tolist()
+        return token_ids
+
+
+def prompt_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+    """Log-probabilities of `target_ids[i]` under row i of `logits` `[n, vocab_size]` float32, with the `k` most likely
+    tokens."""
+    return [_token_logprobs(row, token_id, k) for row, token_id in zip(logits, target_ids, strict=True)]
+
+
+def _scores(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature and limits. The largest score is 0, so that no temperature overflows, and the least is EXCLUDED."""
+    scores = logits - logits.max()
+    if params.temperature != 1.0:
+        scores /= max(params.temperature, _MIN_TEMPERATURE)
+    return truncate(scores.clamp_(min=EXCLUDED), params)
+
+
+def _draw_of(row: SamplingRow) -> Draw:
+    seed = row.params.seed
+    assert seed is not None, "the router draws a seed for every request that has none"
+    return Draw(seed, row.choice_index, row.position)
+
+
+def _logprobs_of(row: SamplingRow, logits: Tensor, token_id: int) -> TokenLogprobs | None:
+    if row.params.logprobs is None:
+        return None
+    return _token_logprobs(logits, token_id, row.params.logprobs)
+
+
+def _token_logprobs(logits: Tensor, token_id: int, k: int) -> TokenLogprobs:
+    """For one row, `[vocab_size]`. Tokens as likely as the given one do not count against its rank."""
+    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    chosen = logprobs[token_id]
+    top: tuple[tuple[int, float], ...] = ()
+    if k > 0:
+        ids = most_likely(logits, k)
+        top = tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
+    return TokenLogprobs(token_id, float(chosen), int((logits > logits[token_id]).sum()) + 1, top)

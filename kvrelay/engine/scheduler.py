@@ -1,0 +1,266 @@
+"""Decides what the next step computes. There are no phases: a sequence has `num_computed_tokens` catching up with its
+tokens.
+
+Chunked prefill, prefix hits and KV received from other nodes are all "tokens already computed". Invariant: every
+sequence is in exactly one of the queues, and owns one request reference for each entry of its block table.
+
+Chunked prefill beside decodes: Sarathi-Serve (Agrawal et al., 2024), section 4. Preemption by recompute:
+PagedAttention (Kwon et al., 2023), section 4.5.
+"""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
+from kvrelay.engine.sampler import SamplingRow
+from kvrelay.engine.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`max_num_batched_tokens` bounds the tokens of one step, `max_num_seqs` the sequences that run at a time. Under
+    `fcfs` the priority of requests is ignored; under `priority` lower values go first, and arrival decides among
+    equals."""
+
+    block_size: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+    policy: Literal["fcfs", "priority"] = "fcfs"
+
+
+class SequenceQueue:
+    """Sequences in the order in which they may go on."""
+
+    def __init__(self) -> None:
+        self._items: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._items)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._items
+
+    def push(self, sequence: Sequence) -> None:
+        bisect.insort(self._items, sequence, key=lambda item: item.order)
+
+    def peek(self) -> Sequence:
+        return self._items[0]
+
+    def pop(self) -> Sequence:
+        return self._items.pop(0)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._items.remove(sequence)
+
+
+class Scheduler:
+    """Owns the queues; owned by the engine thread. Only receiving and running sequences hold blocks, so that those can
+    always be taken from a running one or will be given back by a receiving one."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.config = config
+        self.num_preemptions = 0
+        self.reserving = SequenceQueue()
+        self.receiving: list[Sequence] = []
+        self.waiting = SequenceQueue()
+        self.running: list[Sequence] = []
+        self._pool = pool
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence; its state says whether its KV will arrive from outside."""
+        (self.reserving if sequence.state is SequenceState.RESERVING else self.waiting).push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out of its queue and gives its blocks back."""
+        match sequence.state:
+            case SequenceState.RESERVING:
+                self.reserving.remove(sequence)
+            case SequenceState.RECEIVING:
+                self.receiving.remove(sequence)
+            case SequenceState.WAITING:
+                self.waiting.remove(sequence)
+            case SequenceState.RUNNING:
+                self.running.remove(sequence)
+            case SequenceState.FINISHED:
+                return
+        sequence.state = SequenceState.FINISHED
+        self._free_blocks(sequence)
+
+    def reserve(self) -> list[Sequence]:
+        """Gives receiving requests the blocks their prompts need, in order, as far as there are any."""
+        admitted = []
+        while self.reserving:
+            sequence = self.reserving.peek()
+            if not self._has_room_for(sequence) or not self._take_prompt_blocks(sequence):
+                break
+            self.reserving.pop()
+            sequence.state = SequenceState.RECEIVING
+            self.receiving.append(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def received(self, sequence: Sequence) -> None:
+        """No more KV will arrive for a receiving sequence: it runs, and computes what is missing itself."""
+        self.receiving.remove(sequence)
+        self.run(sequence)
+
+    def run(self, sequence: Sequence) -> None:
+        """A sequence that holds its blocks joins the running ones."""
+        sequence.state = SequenceState.RUNNING
+        self.running.append(sequence)
+
+    def schedule(self) -> tuple[SchedulerOutput, list[Sequence]]:
+        """The next step's plan and its sequences, in the same order. Running sequences first, then waiting ones,
+        within the budget.
+        """
+        copies: list[tuple[int, int]] = []
+        chosen: list[tuple[Sequence, int]] = []
+        budget = self._schedule_running(chosen, copies)
+        self._schedule_waiting(budget, chosen, copies)
+        plan = SchedulerOutput(tuple(_entry(sequence, count) for sequence, count in chosen), tuple(copies))
+        return plan, [sequence for sequence, _ in chosen]
+
+    def _schedule_running(self, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> int:
+        """Returns the budget that is left. A prompt's chunk leaves one token of it to every decode behind it."""
+        budget = self.config.max_num_batched_tokens
+        ordered = sorted(self.running, key=lambda item: item.order)
+        decodes_left = sum(sequence.num_missing_tokens == 1 for sequence in ordered)
+        for sequence in ordered:
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted for one before it
+            if sequence.num_missing_tokens == 1:
+                decodes_left -= 1
+            count = min(sequence.num_missing_tokens, budget - decodes_left)
+            if count > 0 and self._grow_or_preempt(sequence, count, copies):
+                chosen.append((sequence, count))
+                budget -= count
+        return budget
+
+    def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
+        while self.waiting and budget > 0 and self._has_room_for(self.waiting.peek()):
+            sequence = self.waiting.peek()
+            self._take_cached_blocks(sequence)
+            count = min(sequence.num_missing_tokens, budget)
+            if not self._grow(sequence, count, copies):
+                self._free_blocks(sequence)
+                break
+            self.waiting.pop()
+            self.run(sequence)
+            chosen.append((sequence, count))
+            budget -= count
+
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        used = sum(other.width for other in self.running) + sum(other.width for other in self.receiving)
+        return used + sequence.width <= self.config.max_num_seqs
+
+    def _grow_or_preempt(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> bool:
+        """Room for `count` more tokens, taken from running sequences behind this one if it must be; False if it went
+        itself.
+        """
+        while not self._grow(sequence, count, copies):
+            victim = max(self.running, key=lambda item: item.order)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free_blocks(sequence)
+        sequence.state = SequenceState.WAITING
+        self.waiting.push(sequence)
+        self.num_preemptions += 1
+
+    def _grow(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> bool:
+        """Makes room for `count` tokens after the computed ones; a block others use is copied before it is written
+        (copy-on-write).
+
+        All or nothing: False leaves the sequence as it was.
+        """
+        size = self.config.block_size
+        first = sequence.num_computed_tokens // size
+        end = -(-(sequence.num_computed_tokens + count) // size)
+        table = sequence.block_table
+        shared = [i for i in range(first, min(end, len(table))) if self._pool.ref_count(table[i]) > 1]
+        num_new = max(0, end - len(table))
+        if not shared and not num_new:
+            return True
+        blocks = self._pool.allocate(len(shared) + num_new)
+        if blocks is None:
+            return False
+        for index in shared:
+            source, target = table[index], blocks.pop()
+            if index * size < sequence.num_computed_tokens:
+                copies.append((source, target))
+            table[index] = target
+            self._pool.release([source])
+        table.extend(blocks)
+        return True
+
+    def _take_cached_blocks(self, sequence: Sequence) -> None:
+        """Starts the block table with what is found by name."""
+        found = self._pool.lookup(sequence.names(sequence.num_cacheable_blocks))
+        self._pool.acquire(found)
+        sequence.block_table = found
+        sequence.num_named_blocks = len(found)
+        sequence.num_computed_tokens = len(found) * self.config.block_size
+        if not sequence.prompt_reported:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+
+    def _take_prompt_blocks(self, sequence: Sequence) -> bool:
+        self._take_cached_blocks(sequence)
+        num_blocks = -(-sequence.num_prompt_tokens // self.config.block_size)
+        blocks = self._pool.allocate(num_blocks - len(sequence.block_table))
+        if blocks is None:
+            self._free_blocks(sequence)
+            return False
+        sequence.block_table.extend(blocks)
+        return True
+
+    def _free_blocks(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_named_blocks = 0
+        sequence.num_computed_tokens = 0
+        if not sequence.prompt_reported:
+            sequence.prompt_logprobs.clear()
+
+
+def _entry(sequence: Sequence, count: int) -> ScheduledSequence:
+    start = sequence.num_computed_tokens
+    end = start + count
+    sampling = sequence.request.sampling
+    rows: tuple[SamplingRow, ...] = ()
+    if end == sequence.num_tokens:
+        choices = range(sampling.n) if sequence.num_output_tokens == 0 else (sequence.index,)
+        rows = tuple(_sampling_row(sequence, choice) for choice in choices)
+    prompt_logprobs = None
+    if sampling.prompt_logprobs is not None and not sequence.prompt_reported and start < sequence.num_prompt_tokens - 1:
+        targets = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
+        prompt_logprobs = (sampling.prompt_logprobs, targets)
+    return ScheduledSequence(
+        token_ids=sequence.token_ids[start:end],
+        start=start,
+        block_table=sequence.block_table.copy(),
+        rows=rows,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _sampling_row(sequence: Sequence, choice_index: int) -> SamplingRow:
+    num_prompt = sequence.num_prompt_tokens
+    return SamplingRow(
+        params=sequence.request.sampling,
+        choice_index=choice_index,
+        position=sequence.num_tokens,
+        num_output_tokens=sequence.num_output_tokens,
+        prompt_token_ids=sequence.request.prompt_token_ids,
+        output_token_ids=sequence.token_ids[num_prompt:],
+    )

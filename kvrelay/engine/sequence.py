@@ -1,0 +1,139 @@
+"""The engine's state for one output: tokens, block table, counters.
+
+Invariant: the first `num_computed_tokens` tokens have their KV in `block_table`; the first `num_named_blocks` entries
+of `block_table` are full and carry their names in the pool.
+"""
+
+from enum import Enum
+
+from kvrelay.core.block_hash import BlockHash, next_block_hash
+from kvrelay.core.outputs import FinishReason, TokenLogprobs
+from kvrelay.engine.request import EngineRequest, KVRole
+
+
+class SequenceState(Enum):
+    RESERVING = "reserving"  # waits for the blocks its prompt needs, KV will arrive from outside
+    RECEIVING = "receiving"  # holds its blocks, KV arrives
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One output of a request. `index` 0 also computes the prompt for its siblings."""
+
+    __slots__ = (
+        "_names",
+        "_root",
+        "arrival",
+        "block_size",
+        "block_table",
+        "finish_reason",
+        "index",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_leased_blocks",
+        "num_named_blocks",
+        "num_prompt_tokens",
+        "priority",
+        "prompt_logprobs",
+        "prompt_reported",
+        "request",
+        "state",
+        "token_ids",
+    )
+
+    def __init__(
+        self, request: EngineRequest, *, index: int, root: BlockHash, block_size: int, arrival: int, priority: int
+    ) -> None:
+        self.request = request
+        self.priority = priority
+        self.index = index
+        self.arrival = arrival
+        self.block_size = block_size
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.block_table: list[int] = []
+        self.num_named_blocks = 0
+        self.num_leased_blocks = 0
+        self.state = SequenceState.RESERVING if request.receive else SequenceState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_reported = False
+        self._root = root
+        self._names: list[BlockHash] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first: lower priority value, then arrival, then index."""
+        return (self.priority, self.arrival, self.index)
+
+    @property
+    def num_cacheable_blocks(self) -> int:
+        """Leading full blocks that may be taken as they are found: those before the last token, whose logits are
+        needed; with the first token known elsewhere (CONSUME) all of the prompt's; none when the logits of every
+        prompt token are wanted."""
+        if self.request.role is KVRole.CONSUME and self.num_output_tokens == 0:
+            return self.num_prompt_tokens // self.block_size
+        if self.request.sampling.prompt_logprobs is not None and not self.prompt_reported:
+            return 0
+        return (self.num_tokens - 1) // self.block_size
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def width(self) -> int:
+        """How many running sequences this one stands for: its siblings are forked off with the first token."""
+        return self.request.sampling.n if self.num_output_tokens == 0 else 1
+
+    def names(self, num_blocks: int) -> list[BlockHash]:
+        """Names of the first `num_blocks` full blocks; their tokens must be known."""
+        size = self.block_size
+        while len(self._names) < num_blocks:
+            start = len(self._names) * size
+            parent = self._names[-1] if self._names else self._root
+            self._names.append(next_block_hash(parent, self.token_ids[start : start + size]))
+        return self._names[:num_blocks]
+
+    def prompt_tail(self) -> tuple[BlockHash, int] | None:
+        """Name of the prompt's partial tail block and its number of tokens; None when the prompt ends with a block."""
+        num_full, num_tail = divmod(self.num_prompt_tokens, self.block_size)
+        if num_tail == 0:
+            return None
+        names = self.names(num_full)
+        parent = names[-1] if names else self._root
+        start = num_full * self.block_size
+        return next_block_hash(parent, self.token_ids[start : self.num_prompt_tokens]), num_tail
+
+    def fork(self, index: int) -> "Sequence":
+        """A sibling with the same tokens and blocks; the caller takes the block references."""
+        sibling = Sequence(
+            self.request,
+            index=index,
+            root=self._root,
+            block_size=self.block_size,
+            arrival=self.arrival,
+            priority=self.priority,
+        )
+        sibling.token_ids = self.token_ids.copy()
+        sibling.num_computed_tokens = self.num_computed_tokens
+        sibling.num_cached_tokens = self.num_cached_tokens
+        sibling.block_table = self.block_table.copy()
+        sibling.num_named_blocks = self.num_named_blocks
+        sibling.prompt_reported = True
+        sibling.state = self.state
+        sibling._names = self._names.copy()
+        return sibling

@@ -1,0 +1,81 @@
+"""Which tokens may be sampled at all: top-k, then top-p over what top-k left, then min-p.
+
+Invariant: the most likely token always stays, and ties at a boundary are decided for the lowest token id, so that the
+result is a pure function of one row.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvrelay.core.sampling_params import SamplingParams
+
+EXCLUDED = -80.0
+"""The score of a token that may not be sampled, and the lowest of any. The noise of `random_bits` lies between -3.2 and
+22.9, so no token wins from so far below. Unlike -inf it costs nothing to exponentiate, and exp(-80) is still a normal
+float32."""
+
+_NUM_BUCKETS = 256
+
+
+def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
+    """`scores` with EXCLUDED for every token that may not be sampled; the same tensor when there is no limit.
+
+    `scores`: `[vocab_size]` float32, logits after temperature, shifted so that the largest is 0 and none is below
+    EXCLUDED. Not written to.
+    """
+    if 0 < params.top_k < scores.numel():
+        kept = most_likely(scores, params.top_k)
+        if params.top_p < 1.0:
+            weights = scores[kept].exp().to(torch.float64)
+            kept = kept[: _num_to_reach(params.top_p * weights.sum(), weights)]
+        scores = torch.full_like(scores, EXCLUDED).index_copy_(0, kept, scores[kept])
+    elif params.top_p < 1.0:
+        scores = _nucleus(scores, params.top_p)
+    if params.min_p > 0.0:
+        scores = torch.where(scores < math.log(params.min_p), EXCLUDED, scores)
+    return scores
+
+
+def most_likely(scores: Tensor, k: int) -> Tensor:
+    """Ids of the `k` largest entries of one row, largest first, lower ids first among equals; all of them when there
+    are fewer."""
+    if k >= scores.numel():
+        return scores.sort(descending=True, stable=True).indices
+    largest = scores.topk(k + 1)
+    if largest.values[k - 1] > largest.values[k]:
+        ids = largest.indices[:k].sort().values
+    else:  # `topk` promises nothing about which of several equal entries it returns
+        ids = (scores >= largest.values[k]).nonzero().squeeze(-1)
+    order = scores[ids].sort(descending=True, stable=True).indices
+    return ids[order[:k]]
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """The smallest set of most likely tokens whose probabilities reach `top_p`: Holtzman et al. (2020), section 3.1.
+
+    Instead of sorting the vocabulary, tokens are put into buckets by score, and only the bucket in which the sum is
+    reached is sorted. Tokens whose probability is below (1 - top_p) / vocab_size are never needed, and so share the
+    last bucket.
+    """
+    weights = scores.exp().to(torch.float64)
+    total = weights.sum()
+    goal = top_p * total
+    lowest = max(float(scores.min()), math.log(float(total) * (1.0 - top_p) / scores.numel()))
+    scale = (_NUM_BUCKETS - 1) / min(lowest, -1e-3)
+    buckets = (scores * scale).clamp_(max=_NUM_BUCKETS - 1).to(torch.int64)
+    reached = torch.bincount(buckets, weights, minlength=_NUM_BUCKETS).cumsum(0)
+    last = min(int((reached < goal).sum()), int(buckets.max()))
+    before = reached[last - 1] if last > 0 else torch.zeros_like(goal)
+    members = (buckets == last).nonzero().squeeze(-1)
+    members = members[scores[members].sort(descending=True, stable=True).indices]
+    num_kept = _num_to_reach(goal - before, weights[members])
+    smallest = scores[members[num_kept - 1]]
+    return torch.where(scores < smallest, EXCLUDED, scores).index_fill_(0, members[num_kept:], EXCLUDED)
+
+
+def _num_to_reach(goal: Tensor, weights: Tensor) -> int:
+    """How many of `weights`, from the first on, reach `goal` together; at least one, and all when rounding keeps them
+    below."""
+    return min(int((weights.cumsum(0) < goal).sum()) + 1, weights.numel())

@@ -1,0 +1,1 @@
+"""What both node services share: joining the engine with a KV connector."""

@@ -1,0 +1,89 @@
+"""Which blocks this node gained and lost, by sequence number, with replay for watchers that were away.
+
+Invariant: applying the log from any sequence number to what a watcher knew at that number gives what the node holds
+now.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.engine.request import EngineLoad
+
+
+@dataclass(frozen=True, slots=True)
+class LogUpdate:
+    """What a watcher at an earlier `sequence` has missed. `reset`: forget what was known first."""
+
+    sequence: int
+    reset: bool
+    stored: tuple[BlockHash, ...]
+    removed: tuple[BlockHash, ...]
+    load: EngineLoad
+
+
+class EventLog:
+    """On the node's loop. Keeps the last `capacity` changes; a watcher further behind gets everything that is held."""
+
+    def __init__(self, load: EngineLoad, *, capacity: int = 1024) -> None:
+        self._entries: deque[tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]] = deque(maxlen=capacity)
+        self._held: set[BlockHash] = set()
+        self._sequence = 0
+        self._load = load
+        self._waiters: list[asyncio.Future[None]] = []
+        self._version = 0
+        self.closed = False
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._load
+
+    def append(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], load: EngineLoad) -> None:
+        self._load = load
+        self._version += 1
+        if stored or removed:
+            self._held.difference_update(removed)
+            self._held.update(stored)
+            self._entries.append((tuple(stored), tuple(removed)))
+            self._sequence += 1
+        self._wake_watchers()
+
+    def close(self) -> None:
+        """Lets the watchers go."""
+        self.closed = True
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    def since(self, sequence: int | None) -> LogUpdate:
+        """What came after `sequence`; None (or a number that is not in the log) asks for everything."""
+        behind = None if sequence is None else self._sequence - sequence
+        if behind is None or not 0 <= behind <= len(self._entries):
+            return LogUpdate(self._sequence, True, tuple(self._held), (), self._load)
+        entries = list(self._entries)[len(self._entries) - behind :]
+        stored: dict[BlockHash, None] = {}
+        removed: dict[BlockHash, None] = {}
+        for gained, lost in entries:
+            for name in lost:
+                stored.pop(name, None)
+                removed[name] = None
+            for name in gained:
+                removed.pop(name, None)
+                stored[name] = None
+        return LogUpdate(self._sequence, False, tuple(stored), tuple(removed), self._load)
+
+    async def changed(self, version: int) -> int:
+        """Waits until something, the load included, is newer than `version`, or the log is closed; returns the version
+        now.
+        """
+        while self._version <= version and not self.closed:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        return self._version

@@ -1,0 +1,105 @@
+"""A node: one engine joined with one connector. What the prefill and the decode service are built on.
+
+    engine thread --StepResult--> Node.on_result (loop) --> event log (routers watch it)
+                                                        --> publisher --> connector (peers fetch from it)
+                                                        --> the service's own handler
+
+Invariant: the engine and the connector know nothing of each other; blocks pass between them only here and in
+`Receiver`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_connector.base import Block, KVConnector
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.errors import UnavailableError
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.engine_thread import EngineThread
+from kvrelay.engine.request import Admission, StepResult
+from kvrelay.node.event_log import EventLog
+from kvrelay.node.publisher import Publisher
+from kvrelay.node.receiver import Receiver, posted_unpin
+
+_logger = logging.getLogger(__name__)
+_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """What a node says of itself; `epoch` is drawn at every start."""
+
+    node_id: str
+    epoch: int
+    model: str
+    kv_namespace: KVNamespace
+    block_bytes: int
+    vocab_size: int
+
+
+class Node:
+    """`on_result` is the service's handler, called on the loop for each StepResult; `on_progress` when a PRODUCE
+    request's leading blocks can be fetched; `on_crash` when the engine is gone."""
+
+    def __init__(
+        self, identity: NodeIdentity, engine: Engine, connector: KVConnector, *, fetch_timeout: float = 10.0
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.identity = identity
+        self.engine_config = engine.config
+        self.connector = connector
+        self.event_log = EventLog(engine.load())
+        self.crashed: asyncio.Event = asyncio.Event()
+        self.engine = EngineThread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
+        self._publisher = Publisher(connector, posted_unpin(self.engine))
+        self._fetch_timeout = fetch_timeout
+        self._handler: Callable[[StepResult], None] = lambda result: None
+        self._on_progress: Callable[[str, int], None] = lambda request_id, num_blocks: None
+
+    def start(
+        self,
+        handler: Callable[[StepResult], None],
+        on_progress: Callable[[str, int], None] = lambda request_id, num_blocks: None,
+    ) -> None:
+        self._handler = handler
+        self._on_progress = on_progress
+        self._publisher.start()
+        self.engine.start()
+
+    def receiver(self, admission: Admission) -> Receiver:
+        return Receiver(
+            admission,
+            self.connector,
+            self.engine,
+            block_size=self.engine_config.block_size,
+            fetch_timeout=self._fetch_timeout,
+        )
+
+    async def check_idle(self) -> None:
+        """Raises when anything is left of any request. For tests and for an idle node."""
+        await self._publisher.drain()
+        await self.engine.call(lambda engine: engine.check_idle())
+
+    async def close(self) -> None:
+        await self.engine.stop(_STOP_SECONDS)
+        await self._publisher.close()
+        await self.connector.close()
+
+    def require_alive(self) -> None:
+        if self.crashed.is_set():
+            raise UnavailableError(f"the engine of {self.identity.node_id} has crashed")
+
+    def _on_result(self, result: StepResult) -> None:
+        self.event_log.append(result.stored, result.removed, result.load)
+        blocks = [Block(block.block_id, block.block_hash, block.num_tokens) for block in result.named]
+        self._publisher.enqueue(blocks, [self._progress(*progress) for progress in result.progress])
+        self._handler(result)
+
+    def _progress(self, request_id: str, num_blocks: int) -> Callable[[], None]:
+        return lambda: self._on_progress(request_id, num_blocks)
+
+    def _on_crash(self, error: BaseException) -> None:
+        _logger.critical("node %s is of no use any more: %s", self.identity.node_id, error)
+        self.crashed.set()

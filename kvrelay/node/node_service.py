@@ -1,0 +1,96 @@
+"""The `Node` gRPC service: who this node is, what it holds, how busy it is."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from kvrelay import __version__
+from kvrelay.core.wire import namespace_to_wire
+from kvrelay.engine.request import EngineLoad
+from kvrelay.node.event_log import LogUpdate
+from kvrelay.node.node import Node
+from kvrelay.v1 import common_pb2, node_pb2, node_pb2_grpc
+
+_WATCH_INTERVAL_SECONDS = 0.02  # changes within one interval travel in one message
+_NAMES_PER_MESSAGE = 16384  # a full snapshot is cut, so that no message comes near the size limit
+
+
+class NodeService(node_pb2_grpc.NodeServicer):
+    """Read-only views of a Node."""
+
+    def __init__(self, node: Node, role: "node_pb2.NodeRole.ValueType") -> None:
+        self._node = node
+        self._role = role
+
+    async def Describe(
+        self, request: node_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.DescribeResponse:
+        self._node.require_alive()
+        identity, config = self._node.identity, self._node.engine_config
+        return node_pb2.DescribeResponse(
+            role=self._role,
+            source=common_pb2.KVSource(
+                node_id=identity.node_id, epoch=identity.epoch, endpoint=self._node.connector.endpoint
+            ),
+            kv_namespace=namespace_to_wire(identity.kv_namespace),
+            connector=self._node.connector.name,
+            model=identity.model,
+            max_model_len=config.max_model_len,
+            num_blocks=self._node.event_log.load.num_blocks,
+            block_bytes=identity.block_bytes,
+            vocab_size=identity.vocab_size,
+            version=__version__,
+            max_num_seqs=config.max_num_seqs,
+        )
+
+    async def Watch(
+        self, request: node_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.WatchResponse]:
+        log = self._node.event_log
+        epoch = self._node.identity.epoch
+        sequence = request.after_sequence if request.epoch == epoch else None
+        version = -1
+        while not log.closed:
+            version = await log.changed(version)
+            update = log.since(sequence)
+            sequence = update.sequence
+            for message in _messages(epoch, update):
+                yield message
+            await asyncio.sleep(_WATCH_INTERVAL_SECONDS)
+
+
+def _messages(epoch: int, update: LogUpdate) -> list[node_pb2.WatchResponse]:
+    """Cut into messages of bounded size; only the last one carries the sequence, so that a cut stream is replayed from
+    before.
+    """
+    messages: list[node_pb2.WatchResponse] = []
+    stored = list(update.stored)
+    while len(stored) > _NAMES_PER_MESSAGE:
+        part, stored = stored[:_NAMES_PER_MESSAGE], stored[_NAMES_PER_MESSAGE:]
+        messages.append(node_pb2.WatchResponse(epoch=epoch, reset=update.reset and not messages, stored=part))
+    messages.append(
+        node_pb2.WatchResponse(
+            epoch=epoch,
+            sequence=update.sequence,
+            reset=update.reset and not messages,
+            stored=stored,
+            removed=update.removed,
+            load=_load_to_wire(update.load),
+        )
+    )
+    return messages
+
+
+def _load_to_wire(load: EngineLoad) -> node_pb2.NodeLoad:
+    return node_pb2.NodeLoad(
+        num_requests_running=load.num_requests_running,
+        num_requests_waiting=load.num_requests_waiting,
+        num_queued_tokens=load.num_queued_tokens,
+        num_free_blocks=load.num_free_blocks,
+        num_blocks=load.num_blocks,
+        num_preemptions=load.num_preemptions,
+        num_leases=load.num_leases,
+        num_steps=load.num_steps,
+    )

@@ -1,0 +1,71 @@
+"""Publishes newly named blocks, in the order in which the engine named them, and tells when they can be fetched.
+
+Invariant: `notify` callbacks run after every block enqueued before them was offered to the connector, and a block is
+unpinned only after that.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kv_connector.base import Block, KVConnector
+from kvrelay.core.errors import KVError
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    blocks: tuple[Block, ...]
+    notify: tuple[Callable[[], None], ...]
+
+
+class Publisher:
+    """One task that drains a queue. A connector that fails costs availability, never order or correctness: others then
+    miss the block.
+    """
+
+    def __init__(self, connector: KVConnector, unpin: Callable[[Sequence[int]], None]) -> None:
+        self._connector = connector
+        self._unpin = unpin
+        self._queue: asyncio.Queue[_Batch] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="publisher")
+
+    def enqueue(self, blocks: Sequence[Block], notify: Sequence[Callable[[], None]] = ()) -> None:
+        if blocks or notify:
+            self._queue.put_nowait(_Batch(tuple(blocks), tuple(notify)))
+
+    async def drain(self) -> None:
+        """Returns when everything enqueued so far is done."""
+        await self._queue.join()
+
+    async def close(self) -> None:
+        """Publishes what is queued no more, but unpins it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        while not self._queue.empty():
+            self._unpin([block.block_id for block in self._queue.get_nowait().blocks])
+
+    async def _run(self) -> None:
+        while True:
+            batch = await self._queue.get()
+            try:
+                if batch.blocks:
+                    await self._publish(batch.blocks)
+            finally:
+                self._queue.task_done()
+            for notify in batch.notify:
+                notify()
+
+    async def _publish(self, blocks: Sequence[Block]) -> None:
+        try:
+            await self._connector.publish(blocks)
+        except KVError as error:
+            _logger.warning("%d blocks are not published: %s", len(blocks), error)
+        finally:
+            self._unpin([block.block_id for block in blocks])

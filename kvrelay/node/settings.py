@@ -1,0 +1,53 @@
+"""Settings of a node, prefill or decode: the two kinds differ in what they serve, not in how they are set up."""
+
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import CliPositionalArg
+
+from kvrelay.core.config import ProcessSettings
+from kvrelay.core.logs import LogLevel
+
+
+class NodeSettings(ProcessSettings):
+    """One node of a cluster: loads MODEL, serves gRPC, and prints one JSON line on standard output when it is ready."""
+
+    model: CliPositionalArg[str] = Field(default="", description="Hugging Face model directory (or cached hub name).")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; loopback unless you say otherwise.")
+    port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    node_id: str = Field(default="", description="Name of this node in logs and metrics; drawn when empty.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of weights and KV; auto takes the checkpoint's."
+    )
+    threads: int = Field(default=0, ge=0, description="CPU threads for computing; 0 leaves torch's choice.")
+    attention_backend: Literal["auto", "native", "reference"] = Field(
+        default="auto", description="Attention kernels; auto takes the fastest that is installed."
+    )
+    connector: Literal["shared_memory", "redis"] = Field(
+        default="shared_memory", description="How KV moves: shared_memory on one host, redis across hosts."
+    )
+    redis_url: SecretStr = Field(
+        default=SecretStr("redis://127.0.0.1:6379/0"),
+        description="Redis for the redis connector; redis:// or rediss://.",
+    )
+    redis_ttl: int = Field(default=3600, gt=0, description="Seconds a block stays in Redis.")
+    shared_memory_dir: str = Field(default="", description="Where pools are mapped; /dev/shm when empty.")
+    block_size: int = Field(default=16, ge=8, le=256, multiple_of=8, description="Tokens per KV block.")
+    num_blocks: int = Field(default=0, ge=0, description="KV blocks in the pool; 0 sizes the pool by memory.")
+    gpu_memory_utilization: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=0.95,
+        description="Share of the device's free memory (of free RAM on a CPU) for KV when num_blocks is 0; "
+        "0 takes 1 GiB, or what one sequence of max_model_len needs if that is more.",
+    )
+    max_model_len: int = Field(default=0, ge=0, description="Most tokens of prompt and output; 0 takes the model's.")
+    max_num_seqs: int = Field(default=64, ge=1, description="Most sequences that run at a time.")
+    max_num_batched_tokens: int = Field(
+        default=512, ge=16, description="Most tokens computed in one step; long prompts are cut into chunks of it."
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."
+    )
+    log_level: LogLevel = Field(default="info", description="Least severe messages that are logged.")
+    supervised: bool = Field(default=False, description="Exit when standard input closes (used by kvrelay serve).")

@@ -1,0 +1,1 @@
+"""The prefill node: prompts in, KV blocks published under their names, first tokens out."""

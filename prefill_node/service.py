@@ -1,0 +1,194 @@
+"""The prefill service. Life of a request here:
+
+1. `Prefill` opens a lease of the request's own id and hands the request to the engine, which names every block it
+   computes.
+2. If other nodes hold leading blocks, these are reserved and fetched first (`Receiver`); the engine computes the rest
+   in chunks.
+3. As soon as a chunk's blocks are published, the stream says how many leading blocks can be fetched (`progress`).
+4. With the prompt's last logits come the first tokens (`finished`); they do not wait for publication.
+5. The stream ends when the last block is published. The engine is done with the request; the lease alone holds its
+   blocks.
+6. `ReleaseLeases`, or expiry, ends the lease. The blocks stay cached under their names until they are evicted.
+
+Invariant: a stream that ends before `finished` leaves nothing behind; after it, exactly the lease.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.wire import logprobs_to_wire, output_to_wire
+from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
+from kvrelay.node.convert import engine_request, source_from_wire
+from kvrelay.node.node import Node
+from kvrelay.node.receiver import Receiver
+from kvrelay.v1 import node_pb2, prefill_node_pb2_grpc
+from kvrelay.v1 import prefill_node_pb2 as pb
+from prefill_node.leases import LeaseTable
+
+_logger = logging.getLogger(__name__)
+_MAX_LEASE_SECONDS = 600.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """A request's stream: events to send; None ends it, an error fails it."""
+
+    request: pb.PrefillRequest
+    num_blocks: int  # of the prompt, the partial tail counted
+    events: asyncio.Queue[pb.PrefillEvent | KVRelayError | None] = field(default_factory=asyncio.Queue)
+    prompt: PromptOutput | None = None
+    first_tokens: list[TokenOutput] = field(default_factory=list)
+    num_fetched_tokens: int = 0
+    finished: bool = False
+    published: bool = False
+    reception: asyncio.Task[None] | None = None
+
+
+class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
+    """One per node. Everything here runs on the node's loop."""
+
+    name = "kvrelay.v1.PrefillNode"
+    role = node_pb2.NODE_ROLE_PREFILL
+
+    def __init__(self, node: Node, *, clock: Clock | None = None) -> None:
+        self._node = node
+        self._active: dict[str, _Prefill] = {}
+        self._leases = LeaseTable(clock or MonotonicClock(), self._end_lease)
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
+
+    def start(self) -> None:
+        self._leases.start()
+        self._node.start(self._on_result, self._on_progress)
+
+    async def close(self) -> None:
+        await self._leases.close()
+
+    # -- the service -------------------------------------------------------------------------------------------------
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncGenerator[pb.PrefillEvent, None]:
+        self._node.require_alive()
+        asked = self._engine_request(request)
+        num_blocks = -(-len(asked.prompt_token_ids) // self._node.engine_config.block_size)
+        if asked.request_id in self._active:
+            raise InvalidRequestError(f"request {asked.request_id} is running already", field="request_id")
+        prefill = self._active[asked.request_id] = _Prefill(request, num_blocks)
+        try:
+            await self._node.engine.call(lambda engine: engine.add(asked))
+            self._leases.open(asked.request_id, _lease_seconds(request.lease_ttl_ms))
+            yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=asked.request_id))
+            while (event := await prefill.events.get()) is not None:
+                if isinstance(event, KVRelayError):
+                    raise event
+                yield event
+        finally:
+            self._close(asked.request_id, prefill)
+
+    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
+        unknown = self._leases.renew(request.lease_ids, _lease_seconds(request.ttl_ms))
+        return pb.RenewLeasesResponse(unknown_lease_ids=unknown)
+
+    async def ReleaseLeases(self, request: pb.ReleaseLeasesRequest, context: Context) -> pb.ReleaseLeasesResponse:
+        self._leases.release(request.lease_ids)
+        return pb.ReleaseLeasesResponse()
+
+    def _engine_request(self, request: pb.PrefillRequest) -> EngineRequest:
+        wants_prompt_logprobs = request.sampling_params.HasField("prompt_logprobs")
+        return engine_request(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling_params,
+            vocab_size=self._node.identity.vocab_size,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            role=KVRole.PRODUCE,
+            receive=bool(request.sources) and not wants_prompt_logprobs,
+        )
+
+    def _close(self, request_id: str, prefill: _Prefill) -> None:
+        del self._active[request_id]
+        if prefill.reception is not None:
+            prefill.reception.cancel()
+        if not prefill.finished:
+            self._leases.release([request_id])
+            self._node.engine.post(lambda engine: engine.abort(request_id))
+
+    def _end_lease(self, lease_id: str) -> None:
+        self._node.engine.post(lambda engine: engine.release_lease(lease_id))
+
+    # -- what the engine reports -------------------------------------------------------------------------------------
+
+    def _on_result(self, result: StepResult) -> None:
+        """Results of a request whose stream has ended are of no interest, but its reserved blocks are let go."""
+        for admission in result.admissions:
+            self._receive(admission)
+        for prompt in result.prompts:
+            if (prefill := self._active.get(prompt.request_id)) is not None:
+                prefill.prompt = prompt
+        for item in result.outputs:
+            if (prefill := self._active.get(item.request_id)) is not None:
+                self._on_first_token(prefill, item.output)
+        for failure in result.failures:
+            if (prefill := self._active.get(failure.request_id)) is not None:
+                prefill.events.put_nowait(KVRelayError(failure.message))
+
+    def _on_first_token(self, prefill: _Prefill, output: TokenOutput) -> None:
+        prefill.first_tokens.append(output)
+        if len(prefill.first_tokens) < prefill.request.sampling_params.n:
+            return
+        assert prefill.prompt is not None
+        event = pb.PrefillFinished(
+            first_tokens=[output_to_wire(first) for first in prefill.first_tokens],
+            prompt_logprobs=[logprobs_to_wire(entry) for entry in prefill.prompt.prompt_logprobs],
+            num_cached_tokens=prefill.prompt.num_cached_tokens,
+            num_fetched_tokens=prefill.num_fetched_tokens,
+        )
+        prefill.finished = True
+        prefill.events.put_nowait(pb.PrefillEvent(finished=event))
+        self._end_if_done(prefill)
+
+    def _on_progress(self, request_id: str, num_blocks: int) -> None:
+        prefill = self._active.get(request_id)
+        if prefill is None:
+            return
+        progress = pb.PrefillProgress(num_published_blocks=num_blocks)
+        prefill.events.put_nowait(pb.PrefillEvent(progress=progress))
+        prefill.published = num_blocks == prefill.num_blocks
+        self._end_if_done(prefill)
+
+    def _end_if_done(self, prefill: _Prefill) -> None:
+        if prefill.finished and prefill.published:
+            prefill.events.put_nowait(None)
+
+    # -- blocks that others hold -------------------------------------------------------------------------------------
+
+    def _receive(self, admission: Admission) -> None:
+        receiver = self._node.receiver(admission)
+        prefill = self._active.get(admission.request_id)
+        if prefill is None:
+            receiver.discard()
+            return
+        for entry in prefill.request.sources:
+            receiver.announce(source_from_wire(entry.source), entry.num_blocks)
+        receiver.end()
+        reception = self._run_reception(admission.request_id, prefill, receiver)
+        prefill.reception = asyncio.get_running_loop().create_task(reception)
+
+    async def _run_reception(self, request_id: str, prefill: _Prefill, receiver: Receiver) -> None:
+        prefill.num_fetched_tokens = await receiver.run()
+        self._node.engine.post(lambda engine: engine.start(request_id))
+
+
+def _lease_seconds(ttl_ms: int) -> float:
+    return min(ttl_ms / 1000, _MAX_LEASE_SECONDS)

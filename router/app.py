@@ -1,0 +1,241 @@
+"""The router process: HTTP gateway and gRPC service over one relay, in one asyncio loop, started and ended in order.
+
+Standard output carries one JSON line, when both ports serve; everything else is logged to standard error. Invariant: a
+stop takes bounded time, and lets running requests end or fails them with UNAVAILABLE.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import uvicorn
+from fastapi import FastAPI
+from grpc_health.v1 import health
+from prometheus_client import CollectorRegistry
+
+from kvrelay import __version__
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.config import load_settings
+from kvrelay.core.errors import ConfigurationError, KVRelayError
+from kvrelay.core.logs import configure_logging
+from kvrelay.core.rpc import (
+    ErrorInterceptor,
+    add_health_and_reflection,
+    serve_insecure,
+    server_options,
+    set_serving,
+)
+from kvrelay.v1 import router_pb2_grpc
+from router.edge.gateway import create_app
+from router.edge.grpc_service import SERVICE_NAME, RouterService
+from router.edge.metrics import RouterMetrics
+from router.edge.outputs import Edge
+from router.edge.tokenizer import Tokenizer
+from router.kv_index import KVIndex
+from router.policy import make_policy
+from router.registry import Registry
+from router.relay import ClusterRelay
+from router.settings import RouterSettings
+
+_logger = logging.getLogger(__name__)
+_LAST_WORDS_SECONDS = 1.0  # for the errors of requests that a stop has failed
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAddresses:
+    """`host:port` of both servers."""
+
+    http: str
+    grpc: str
+
+
+@dataclass(frozen=True, slots=True)
+class _GrpcServer:
+    port: int
+    health: health.aio.HealthServicer
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one router until it is told to stop; returns the exit status."""
+    settings = load_settings(RouterSettings, argv, prog="kvrelay router")
+    configure_logging("router", settings.log_level)
+    try:
+        asyncio.run(_run(settings))
+    except KVRelayError as error:
+        _logger.critical("%s", error)
+        return 1
+    return 0
+
+
+async def _run(settings: RouterSettings) -> None:
+    stop = _stop_event(supervised=settings.supervised)
+    async with serve(settings, stop) as addresses:
+        _announce(settings, addresses)
+        await stop.wait()
+        _logger.info("stopping")
+
+
+@asynccontextmanager
+async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[ServedAddresses]:
+    """A whole router, serving while the context is open. `stop` ends the wait for nodes early, and is set when the HTTP
+    server ends by itself."""
+    if not settings.decode_nodes:
+        raise ConfigurationError("--decode-nodes is empty: without a decode node nothing can be served")
+    index = KVIndex(settings.kv_index_capacity)
+    registry = Registry(settings.prefill_nodes, settings.decode_nodes, index, timeout=settings.node_timeout)
+    registry.start()
+    relay = _relay(settings, registry)
+    try:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
+        edge = _edge(settings, relay, tokenizer)
+        await _wait_for_nodes(settings, registry, stop)
+        async with _serve_grpc(settings, edge) as grpc_server, _serve_http(settings, edge, stop) as http_port:
+            yield ServedAddresses(http=f"{settings.host}:{http_port}", grpc=f"{settings.host}:{grpc_server.port}")
+            await set_serving(grpc_server.health, [SERVICE_NAME], serving=False)
+            await relay.close(timeout=settings.stop_timeout)
+    finally:
+        await relay.close(timeout=0)
+        await registry.close()
+
+
+def served_model_name(settings: RouterSettings) -> str:
+    """The setting; else the last part of a directory's path, or the hub's name."""
+    if settings.served_model_name:
+        return settings.served_model_name
+    path = Path(settings.model)
+    return path.resolve().name if path.is_dir() else settings.model
+
+
+def _relay(settings: RouterSettings, registry: Registry) -> ClusterRelay:
+    policy = make_policy(settings.policy, local_prefill_max_tokens=settings.local_prefill_max_tokens)
+    return ClusterRelay(
+        registry,
+        policy,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        lease_ttl=settings.lease_ttl,
+        node_timeout=settings.node_timeout,
+    )
+
+
+def _edge(settings: RouterSettings, relay: ClusterRelay, tokenizer: Tokenizer) -> Edge:
+    name = served_model_name(settings)
+    metrics = RouterMetrics(name, CollectorRegistry())
+    return Edge(relay, tokenizer, name, metrics, MonotonicClock(), default_timeout=settings.request_timeout)
+
+
+async def _wait_for_nodes(settings: RouterSettings, registry: Registry, stop: asyncio.Event) -> None:
+    """Bounded: a router without nodes still answers, with what is missing."""
+    settled = asyncio.create_task(registry.wait_settled(settings.start_timeout))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({settled, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (settled, stopped):
+        task.cancel()
+    await asyncio.gather(settled, stopped, return_exceptions=True)
+    for node in registry.nodes:
+        _logger.info("%s node %s is %s", node.role.value, node.name, node.state.value)
+
+
+@asynccontextmanager
+async def _serve_grpc(settings: RouterSettings, edge: Edge) -> AsyncIterator[_GrpcServer]:
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    router_pb2_grpc.add_RouterServicer_to_server(RouterService(edge), server)
+    servicer = add_health_and_reflection(server, [SERVICE_NAME])
+    port = await serve_insecure(server, settings.host, settings.grpc_port)
+    await set_serving(servicer, [SERVICE_NAME], serving=True)
+    try:
+        yield _GrpcServer(port, servicer)
+    finally:
+        await server.stop(_LAST_WORDS_SECONDS)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn as a library: signals are the process's, and `started_event` tells when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.started_event = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.started_event.set()
+
+
+@asynccontextmanager
+async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event) -> AsyncIterator[int]:
+    """The port. `stop` is set when the server ends, whatever the reason."""
+    listener = _listen(settings.host, settings.port)
+    port: int = listener.getsockname()[1]
+    server = _HttpServer(_http_config(create_app(edge, version=__version__, max_body_bytes=settings.max_body_bytes)))
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    task.add_done_callback(lambda _: stop.set())
+    started = asyncio.create_task(server.started_event.wait())
+    await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
+    started.cancel()
+    try:
+        yield port
+    finally:
+        server.should_exit = True
+        await task
+
+
+def _http_config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=round(_LAST_WORDS_SECONDS),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigurationError(f"can not listen on {host}:{port}: {error.strerror}; try --port 0") from error
+
+
+def _announce(settings: RouterSettings, addresses: ServedAddresses) -> None:
+    line = {
+        "event": "ready",
+        "role": "router",
+        "http_address": addresses.http,
+        "grpc_address": addresses.grpc,
+        "model": served_model_name(settings),
+    }
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+    _logger.info("ready: HTTP on %s, gRPC on %s", addresses.http, addresses.grpc)
+
+
+def _stop_event(*, supervised: bool) -> asyncio.Event:
+    """Set by SIGINT, SIGTERM, and for a supervised process by the end of its standard input."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if supervised:
+        descriptor = sys.stdin.fileno()
+
+        def on_input() -> None:
+            if not os.read(descriptor, 4096):
+                loop.remove_reader(descriptor)
+                stop.set()
+
+        loop.add_reader(descriptor, on_input)
+    return stop

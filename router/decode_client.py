@@ -1,0 +1,180 @@
+"""The router's side of a decode node: one bidirectional stream that carries all of its requests.
+
+Invariant: every session gets its events in order and, unless it was closed first, hears of the end of its stream as an
+error: a stream that breaks fails all of its sessions at once, and none of them ever waits for a stream that is gone.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from kvrelay.core.errors import KVRelayError, UnavailableError, error_from_grpc
+from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.rpc import error_from_rpc
+from kvrelay.core.wire import logprobs_from_wire, output_from_wire, output_to_wire, sampling_to_wire
+from kvrelay.v1 import decode_node_pb2 as pb
+from kvrelay.v1 import decode_node_pb2_grpc
+from router.node import KVSource, source_to_wire
+from router.request import PromptLogprobs, RoutedRequest
+
+_logger = logging.getLogger(__name__)
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVReady:
+    num_cached_tokens: int
+    num_fetched_tokens: int
+    num_recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    """Terminal."""
+
+    error: KVRelayError
+
+
+DecodeEvent = Admitted | KVReady | TokenOutput | PromptLogprobs | DecodeFailed
+Sink = Callable[[DecodeEvent], None]
+
+
+class _Stream:
+    """One Serve call, from its opening until it breaks."""
+
+    def __init__(self, stub: "decode_node_pb2_grpc.DecodeNodeAsyncStub", address: str) -> None:
+        self.broken = False
+        self._address = address
+        self._sinks: dict[str, Sink] = {}
+        self._commands: asyncio.Queue[pb.DecodeCommand] = asyncio.Queue()
+        self._call = stub.Serve(self._outgoing())
+        self.task = asyncio.get_running_loop().create_task(self._read(), name=f"decode stream {address}")
+
+    def add(self, wire_id: str, sink: Sink) -> None:
+        assert wire_id not in self._sinks
+        self._sinks[wire_id] = sink
+
+    def remove(self, wire_id: str) -> bool:
+        """Whether it was still open."""
+        return self._sinks.pop(wire_id, None) is not None
+
+    def send(self, command: pb.DecodeCommand) -> None:
+        """Never blocks: a request sends a handful of commands, and the number of requests is bounded."""
+        if not self.broken:
+            self._commands.put_nowait(command)
+
+    async def _outgoing(self) -> AsyncIterator[pb.DecodeCommand]:
+        while True:
+            yield await self._commands.get()
+
+    async def _read(self) -> None:
+        error: KVRelayError = UnavailableError(f"decode node {self._address} has closed its stream")
+        try:
+            async for update in self._call:
+                for event in update.events:
+                    self._dispatch(event)
+        except grpc.aio.AioRpcError as failure:
+            error = UnavailableError(f"lost decode node {self._address}: {error_from_rpc(failure)}")
+        finally:
+            self._call.cancel()
+            self._break(error)
+
+    def _dispatch(self, message: pb.DecodeEvent) -> None:
+        sink = self._sinks.get(message.request_id)
+        if sink is None:
+            return  # it was closed while this event was on its way
+        event = _event_from_wire(message)
+        if event is None:
+            return
+        if isinstance(event, DecodeFailed):
+            self.remove(message.request_id)
+        sink(event)
+
+    def _break(self, error: KVRelayError) -> None:
+        self.broken = True
+        sinks, self._sinks = self._sinks, {}
+        if sinks:
+            _logger.warning("%s; %d requests were on it", error, len(sinks))
+        for sink in sinks.values():
+            sink(DecodeFailed(error))
+
+
+class DecodeSession:
+    """One request on a decode node. All methods return at once; answers go to the sink given at opening."""
+
+    def __init__(self, stream: _Stream, wire_id: str) -> None:
+        self._stream = stream
+        self._wire_id = wire_id
+
+    def admit(self, request: RoutedRequest, *, local_prefill: bool) -> None:
+        admit = pb.Admit(
+            request_id=self._wire_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=sampling_to_wire(request.sampling),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            local_prefill=local_prefill,
+        )
+        self._stream.send(pb.DecodeCommand(admit=admit))
+
+    def pull(self, source: KVSource, num_blocks: int, *, final: bool) -> None:
+        pull = pb.Pull(request_id=self._wire_id, source=source_to_wire(source), num_blocks=num_blocks, final=final)
+        self._stream.send(pb.DecodeCommand(pull=pull))
+
+    def start(self, first_tokens: tuple[TokenOutput, ...]) -> None:
+        start = pb.Start(request_id=self._wire_id, first_tokens=[output_to_wire(output) for output in first_tokens])
+        self._stream.send(pb.DecodeCommand(start=start))
+
+    def close(self, *, finished: bool) -> None:
+        """No more events. Aborts the request at the node unless it is `finished` or has failed there. Idempotent."""
+        if self._stream.remove(self._wire_id) and not finished:
+            self._stream.send(pb.DecodeCommand(abort=pb.Abort(request_id=self._wire_id)))
+
+
+class DecodeClient:
+    """One per decode node. The stream is opened with the first request, and again with the first one after it broke."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        self._stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
+        self._address = address
+        self._stream: _Stream | None = None
+
+    def open(self, wire_id: str, sink: Sink) -> DecodeSession:
+        """`wire_id` is used once only. A node that can not be reached shows as DecodeFailed."""
+        if self._stream is None or self._stream.broken:
+            self._stream = _Stream(self._stub, self._address)
+        self._stream.add(wire_id, sink)
+        return DecodeSession(self._stream, wire_id)
+
+    async def close(self) -> None:
+        if self._stream is not None:
+            self._stream.task.cancel()
+            await asyncio.gather(self._stream.task, return_exceptions=True)
+
+
+def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
+    """None for an event of a newer protocol."""
+    match message.WhichOneof("event"):
+        case "tokens":
+            return output_from_wire(message.tokens)
+        case "admitted":
+            return Admitted(message.admitted.num_cached_tokens)
+        case "kv_ready":
+            ready = message.kv_ready
+            return KVReady(ready.num_cached_tokens, ready.num_fetched_tokens, ready.num_recomputed_tokens)
+        case "prompt_logprobs":
+            return PromptLogprobs(tuple(logprobs_from_wire(entry) for entry in message.prompt_logprobs.logprobs))
+        case "failed":
+            code = _CODES.get(message.failed.code, grpc.StatusCode.UNKNOWN)
+            return DecodeFailed(error_from_grpc(code, message.failed.message))
+        case _:
+            return None

@@ -1,0 +1,52 @@
+"""Several async generators as one, each in a task of its own.
+
+Invariant: when the merged generator ends, in whatever way, every source is closed and no task is left.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+# A slow client holds its sources back instead of filling memory.
+QUEUE_ITEMS = 64
+
+T = TypeVar("T")
+
+
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Items with their source's index, as they come. The first failure of a source ends the others and is raised."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue(QUEUE_ITEMS)
+    closing = False
+
+    async def pump(index: int, source: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(source) as items:
+                async for item in items:
+                    await queue.put((index, item))
+        finally:
+            if not closing:  # then nobody reads the queue any more, and it may be full
+                await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(index, source)) for index, source in enumerate(sources)]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            found = await queue.get()
+            if found is not None:
+                yield found
+                continue
+            num_running -= 1
+            for task in tasks:
+                if task.done():
+                    task.result()
+    finally:
+        closing = True
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

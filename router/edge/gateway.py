@@ -1,0 +1,191 @@
+"""The HTTP gateway: OpenAI's paths and shapes over the same admission and generation as gRPC.
+
+Invariant: every answer has an `x-request-id`, and every error is OpenAI's `{"error": {...}}`, whatever went wrong.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvrelay.core.errors import InvalidRequestError, KVRelayError, UnknownModelError, status_of
+from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
+from router.edge.http_generation import HttpGeneration
+from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json
+from router.edge.openai_schema import ChatBody, CompletionBody, GenerationBody
+from router.edge.outputs import Edge
+from router.edge.validation import ChatPrompt, ClientRequest, TextPrompt, TokenPrompt
+
+DEFAULT_MAX_BODY_BYTES = 1024 * 1024
+RETRY_AFTER_SECONDS = 1
+_REQUEST_ID = "kvrelay.request_id"
+
+
+def create_app(edge: Edge, *, version: str, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> FastAPI:
+    """The ASGI application of one router. `/metrics` shows `edge.metrics.registry`."""
+    gateway = _Gateway(edge, version, max_body_bytes)
+    app = FastAPI(title="kvrelay", version=version, openapi_url=None)
+    app.add_middleware(_RequestIds)
+    for kind in (KVRelayError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_route("/v1/completions", gateway.completions, methods=["POST"])
+    app.add_route("/v1/chat/completions", gateway.chat, methods=["POST"])
+    app.add_route("/v1/models", gateway.models, methods=["GET"])
+    app.add_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
+    app.add_route("/health", gateway.health, methods=["GET"])
+    app.add_route("/metrics", gateway.metrics, methods=["GET"])
+    app.add_route("/version", gateway.version, methods=["GET"])
+    return app
+
+
+class _Gateway:
+    def __init__(self, edge: Edge, version: str, max_body_bytes: int) -> None:
+        self._edge = edge
+        self._version = version
+        self._max_body_bytes = max_body_bytes
+        # Unix time because clients expect it; nothing of ours is measured with it.
+        self._created = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        data = await read_json_body(request, self._max_body_bytes)
+        with self._edge.counting_errors():
+            body = CompletionBody.parse(data)
+            sampling = body.sampling(logprobs=body.logprobs)
+            add_special_tokens = body.add_special_tokens is not False
+            prompts = [
+                TextPrompt(prompt, add_special_tokens) if isinstance(prompt, str) else TokenPrompt(prompt)
+                for prompt in body.prompts()
+            ]
+        clients = [
+            ClientRequest(
+                prompt=prompt,
+                sampling=sampling,
+                max_tokens=body.max_tokens,
+                model=body.model,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+            )
+            for prompt in prompts
+        ]
+        shape = CompletionFormat(self._edge.tokenizer, echoes=self._texts(prompts) if body.echo else ())
+        return await self._respond(request, body, clients, shape, "cmpl")
+
+    async def chat(self, request: Request) -> Response:
+        data = await read_json_body(request, self._max_body_bytes)
+        with self._edge.counting_errors():
+            body = ChatBody.parse(data)
+            sampling = body.sampling(logprobs=body.num_logprobs)
+        newer_name = body.max_completion_tokens is not None
+        client = ClientRequest(
+            prompt=ChatPrompt(body.rendered_messages(), body.add_generation_prompt is not False),
+            sampling=sampling,
+            max_tokens=body.max_completion_tokens if newer_name else body.max_tokens,
+            max_tokens_field="max_completion_tokens" if newer_name else "max_tokens",
+            model=body.model,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+        )
+        return await self._respond(request, body, [client], ChatFormat(self._edge.tokenizer), "chatcmpl")
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._edge.validator.check_model(request.path_params["name"])
+        return JSONResponse(self._model_card())
+
+    async def health(self, request: Request) -> Response:
+        self._edge.relay.served_model()
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._edge.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": self._version})
+
+    async def _respond(
+        self, request: Request, body: GenerationBody, clients: Sequence[ClientRequest], shape: Format, kind: str
+    ) -> Response:
+        """Admits every prompt before any of them runs."""
+        response_id = f"{kind}-{request.scope[_REQUEST_ID]}"
+        ids = [response_id] if len(clients) == 1 else [f"{response_id}-{i}" for i in range(len(clients))]
+        routed = [await self._edge.admit(client, name) for client, name in zip(clients, ids, strict=True)]
+        envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
+        generation = HttpGeneration(self._edge, routed, shape, envelope)
+        if body.stream:
+            events = generation.stream(include_usage=body.include_usage, error_body=_error_body)
+            return EventStream(events)
+        return JSONResponse(await until_disconnect(request.receive, generation.whole()))
+
+    def _texts(self, prompts: Sequence[TextPrompt | TokenPrompt]) -> list[str]:
+        return [
+            prompt.text
+            if isinstance(prompt, TextPrompt)
+            else self._edge.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            for prompt in prompts
+        ]
+
+    def _model_card(self) -> Json:
+        return {
+            "id": self._edge.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvrelay",
+            "max_model_len": self._edge.relay.served_model().max_model_len,
+        }
+
+
+def _error_body(error: KVRelayError) -> Json:
+    status = status_of(error)
+    code = "model_not_found" if isinstance(error, UnknownModelError) else status.grpc_code.name.lower()
+    param = error.field if isinstance(error, InvalidRequestError) else None
+    return {"error": {"message": str(error), "type": status.openai_type, "param": param, "code": code}}
+
+
+def _error_response(error: KVRelayError) -> Response:
+    status = status_of(error).http_status
+    headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else None
+    return JSONResponse(_error_body(error), status_code=status, headers=headers)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Ours, the framework's (404, 405, 413, 415), and anything else, which the server logs after this."""
+    if isinstance(error, KVRelayError):
+        return _error_response(error)
+    if isinstance(error, HTTPException):
+        message = (
+            f"{error.detail}: {request.method} {request.url.path}" if error.status_code in (404, 405) else error.detail
+        )
+        body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+    response = _error_response(KVRelayError("internal error"))
+    response.headers["x-request-id"] = request.scope[_REQUEST_ID]  # this one does not pass `_RequestIds` any more
+    return response
+
+
+class _RequestIds:
+    """Draws an id for every request and sends it back as `x-request-id`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope[_REQUEST_ID] = secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

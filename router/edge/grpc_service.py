@@ -1,0 +1,232 @@
+"""`kvrelay.v1.Router`: the same admission and generation as HTTP, over gRPC.
+
+Invariant: protobuf ends here; errors are raised as ours and become statuses in `kvrelay.core.rpc.ErrorInterceptor`.
+"""
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
+from kvrelay.v1 import router_pb2, router_pb2_grpc
+from router.edge.outputs import Edge, GenerationEvent, TextChunk
+from router.edge.validation import ChatPrompt, ClientRequest, Prompt, TextPrompt, TokenPrompt, check_token_ids
+from router.request import PromptLogprobs, RequestTrace, RoutedRequest
+
+SERVICE_NAME = "kvrelay.v1.Router"
+MAX_REQUEST_ID_CHARS = 128
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+# Typed loosely because the stubs want a literal at every `HasField`.
+_OPTIONAL_SAMPLING_FIELDS: tuple[Any, ...] = (
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "skip_special_tokens",
+)
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._running: set[str] = set()
+
+    async def GenerateStream(
+        self, request: router_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        routed = await self._admit(request, context)
+        usage = router_pb2.Usage(prompt_tokens=len(routed.prompt_token_ids))
+        trace: RequestTrace | None = None
+        async with aclosing(self._events(routed)) as events:
+            async for event in events:
+                if isinstance(event, RequestTrace):
+                    trace = event
+                    continue
+                message = router_pb2.GenerateResponse(request_id=routed.request_id)
+                _add(message, event, usage)
+                yield message
+        yield self._last(routed, usage, trace)
+
+    async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> router_pb2.GenerateResponse:
+        routed = await self._admit(request, context)
+        usage = router_pb2.Usage(prompt_tokens=len(routed.prompt_token_ids))
+        trace: RequestTrace | None = None
+        whole = router_pb2.GenerateResponse()
+        async with aclosing(self._events(routed)) as events:
+            async for event in events:
+                if isinstance(event, RequestTrace):
+                    trace = event
+                else:
+                    _add(whole, event, usage)
+        merged = _merged(whole, routed.sampling.n)
+        merged.MergeFrom(self._last(routed, usage, trace))
+        return merged
+
+    async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:
+        with self._edge.counting_errors():
+            self._edge.validator.check_model(request.model or None)
+            model = self._edge.relay.served_model()
+            add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            match request.WhichOneof("input"):
+                case "text":
+                    prompt: Prompt = TextPrompt(request.text, add_special_tokens)
+                case "chat":
+                    prompt = _chat_prompt(request.chat)
+                case _:
+                    raise InvalidRequestError("text or chat is required", field="input")
+            token_ids = await self._edge.validator.token_ids(prompt, model)
+        return router_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
+
+    async def Detokenize(
+        self, request: router_pb2.DetokenizeRequest, context: Context
+    ) -> router_pb2.DetokenizeResponse:
+        with self._edge.counting_errors():
+            self._edge.validator.check_model(request.model or None)
+            check_token_ids(request.token_ids, self._edge.relay.served_model(), field="token_ids")
+        text = self._edge.tokenizer.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
+        return router_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, request: router_pb2.ListModelsRequest, context: Context
+    ) -> router_pb2.ListModelsResponse:
+        model = self._edge.relay.served_model()
+        card = router_pb2.Model(id=self._edge.model_name, max_model_len=model.max_model_len)
+        return router_pb2.ListModelsResponse(models=[card])
+
+    async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
+        self._edge.relay.abort(request.request_id)
+        return router_pb2.AbortResponse()
+
+    async def _admit(self, request: router_pb2.GenerateRequest, context: Context) -> RoutedRequest:
+        with self._edge.counting_errors():
+            request_id = _request_id(request.request_id)
+            client = _client_request(request, context.time_remaining())
+        return await self._edge.admit(client, request_id)
+
+    async def _events(self, routed: RoutedRequest) -> AsyncGenerator[GenerationEvent, None]:
+        if routed.request_id in self._running:
+            raise InvalidRequestError(f"request_id {routed.request_id!r} is already running", field="request_id")
+        self._running.add(routed.request_id)
+        try:
+            async with aclosing(self._edge.generate(routed)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._running.remove(routed.request_id)
+
+    def _last(
+        self, routed: RoutedRequest, usage: router_pb2.Usage, trace: RequestTrace | None
+    ) -> router_pb2.GenerateResponse:
+        if trace is not None:
+            usage.cached_tokens = trace.num_cached_tokens
+        return router_pb2.GenerateResponse(
+            request_id=routed.request_id,
+            model=self._edge.model_name,
+            usage=usage,
+            trace=None if trace is None else _trace_to_wire(trace),
+        )
+
+
+def _request_id(wanted: str) -> str:
+    if len(wanted) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
+    return wanted or f"grpc-{secrets.token_hex(16)}"
+
+
+def _client_request(request: router_pb2.GenerateRequest, timeout: float | None) -> ClientRequest:
+    """Typed by protobuf; values are checked with everyone else's."""
+    match request.WhichOneof("input"):
+        case "prompt":
+            prompt: Prompt = TextPrompt(request.prompt)
+        case "prompt_token_ids":
+            prompt = TokenPrompt(tuple(request.prompt_token_ids.ids))
+        case "chat":
+            prompt = _chat_prompt(request.chat)
+        case _:
+            raise InvalidRequestError("prompt, prompt_token_ids or chat is required", field="prompt")
+    given = {name: getattr(request, name) for name in _OPTIONAL_SAMPLING_FIELDS if request.HasField(name)}
+    if given.get("top_k") == -1:  # as over HTTP: off
+        given["top_k"] = 0
+    sampling = SamplingParams(
+        **given,
+        logit_bias=tuple(sorted(request.logit_bias.items())),
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        ignore_eos=request.ignore_eos,
+    )
+    return ClientRequest(
+        prompt=prompt,
+        sampling=sampling,
+        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+        model=request.model or None,
+        priority=request.priority,
+        cache_salt=request.cache_salt or None,
+        timeout=timeout,
+    )
+
+
+def _chat_prompt(chat: router_pb2.ChatMessages) -> ChatPrompt:
+    return ChatPrompt([{"role": message.role, "content": message.content} for message in chat.messages])
+
+
+def _add(message: router_pb2.GenerateResponse, event: TextChunk | PromptLogprobs, usage: router_pb2.Usage) -> None:
+    if isinstance(event, PromptLogprobs):
+        message.prompt_logprobs.extend(logprobs_to_wire(entry) for entry in event.logprobs)
+        return
+    usage.completion_tokens += len(event.token_ids)
+    message.outputs.add(
+        index=event.index,
+        text=event.text,
+        token_ids=event.token_ids,
+        logprobs=[logprobs_to_wire(entry) for entry in event.logprobs],
+        finish_reason=finish_reason_to_wire(event.finish_reason),
+        stop_reason="" if event.stop_reason is None else str(event.stop_reason),
+    )
+
+
+def _merged(streamed: router_pb2.GenerateResponse, n: int) -> router_pb2.GenerateResponse:
+    """One output per choice from all chunks of a request."""
+    whole = router_pb2.GenerateResponse(
+        outputs=[router_pb2.OutputChunk(index=index) for index in range(n)], prompt_logprobs=streamed.prompt_logprobs
+    )
+    texts: list[list[str]] = [[] for _ in range(n)]
+    for chunk in streamed.outputs:
+        output = whole.outputs[chunk.index]
+        texts[chunk.index].append(chunk.text)
+        output.token_ids.extend(chunk.token_ids)
+        output.logprobs.extend(chunk.logprobs)
+        output.finish_reason = chunk.finish_reason
+        output.stop_reason = chunk.stop_reason
+    for output, parts in zip(whole.outputs, texts, strict=True):
+        output.text = "".join(parts)
+    return whole
+
+
+def _trace_to_wire(trace: RequestTrace) -> router_pb2.RequestTrace:
+    return router_pb2.RequestTrace(
+        prefill_node=trace.prefill_node or "",
+        decode_node=trace.decode_node,
+        num_prompt_blocks=trace.num_prompt_blocks,
+        num_computed_tokens=trace.num_computed_tokens,
+        num_cached_tokens=trace.num_cached_tokens,
+        num_transferred_blocks=trace.num_transferred_blocks,
+        ttft_seconds=trace.ttft_seconds,
+        e2e_seconds=trace.e2e_seconds,
+        queue_seconds=trace.queue_seconds,
+    )

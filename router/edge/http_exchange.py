@@ -1,0 +1,113 @@
+"""One HTTP exchange below the application: read a bounded body, stream events, and notice that the client has gone.
+
+Invariant: a body beyond the limit is never held in memory, and when the client disconnects the work for it is
+cancelled and has ended before the exchange does.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvrelay.core.errors import CancelledByPeerError
+
+logger = logging.getLogger(__name__)
+
+# Closing a connection while the client still sends makes it see a reset instead of our answer: this much more is read
+# and thrown away first, for this long at most.
+DRAIN_BYTES = 16 * 1024 * 1024
+DRAIN_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+async def read_json_body(request: Request, max_bytes: int) -> bytes:
+    """Raises HTTPException 413 or 415, and CancelledByPeerError when the client goes away before the end."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise HTTPException(415, f"the body must be application/json, not {content_type[:100]}")
+    body = bytearray()
+    chunks = aiter(request.stream())
+    try:
+        async for chunk in chunks:
+            if len(body) + len(chunk) > max_bytes:
+                body.clear()
+                await _drain(chunks)
+                raise HTTPException(413, f"the body is larger than the limit of {max_bytes} bytes")
+            body += chunk
+    except ClientDisconnect:
+        raise CancelledByPeerError("the client disconnected while sending") from None
+    return bytes(body)
+
+
+async def _drain(chunks: AsyncIterator[bytes]) -> None:
+    drained = 0
+    try:
+        async with asyncio.timeout(DRAIN_SECONDS):
+            async for chunk in chunks:
+                drained += len(chunk)
+                if drained > DRAIN_BYTES:
+                    return
+    except TimeoutError:
+        return
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or CancelledByPeerError when the client goes away; `work` is cancelled then.
+
+    The body must have been read before: what is received now is the end of the connection."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise CancelledByPeerError("the client disconnected")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events from a generator, which is iterated and closed by one task.
+
+    The response starts with the first event: an error before it is raised, and still gets its own status.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        except CancelledByPeerError as error:
+            logger.debug("stream ended: %s", error)
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            first = await anext(events, b"")
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _send_body(send, first, more=True)
+            async for event in events:
+                await _send_body(send, event, more=True)
+            await _send_body(send, b"", more=False)
+
+
+def _send_body(send: Send, data: bytes, *, more: bool) -> Awaitable[None]:
+    return send({"type": "http.response.body", "body": data, "more_body": more})

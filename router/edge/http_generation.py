@@ -1,0 +1,94 @@
+"""The requests behind one HTTP call (one for each prompt) as one OpenAI response, whole or streamed.
+
+Invariant: choice `c` of prompt `p` has index `p * n + c`; closing the stream aborts every request.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from kvrelay.core.errors import KVRelayError
+from router.edge.fan_in import merged
+from router.edge.openai_format import (
+    DONE,
+    Envelope,
+    Format,
+    Json,
+    StreamFormatter,
+    Usage,
+    WholeChoice,
+    event,
+    prompt_logprobs_as_json,
+    whole_response,
+)
+from router.edge.outputs import Edge, GenerationEvent, TextChunk
+from router.request import RequestTrace, RoutedRequest
+
+logger = logging.getLogger(__name__)
+
+
+class HttpGeneration:
+    """`requests` share everything but their prompts and ids. Run it once, with `whole` or `stream`."""
+
+    def __init__(self, edge: Edge, requests: Sequence[RoutedRequest], shape: Format, envelope: Envelope) -> None:
+        self._edge = edge
+        self._requests = requests
+        self._shape = shape
+        self._envelope = envelope
+        self._n = requests[0].sampling.n
+        self._stop_token_ids = frozenset(requests[0].sampling.stop_token_ids)
+        self._usage = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
+
+    async def whole(self) -> Json:
+        choices = [WholeChoice() for _ in range(self._n * len(self._requests))]
+        async with aclosing(self._events()) as events:
+            async for prompt_index, found in events:
+                first = prompt_index * self._n
+                if isinstance(found, TextChunk):
+                    choices[first + found.index].add(found, self._count(found))
+                elif isinstance(found, RequestTrace):
+                    self._usage.traces.append(found)
+                else:
+                    rendered = prompt_logprobs_as_json(self._edge.tokenizer, found.logprobs)
+                    for choice in choices[first : first + self._n]:
+                        choice.prompt_logprobs = rendered
+        return whole_response(self._shape, self._envelope, choices, self._n, self._usage)
+
+    async def stream(
+        self, *, include_usage: bool, error_body: Callable[[KVRelayError], Json]
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. Raises only before the first one; a later failure is the last event."""
+        formatter = StreamFormatter(self._shape, self._envelope, include_usage=include_usage)
+        started = False
+        try:
+            async with aclosing(self._events()) as events:
+                async for prompt_index, found in events:
+                    if isinstance(found, TextChunk):
+                        index = prompt_index * self._n + found.index
+                        if data := formatter.chunk(index, prompt_index, found, self._count(found)):
+                            started = True
+                            yield data
+                    elif isinstance(found, RequestTrace):
+                        self._usage.traces.append(found)
+            if include_usage:
+                yield formatter.usage(self._usage)
+            yield DONE
+        except KVRelayError as error:
+            if not started:
+                raise
+            yield event(error_body(error))
+        except Exception:
+            if not started:
+                raise
+            # The status has been sent: this is the only place left to tell the client.
+            logger.exception("stream %s failed", self._envelope.response_id)
+            yield event(error_body(KVRelayError("internal error")))
+
+    def _events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
+        return merged([self._edge.generate(request) for request in self._requests])
+
+    def _count(self, chunk: TextChunk) -> str | int | None:
+        """Counts the chunk's tokens; gives the stop reason as clients know it: the model's own end token is none."""
+        self._usage.completion_tokens += len(chunk.token_ids)
+        reason = chunk.stop_reason
+        return reason if isinstance(reason, str) or reason in self._stop_token_ids else None

@@ -1,0 +1,267 @@
+"""Responses of the OpenAI API: whole ones as dicts, streamed ones as server-sent events built from strings.
+
+Invariant: a streamed message costs no object beyond its bytes; everything that does not change is encoded once per
+request.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from kvrelay.core.outputs import TokenLogprobs
+from router.edge.outputs import TextChunk
+from router.edge.tokenizer import Tokenizer
+from router.request import RequestTrace
+
+# JSON has no infinity; OpenAI writes this for a token that can not occur.
+MIN_LOGPROB = -9999.0
+
+DONE = b"data: [DONE]\n\n"
+
+_to_json = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+
+Json = dict[str, Any]
+
+
+def event(body: Json) -> bytes:
+    """One server-sent event."""
+    return f"data: {_to_json(body)}\n\n".encode()
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a whole HTTP request, over all its prompts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    traces: list[RequestTrace] = field(default_factory=list)
+
+    def as_json(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(trace.num_cached_tokens for trace in self.traces)},
+        }
+
+    def trace_as_json(self) -> Json | None:
+        """How the request was served; of several prompts, a list under `requests`."""
+        if len(self.traces) == 1:
+            return asdict(self.traces[0])
+        return {"requests": [asdict(trace) for trace in self.traces]} if self.traces else None
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """One choice of a response that is not streamed."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
+    prompt_logprobs: list[Json | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, chunk: TextChunk, stop_reason: str | int | None) -> None:
+        self.text.append(chunk.text)
+        self.logprobs.extend(chunk.logprobs)
+        self.text_offsets.extend(chunk.text_offsets)
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.stop_reason = chunk.finish_reason.value, stop_reason
+
+
+class Format(Protocol):
+    """What differs between completions and chat."""
+
+    object_name: str
+    chunk_object_name: str
+
+    def opening(self, prompt_index: int) -> Json | None:
+        """What a streamed choice begins with."""
+        ...
+
+    def delta(self, text_json: str) -> str:
+        """The JSON members that carry a piece of text, already encoded."""
+        ...
+
+    def closing(self) -> Json:
+        """The member that the last chunk of a choice has where others have text."""
+        ...
+
+    def whole(self, text: str, prompt_index: int) -> Json:
+        """The member that carries the text of a choice that is not streamed."""
+        ...
+
+    def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> Json: ...
+
+
+class CompletionFormat:
+    """`echoes`: the prompts' texts, when they are to be repeated before the output."""
+
+    object_name = chunk_object_name = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, *, echoes: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._echoes = echoes
+
+    def opening(self, prompt_index: int) -> Json | None:
+        return {"text": self._echoes[prompt_index]} if self._echoes else None
+
+    def delta(self, text_json: str) -> str:
+        return f'"text":{text_json}'
+
+    def closing(self) -> Json:
+        return {"text": ""}
+
+    def whole(self, text: str, prompt_index: int) -> Json:
+        return {"text": self._echoes[prompt_index] + text if self._echoes else text}
+
+    def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> Json:
+        text = self._tokenizer.token_text
+        return {
+            "tokens": [text(entry.token_id) for entry in entries],
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {
+                    text(token_id): _finite(logprob)
+                    for token_id, logprob in (*reversed(entry.top), (entry.token_id, entry.logprob))
+                }
+                for entry in entries
+            ],
+            "text_offset": list(text_offsets),
+        }
+
+
+class ChatFormat:
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def opening(self, prompt_index: int) -> Json | None:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def delta(self, text_json: str) -> str:
+        return f'"delta":{{"content":{text_json}}}'
+
+    def closing(self) -> Json:
+        return {"delta": {}}
+
+    def whole(self, text: str, prompt_index: int) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> Json:
+        return {
+            "content": [
+                self._token(entry.token_id, entry.logprob)
+                | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
+                for entry in entries
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What all messages of one response repeat. `created` is Unix time in seconds."""
+
+    response_id: str
+    model: str
+    created: int
+
+    def head(self, object_name: str) -> Json:
+        return {"id": self.response_id, "object": object_name, "created": self.created, "model": self.model}
+
+
+class StreamFormatter:
+    """Chunks of all choices of one request to server-sent events."""
+
+    def __init__(self, shape: Format, envelope: Envelope, *, include_usage: bool) -> None:
+        self._shape = shape
+        self._head = envelope.head(shape.chunk_object_name)
+        if include_usage:
+            self._head["usage"] = None
+        self._prefix = f'data: {_to_json(self._head)[:-1]},"choices":[{{"index":'
+        self._opened: set[int] = set()
+
+    def chunk(self, index: int, prompt_index: int, chunk: TextChunk, stop_reason: str | int | None) -> bytes:
+        """Nothing while a chunk brings nothing to show."""
+        logprobs = "null"
+        if chunk.logprobs:
+            logprobs = _to_json(self._shape.logprobs(chunk.logprobs, chunk.text_offsets))
+        message = ""
+        if chunk.text or chunk.logprobs:
+            delta = self._shape.delta(_to_json(chunk.text))
+            message = f'{self._prefix}{index},{delta},"logprobs":{logprobs},"finish_reason":null}}]}}\n\n'
+        if index in self._opened and chunk.finish_reason is None:
+            return message.encode()
+        return self._opening(index, prompt_index) + message.encode() + self._closing(index, chunk, stop_reason)
+
+    def usage(self, usage: Usage) -> bytes:
+        body = self._head | {"choices": [], "usage": usage.as_json()}
+        trace = usage.trace_as_json()
+        return event(body if trace is None else body | {"kvrelay": trace})
+
+    def _opening(self, index: int, prompt_index: int) -> bytes:
+        if index in self._opened:
+            return b""
+        self._opened.add(index)
+        member = self._shape.opening(prompt_index)
+        return b"" if member is None else self._choice(index, member, None, {})
+
+    def _closing(self, index: int, chunk: TextChunk, stop_reason: str | int | None) -> bytes:
+        if chunk.finish_reason is None:
+            return b""
+        return self._choice(index, self._shape.closing(), chunk.finish_reason.value, {"stop_reason": stop_reason})
+
+    def _choice(self, index: int, member: Json, finish_reason: str | None, more: Json) -> bytes:
+        choice = {"index": index, **member, "logprobs": None, "finish_reason": finish_reason, **more}
+        return event(self._head | {"choices": [choice]})
+
+
+def whole_response(shape: Format, envelope: Envelope, choices: Sequence[WholeChoice], n: int, usage: Usage) -> Json:
+    """The body of a response that is not streamed; `choices` in order, `n` for each prompt."""
+    rendered = []
+    for index, choice in enumerate(choices):
+        body: Json = {
+            "index": index,
+            **shape.whole("".join(choice.text), index // n),
+            "logprobs": shape.logprobs(choice.logprobs, choice.text_offsets) if choice.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if choice.prompt_logprobs is not None:
+            body["prompt_logprobs"] = choice.prompt_logprobs
+        rendered.append(body)
+    body = envelope.head(shape.object_name) | {"choices": rendered, "usage": usage.as_json()}
+    trace = usage.trace_as_json()
+    return body if trace is None else body | {"kvrelay": trace}
+
+
+def prompt_logprobs_as_json(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[Json | None]:
+    """vLLM's shape: nothing for the first prompt token, then token id -> entry."""
+
+    def one(token_id: int, logprob: float, rank: int) -> Json:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+
+    return [
+        None,
+        *(
+            {str(token_id): one(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, start=1)}
+            | {str(entry.token_id): one(entry.token_id, entry.logprob, entry.rank)}
+            for entry in entries
+        ),
+    ]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

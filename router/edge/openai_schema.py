@@ -1,0 +1,278 @@
+"""Request bodies of the OpenAI API with vLLM's extras: types checked strictly here, values in `validation`.
+
+Invariant: a field we know and can not honour is refused by name; a field nobody has heard of is ignored, and logged at
+debug.
+"""
+
+import logging
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS = 128
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool = False
+
+
+class GenerationBody(BaseModel):
+    """What completions and chat have in common. None means "not given" everywhere."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    # Fields we know and honour for these values only (None always counts as "not given").
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "structured_outputs": (),
+        "use_beam_search": (False,),
+        "truncate_prompt_tokens": (),
+        "response_format": ({"type": "text"},),
+        "echo": (False,),
+        "store": (False,),
+    }
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    # vLLM's extras
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Raises InvalidRequestError with one readable sentence."""
+        try:
+            body = cls.model_validate_json(data)
+        except ValidationError as error:
+            raise _readable(error) from None
+        body.refuse_unsupported()
+        return body
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def refuse_unsupported(self) -> None:
+        extra = self.model_extra or {}
+        refused = GenerationBody.refused | self.refused
+        for name, value in extra.items():
+            if name not in refused:
+                logger.debug("ignored unknown field %s", name)
+            elif value is not None and value not in refused[name]:
+                raise InvalidRequestError(f"{name} is not supported here", field=name)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options is only allowed when stream is true", field="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs is not available when stream is true", field="prompt_logprobs")
+
+    def sampling(self, *, logprobs: int | None) -> SamplingParams:
+        """The fields that were given over the API's defaults; `max_tokens` travels beside it."""
+        given: dict[str, Any] = {
+            name: value for name in _PLAIN_SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        if self.top_k is not None:
+            given["top_k"] = 0 if self.top_k == -1 else self.top_k
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**64
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.logit_bias is not None:
+            given["logit_bias"] = tuple(sorted((_token_key(key), bias) for key, bias in self.logit_bias.items()))
+        return SamplingParams(**given, logprobs=logprobs)
+
+
+_PLAIN_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+
+
+class CompletionBody(GenerationBody):
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {"suffix": ("",), "length_penalty": (1, 1.0)}
+
+    prompt: Any = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequestError("best_of is only supported when it equals n", field="best_of")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequestError("echo can not be combined with logprobs: use prompt_logprobs", field="echo")
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt. Raises InvalidRequestError naming `prompt`."""
+        prompt = self.prompt
+        if prompt is None:
+            raise InvalidRequestError("prompt is required", field="prompt")
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt, list):
+            if not prompt:
+                raise InvalidRequestError("prompt must not be empty", field="prompt")
+            if _are_token_ids(prompt):
+                return [prompt]
+            if len(prompt) > MAX_PROMPTS:
+                raise InvalidRequestError(
+                    f"prompt has {len(prompt)} entries, at most {MAX_PROMPTS} are allowed", field="prompt"
+                )
+            if all(isinstance(entry, str) for entry in prompt):
+                return prompt
+            if all(isinstance(entry, list) and _are_token_ids(entry) for entry in prompt):
+                return prompt
+        raise InvalidRequestError(
+            "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+            field="prompt",
+        )
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Any = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> Self:
+        if not isinstance(self.content, str | list):
+            raise ValueError("content must be a string or a list of text parts")
+        for name in ("tool_calls", "function_call", "audio"):
+            if (self.model_extra or {}).get(name):
+                raise ValueError(f"{name} is not supported here")
+        if isinstance(self.content, list):
+            for i, part in enumerate(self.content):
+                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                    raise ValueError(f"content[{i}] must be a part of type text")
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n".join(part["text"] for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        "tools": ([],),
+        "tool_choice": ("none",),
+        "functions": ([],),
+        "function_call": ("none",),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+        "mm_processor_kwargs": (),
+    }
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", field="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequestError(
+                "max_tokens and max_completion_tokens differ: give one of them", field="max_tokens"
+            )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def rendered_messages(self) -> list[dict[str, str]]:
+        """`developer` is what newer OpenAI models call `system`; templates know the older word."""
+        return [
+            {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+            for message in self.messages
+        ]
+
+
+def _are_token_ids(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values)  # not isinstance: true and false are no token ids
+
+
+def _token_key(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise InvalidRequestError(f"logit_bias: {key[:100]!r} is not a token id", field="logit_bias") from None
+
+
+def _readable(error: ValidationError) -> InvalidRequestError:
+    """One sentence about the first thing that is wrong. Members of a union each complain: their messages are joined."""
+    first, *others = error.errors(include_url=False, include_context=False, include_input=False)
+    if first["type"] == "json_invalid":
+        return InvalidRequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    if not first["loc"]:
+        return InvalidRequestError("the body must be a JSON object")
+    field = str(first["loc"][0])
+    messages = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == first["loc"][:1])]
+    readable = " or ".join(dict.fromkeys(_lowered(message) for message in messages))
+    return InvalidRequestError(f"{_path(first['loc'])}: {readable}", field=field)
+
+
+def _lowered(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].role`. What pydantic adds for members of a union (`list[str]`) is left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int"):
+            path += f".{part}" if path else part
+    return path

@@ -1,0 +1,205 @@
+"""Tokens from the relay to text for the client, one choice at a time: detokenised, cut at stop strings, measured.
+
+Invariant: every choice ends with exactly one chunk that has a finish reason, and the relay's generator is closed
+however this one ends. The relay hears of every choice that a stop string ends.
+"""
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.errors import KVRelayError, status_of
+from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from router.edge.detokenizer import Detokenizer
+from router.edge.metrics import RouterMetrics
+from router.edge.tokenizer import Tokenizer
+from router.edge.validation import ClientRequest, RequestValidator
+from router.request import PromptLogprobs, Relay, RequestTrace, RoutedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """What one message of tokens added to choice `index`.
+
+    `text` may lag behind `token_ids` while characters or stop strings are incomplete. `text_offsets` (with logprobs)
+    is where each token's text begins in the choice's text. `stop_reason` is the stop string or the stop token that
+    ended the choice.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    text_offsets: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+GenerationEvent = TextChunk | PromptLogprobs | RequestTrace
+
+
+class Choice:
+    """One output sequence on its way to text."""
+
+    __slots__ = ("_detokenizer", "_sampling", "ended_early", "finished", "last_token_time", "num_tokens")
+
+    def __init__(self, tokenizer: Tokenizer, request: RoutedRequest) -> None:
+        sampling = request.sampling
+        self._sampling = sampling
+        self._detokenizer = Detokenizer(
+            tokenizer.backend,
+            stop=sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+        self.num_tokens = 0
+        self.finished = False
+        self.ended_early = False  # by a stop string: its node goes on
+        self.last_token_time: float | None = None
+
+    def consume(self, output: TokenOutput) -> TextChunk:
+        """The chunk for these tokens; those after a stop string are dropped."""
+        detokenizer, sampling = self._detokenizer, self._sampling
+        # The token that ended the sequence is no part of its text, unless asked for.
+        num_text_tokens = len(output.token_ids)
+        if output.stop_token_id is not None and not sampling.include_stop_str_in_output:
+            num_text_tokens -= 1
+        text = ""
+        offsets: list[int] = []
+        used = 0
+        for token_id in output.token_ids:
+            if output.logprobs:
+                offsets.append(detokenizer.num_decoded_chars)
+            used += 1
+            self.num_tokens += 1
+            if used <= num_text_tokens:
+                text += detokenizer.push(token_id, check_stop=self.num_tokens > sampling.min_tokens)
+                if detokenizer.stopped_by is not None:
+                    break
+        finish_reason, stop_reason = output.finish_reason, None
+        if finish_reason is not None and detokenizer.stopped_by is None:
+            text += detokenizer.flush()
+            stop_reason = output.stop_token_id
+        if detokenizer.stopped_by is not None:
+            finish_reason = FinishReason.STOP
+        self.finished = finish_reason is not None
+        self.ended_early = self.finished and output.finish_reason is None
+        return TextChunk(
+            index=output.index,
+            text=text,
+            token_ids=output.token_ids[:used],
+            logprobs=output.logprobs[:used],
+            text_offsets=tuple(offsets),
+            finish_reason=finish_reason,
+            stop_reason=detokenizer.stopped_by or stop_reason,
+        )
+
+
+class Edge:
+    """What HTTP and gRPC share: admit a client's request, then generate its text. Both count what they see."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        tokenizer: Tokenizer,
+        model_name: str,
+        metrics: RouterMetrics,
+        clock: Clock,
+        *,
+        default_timeout: float = 600.0,
+    ) -> None:
+        self.relay = relay
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.metrics = metrics
+        self.validator = RequestValidator(relay, tokenizer, model_name, default_timeout=default_timeout)
+        self._clock = clock
+
+    async def admit(self, client: ClientRequest, request_id: str) -> RoutedRequest:
+        """Raises what `RequestValidator.routed` raises."""
+        with self.counting_errors():
+            return await self.validator.routed(client, request_id)
+
+    @contextmanager
+    def counting_errors(self) -> Iterator[None]:
+        """Around whatever can refuse a request before it is admitted."""
+        try:
+            yield
+        except KVRelayError as error:
+            self.metrics.count_error(status_of(error).grpc_code.name)
+            raise
+
+    async def generate(self, request: RoutedRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """PromptLogprobs (if asked), chunks of every choice until each has a finish reason, then the trace.
+
+        Raises KVRelayError. Close it early to abort the request on every node."""
+        choices = [Choice(self.tokenizer, request) for _ in range(request.sampling.n)]
+        watch = _Watch(self.metrics, self._clock, request)
+        try:
+            async with aclosing(self.relay.run(request)) as events:
+                async for event in events:
+                    if not isinstance(event, TokenOutput):
+                        if isinstance(event, RequestTrace):
+                            watch.traced(event)
+                        yield event
+                        continue
+                    choice = choices[event.index]
+                    if choice.finished:
+                        continue  # ended by a stop string; this was under way
+                    chunk = choice.consume(event)
+                    watch.produced(choice, chunk)
+                    yield chunk
+                    if choice.ended_early:
+                        self.relay.finish(request.request_id, event.index)  # its node would go on for nobody
+            watch.finished()
+        except KVRelayError as error:
+            watch.failed(error)
+            raise
+        finally:
+            watch.ended()
+
+
+class _Watch:
+    """Counts one request. Whoever neither finished nor failed was given up by the client."""
+
+    __slots__ = ("_clock", "_finish_reasons", "_metrics", "_outcome", "_saw_token", "_start")
+
+    def __init__(self, metrics: RouterMetrics, clock: Clock, request: RoutedRequest) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._start = clock.now()
+        self._saw_token = False
+        self._outcome = False
+        self._finish_reasons: list[FinishReason] = []
+        metrics.num_requests_running.inc()
+        metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+
+    def produced(self, choice: Choice, chunk: TextChunk) -> None:
+        now = self._clock.now()
+        if not self._saw_token:
+            self._saw_token = True
+            self._metrics.time_to_first_token.observe(now - self._start)
+        if choice.last_token_time is not None:
+            self._metrics.inter_token_latency.observe(now - choice.last_token_time)
+        choice.last_token_time = now
+        self._metrics.generation_tokens.inc(len(chunk.token_ids))
+        if chunk.finish_reason is not None:
+            self._finish_reasons.append(chunk.finish_reason)
+
+    def traced(self, trace: RequestTrace) -> None:
+        self._metrics.prompt_tokens_cached.inc(trace.num_cached_tokens)
+
+    def finished(self) -> None:
+        self._outcome = True
+        self._metrics.e2e_latency.observe(self._clock.now() - self._start)
+        self._metrics.count_success(self._finish_reasons[0].value if self._finish_reasons else FinishReason.ABORT.value)
+
+    def failed(self, error: KVRelayError) -> None:
+        self._outcome = True
+        self._metrics.count_error(status_of(error).grpc_code.name)
+
+    def ended(self) -> None:
+        self._metrics.num_requests_running.dec()
+        if not self._outcome:
+            self._metrics.count_success(FinishReason.ABORT.value)

@@ -1,0 +1,145 @@
+"""Text to token ids and back, and chat templates, for the model that is served. Works without torch.
+
+Invariant: every token id has bytes (`token_bytes`), and joining them is what a decoder joins; an id that the tokenizer
+does not know has none.
+"""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jinja2
+import tokenizers
+
+from kvrelay.core.errors import InvalidRequestError, ModelLoadError
+
+# Above this many characters tokenising takes longer than an event loop should be kept waiting.
+LONG_TEXT_CHARS = 8 * 1024
+
+ChatMessage = Mapping[str, str]
+"""`role` and `content`."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_BOUNDARY = "\u2581"  # how SentencePiece writes a space
+
+
+class Tokenizer:
+    """Immutable after loading, apart from caches; safe to share between tasks and threads."""
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        backend = hf_tokenizer.backend_tokenizer
+        # Some checkpoints ship with truncation or padding switched on: a prompt must never be changed in silence.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend: tokenizers.Tokenizer = backend
+        self._hf = hf_tokenizer
+        self._added = {token_id: str(token) for token_id, token in backend.get_added_tokens_decoder().items()}
+        self._byte_of_char = _byte_alphabet() if _is_byte_level(backend) else None
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """From a Hugging Face directory. Nothing is downloaded. Raises ModelLoadError."""
+        auto_tokenizer = _import_auto_tokenizer()
+        try:
+            loaded = auto_tokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelLoadError(f"no tokenizer can be loaded from {path}: {error}") from error
+        if not loaded.is_fast:
+            raise ModelLoadError(f"{path} has no tokenizer.json, and none can be made from what it has")
+        return cls(loaded)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the tokenizer knows, added tokens included; a model's embedding may be larger."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Off the event loop when the text is long."""
+        if len(text) > LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return self._encode(text, add_special_tokens)
+
+    def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+        """The text the model was trained on for this conversation; encode it without special tokens.
+
+        Raises InvalidRequestError naming `messages` when there is no template, or when the template refuses them."""
+        if not self._hf.chat_template:
+            raise InvalidRequestError("this model has no chat template: use completions instead", field="messages")
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise InvalidRequestError(f"the chat template refused the messages: {error}", field="messages") from error
+        assert isinstance(text, str)
+        return text
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text, which may be part of a character."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._make_token_bytes(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """The token alone, readable: bytes that are no character show as U+FFFD."""
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", errors="replace")
+        return found
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _make_token_bytes(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode()
+        piece = self.backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_of_char is not None:
+            if all(char in self._byte_of_char for char in piece):
+                return bytes(self._byte_of_char[char] for char in piece)
+            return piece.encode()
+        if match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return piece.replace(_WORD_BOUNDARY, " ").encode()
+
+
+def _import_auto_tokenizer() -> Any:
+    """Imported on first use because it takes a second, and without its advice to install torch."""
+    logger = logging.getLogger("transformers")
+
+    def not_advice(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger.addFilter(not_advice)
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        logger.removeFilter(not_advice)
+    return AutoTokenizer
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    if backend.decoder is None:
+        return False
+    state = json.loads(backend.decoder.__getstate__())
+    return any(decoder["type"] == "ByteLevel" for decoder in state.get("decoders", [state]))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes printable Latin-1 bytes as themselves, the others as U+0100.. in order (Radford 2019)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,187 @@
+"""The one path from what a client asked to a `RoutedRequest`, for HTTP and gRPC alike.
+
+Invariant: whatever leaves here can be served: token ids inside the vocabulary, prompt and output inside the model's
+length, sampling checked, seed drawn. Everything else is an InvalidRequestError with the field as the client calls it.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvrelay.core.errors import InvalidRequestError, UnknownModelError
+from kvrelay.core.sampling_params import SamplingParams
+from router.edge.tokenizer import ChatMessage, Tokenizer
+from router.request import Relay, RoutedRequest, ServedModel
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_PRIORITY = 2**31 - 1
+MAX_CACHE_SALT_CHARS = 1024
+# No vocabulary has tokens this long on average: text beyond it is refused before time is spent on tokenising it.
+MAX_CHARS_PER_TOKEN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: Sequence[ChatMessage]
+    add_generation_prompt: bool = True
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """As the client wrote it, typed but not checked.
+
+    `sampling.max_tokens` is ignored: `max_tokens` None takes the default, all that is left of the model's length for
+    chat and 16 otherwise. `model` None is the model served. `max_tokens_field` is the client's word for it. `timeout`
+    in seconds."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    max_tokens: int | None = None
+    max_tokens_field: str = "max_tokens"
+    model: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout: float | None = None
+
+
+class RequestValidator:
+    """Checks against the model that the live nodes agree on; `default_timeout` in seconds."""
+
+    def __init__(self, relay: Relay, tokenizer: Tokenizer, model_name: str, *, default_timeout: float = 600.0) -> None:
+        self._relay = relay
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._default_timeout = default_timeout
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model_name:
+            raise UnknownModelError(
+                f"the model {name[:100]!r} does not exist here; this server serves {self._model_name!r}", field="model"
+            )
+
+    async def routed(self, client: ClientRequest, request_id: str) -> RoutedRequest:
+        """Raises InvalidRequestError, UnknownModelError, or UnavailableError while no node can serve."""
+        self.check_model(client.model)
+        model = self._relay.served_model()
+        # A prompt of any length can not make wrong sampling right, so that is told first and costs nothing.
+        sampling = _checked_sampling(client, model)
+        token_ids = await self.token_ids(client.prompt, model)
+        if not -MAX_PRIORITY <= client.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(f"priority must fit 32 bits, got {client.priority}", field="priority")
+        return RoutedRequest(
+            request_id=request_id,
+            prompt_token_ids=tuple(token_ids),
+            sampling=_fitted(sampling, client, len(token_ids), model.max_model_len),
+            priority=client.priority,
+            cache_salt=_cache_salt(client.cache_salt),
+            timeout=self._timeout(client.timeout),
+        )
+
+    async def token_ids(self, prompt: Prompt, model: ServedModel) -> Sequence[int]:
+        """The prompt's tokens, at least one and all inside the vocabulary."""
+        if isinstance(prompt, TokenPrompt):
+            token_ids, field = prompt.token_ids, "prompt"
+        elif isinstance(prompt, TextPrompt):
+            field = "prompt"
+            if not prompt.text:
+                raise InvalidRequestError("prompt must not be empty", field=field)
+            _check_chars(prompt.text, field, model)
+            token_ids = await self._tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+        else:
+            field = "messages"
+            if not prompt.messages:
+                raise InvalidRequestError("messages must not be empty", field=field)
+            text = self._tokenizer.render_chat(prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
+            _check_chars(text, field, model)
+            token_ids = await self._tokenizer.encode(text, add_special_tokens=False)
+        if not token_ids:
+            raise InvalidRequestError(f"{field} has no tokens", field=field)
+        check_token_ids(token_ids, model, field=field)  # a tokenizer may know more tokens than its model
+        return token_ids
+
+    def _timeout(self, timeout: float | None) -> float:
+        return self._default_timeout if timeout is None else min(timeout, self._default_timeout)
+
+
+def check_token_ids(token_ids: Sequence[int], model: ServedModel, *, field: str) -> None:
+    """Raises InvalidRequestError naming the first id outside the vocabulary."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size)
+        raise InvalidRequestError(
+            f"{field}: token id {wrong} is outside the vocabulary of {model.vocab_size}", field=field
+        )
+
+
+def _checked_sampling(client: ClientRequest, model: ServedModel) -> SamplingParams:
+    sampling = client.sampling
+    wanted = client.max_tokens
+    if wanted is not None and wanted < 1:
+        raise InvalidRequestError(
+            f"{client.max_tokens_field} must be at least 1, got {wanted}", field=client.max_tokens_field
+        )
+    sampling = replace(
+        sampling,
+        max_tokens=max(model.max_model_len, sampling.min_tokens) if wanted is None else wanted,
+        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+    )
+    sampling.validate(vocab_size=model.vocab_size)
+    return replace(sampling, top_k=min(sampling.top_k, model.vocab_size))
+
+
+def _fitted(
+    sampling: SamplingParams, client: ClientRequest, num_prompt_tokens: int, max_model_len: int
+) -> SamplingParams:
+    """With the `max_tokens` that the model's length allows, or an error that gives the numbers."""
+    prompt_field = "messages" if isinstance(client.prompt, ChatPrompt) else "prompt"
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt_tokens} tokens, but the model's maximum is {max_model_len} tokens of prompt "
+            "and output together",
+            field=prompt_field,
+        )
+    wanted = client.max_tokens
+    if wanted is None:
+        wanted = room if isinstance(client.prompt, ChatPrompt) else min(DEFAULT_COMPLETION_TOKENS, room)
+    if wanted > room:
+        raise InvalidRequestError(
+            f"{num_prompt_tokens} prompt tokens and {client.max_tokens_field} of {wanted} are more than the model's "
+            f"maximum of {max_model_len}",
+            field=client.max_tokens_field,
+        )
+    if sampling.min_tokens > wanted:
+        raise InvalidRequestError(
+            f"min_tokens ({sampling.min_tokens}) must not exceed {client.max_tokens_field} ({wanted})",
+            field="min_tokens",
+        )
+    return replace(sampling, max_tokens=wanted)
+
+
+def _check_chars(text: str, field: str, model: ServedModel) -> None:
+    if len(text) > MAX_CHARS_PER_TOKEN * model.max_model_len:
+        raise InvalidRequestError(
+            f"{field} has {len(text)} characters, far more than the model's maximum of {model.max_model_len} tokens",
+            field=field,
+        )
+
+
+def _cache_salt(salt: str | None) -> bytes:
+    if salt is None:
+        return b""
+    if not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", field="cache_salt")
+    return salt.encode()

@@ -1,0 +1,113 @@
+"""A node as the router knows it: what it said of itself, how busy it is, and what this router has under way on it.
+
+Invariant: what a handle says of a node belongs to one epoch; a new epoch replaces all of it.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import grpc
+
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.wire import namespace_from_wire
+from kvrelay.v1 import common_pb2, node_pb2
+
+
+class NodeRole(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class NodeState(Enum):
+    CONNECTING = "connecting"  # not reached yet
+    LIVE = "live"  # described, accepted, watched
+    REFUSED = "refused"  # reached, but does not fit the others
+    LOST = "lost"  # was live; tried again
+
+
+@dataclass(frozen=True, slots=True)
+class KVSource:
+    """Where a node's blocks can be fetched; opaque to the router beyond `node_id`."""
+
+    node_id: str
+    epoch: int
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDescription:
+    """What a node answers to Describe; fixed for its epoch. `role` is None when the node is of a kind we do not
+    know."""
+
+    role: NodeRole | None
+    source: KVSource
+    kv_namespace: KVNamespace
+    connector: str
+    max_model_len: int
+    num_blocks: int
+    vocab_size: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """As the node reported it last; lags behind by a step and the network."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_queued_tokens: int = 0
+    num_free_blocks: int = 0
+
+
+@dataclass(slots=True)
+class NodeHandle:
+    """One configured address. The registry writes state, description and load; supervisors count what they have under
+    way.
+
+    `num_queued_tokens`: prompt tokens this router sent that are not known to be computed. `num_sequences`: outputs this
+    router has on the node. Both are ahead of `load`, which knows of other routers but lags.
+    """
+
+    address: str
+    role: NodeRole
+    channel: grpc.aio.Channel
+    state: NodeState = NodeState.CONNECTING
+    description: NodeDescription | None = None
+    load: NodeLoad = NodeLoad()
+    watched: tuple[int, int] | None = None  # epoch and sequence number up to which its events are in the index
+    num_queued_tokens: int = 0
+    num_sequences: int = 0
+
+    @property
+    def name(self) -> str:
+        """For messages: the node's id once it is known."""
+        return self.address if self.description is None else f"{self.description.source.node_id} ({self.address})"
+
+
+_ROLES = {node_pb2.NODE_ROLE_PREFILL: NodeRole.PREFILL, node_pb2.NODE_ROLE_DECODE: NodeRole.DECODE}
+
+
+def source_to_wire(source: KVSource) -> common_pb2.KVSource:
+    return common_pb2.KVSource(node_id=source.node_id, epoch=source.epoch, endpoint=source.endpoint)
+
+
+def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription:
+    return NodeDescription(
+        role=_ROLES.get(message.role),
+        source=KVSource(message.source.node_id, message.source.epoch, message.source.endpoint),
+        kv_namespace=namespace_from_wire(message.kv_namespace),
+        connector=message.connector,
+        max_model_len=message.max_model_len,
+        num_blocks=message.num_blocks,
+        vocab_size=message.vocab_size,
+        max_num_seqs=message.max_num_seqs,
+    )
+
+
+def load_from_wire(message: node_pb2.NodeLoad) -> NodeLoad:
+    return NodeLoad(
+        num_requests_running=message.num_requests_running,
+        num_requests_waiting=message.num_requests_waiting,
+        num_queued_tokens=message.num_queued_tokens,
+        num_free_blocks=message.num_free_blocks,
+    )

@@ -1,0 +1,195 @@
+"""The router's side of a prefill node: its streams, and the leases that outlive them.
+
+Invariant: a lease that was taken here is renewed until it is released; a release is tried twice, each time with a
+deadline, and is not undone by whoever is cancelled meanwhile. What fails is left to the lease's own expiry.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from kvrelay.core.errors import KVRelayError
+from kvrelay.core.outputs import TokenLogprobs, TokenOutput
+from kvrelay.core.rpc import error_from_rpc
+from kvrelay.core.wire import logprobs_from_wire, output_from_wire, sampling_to_wire
+from kvrelay.v1 import prefill_node_pb2 as pb
+from kvrelay.v1 import prefill_node_pb2_grpc
+from router.node import KVSource, source_to_wire
+from router.request import RoutedRequest
+
+_logger = logging.getLogger(__name__)
+_RELEASE_ATTEMPTS = 2
+_RENEWALS_PER_TTL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAccepted:
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """The prompt's first `num_published_blocks` blocks can be fetched from the node."""
+
+    num_published_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFinished:
+    first_tokens: tuple[TokenOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    num_cached_tokens: int
+    num_fetched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEnded:
+    """The stream is over; without an error, everything is published."""
+
+    error: KVRelayError | None
+
+
+PrefillEvent = PrefillAccepted | PrefillProgress | PrefillFinished | PrefillEnded
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """`source` holds the prompt's first `num_blocks` full blocks."""
+
+    source: KVSource
+    num_blocks: int
+
+
+class PrefillClient:
+    """One per prefill node. `lease_ttl` and `timeout` (of a single small call) in seconds."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, *, lease_ttl: float, timeout: float) -> None:
+        self._stub = cast("prefill_node_pb2_grpc.PrefillNodeAsyncStub", prefill_node_pb2_grpc.PrefillNodeStub(channel))
+        self._address = address
+        self._lease_ttl_ms = max(1, round(lease_ttl * 1000))
+        self._timeout = timeout
+        self._held: set[str] = set()
+        self._heartbeat: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def prefill(
+        self,
+        wire_id: str,
+        request: RoutedRequest,
+        sources: Sequence[HeldBlocks],
+        *,
+        timeout: float,
+        sink: Callable[[PrefillEvent], None],
+    ) -> asyncio.Task[None]:
+        """Start a prefill; `sink` gets its events, `PrefillEnded` last. Cancel the task to give it up: then nothing
+        more is reported."""
+        message = pb.PrefillRequest(
+            request_id=wire_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=sampling_to_wire(request.sampling),
+            priority=request.priority,
+            lease_ttl_ms=self._lease_ttl_ms,
+            cache_salt=request.cache_salt,
+            sources=[
+                pb.BlockSource(source=source_to_wire(held.source), num_blocks=held.num_blocks) for held in sources
+            ],
+        )
+        return self._spawn(self._stream(message, timeout, sink), name=f"prefill {wire_id}")
+
+    def hold(self, lease_id: str) -> None:
+        """Renew this lease from now on, until `release`."""
+        self._held.add(lease_id)
+        if self._heartbeat is None:
+            self._heartbeat = asyncio.get_running_loop().create_task(self._renew_forever(), name="lease-heartbeat")
+
+    def release(self, lease_id: str) -> None:
+        """Returns at once; the release goes on by itself. Only the first call for a lease has an effect."""
+        if lease_id in self._held:
+            self._held.remove(lease_id)
+            self._spawn(self._release(lease_id), name=f"release {lease_id}")
+
+    async def close(self) -> None:
+        """Releases what is held, in bounded time, and ends everything."""
+        for lease_id in list(self._held):
+            self.release(lease_id)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._timeout)
+        tasks = list(self._tasks) if self._heartbeat is None else [*self._tasks, self._heartbeat]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(self, message: pb.PrefillRequest, timeout: float, sink: Callable[[PrefillEvent], None]) -> None:
+        error: KVRelayError | None = None
+        try:
+            async with aclosing(self._events(message, timeout)) as events:
+                async for event in events:
+                    sink(event)
+        except grpc.aio.AioRpcError as failure:
+            error = error_from_rpc(failure)
+        sink(PrefillEnded(error))
+
+    async def _events(
+        self, message: pb.PrefillRequest, timeout: float
+    ) -> AsyncGenerator[PrefillAccepted | PrefillProgress | PrefillFinished, None]:
+        call = self._stub.Prefill(message, timeout=timeout)
+        try:
+            async for event in call:
+                match event.WhichOneof("event"):
+                    case "accepted":
+                        yield PrefillAccepted(event.accepted.lease_id)
+                    case "progress":
+                        yield PrefillProgress(event.progress.num_published_blocks)
+                    case "finished":
+                        yield _finished_from_wire(event.finished)
+        finally:
+            call.cancel()
+
+    async def _release(self, lease_id: str) -> None:
+        for attempt in range(1, _RELEASE_ATTEMPTS + 1):
+            try:
+                await self._stub.ReleaseLeases(pb.ReleaseLeasesRequest(lease_ids=[lease_id]), timeout=self._timeout)
+                return
+            except grpc.aio.AioRpcError as failure:
+                error = error_from_rpc(failure)
+                _logger.debug("lease %s at %s, release attempt %d: %s", lease_id, self._address, attempt, error)
+        _logger.warning("lease %s at %s could not be released; it will expire", lease_id, self._address)
+
+    async def _renew_forever(self) -> None:
+        interval = self._lease_ttl_ms / 1000 / _RENEWALS_PER_TTL
+        while True:
+            await asyncio.sleep(interval)
+            if self._held:
+                await self._renew(sorted(self._held), timeout=min(interval, self._timeout))
+
+    async def _renew(self, lease_ids: list[str], *, timeout: float) -> None:
+        message = pb.RenewLeasesRequest(lease_ids=lease_ids, ttl_ms=self._lease_ttl_ms)
+        try:
+            answer = await self._stub.RenewLeases(message, timeout=timeout)
+        except grpc.aio.AioRpcError as failure:
+            _logger.warning("%d leases at %s not renewed: %s", len(lease_ids), self._address, error_from_rpc(failure))
+            return
+        for lease_id in answer.unknown_lease_ids:
+            if lease_id in self._held:
+                _logger.warning("lease %s at %s is gone before its release", lease_id, self._address)
+                self._held.discard(lease_id)
+
+    def _spawn(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _finished_from_wire(message: pb.PrefillFinished) -> PrefillFinished:
+    return PrefillFinished(
+        first_tokens=tuple(output_from_wire(output) for output in message.first_tokens),
+        prompt_logprobs=tuple(logprobs_from_wire(entry) for entry in message.prompt_logprobs),
+        num_cached_tokens=message.num_cached_tokens,
+        num_fetched_tokens=message.num_fetched_tokens,
+    )

@@ -1,0 +1,197 @@
+"""The router's inside as one object: places each request and runs its supervisor.
+
+Invariant: at most `max_concurrent_requests` supervisors, one per request id, and none outlives its generator.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from kvrelay.core.block_hash import BlockHash, block_hashes
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
+from router.decode_client import DecodeClient
+from router.node import KVSource, NodeHandle, NodeRole
+from router.policy import (
+    Candidates,
+    DecodeCandidate,
+    Placement,
+    Policy,
+    PrefillCandidate,
+    RequestFacts,
+)
+from router.prefill_client import HeldBlocks, PrefillClient
+from router.registry import Registry
+from router.request import RequestEvent, RoutedRequest, ServedModel
+from router.supervisor import DecodePlacement, PrefillPlacement, RequestSupervisor
+
+_logger = logging.getLogger(__name__)
+_ABORT_SECONDS = 1.0  # for consumers to take the error of an aborted request
+
+
+class ClusterRelay:
+    """Implements `Relay` over the nodes of a registry, which it does not own. `lease_ttl` and `node_timeout` in
+    seconds."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        policy: Policy,
+        *,
+        max_concurrent_requests: int = 1024,
+        lease_ttl: float = 30.0,
+        node_timeout: float = 5.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._registry = registry
+        self._policy = policy
+        self._max_concurrent_requests = max_concurrent_requests
+        self._clock = clock or MonotonicClock()
+        self._prefill_clients = {
+            node.address: PrefillClient(node.channel, node.address, lease_ttl=lease_ttl, timeout=node_timeout)
+            for node in registry.prefill
+        }
+        self._decode_clients = {node.address: DecodeClient(node.channel, node.address) for node in registry.decode}
+        self._running: dict[str, RequestSupervisor] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._numbers = itertools.count()
+        # Request ids are the clients'; at the nodes they must differ over all routers and over time.
+        self._tag = secrets.token_hex(4)
+
+    def served_model(self) -> ServedModel:
+        return self._registry.served_model()
+
+    async def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
+        if self._draining:
+            raise UnavailableError("the router is stopping")
+        if request.request_id in self._running:
+            raise InvalidRequestError(f"a request {request.request_id!r} is running already", field="request_id")
+        if len(self._running) >= self._max_concurrent_requests:
+            raise OverloadedError(f"{len(self._running)} requests are running, which is all that may; try again later")
+        supervisor = self._running[request.request_id] = self._place(request)
+        self._idle.clear()
+        try:
+            async with aclosing(supervisor.run()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            del self._running[request.request_id]
+            if not self._running:
+                self._idle.set()
+
+    def finish(self, request_id: str, index: int) -> None:
+        supervisor = self._running.get(request_id)
+        if supervisor is not None:
+            supervisor.finish(index)
+
+    def abort(self, request_id: str) -> None:
+        supervisor = self._running.get(request_id)
+        if supervisor is not None:
+            supervisor.abort()
+
+    async def close(self, *, timeout: float) -> None:
+        """Refuses new requests, lets what runs end for at most `timeout` seconds, fails the rest, closes the
+        clients."""
+        self._draining = True
+        if not await self._idle_within(timeout):
+            _logger.warning("%d requests are ended because the router stops", len(self._running))
+            for supervisor in self._running.values():
+                supervisor.abort(UnavailableError("the router is stopping"))
+            await self._idle_within(_ABORT_SECONDS)
+        await asyncio.gather(
+            *(client.close() for client in self._prefill_clients.values()),
+            *(client.close() for client in self._decode_clients.values()),
+        )
+
+    async def _idle_within(self, timeout: float) -> bool:
+        if not self._idle.is_set():
+            waiting = asyncio.create_task(self._idle.wait())
+            await asyncio.wait({waiting}, timeout=timeout)
+            waiting.cancel()
+        return self._idle.is_set()
+
+    # -- placement -----------------------------------------------------------------------------------------------------
+
+    def _place(self, request: RoutedRequest) -> RequestSupervisor:
+        namespace = self._registry.served_model().kv_namespace
+        number = next(self._numbers)
+        facts = RequestFacts(number, len(request.prompt_token_ids), request.sampling.n, namespace.block_size)
+        held = self._registry.index.leading(self._names(request))
+        nodes = {_node_id(node): node for role in NodeRole for node in self._registry.live(role)}
+        placement = self._policy.choose(facts, _candidates(list(nodes.values()), held))
+        _logger.debug("request %s: %s", request.request_id, placement)
+        decode = nodes[placement.decode]
+        return RequestSupervisor(
+            request,
+            f"{request.request_id}.{self._tag}.{number}",
+            DecodePlacement(decode, self._decode_clients[decode.address], placement.decode),
+            self._prefill_placement(placement, facts, nodes, held),
+            block_size=namespace.block_size,
+            clock=self._clock,
+        )
+
+    def _names(self, request: RoutedRequest) -> Sequence[BlockHash]:
+        """Of the prompt's blocks, the partial tail included. A request for prompt logprobs computes its whole prompt,
+        so for it no block counts as held."""
+        if request.sampling.prompt_logprobs is not None:
+            return ()
+        namespace = self._registry.served_model().kv_namespace
+        root = namespace.root(cache_salt=request.cache_salt)
+        return block_hashes(root, request.prompt_token_ids, namespace.block_size, include_partial=True)
+
+    def _prefill_placement(
+        self, placement: Placement, facts: RequestFacts, nodes: dict[str, NodeHandle], held: dict[str, int]
+    ) -> PrefillPlacement | None:
+        if placement.prefill is None:
+            return None
+        node = nodes[placement.prefill]
+        assert node.description is not None
+        sources = tuple(HeldBlocks(_source(nodes[hint.node_id]), hint.num_blocks) for hint in placement.sources)
+        most_held = max([held.get(placement.prefill, 0), *(source.num_blocks for source in sources)])
+        return PrefillPlacement(
+            node,
+            self._prefill_clients[node.address],
+            node.description.source,
+            sources,
+            facts.uncached_tokens(most_held),
+        )
+
+
+def _candidates(nodes: Sequence[NodeHandle], held: dict[str, int]) -> Candidates:
+    """A node's own report lags, ours knows nothing of other routers: the larger of the two is nearer to the truth."""
+    return Candidates(
+        prefill=tuple(
+            PrefillCandidate(
+                node_id=_node_id(node),
+                num_held_blocks=held.get(_node_id(node), 0),
+                num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
+            )
+            for node in nodes
+            if node.role is NodeRole.PREFILL
+        ),
+        decode=tuple(
+            DecodeCandidate(
+                node_id=_node_id(node),
+                num_held_blocks=held.get(_node_id(node), 0),
+                num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
+                num_sequences=max(node.load.num_requests_running + node.load.num_requests_waiting, node.num_sequences),
+                num_free_blocks=node.load.num_free_blocks,
+            )
+            for node in nodes
+            if node.role is NodeRole.DECODE
+        ),
+    )
+
+
+def _node_id(node: NodeHandle) -> str:
+    return _source(node).node_id
+
+
+def _source(node: NodeHandle) -> KVSource:
+    assert node.description is not None
+    return node.description.source

@@ -1,0 +1,86 @@
+"""A request inside the router, after validation: nothing in here can be wrong any more.
+
+The edge (HTTP gateway, gRPC service) makes a `RoutedRequest` and reads `RequestEvent`s; the supervisor turns one into
+the other.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.outputs import TokenLogprobs, TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """`sampling.seed` is drawn, `max_tokens` fits the model. `timeout` in seconds is what is left of the client's
+    patience.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: bytes = b""
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """For prompt tokens 1.., in order; comes before the first token when asked for."""
+
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """How the request was served; always the last event. Times in seconds."""
+
+    prefill_node: str | None
+    decode_node: str
+    num_prompt_blocks: int
+    num_computed_tokens: int  # prompt tokens computed, on whichever node
+    num_cached_tokens: int  # prompt tokens no node had to compute
+    num_transferred_blocks: int
+    queue_seconds: float
+    ttft_seconds: float
+    e2e_seconds: float
+
+
+RequestEvent = TokenOutput | PromptLogprobs | RequestTrace
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the live nodes agree on. Raised limits would need other nodes."""
+
+    max_model_len: int
+    vocab_size: int
+    kv_namespace: KVNamespace
+
+
+class Relay(Protocol):
+    """The router's inside, as its edge sees it."""
+
+    def served_model(self) -> ServedModel:
+        """Raises UnavailableError while no node that can decode is known."""
+        ...
+
+    def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
+        """Serve one request: PromptLogprobs (if asked), TokenOutputs of every choice until each has a finish reason,
+        RequestTrace.
+
+        Raises a KVRelayError instead when it can not. Closing the generator early aborts the request on every node;
+        whoever stops iterating must close it (`contextlib.aclosing`)."""
+        ...
+
+    def finish(self, request_id: str, index: int) -> None:
+        """The client has all it wants of this output (a stop string): it counts as finished, and when all are, the
+        nodes are told to stop and the trace follows. What was under way may still come; unknown ids are ignored."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Ends a running request with CancelledByPeerError; unknown ids are ignored."""
+        ...

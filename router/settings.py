@@ -1,0 +1,60 @@
+"""Settings of the router process."""
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from kvrelay.core.config import ProcessSettings
+from kvrelay.core.logs import LogLevel
+
+
+class RouterSettings(ProcessSettings):
+    """The router: HTTP and gRPC for clients, a list of nodes behind it. Prints one JSON line on standard output when it
+    serves.
+
+    Example: kvrelay router ./my-model --prefill-nodes 10.0.0.2:7000 --decode-nodes 10.0.0.3:7000,10.0.0.4:7000
+    """
+
+    model: CliPositionalArg[str] = Field(
+        default="", description="Hugging Face directory (or cached hub name) of the model; only its tokenizer is read."
+    )
+    served_model_name: str | None = Field(default=None, description="What clients call the model; unset: from MODEL.")
+    host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
+    port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
+    grpc_port: int = Field(default=8001, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    prefill_nodes: tuple[str, ...] = Field(
+        default=(), description="Prefill nodes as host:port; none: decode nodes prefill for themselves."
+    )
+    decode_nodes: tuple[str, ...] = Field(default=(), description="Decode nodes as host:port.")
+    policy: Literal["prefix_aware", "least_loaded", "round_robin"] = Field(
+        default="prefix_aware", description="How nodes are picked for a request."
+    )
+    local_prefill_max_tokens: int = Field(
+        default=64,
+        ge=0,
+        description="The decode node prefills a prompt itself when it misses at most this many of its tokens; 0: never "
+        "while a prefill node lives.",
+    )
+    kv_index_capacity: int = Field(
+        default=262_144, ge=1, description="Most KV blocks whose holders are remembered (about 250 bytes each)."
+    )
+    lease_ttl: float = Field(
+        default=30.0, gt=0, description="Seconds that a prefill node keeps blocks for a request without hearing of it."
+    )
+    request_timeout: float = Field(
+        default=600.0, gt=0, description="Seconds a request may take when the client says nothing."
+    )
+    max_concurrent_requests: int = Field(
+        default=1024, ge=1, description="Requests served at a time; more are refused as overload."
+    )
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body that is read.")
+    node_timeout: float = Field(default=5.0, gt=0, description="Seconds a node may take to answer a small question.")
+    start_timeout: float = Field(
+        default=10.0,
+        ge=0,
+        description="Seconds to wait for the nodes before serving without those that are missing.",
+    )
+    stop_timeout: float = Field(default=5.0, ge=0, description="Seconds that running requests get to end at a stop.")
+    log_level: LogLevel = Field(default="info", description="Least severe messages that are logged.")
+    supervised: bool = Field(default=False, description="Exit when standard input closes (used by kvrelay serve).")

@@ -1,0 +1,110 @@
+"""complete, chat and status against a small router on a real port."""
+
+import io
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvrelay.cli import client
+from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
+
+
+@dataclass
+class EchoRouter(router_pb2_grpc.RouterServicer):
+    """Answers with the last words it was given, one per message, and remembers what it was asked."""
+
+    asked: list[router_pb2.GenerateRequest] = field(default_factory=list)
+
+    def GenerateStream(
+        self, request: router_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[router_pb2.GenerateResponse]:
+        self.asked.append(request)
+        if request.model == "missing":
+            context.abort(grpc.StatusCode.NOT_FOUND, "no model 'missing' here; there is 'echo'")
+        words = (request.chat.messages[-1].content if request.chat.messages else request.prompt).split()
+        for word in words:
+            yield router_pb2.GenerateResponse(outputs=[router_pb2.OutputChunk(text=f" {word}")])
+        yield router_pb2.GenerateResponse(
+            outputs=[router_pb2.OutputChunk(finish_reason=common_pb2.FINISH_REASON_STOP)],
+            usage=router_pb2.Usage(prompt_tokens=9, completion_tokens=len(words)),
+            trace=router_pb2.RequestTrace(prefill_node="prefill-0", decode_node="decode-0", num_transferred_blocks=1),
+        )
+
+    def ListModels(
+        self, request: router_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> router_pb2.ListModelsResponse:
+        return router_pb2.ListModelsResponse(models=[router_pb2.Model(id="echo", max_model_len=512)])
+
+
+@dataclass
+class RunningRouter:
+    url: str
+    router: EchoRouter
+    health: health.HealthServicer
+
+
+@pytest.fixture
+def running() -> Iterator[RunningRouter]:
+    router = EchoRouter()  # type: ignore[abstract]  # what it lacks answers UNIMPLEMENTED
+    state = health.HealthServicer()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    router_pb2_grpc.add_RouterServicer_to_server(router, server)
+    health_pb2_grpc.add_HealthServicer_to_server(state, server)
+    state.set(client.ROUTER_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield RunningRouter(f"127.0.0.1:{port}", router, state)
+    server.stop(None).wait()
+
+
+def test_complete_prints_the_text(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--url", running.url, "--temperature", "0", "--seed", "7", "--stop", "x,y"]
+    assert client.complete(["one two three", *arguments]) == 0
+    assert capsys.readouterr().out == " one two three\n"
+    [request] = running.router.asked
+    assert (request.temperature, request.seed, list(request.stop)) == (0.0, 7, ["x", "y"])
+    assert not request.HasField("top_p"), "what is not set is the router's to choose"
+
+
+def test_complete_reads_standard_input(
+    running: RunningRouter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert client.complete(["-", "--url", running.url, "--stats"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == " from a pipe\n"
+    assert "prefill-0 -> decode-0; prompt of 9 tokens" in captured.err
+    assert "1 blocks moved; 3 tokens" in captured.err
+
+
+def test_chat_keeps_the_conversation(
+    running: RunningRouter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n\nnever asked\n"))
+    assert client.chat(["--url", running.url, "--system", "be kind"]) == 0
+    assert capsys.readouterr().out == " hello\n again\n"
+    roles = [[message.role for message in request.chat.messages] for request in running.router.asked]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"]]
+    assert running.router.asked[1].chat.messages[2].content == " hello"
+
+
+def test_one_chat_message(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.chat(["hello", "--url", running.url]) == 0
+    assert capsys.readouterr().out == " hello\n"
+
+
+def test_the_routers_refusal_is_shown(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.complete(["hello", "--url", running.url, "--model", "missing"]) == 1
+    assert "kvrelay complete: no model 'missing' here; there is 'echo'" in capsys.readouterr().err
+
+
+def test_status(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.status(["--url", running.url]) == 0
+    assert capsys.readouterr().out == f"{running.url}  serving\n  echo  up to 512 tokens of prompt and output\n"
+    running.health.set(client.ROUTER_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert client.status(["--url", running.url]) == 1
+    assert "not_serving" in capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""The dispatch, as a person uses it: as a process, from any directory."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrelay import __version__
+from kvrelay.cli.main import PROCESS_MODULES, run
+
+
+async def kvrelay(*argv: str, cwd: Path | None = None) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "kvrelay.cli", *argv),
+        cwd=cwd,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode(), errors.decode()
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvrelay {__version__}\n"
+    assert run(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert all(command in usage for command in (*PROCESS_MODULES, "serve", "complete", "chat", "status"))
+
+
+@pytest.mark.parametrize("argv", [[], ["srve"]])
+def test_wrong_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argv) == 2
+    assert "serve" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("command", ["serve", "complete", "chat", "status"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: kvrelay {command}" in capsys.readouterr().out
+
+
+async def test_a_folder_of_that_name_is_not_picked_up(tmp_path: Path) -> None:
+    fake = tmp_path / "router"
+    fake.mkdir()
+    (fake / "__init__.py").touch()
+    (fake / "__main__.py").write_text("print('the wrong router')")
+    status, output, errors = await kvrelay("router", "--help", cwd=tmp_path)
+    assert (status, errors) == (0, "")
+    assert "the wrong router" not in output
+    assert "usage: kvrelay router" in output
+
+
+@pytest.mark.parametrize("argv", [("status",), ("complete", "Hello"), ("chat", "Hello")])
+async def test_no_router_there(argv: tuple[str, ...], unused_tcp_port: int) -> None:
+    status, _, errors = await kvrelay(*argv, "--url", f"127.0.0.1:{unused_tcp_port}")
+    assert status == 1
+    assert f"no router answers at 127.0.0.1:{unused_tcp_port}" in errors
+    assert "Traceback" not in errors

@@ -1,0 +1,96 @@
+"""`kvrelay serve` with real nodes and a real router: it answers, and nothing of it is left, however it ends."""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.random_model import write_random_model
+from bench.workload import random_prompts, run_workload
+from kvrelay.cli import client
+from kvrelay.cli.local_cluster import local_cluster
+from kvrelay.core.errors import UnavailableError
+
+SMALL = ("--num-blocks", "64", "--log-level", "warning")
+PATIENCE_SECONDS = 30.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its path is in the arguments of every process of the cluster, and in nobody else's."""
+    return write_random_model(tmp_path_factory.mktemp("cluster") / "tiny-random", "tiny")
+
+
+@pytest.fixture
+def segments(tmp_path: Path) -> Iterator[Path]:
+    """Where the nodes map their pools; empty again afterwards."""
+    directory = tmp_path / "segments"
+    directory.mkdir()
+    yield directory
+    assert list(directory.iterdir()) == []
+
+
+def processes_of(model: Path) -> list[str]:
+    """Command lines of running processes that name the model."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(model) in arguments:
+                found.append(" ".join(arguments))
+    return found
+
+
+async def wait_until_none_is_left(model: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while left := processes_of(model):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        await asyncio.sleep(0.02)
+
+
+def test_cluster_serves_and_ends(model: Path, segments: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with local_cluster(str(model), (*SMALL, "--shared-memory-dir", str(segments))) as address:
+        assert list(segments.iterdir())
+        assert len(processes_of(model)) == 4, "serve, two nodes, a router"
+        assert address.model == "tiny-random"
+        assert client.status(["--url", address.grpc]) == 0
+        assert client.complete(["Hello", "--url", address.grpc, "--max-tokens", "4", "--stats"]) == 0
+        prompts = random_prompts(2, 20, 40, vocab_size=4096, seed=0)
+        assert run_workload(address.http, address.model, prompts, 3).num_output_tokens == 6
+    assert processes_of(model) == []
+    captured = capfd.readouterr()
+    assert "tiny-random  up to" in captured.out
+    assert "4 tokens, the first after" in captured.err
+    assert "Traceback" not in captured.err
+
+
+async def test_killed_cluster_leaves_nothing(model: Path, segments: Path) -> None:
+    command = (sys.executable, "-P", "-m", "kvrelay.cli", "serve", str(model), "--json-ready", *SMALL)
+    ports = ("--port", "0", "--grpc-port", "0", "--prefill-nodes", "0", "--shared-memory-dir", str(segments))
+    process = await asyncio.create_subprocess_exec(
+        *command, *ports, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    ready = json.loads(await process.stdout.readline())
+    assert ready["role"] == "cluster"
+    process.send_signal(signal.SIGKILL)
+    await process.communicate()
+    await wait_until_none_is_left(model)
+
+
+def test_model_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "no-such-model"
+    with pytest.raises(UnavailableError, match="ended before it was ready"), local_cluster(str(missing)):
+        pass
+    errors = capfd.readouterr().err
+    assert "exit code 1 before the cluster was ready. Its last lines:" in errors
+    assert "Traceback" not in errors
+    assert processes_of(missing) == []

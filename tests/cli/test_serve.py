@@ -1,0 +1,120 @@
+"""What `kvrelay serve` would start: roles, threads, flags, and where the secret goes."""
+
+from typing import TypeVar
+
+import pytest
+
+from kvrelay.cli.main import PROCESS_MODULES
+from kvrelay.cli.serve import (
+    ServeSettings,
+    available_cores,
+    child_environment,
+    node_commands,
+    router_command,
+)
+from kvrelay.cli.supervisor import ChildCommand
+from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.node.settings import NodeSettings
+from router.settings import RouterSettings
+
+_Settings = TypeVar("_Settings", bound=ProcessSettings)
+SECRET = "redis://:hunter2@cache:6379/0"
+
+
+def settings_of(*argv: str) -> ServeSettings:
+    return load_settings(ServeSettings, argv, prog="kvrelay serve")
+
+
+def flag(command: ChildCommand, name: str) -> str:
+    return command.arguments[command.arguments.index(name) + 1]
+
+
+def child_settings(cls: type[_Settings], command: ChildCommand) -> _Settings:
+    return load_settings(cls, command.arguments[4:], prog=command.name)
+
+
+def test_nodes_by_role_and_number() -> None:
+    commands = node_commands(settings_of("m", "--prefill-nodes", "2", "--decode-nodes", "1"), {}, cores=8)
+    assert [(one.name, one.role) for one in commands] == [
+        ("prefill-0", "prefill"),
+        ("prefill-1", "prefill"),
+        ("decode-0", "decode"),
+    ]
+    assert all(one.arguments[1:3] == ("-P", "-m") for one in commands), "a safe path"
+    assert [one.arguments[3] for one in commands] == ["prefill_node", "prefill_node", "decode_node"]
+    assert set(PROCESS_MODULES.values()) == {"prefill_node", "decode_node", "router"}
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, "1"), (2, "1"), (3, "1"), (8, "4"), (9, "4")])
+def test_cores_are_divided(cores: int, expected: str) -> None:
+    for command in node_commands(settings_of("m"), {"OMP_NUM_THREADS": "64"}, cores=cores):
+        assert flag(command, "--threads") == expected
+        assert command.environment["OMP_NUM_THREADS"] == expected
+
+
+def test_threads_that_were_asked_for() -> None:
+    commands = node_commands(settings_of("m", "--threads", "3"), {}, cores=2)
+    assert {flag(command, "--threads") for command in commands} == {"3"}
+
+
+def test_cores_are_counted() -> None:
+    assert available_cores() >= 1
+
+
+def test_nodes_understand_what_they_are_given() -> None:
+    settings = settings_of(
+        *("m", "--dtype", "bfloat16", "--num-blocks", "99", "--block-size", "32", "--max-model-len", "512"),
+        *("--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--attention-backend", "reference"),
+        *("--gpu-memory-utilization", "0.5", "--log-level", "debug", "--connector", "redis"),
+    )
+    node = child_settings(NodeSettings, node_commands(settings, {}, cores=2)[1])
+    assert (node.model, node.node_id, node.host, node.port, node.supervised) == ("m", "decode-0", "127.0.0.1", 0, True)
+    assert (node.dtype, node.num_blocks, node.block_size, node.max_model_len) == ("bfloat16", 99, 32, 512)
+    assert (node.max_num_seqs, node.max_num_batched_tokens, node.attention_backend) == (4, 128, "reference")
+    assert (node.gpu_memory_utilization, node.log_level, node.connector) == (0.25, "debug", "redis")
+
+
+def test_what_is_not_set_is_left_to_the_node() -> None:
+    node = child_settings(NodeSettings, node_commands(settings_of("m"), {}, cores=2)[0])
+    defaults = NodeSettings(model="m")
+    same = set(NodeSettings.model_fields) - {"node_id", "threads", "supervised"}
+    assert {name: getattr(node, name) for name in same} == {name: getattr(defaults, name) for name in same}
+
+
+def test_router_understands_what_it_is_given() -> None:
+    settings = settings_of(
+        "m", "--port", "1", "--grpc-port", "2", "--served-model-name", "n", "--policy", "round_robin"
+    )
+    command = router_command(settings, {}, prefill=["p:1"], decode=["d:1", "d:2"])
+    router = child_settings(RouterSettings, command)
+    assert (router.model, router.port, router.grpc_port, router.served_model_name) == ("m", 1, 2, "n")
+    assert (router.prefill_nodes, router.decode_nodes) == (("p:1",), ("d:1", "d:2"))
+    assert (router.policy, router.supervised) == ("round_robin", True)
+
+
+def test_aggregated_mode_has_no_prefill_nodes() -> None:
+    settings = settings_of("m", "--prefill-nodes", "0")
+    assert [command.name for command in node_commands(settings, {}, cores=2)] == ["decode-0"]
+    router = child_settings(RouterSettings, router_command(settings, {}, prefill=[], decode=["d:1"]))
+    assert router.prefill_nodes == ()
+
+
+def test_the_redis_url_is_in_the_environment_only() -> None:
+    settings = settings_of("m", "--connector", "redis", "--redis-url", SECRET)
+    inherited = {"PATH": "/bin", "KVRELAY_PORT": "1", "KVRELAY_REDIS_URL": "redis://other"}
+    environment = child_environment(inherited, settings)
+    assert environment == {"PATH": "/bin", "KVRELAY_REDIS_URL": SECRET}
+    commands = node_commands(settings, environment, cores=2)
+    assert not [argument for command in commands for argument in command.arguments if "hunter2" in argument]
+
+
+def test_without_redis_no_child_hears_of_it() -> None:
+    assert child_environment({"KVRELAY_REDIS_URL": SECRET}, settings_of("m", "--redis-url", SECRET)) == {}
+
+
+@pytest.mark.parametrize("argv", [("--threads", "0"), ("--threads", "many"), ("--decode-nodes", "0")])
+def test_wrong_settings(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        settings_of("m", *argv)
+    assert ended.value.code == 2
+    assert argv[0] in capsys.readouterr().err

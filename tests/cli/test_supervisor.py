@@ -1,0 +1,179 @@
+"""The supervisor over small real processes: ready lines, deaths, stubborn children, and its own sudden end."""
+
+import asyncio
+import functools
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, Supervisor
+
+# Says that it is ready and ends with its standard input, as nodes do. The address tells who it is.
+SERVE = """
+import json, os, sys
+print(json.dumps({"event": "ready", "address": str(os.getpid())}), flush=True)
+sys.stdin.buffer.read()
+"""
+
+DIE_AT_START = """
+import sys
+sys.stderr.write("loading\\nweight model.norm is missing\\n")
+sys.exit(3)
+"""
+
+IGNORE_SIGTERM = """
+import json, os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(json.dumps({"event": "ready", "address": str(os.getpid())}), flush=True)
+while True:
+    signal.pause()
+"""
+
+NEVER_READY = """
+import sys
+sys.stdin.buffer.read()
+"""
+
+CHATTY = """
+import json, sys
+sys.stderr.write("10%\\r20%\\r\\n" + "x" * 200_000 + "\\n")
+print("not a ready line")
+print('{"event": "other"}')
+print(json.dumps({"event": "ready"}), flush=True)
+sys.stdin.buffer.read()
+"""
+
+
+def child(name: str, script: str, *, role: str = "node", arguments: Sequence[str] = ()) -> ChildCommand:
+    return ChildCommand(name, role, (sys.executable, "-I", "-S", "-c", script, *arguments), dict(os.environ))
+
+
+async def wait_until_gone(*process_ids: int) -> None:
+    """The test's own timeout bounds it."""
+    left = set(process_ids)
+    while left:
+        left = {pid for pid in left if _is_running(pid)}
+        await asyncio.sleep(0.01)
+
+
+def _is_running(process_id: int) -> bool:
+    """A zombie has ended: nothing of it runs any more, whoever has to reap it."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+async def test_ready_lines_come_in_the_order_of_the_commands_and_nobody_is_left() -> None:
+    async with Supervisor(stop_timeout=5) as supervisor:
+        ready = await supervisor.start([child("a", SERVE), child("b", SERVE)], timeout=20)
+        process_ids = [one.process.pid for one in supervisor.children]
+        assert [line["address"] for line in ready] == [str(pid) for pid in process_ids]
+    assert all(not _is_running(pid) for pid in process_ids)
+
+
+async def test_groups_end_in_reverse_order() -> None:
+    ended: list[str] = []
+
+    def note(name: str, _: asyncio.Task[int]) -> None:
+        ended.append(name)
+
+    async with Supervisor(stop_timeout=5) as supervisor:
+        await supervisor.start([child("node", SERVE)], timeout=20)
+        await supervisor.start([child("router", SERVE, role="router")], timeout=20)
+        for one in supervisor.children:
+            one.ended.add_done_callback(functools.partial(note, one.command.name))
+    assert ended == ["router", "node"]
+
+
+async def test_death_at_start_shows_the_last_lines() -> None:
+    lines: list[tuple[str, str]] = []
+    async with Supervisor(stop_timeout=5, on_line=lambda name, line: lines.append((name, line))) as supervisor:
+        with pytest.raises(ChildFailedError, match=r"(?s)decode-0 .* exit code 3 .*model.norm is missing"):
+            await supervisor.start([child("decode-0", DIE_AT_START), child("decode-1", SERVE)], timeout=20)
+        process_ids = [one.process.pid for one in supervisor.children]
+    assert ("decode-0", "loading") in lines
+    assert all(not _is_running(pid) for pid in process_ids)
+
+
+async def test_not_ready_in_time_names_the_child() -> None:
+    async with Supervisor(stop_timeout=5) as supervisor:
+        with pytest.raises(ChildFailedError, match=r"not ready after 0\.05 seconds: slow"):
+            await supervisor.start([child("slow", NEVER_READY)], timeout=0.05)
+
+
+async def test_child_that_ignores_sigterm_is_killed() -> None:
+    async with Supervisor(stop_timeout=0.05) as supervisor:
+        await supervisor.start([child("stubborn", IGNORE_SIGTERM)], timeout=20)
+        [stubborn] = supervisor.children
+    assert stubborn.ended.result() == -signal.SIGKILL
+
+
+async def test_cancelling_the_orderly_end_kills_at_once() -> None:
+    supervisor = Supervisor(stop_timeout=3600)
+    await supervisor.start([child("stubborn", IGNORE_SIGTERM)], timeout=20)
+    stopping = asyncio.create_task(supervisor.stop())
+    await asyncio.sleep(0)  # it has sent SIGTERM and waits
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert supervisor.children[0].ended.result() == -signal.SIGKILL
+
+
+async def test_losing_one_of_several_goes_on_losing_the_last_does_not() -> None:
+    losses: list[str] = []
+    heard = asyncio.Event()
+
+    def on_loss(message: str) -> None:
+        losses.append(message)
+        heard.set()
+
+    async with Supervisor(stop_timeout=5) as supervisor:
+        await supervisor.start([child("decode-0", SERVE), child("decode-1", SERVE)], timeout=20)
+        first, second = supervisor.children
+        watching = asyncio.create_task(supervisor.watch(on_loss=on_loss))
+        first.kill()
+        await heard.wait()
+        assert losses == ["decode-0 was killed by SIGKILL but 1 more of its role goes on."]
+        assert not watching.done()
+        second.kill()
+        with pytest.raises(ChildFailedError, match="decode-1 was killed by SIGKILL and no other node process is left"):
+            await watching
+
+
+async def test_output_is_passed_on_line_by_line() -> None:
+    lines: list[str] = []
+    async with Supervisor(stop_timeout=5, on_line=lambda _, line: lines.append(line)) as supervisor:
+        await supervisor.start([child("chatty", CHATTY)], timeout=20)
+    assert {"not a ready line", '{"event": "other"}', "10%", "20%"} <= set(lines)
+    assert sum(len(line) for line in lines if set(line) == {"x"}) == 200_000
+
+
+async def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "supervise.py"
+    script.write_text(f"""
+import asyncio, json, os, sys
+from kvrelay.cli.supervisor import ChildCommand, Supervisor
+
+async def main() -> None:
+    command = (sys.executable, "-I", "-S", "-c", {SERVE!r})
+    async with Supervisor(stop_timeout=5) as supervisor:
+        children = [ChildCommand(name, "node", command, dict(os.environ)) for name in ("a", "b")]
+        ready = await supervisor.start(children, timeout=20)
+        print(json.dumps([int(str(line["address"])) for line in ready]), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+""")
+    process = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    process_ids = [int(pid) for pid in (await process.stdout.readline()).decode().strip(" []\n").split(",")]
+    assert all(_is_running(pid) for pid in process_ids)
+    process.kill()
+    await process.wait()
+    await wait_until_gone(*process_ids)

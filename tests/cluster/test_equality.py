@@ -1,0 +1,95 @@
+"""Tokens from the cluster are transformers' tokens: every family, every way a prompt's KV can come about."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Cluster, cluster
+from tests.cluster.reference import Reference
+from tests.engine.tiny_models import FAMILIES, make_tiny_model
+
+VOCAB_SIZE = 320
+DEMO_MODEL = Path("demo/model")
+
+
+def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    rng = random.Random(f"{length}/{seed}")
+    return [rng.randrange(vocab_size) for _ in range(length)]
+
+
+async def check(running: Cluster, reference: Reference, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """All at the same time."""
+    served = await asyncio.gather(*(running.generate(prompt, max_tokens=max_tokens) for prompt in prompts))
+    for prompt, result in zip(prompts, served, strict=True):
+        assert result.tokens[0] == reference.generate(prompt, max_tokens), f"prompt of {len(prompt)} tokens"
+        assert result.how.prefill_node == "prefill-0"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_every_family(family: str, tmp_path: Path) -> None:
+    """Short prompts, exact multiples of the block size, several chunks; then all of them again as prefix hits."""
+    model = make_tiny_model(family, tmp_path, vocab_size=VOCAB_SIZE)
+    reference = Reference(model)
+    prompts = [prompt_of(length) for length in (1, 15, 16, 17, 48, 100)]
+    async with cluster(model, max_num_batched_tokens=64) as running:
+        await check(running, reference, prompts, max_tokens=10)
+        await check(running, reference, [[*prompt, 5, 6, 7] for prompt in prompts], max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest.fixture(params=["shared_memory", "redis"])
+async def running(request: pytest.FixtureRequest, model: Path, redis_url: str) -> AsyncIterator[Cluster]:
+    async with cluster(model, connector=request.param, redis_url=redis_url) as started:
+        yield started
+
+
+async def test_prompts_of_1_to_2000_tokens(running: Cluster, reference: Reference) -> None:
+    await check(running, reference, [prompt_of(length) for length in (1, 2, 255, 256, 257, 1000, 1024, 2000)], 8)
+
+
+async def test_16_concurrent_requests_with_a_shared_prefix(running: Cluster, reference: Reference) -> None:
+    shared = prompt_of(200)
+    await check(running, reference, [shared], 2)
+    await check(running, reference, [[*shared, *prompt_of(3 + 5 * i, i)] for i in range(16)], 12)
+
+
+async def test_the_demo_model(reference: Reference) -> None:
+    """Through text it was trained on and text it was not."""
+    demo = Reference(DEMO_MODEL)
+    async with cluster(DEMO_MODEL, attention_backend="auto") as started:
+        vocab_size = started.relay.served_model().vocab_size
+        prompts = [prompt_of(length, vocab_size=vocab_size) for length in (1, 16, 37, 300, 2000)]
+        await check(started, demo, prompts, 16)
+
+
+async def test_the_reference_backend_serves_the_same_tokens(model: Path, reference: Reference) -> None:
+    """What a machine without a compiler runs."""
+    async with cluster(model, attention_backend="reference") as started:
+        await check(started, reference, [prompt_of(length) for length in (1, 16, 77)], 8)
+
+
+async def test_preemption_changes_no_token(model: Path, reference: Reference) -> None:
+    async with cluster(model, num_blocks=24, max_model_len=200) as started:
+        await check(started, reference, [prompt_of(40, i) for i in range(8)], 60)
+        assert sum(node.event_log.load.num_preemptions for node in started.nodes) > 0
+
+
+async def test_aggregated_mode(model: Path, reference: Reference) -> None:
+    async with cluster(model, prefill_nodes=0) as started:
+        prompts = [prompt_of(length) for length in (1, 16, 33, 500)]
+        served = await asyncio.gather(*(started.generate(prompt, max_tokens=8) for prompt in prompts))
+        for prompt, result in zip(prompts, served, strict=True):
+            assert result.tokens[0] == reference.generate(prompt, 8)
+            assert result.how.prefill_node is None

@@ -1,0 +1,43 @@
+"""Fixtures for every test: nothing may be left in shared memory, and a real Redis for those that ask."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import RedisServer
+
+_SHM = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def no_segment_left_behind() -> Iterator[None]:
+    """Fails a test after which a segment is still mapped by this process or has no living owner."""
+    before = set(_SHM.glob("kvrelay-*"))
+    yield
+    maps = Path("/proc/self/maps").read_text()
+    left = [path.name for path in set(_SHM.glob("kvrelay-*")) - before if path.name in maps or _is_orphan(path)]
+    assert not left, f"left in {_SHM}: {left}"
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+def _is_orphan(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return path.exists()

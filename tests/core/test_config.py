@@ -1,0 +1,175 @@
+"""Settings: which source wins, and what a person reads when something is wrong."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import CliPositionalArg
+
+from kvrelay.core.config import ProcessSettings, flag_of, load_settings
+
+
+class SampleSettings(ProcessSettings):
+    """Runs a sample process.
+
+    A second paragraph.
+    """
+
+    model: CliPositionalArg[str] = Field(default="", description="Directory of the model.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on.")
+    block_size: int = Field(default=16, gt=0, description="Tokens per block.")
+    max_model_len: int | None = Field(default=None, gt=0, description="Longest sequence.")
+    decode_nodes: tuple[str, ...] = Field(default=(), description="Addresses of decode nodes.")
+    dtype: Literal["auto", "bfloat16"] = Field(default="auto", description="Of the weights.")
+    redis_url: SecretStr | None = Field(default=None, description="Where Redis is.")
+    supervised: bool = Field(default=False, description="End with standard input.")
+
+
+def load(*argv: str) -> SampleSettings:
+    return load_settings(SampleSettings, argv, prog="sample")
+
+
+def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        load(*argv)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "settings.yaml"
+    path.write_text("port: 1\nblock-size: 1\nmax_model_len: 1\ndecode_nodes: [a:1, b:2]\n")
+    return path
+
+
+def test_defaults() -> None:
+    settings = load("m")
+    assert (settings.model, settings.port, settings.max_model_len, settings.decode_nodes) == ("m", 8000, None, ())
+
+
+def test_flags_win_over_environment_over_file_over_defaults(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
+    monkeypatch.setenv("KVRELAY_PORT", "2")
+    monkeypatch.setenv("KVRELAY_BLOCK_SIZE", "2")
+    settings = load("m", "--port", "3", f"--config={config_file}")
+    assert (settings.port, settings.block_size, settings.max_model_len, settings.dtype) == (3, 2, 1, "auto")
+
+
+def test_the_environment_names_the_file(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
+    monkeypatch.setenv("KVRELAY_CONFIG", str(config_file))
+    assert load("m").decode_nodes == ("a:1", "b:2")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("--decode-nodes", "a:1,b:2"), ("--decode-nodes", "a:1", "--decode-nodes", "b:2"), ("--decode-nodes=a:1, b:2",)],
+)
+def test_lists_from_flags(argv: tuple[str, ...]) -> None:
+    assert load("m", *argv).decode_nodes == ("a:1", "b:2")
+
+
+def test_everything_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MODEL": "m", "DECODE_NODES": "a:1,b:2", "SUPERVISED": "true", "DTYPE": ""}.items():
+        monkeypatch.setenv(f"KVRELAY_{name}", value)
+    settings = load()
+    assert (settings.model, settings.decode_nodes, settings.supervised) == ("m", ("a:1", "b:2"), True)
+    assert settings.dtype == "auto", "an empty variable is an unset one"
+
+
+def test_settings_are_frozen() -> None:
+    settings = load("m")
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.port = 1
+
+
+def test_every_process_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load("--help")
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "usage: sample" in text
+    assert "Runs a sample process.\n\nA second paragraph." in text
+    for name, field in SampleSettings.model_fields.items():
+        assert (field.description or "?").split()[0] in text
+        assert name == "model" or flag_of(name) in text
+    assert "(default: 16)" in text
+
+
+def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+    text = failure(capsys)
+    assert "MODEL is missing: Directory of the model." in text
+    assert "KVRELAY_MODEL" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (("--port", "x"), "--port: Input should be a valid integer"),
+        (("--port", "70000"), "less than or equal to 65535, got '70000'"),
+        (("--dtype", "fp8"), "--dtype: Input should be 'auto' or 'bfloat16'"),
+        (("--port",), "--port: expected one argument"),
+        (("--prot", "3"), "did you mean --port?"),
+        (("--block_siz=3",), "did you mean --block-size?"),
+        (("another",), "one argument too many: 'another'"),
+    ],
+)
+def test_wrong_flags(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], problem: str) -> None:
+    text = failure(capsys, "m", *argv)
+    assert problem in text
+    assert "Try `sample --help`." in text
+
+
+def test_every_wrong_setting_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    text = failure(capsys, "m", "--port", "x", "--block-size", "0")
+    assert "KVRELAY_PORT or `port:`" in text
+    assert "KVRELAY_BLOCK_SIZE or `block_size:`" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("prot: 1", "there is no setting 'prot'; did you mean port?"),
+        ("config: other.yaml", "there is no setting 'config'"),
+        ("- port", "not a list"),
+        ("port: [", "is not valid YAML"),
+        ("port: x", "--port: Input should be a valid integer"),
+    ],
+)
+def test_wrong_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, problem: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(content)
+    assert problem in failure(capsys, "m", "--config", str(path))
+
+
+def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "nowhere.yaml"
+    assert f"can not read {path}: No such file" in failure(capsys, "m", "--config", str(path))
+
+
+def test_empty_file_is_no_settings(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("# nothing\n")
+    assert load("m", "--config", str(path)).port == 8000
+
+
+def test_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVRELAY_BLOK_SIZE", "8")
+    assert "KVRELAY_BLOK_SIZE; did you mean KVRELAY_BLOCK_SIZE?" in failure(capsys, "m")
+
+
+def test_variable_of_another_process_is_mentioned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVRELAY_LEASE_TTL", "8")
+    assert load("m").port == 8000
+    assert "KVRELAY_LEASE_TTL is not a setting of this process" in capsys.readouterr().err
+
+
+def test_secrets_are_never_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVRELAY_REDIS_URL", "redis://:hunter2@host")
+    assert "hunter2" not in repr(load("m"))
+    assert "hunter2" not in failure(capsys, "m", "--port", "x")

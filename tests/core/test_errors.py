@@ -1,0 +1,68 @@
+"""Errors and their statuses: every error has one, and what a peer reported comes back as the error it was."""
+
+import inspect
+import re
+
+import grpc
+import pytest
+
+from kvrelay.core import errors
+from kvrelay.core.errors import KVRelayError, error_from_grpc, status_of
+
+ALL_ERRORS = sorted(
+    (cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVRelayError)),
+    key=lambda cls: cls.__name__,
+)
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    drawn: dict[str, int] = {}  # name -> depth
+    for line in inspect.cleandoc(errors.__doc__ or "").splitlines():
+        if match := re.match(r"([│├└─\s]*)(\w+Error)\b", line):
+            drawn[match[2]] = len(match[1]) // 4
+    assert drawn == {cls.__name__: len(cls.__mro__) - len(KVRelayError.__mro__) for cls in ALL_ERRORS}
+
+
+@pytest.mark.parametrize("cls", ALL_ERRORS)
+def test_client_faults_are_4xx_and_ours_are_5xx(cls: type[KVRelayError]) -> None:
+    status = status_of(cls("message"))
+    client_faults = (errors.InvalidRequestError, errors.CancelledByPeerError, errors.OverloadedError)
+    assert (400 <= status.http_status < 500) == issubclass(cls, client_faults)
+    assert (status.grpc_code is grpc.StatusCode.INTERNAL) == (status.http_status == 500)
+
+
+def test_status_is_that_of_the_nearest_ancestor() -> None:
+    class TooLongError(errors.InvalidRequestError):
+        """As a later module might add."""
+
+    assert status_of(TooLongError("x")) == status_of(errors.InvalidRequestError("x"))
+    assert status_of(errors.UnknownModelError("x")).http_status == 404
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), MemoryError()])
+def test_anything_else_is_internal(error: BaseException) -> None:
+    assert status_of(error) == status_of(KVRelayError("x"))
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        errors.InvalidRequestError,
+        errors.CancelledByPeerError,
+        errors.DeadlineError,
+        errors.OverloadedError,
+        errors.UnavailableError,
+    ],
+)
+def test_round_trip_over_grpc(cls: type[KVRelayError]) -> None:
+    error = error_from_grpc(status_of(cls("x")).grpc_code, "what happened")
+    assert type(error) is cls
+    assert str(error) == "what happened"
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+def test_every_grpc_code_becomes_an_error_of_ours(code: grpc.StatusCode) -> None:
+    error = error_from_grpc(code, "what happened")
+    assert isinstance(error, KVRelayError)
+    assert "what happened" in str(error)
+    assert isinstance(errors.InvalidRequestError("x", field="n").field, str)

@@ -1,0 +1,204 @@
+"""Errors cross a real gRPC connection and come back as what they were; streams end with their calls."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvrelay.core.errors import (
+    CancelledByPeerError,
+    ConfigurationError,
+    DeadlineError,
+    InvalidRequestError,
+    KVError,
+    KVRelayError,
+    OverloadedError,
+    UnavailableError,
+    UnknownModelError,
+)
+from kvrelay.core.rpc import (
+    ErrorInterceptor,
+    add_health_and_reflection,
+    channel_options,
+    error_from_rpc,
+    serve_insecure,
+    server_options,
+    set_serving,
+)
+from kvrelay.v1 import decode_node_pb2, decode_node_pb2_grpc, router_pb2, router_pb2_grpc
+
+
+class FailingRouter(router_pb2_grpc.RouterServicer):
+    """Yields one message, then raises what it was made with; or waits for ever when that is None."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self.closed = asyncio.Event()
+
+    async def Generate(self, request: router_pb2.GenerateRequest, context: object) -> router_pb2.GenerateResponse:
+        assert self._error is not None
+        raise self._error
+
+    async def GenerateStream(
+        self, request: router_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        try:
+            yield router_pb2.GenerateResponse(request_id="first")
+            if self._error is not None:
+                raise self._error
+            await asyncio.Event().wait()
+        finally:
+            self.closed.set()
+
+    async def Tokenize(self, request: object, context: object) -> router_pb2.TokenizeResponse:
+        raise NotImplementedError
+
+    async def Detokenize(self, request: object, context: object) -> router_pb2.DetokenizeResponse:
+        raise NotImplementedError
+
+    async def ListModels(self, request: object, context: object) -> router_pb2.ListModelsResponse:
+        raise NotImplementedError
+
+    async def Abort(self, request: object, context: object) -> router_pb2.AbortResponse:
+        raise NotImplementedError
+
+
+class EchoDecode(decode_node_pb2_grpc.DecodeNodeServicer):
+    async def Serve(
+        self, request_iterator: AsyncIterator[object], context: object
+    ) -> AsyncIterator[decode_node_pb2.DecodeUpdate]:
+        async for _ in request_iterator:
+            yield decode_node_pb2.DecodeUpdate()
+            raise OverloadedError("full")
+
+
+@asynccontextmanager
+async def serving(servicer: FailingRouter) -> AsyncIterator[grpc.aio.Channel]:
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
+    decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(EchoDecode(), server)
+    health = add_health_and_reflection(server, ["kvrelay.v1.Router"])
+    await set_serving(health, ["kvrelay.v1.Router"], serving=True)
+    port = await serve_insecure(server, "127.0.0.1", 0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+            yield channel
+    finally:
+        await server.stop(None)
+
+
+def router_stub(channel: grpc.aio.Channel) -> "router_pb2_grpc.RouterAsyncStub":
+    return router_pb2_grpc.RouterStub(channel)  # type: ignore[return-value]
+
+
+async def raised_by_generate(error: Exception) -> tuple[grpc.aio.AioRpcError, KVRelayError]:
+    async with serving(FailingRouter(error)) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router_stub(channel).Generate(router_pb2.GenerateRequest())
+        return caught.value, error_from_rpc(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidRequestError("temperature is wrong", field="temperature"), grpc.StatusCode.INVALID_ARGUMENT),
+        (InvalidRequestError("all wrong"), grpc.StatusCode.INVALID_ARGUMENT),
+        (UnknownModelError("no such model", field="model"), grpc.StatusCode.NOT_FOUND),
+        (DeadlineError("too slow"), grpc.StatusCode.DEADLINE_EXCEEDED),
+        (OverloadedError("full"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (UnavailableError("nobody"), grpc.StatusCode.UNAVAILABLE),
+        (CancelledByPeerError("gone"), grpc.StatusCode.CANCELLED),
+        (KVError("bad digest"), grpc.StatusCode.INTERNAL),
+    ],
+)
+async def test_an_error_comes_back_as_itself(error: KVRelayError, code: grpc.StatusCode) -> None:
+    rpc_error, restored = await raised_by_generate(error)
+    assert rpc_error.code() is code
+    assert type(restored) is type(error)
+    assert str(restored) == str(error)
+    assert getattr(restored, "field", None) == getattr(error, "field", None)
+
+
+async def test_a_foreign_exception_is_internal_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, logger="kvrelay.core.rpc"):
+        rpc_error, restored = await raised_by_generate(ZeroDivisionError("secret detail"))
+    assert rpc_error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in str(restored)
+    assert any(record.exc_info for record in caplog.records)
+
+
+async def test_a_very_long_message_is_cut_instead_of_breaking_the_connection() -> None:
+    _, restored = await raised_by_generate(InvalidRequestError("漢" * 100_000, field="prompt"))
+    assert isinstance(restored, InvalidRequestError)
+    assert restored.field == "prompt"
+    assert set(str(restored)) == {"漢"}
+
+
+async def test_an_error_in_the_middle_of_a_stream() -> None:
+    servicer = FailingRouter(KVError("lost"))
+    async with serving(servicer) as channel:
+        call = router_stub(channel).GenerateStream(router_pb2.GenerateRequest())
+        messages = []
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for message in call:
+                messages.append(message.request_id)
+    assert messages == ["first"]
+    assert isinstance(error_from_rpc(caught.value), KVError)
+
+
+async def test_an_error_in_a_bidirectional_stream() -> None:
+    async with serving(FailingRouter(None)) as channel:
+        stub: decode_node_pb2_grpc.DecodeNodeAsyncStub = decode_node_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[assignment]
+        call = stub.Serve()
+        await call.write(decode_node_pb2.DecodeCommand())
+        assert isinstance(await call.read(), decode_node_pb2.DecodeUpdate)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert isinstance(error_from_rpc(caught.value), OverloadedError)
+
+
+async def test_cancelling_a_call_closes_its_generator() -> None:
+    servicer = FailingRouter(None)
+    async with serving(servicer) as channel:
+        call = router_stub(channel).GenerateStream(router_pb2.GenerateRequest())
+        assert isinstance(await call.read(), router_pb2.GenerateResponse)
+        call.cancel()
+        await asyncio.wait_for(servicer.closed.wait(), 10)
+
+
+async def test_health_and_reflection() -> None:
+    async with serving(FailingRouter(None)) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service="kvrelay.v1.Router"))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, channel))
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        reply = await call.read()
+        assert "kvrelay.v1.Router" in {service.name for service in reply.list_services_response.service}
+
+
+async def test_an_unknown_method_is_unimplemented() -> None:
+    async with serving(FailingRouter(None)) as channel:
+        call: Any = channel.unary_unary("/kvrelay.v1.Router/Nothing")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "UNIMPLEMENTED" in str(error_from_rpc(caught.value))
+
+
+async def test_a_refused_connection_is_unavailable_and_a_taken_port_is_a_configuration_error() -> None:
+    server = grpc.aio.server(options=server_options())
+    port = await serve_insecure(server, "127.0.0.1", 0)
+    with pytest.raises(ConfigurationError, match=str(port)):
+        await serve_insecure(grpc.aio.server(options=server_options()), "127.0.0.1", port)
+    await server.stop(None)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router_stub(channel).ListModels(router_pb2.ListModelsRequest(), timeout=10)
+    assert isinstance(error_from_rpc(caught.value), UnavailableError)

@@ -1,0 +1,66 @@
+"""A runner without a model, whose KV is the tokens themselves: whatever goes wrong with blocks changes what it samples.
+
+The next token is a pure function of the tokens read back through the block table: `expected_output` knows it.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
+from kvrelay.engine.sampler import SampledToken
+
+VOCAB_SIZE = 1000
+
+
+def next_token(context: Sequence[int], choice_index: int) -> int:
+    digest = hashlib.sha256(repr((list(context), choice_index)).encode()).digest()
+    return int.from_bytes(digest[:4], "little") % VOCAB_SIZE
+
+
+def expected_output(prompt: Sequence[int], num_tokens: int, *, choice_index: int = 0) -> list[int]:
+    context = list(prompt)
+    for _ in range(num_tokens):
+        context.append(next_token(context, choice_index))
+    return context[len(prompt) :]
+
+
+class FakeRunner:
+    """`pool[block_id][offset]` is the token whose KV would be there."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.pool: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.block_size = block_size
+        self.num_computed_tokens = 0
+        self.largest_step = 0
+
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        for source, target in plan.copies:
+            self.pool[target] = self.pool[source].copy()
+        for entry in plan.scheduled:
+            self._write(entry)
+        self.num_computed_tokens += plan.num_scheduled_tokens
+        self.largest_step = max(self.largest_step, plan.num_scheduled_tokens)
+        return ModelRunnerOutput(tuple(self._sample(entry) for entry in plan.scheduled))
+
+    def _write(self, entry: ScheduledSequence) -> None:
+        for offset, token_id in enumerate(entry.token_ids):
+            block, slot = divmod(entry.start + offset, self.block_size)
+            self.pool[entry.block_table[block]][slot] = token_id
+
+    def _read(self, entry: ScheduledSequence) -> list[int]:
+        context = []
+        for position in range(entry.start + entry.num_scheduled_tokens):
+            block, slot = divmod(position, self.block_size)
+            token_id = self.pool[entry.block_table[block]][slot]
+            assert token_id is not None, "attention over a slot that was never written"
+            context.append(token_id)
+        return context
+
+    def _sample(self, entry: ScheduledSequence) -> SequenceResult:
+        context = self._read(entry)
+        sampled = tuple(SampledToken(next_token(context, row.choice_index), None) for row in entry.rows)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if entry.prompt_logprobs is not None:
+            logprobs = tuple(TokenLogprobs(target, -1.0, 1) for target in entry.prompt_logprobs[1])
+        return SequenceResult(sampled, logprobs)

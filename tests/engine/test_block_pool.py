@@ -1,0 +1,367 @@
+"""BlockPool: where blocks go, which one is evicted next, and random runs against a model that only searches lists."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.engine.block_pool import BlockPool
+
+
+def name(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(32, "big"))
+
+
+class Pool(BlockPool):
+    """A pool that remembers what was evicted, and with which name."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.evicted: list[tuple[int, BlockHash | None]] = []
+        super().__init__(num_blocks, on_evict=self._remember)
+
+    def _remember(self, block_ids: Sequence[int]) -> None:
+        self.evicted += [(block_id, self.hash_of(block_id)) for block_id in block_ids]
+
+
+def take(pool: BlockPool, count: int) -> list[int]:
+    block_ids = pool.allocate(count)
+    assert block_ids is not None
+    return block_ids
+
+
+def take_named(pool: BlockPool, *numbers: int) -> list[int]:
+    block_ids = take(pool, len(numbers))
+    for block_id, number in zip(block_ids, numbers, strict=True):
+        assert pool.register(block_id, name(number)) == block_id
+    return block_ids
+
+
+def test_allocate_all_or_nothing() -> None:
+    pool = Pool(4)
+    first = take(pool, 3)
+    assert first == [0, 1, 2]
+    assert pool.allocate(2) is None
+    assert pool.num_free == 1
+    assert take(pool, 0) == []
+    assert take(pool, 1) == [3]
+    assert pool.num_free == 0
+    pool.release([*first, 3])
+    pool.check_idle()
+    assert pool.num_free == 4
+    assert pool.evicted == []
+
+
+def test_an_empty_pool_has_nothing_to_give() -> None:
+    pool = Pool(0)
+    assert pool.allocate(0) == []
+    assert pool.allocate(1) is None
+    pool.check_idle()
+
+
+def test_unnamed_blocks_are_taken_before_cached_ones() -> None:
+    pool = Pool(4)
+    cached = take_named(pool, 1, 2)
+    plain = take(pool, 2)
+    pool.release(cached)
+    pool.release(plain)
+    assert sorted(take(pool, 2)) == sorted(plain)
+    assert pool.evicted == []
+    assert take(pool, 1) == [cached[1]]
+    assert pool.evicted == [(cached[1], name(2))]
+
+
+def test_tails_are_evicted_before_heads_and_old_before_new() -> None:
+    pool = Pool(6)
+    old = take_named(pool, 1, 2, 3)
+    new = take_named(pool, 4, 5, 6)
+    pool.release(old)
+    pool.release(new)
+    assert take(pool, 6) == [*reversed(old), *reversed(new)]
+
+
+def test_a_hit_makes_a_block_recent() -> None:
+    pool = Pool(3)
+    blocks = take_named(pool, 1, 2, 3)
+    for block_id in blocks:
+        pool.release([block_id])
+    pool.acquire(pool.lookup([name(1)]))
+    pool.release([blocks[0]])
+    assert take(pool, 3) == [blocks[1], blocks[2], blocks[0]]
+
+
+def test_lookup_returns_the_leading_run() -> None:
+    pool = Pool(4)
+    blocks = take_named(pool, 1, 2, 3)
+    assert pool.lookup([name(1), name(2), name(9), name(3)]) == blocks[:2]
+    assert pool.lookup([name(9), name(1)]) == []
+    assert pool.lookup([]) == []
+    assert pool.find(name(3)) == blocks[2]
+    assert pool.find(name(9)) is None
+    assert [pool.ref_count(block_id) for block_id in blocks] == [1, 1, 1]
+
+
+def test_a_block_needs_both_counts_at_zero_to_return() -> None:
+    pool = Pool(1)
+    blocks = take_named(pool, 1)
+    pool.pin(blocks)
+    pool.release(blocks)
+    assert (pool.num_free, pool.ref_count(0)) == (0, 0)
+    pool.check_integrity()
+    with pytest.raises(AssertionError, match="still held"):
+        pool.check_idle()
+    pool.unpin(blocks)
+    assert pool.num_free == 1
+    pool.check_idle()
+
+    pool.pin(pool.lookup([name(1)]))
+    pool.acquire(blocks)
+    pool.unpin(blocks)
+    assert (pool.num_free, pool.ref_count(0)) == (0, 1)
+    pool.release(blocks)
+    pool.check_idle()
+
+
+def test_shared_blocks_count_every_holder() -> None:
+    pool = Pool(2)
+    blocks = take(pool, 2)
+    pool.acquire(blocks)
+    assert pool.ref_count(blocks[0]) == 2
+    pool.release(blocks)
+    assert pool.num_free == 0
+    pool.release(blocks)
+    assert pool.num_free == 2
+
+
+def test_a_name_belongs_to_one_block() -> None:
+    pool = Pool(2)
+    first, second = take(pool, 2)
+    assert pool.register(first, name(1)) == first
+    assert pool.register(first, name(1)) == first
+    assert pool.register(second, name(1)) == first
+    assert pool.hash_of(second) is None
+    pool.release([first, second])
+    pool.check_idle()
+    assert take(pool, 1) == [second]
+
+
+def test_a_grown_block_changes_its_name() -> None:
+    pool = Pool(2)
+    blocks = take_named(pool, 1)
+    pool.drain_changes()
+    assert pool.register(blocks[0], name(2)) == blocks[0]
+    assert pool.evicted == [(blocks[0], name(1))]
+    assert pool.find(name(1)) is None
+    assert pool.drain_changes() == ([name(2)], [name(1)])
+    pool.check_integrity()
+
+
+def test_changes_are_net_of_each_other() -> None:
+    pool = Pool(2)
+    blocks = take_named(pool, 1, 2)
+    assert pool.drain_changes() == ([name(1), name(2)], [])
+    assert pool.drain_changes() == ([], [])
+    pool.release(blocks)
+    (block_id,) = take(pool, 1)
+    pool.register(block_id, name(2))  # evicted and computed again
+    assert pool.drain_changes() == ([], [])
+    pool.register(take(pool, 1)[0], name(3))
+    pool.release([blocks[0]])
+    assert pool.drop_all_cached() == 1  # came and went
+    assert pool.drain_changes() == ([], [name(1)])
+
+
+def test_drop_all_cached_spares_what_is_in_use() -> None:
+    pool = Pool(4)
+    blocks = take_named(pool, 1, 2, 3)
+    pool.pin(blocks[:1])
+    pool.release(blocks)
+    assert pool.drop_all_cached() == 2
+    assert pool.lookup([name(1), name(2)]) == blocks[:1]
+    assert {block_id for block_id, _ in pool.evicted} == set(blocks[1:])
+    assert pool.num_free == 3
+    pool.unpin(blocks[:1])
+    assert pool.drop_all_cached() == 1
+    assert pool.drop_all_cached() == 0
+    pool.check_idle()
+
+
+def test_misuse_is_noticed() -> None:
+    pool = Pool(2)
+    with pytest.raises(AssertionError, match="given back more often"):
+        pool.release([0])
+    with pytest.raises(AssertionError, match="given back more often"):
+        pool.unpin([0])
+    with pytest.raises(AssertionError, match="is free"):
+        pool.acquire([0])
+    with pytest.raises(AssertionError, match="is free"):
+        pool.pin([1])
+    with pytest.raises(AssertionError, match="nobody holds it"):
+        pool.register(0, name(1))
+    pool.check_idle()
+
+
+def test_check_integrity_finds_what_is_broken() -> None:
+    pool = Pool(2)
+    pool._free.append(1)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.check_integrity()
+    pool = Pool(2)
+    pool._pins[1] = -1
+    with pytest.raises(AssertionError, match="block 1 has 0 request references and -1 pins"):
+        pool.check_integrity()
+    pool = Pool(2)
+    pool._request_refs[1] = 1
+    with pytest.raises(AssertionError, match="block 1 is"):
+        pool.check_integrity()
+    pool = Pool(2)
+    pool._free.remove(0)
+    with pytest.raises(AssertionError, match="block 0 is"):
+        pool.check_integrity()
+    pool = Pool(2)
+    pool._names[0] = name(1)
+    with pytest.raises(AssertionError, match="free block 0 has a name"):
+        pool.check_integrity()
+    pool = Pool(2)
+    take_named(pool, 1)
+    pool._index[name(2)] = 0
+    with pytest.raises(AssertionError, match="the index has 2 names"):
+        pool.check_integrity()
+
+
+class NaivePool:
+    """The same rules, with lists and searches only."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.refs = dict.fromkeys(range(num_blocks), 0)
+        self.pins = dict(self.refs)
+        self.names: dict[int, BlockHash] = {}
+        self.released: list[int] = []  # named and held by nobody, oldest first
+        self.told: set[BlockHash] = set()  # names at the last drain
+
+    def held(self, block_id: int) -> bool:
+        return self.refs[block_id] > 0 or self.pins[block_id] > 0
+
+    @property
+    def num_free(self) -> int:
+        return sum(not self.held(block_id) for block_id in self.refs)
+
+    def allocate(self, block_ids: list[int]) -> None:
+        """Takes what the pool took, after checking that it was entitled to."""
+        unnamed = {block_id for block_id in self.refs if not self.held(block_id) and block_id not in self.names}
+        num_plain = min(len(block_ids), len(unnamed))
+        assert set(block_ids[:num_plain]) <= unnamed
+        evicted = self.released[: len(block_ids) - num_plain]
+        assert block_ids[num_plain:] == evicted
+        for block_id in evicted:
+            self.released.remove(block_id)
+            del self.names[block_id]
+        for block_id in block_ids:
+            self.refs[block_id] = 1
+
+    def take(self, counts: dict[int, int], block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            if block_id in self.released:
+                self.released.remove(block_id)
+            counts[block_id] += 1
+
+    def give_back(self, counts: dict[int, int], block_ids: list[int]) -> None:
+        for block_id in reversed(block_ids):
+            counts[block_id] -= 1
+            if not self.held(block_id) and block_id in self.names:
+                self.released.append(block_id)
+
+    def register(self, block_id: int, block_hash: BlockHash) -> int:
+        for other, held_name in self.names.items():
+            if held_name == block_hash:
+                return other
+        self.names[block_id] = block_hash
+        return block_id
+
+
+class Run:
+    """One random history, applied to both."""
+
+    def __init__(self, seed: int, num_blocks: int) -> None:
+        self.rng = random.Random(seed)
+        self.pool = Pool(num_blocks)
+        self.naive = NaivePool(num_blocks)
+        self.tables: list[list[int]] = []
+        self.pinned: list[list[int]] = []
+
+    def step(self) -> None:
+        self.rng.choice((self.allocate, self.hit, self.release, self.pin, self.unpin, self.register, self.other))()
+        assert self.pool.num_free == self.naive.num_free
+        assert {i: self.pool.hash_of(i) for i in self.naive.names} == self.naive.names
+        assert all(self.pool.ref_count(i) == count for i, count in self.naive.refs.items())
+        self.pool.check_integrity()
+
+    def allocate(self) -> None:
+        count = self.rng.randrange(6)
+        block_ids = self.pool.allocate(count)
+        if block_ids is None:
+            assert count > self.naive.num_free
+            return
+        self.naive.allocate(block_ids)
+        self.tables.append(block_ids)
+
+    def hit(self) -> None:
+        wanted = [name(self.rng.randrange(12)) for _ in range(4)]
+        found = self.pool.lookup(wanted)
+        assert [self.naive.names[i] for i in found] == wanted[: len(found)]
+        if len(found) < len(wanted):
+            assert wanted[len(found)] not in self.naive.names.values()
+        self.pool.acquire(found)
+        self.naive.take(self.naive.refs, found)
+        self.tables.append(found)
+
+    def release(self) -> None:
+        if self.tables:
+            block_ids = self.tables.pop(self.rng.randrange(len(self.tables)))
+            self.pool.release(block_ids)
+            self.naive.give_back(self.naive.refs, block_ids)
+
+    def pin(self) -> None:
+        candidates = [i for i in self.naive.refs if self.naive.held(i) or i in self.naive.names]
+        block_ids = self.rng.sample(candidates, min(2, len(candidates)))
+        self.pool.pin(block_ids)
+        self.naive.take(self.naive.pins, block_ids)
+        self.pinned.append(block_ids)
+
+    def unpin(self) -> None:
+        if self.pinned:
+            block_ids = self.pinned.pop(self.rng.randrange(len(self.pinned)))
+            self.pool.unpin(block_ids)
+            self.naive.give_back(self.naive.pins, block_ids)
+
+    def register(self) -> None:
+        held = [i for i in self.naive.refs if self.naive.held(i)]
+        for block_id in self.rng.sample(held, min(3, len(held))):
+            block_hash = name(self.rng.randrange(12))
+            assert self.pool.register(block_id, block_hash) == self.naive.register(block_id, block_hash)
+
+    def other(self) -> None:
+        names = set(self.naive.names.values())
+        stored, removed = self.pool.drain_changes()
+        assert (set(stored), set(removed)) == (names - self.naive.told, self.naive.told - names)
+        self.naive.told = names
+        if self.rng.random() < 0.1:
+            assert self.pool.drop_all_cached() == len(self.naive.released)
+            for block_id in self.naive.released:
+                del self.naive.names[block_id]
+            self.naive.released.clear()
+
+    def finish(self) -> None:
+        while self.tables:
+            self.release()
+        while self.pinned:
+            self.unpin()
+        self.pool.check_idle()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_history_agrees_with_the_naive_model(seed: int) -> None:
+    run = Run(seed, num_blocks=1 + seed)
+    for _ in range(300):
+        run.step()
+    run.finish()

@@ -1,0 +1,416 @@
+"""The engine with a runner whose KV is the tokens: scheduling, sharing, preemption, leases, and nothing left behind."""
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
+from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
+from kvrelay.engine.scheduler import SchedulerConfig
+from tests.engine.fake_runner import FakeRunner, expected_output
+
+BLOCK_SIZE = 8
+NAMESPACE = KVNamespace(b"fake", "float32", "fake", BLOCK_SIZE)
+
+
+class Harness:
+    """An engine, its fake runner, and everything it reported."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 64,
+        publish: bool = False,
+        policy: str = "fcfs",
+        eos: Sequence[int] = (),
+    ) -> None:
+        self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
+        self.evicted: list[int] = []
+        config = SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=num_blocks * BLOCK_SIZE,
+            policy="priority" if policy == "priority" else "fcfs",
+        )
+        pool = BlockPool(num_blocks, on_evict=self.evicted.extend)
+        self.engine = Engine(config, self.runner, pool, NAMESPACE, eos_token_ids=eos, publish=publish)
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.finished: dict[tuple[str, int], FinishReason] = {}
+        self.results: list[StepResult] = []
+        self.finish_order: list[str] = []
+
+    def step(self) -> bool:
+        result, busy = self.engine.step()
+        if result is not None:
+            self.results.append(result)
+            for item in result.outputs:
+                key = (item.request_id, item.output.index)
+                self.tokens[key].extend(item.output.token_ids)
+                if item.output.finish_reason is not None:
+                    self.finished[key] = item.output.finish_reason
+                    self.finish_order.append(item.request_id)
+            self.engine.unpin([block.block_id for block in result.named])
+        return busy
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def cached_tokens(self, request_id: str) -> int:
+        return next(p.num_cached_tokens for r in self.results for p in r.prompts if p.request_id == request_id)
+
+    def admission(self, request_id: str) -> Admission:
+        return next(a for r in self.results for a in r.admissions if a.request_id == request_id)
+
+
+def request(
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    role: KVRole = KVRole.LOCAL,
+    priority: int = 0,
+    n: int = 1,
+) -> EngineRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, n=n, temperature=0.0, seed=0)
+    receive = role is KVRole.CONSUME
+    return EngineRequest(request_id, tuple(prompt), sampling, priority=priority, role=role, receive=receive)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 1000 + i).randrange(1000) for i in range(length)]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 63, 64, 65, 200])
+def test_tokens_are_right_for_every_prompt_length(length: int) -> None:
+    harness = Harness()
+    harness.engine.add(request("a", prompt_of(length)))
+    harness.run()
+    assert harness.tokens["a", 0] == expected_output(prompt_of(length), 8)
+    assert harness.finished["a", 0] is FinishReason.LENGTH
+    harness.engine.check_idle()
+
+
+def test_chunks_respect_the_token_budget_and_decodes_are_not_starved() -> None:
+    harness = Harness(max_num_batched_tokens=16)
+    harness.engine.add(request("long", prompt_of(100), 4))
+    harness.step()
+    harness.engine.add(request("short", prompt_of(5, 1), 12))
+    harness.run()
+    assert harness.runner.largest_step <= 16
+    assert harness.tokens["short", 0] == expected_output(prompt_of(5, 1), 12)
+    assert harness.tokens["long", 0] == expected_output(prompt_of(100), 4)
+    harness.engine.check_idle()
+
+
+def test_a_second_request_computes_only_its_suffix() -> None:
+    harness = Harness()
+    shared = prompt_of(40)
+    harness.engine.add(request("a", [*shared, 1, 2]))
+    harness.run()
+    before = harness.runner.num_computed_tokens
+    harness.engine.add(request("b", [*shared, 3, 4, 5], 1))
+    harness.run()
+    assert harness.cached_tokens("b") == 40
+    assert harness.runner.num_computed_tokens - before == 3
+    assert harness.tokens["b", 0] == expected_output([*shared, 3, 4, 5], 1)
+    harness.engine.check_idle()
+
+
+def test_generated_blocks_serve_the_next_turn() -> None:
+    harness = Harness()
+    prompt = prompt_of(8)
+    harness.engine.add(request("a", prompt, 17))
+    harness.run()
+    next_turn = [*prompt, *harness.tokens["a", 0], 7, 7]
+    harness.engine.add(request("b", next_turn, 1))
+    harness.run()
+    assert harness.cached_tokens("b") == 24  # 8 prompt tokens and 16 of the 17 generated ones: the last has no KV
+    assert harness.tokens["b", 0] == expected_output(next_turn, 1)
+
+
+def test_salted_prompts_share_nothing() -> None:
+    harness = Harness()
+    harness.engine.add(request("a", prompt_of(32)))
+    harness.run()
+    harness.engine.add(replace(request("b", prompt_of(32)), cache_salt=b"tenant"))
+    harness.run()
+    assert harness.cached_tokens("b") == 0
+    harness.engine.check_idle()
+
+
+def test_preemption_recomputes_and_changes_nothing() -> None:
+    harness = Harness(num_blocks=10)
+    for i in range(4):
+        harness.engine.add(request(str(i), prompt_of(9, i), 30))
+    harness.run()
+    assert harness.engine.load().num_preemptions > 0
+    for i in range(4):
+        assert harness.tokens[str(i), 0] == expected_output(prompt_of(9, i), 30)
+    harness.engine.check_idle()
+
+
+def test_parallel_outputs_share_the_prompt_and_copy_on_write() -> None:
+    harness = Harness()
+    prompt = prompt_of(20)
+    harness.engine.add(request("a", prompt, 10, n=3))
+    harness.run()
+    assert harness.runner.num_computed_tokens == 20 + 3 * 9
+    for index in range(3):
+        assert harness.tokens["a", index] == expected_output(prompt, 10, choice_index=index)
+    harness.engine.check_idle()
+
+
+def test_parallel_outputs_survive_preemption() -> None:
+    harness = Harness(num_blocks=9)
+    for i in range(3):
+        harness.engine.add(request(str(i), prompt_of(11, i), 20, n=2))
+    harness.run()
+    assert harness.engine.load().num_preemptions > 0
+    for i in range(3):
+        for index in range(2):
+            assert harness.tokens[str(i), index] == expected_output(prompt_of(11, i), 20, choice_index=index)
+    harness.engine.check_idle()
+
+
+def test_priority_runs_lower_values_first_and_fcfs_ignores_it() -> None:
+    orders = {}
+    for policy in ("fcfs", "priority"):
+        harness = Harness(max_num_seqs=1, policy=policy)
+        for request_id, priority in (("a", 5), ("b", 0), ("c", -5)):
+            harness.engine.add(request(request_id, prompt_of(10), 2, priority=priority))
+        harness.run()
+        orders[policy] = harness.finish_order
+    assert orders == {"fcfs": ["a", "b", "c"], "priority": ["c", "b", "a"]}
+
+
+def test_stop_tokens_end_a_sequence_unless_ignored() -> None:
+    prompt = prompt_of(10)
+    eos = expected_output(prompt, 3)[2]
+    harness = Harness(eos=[eos])
+    harness.engine.add(request("a", prompt, 8))
+    ignoring = request("b", prompt, 8)
+    harness.engine.add(replace(ignoring, sampling=replace(ignoring.sampling, ignore_eos=True)))
+    harness.run()
+    assert harness.tokens["a", 0] == expected_output(prompt, 3)
+    assert harness.finished["a", 0] is FinishReason.STOP
+    assert harness.tokens["b", 0] == expected_output(prompt, 8)
+
+
+def test_prompt_logprobs_cover_the_whole_prompt_despite_cache_and_chunks() -> None:
+    harness = Harness(max_num_batched_tokens=16)
+    prompt = prompt_of(40)
+    harness.engine.add(request("a", prompt))
+    harness.run()
+    asked = request("b", prompt, 2)
+    harness.engine.add(replace(asked, sampling=replace(asked.sampling, prompt_logprobs=1)))
+    harness.run()
+    found = next(p.prompt_logprobs for r in harness.results for p in r.prompts if p.request_id == "b")
+    assert [entry.token_id for entry in found] == prompt[1:]
+    harness.engine.check_idle()
+
+
+# -- KV that moves ---------------------------------------------------------------------------------------------------
+
+
+def produce(harness: Harness, request_id: str, prompt: list[int], n: int = 1) -> None:
+    harness.engine.add(request(request_id, prompt, 8, role=KVRole.PRODUCE, n=n))
+    harness.run()
+
+
+def move(source: Harness, target: Harness, admission: Admission, *, count: int | None = None) -> None:
+    """What connector and receiver do: copies blocks by name, delivers, unpins."""
+    for block in admission.missing[:count]:
+        holder = source.engine.pool.find(block.block_hash)
+        assert holder is not None
+        target.runner.pool[block.block_id] = source.runner.pool[holder].copy()
+    target.engine.deliver(admission.request_id, len(admission.missing) if count is None else count)
+    target.engine.unpin([block.block_id for block in admission.missing])
+
+
+def first_tokens(harness: Harness, request_id: str) -> list[TokenOutput]:
+    return [item.output for r in harness.results for item in r.outputs if item.request_id == request_id]
+
+
+@pytest.mark.parametrize("length", [1, 8, 15, 16, 17, 100])
+@pytest.mark.parametrize("n", [1, 3])
+def test_prefill_here_and_decode_there_recomputes_no_token(length: int, n: int) -> None:
+    prefill, decode = Harness(publish=True, max_num_batched_tokens=32), Harness(publish=True)
+    prompt = prompt_of(length)
+    produce(prefill, "a", prompt, n)
+    decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME, n=n))
+    decode.step()
+    move(prefill, decode, decode.admission("a"))
+    prefill.engine.release_lease("a")
+    starts = first_tokens(prefill, "a")
+    decode.engine.start("a", starts)
+    decode.run()
+    for index in range(n):
+        tokens = [*starts[index].token_ids, *decode.tokens["a", index]]
+        assert tokens == expected_output(prompt, 8, choice_index=index)
+    assert decode.runner.num_computed_tokens == 7 * n
+    prefill.engine.check_idle()
+    decode.engine.check_idle()
+
+
+def test_what_does_not_arrive_is_computed_by_the_decode_engine() -> None:
+    prefill, decode = Harness(publish=True), Harness(publish=True)
+    prompt = prompt_of(50)
+    produce(prefill, "a", prompt)
+    decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME))
+    decode.step()
+    move(prefill, decode, decode.admission("a"), count=2)
+    decode.engine.start("a", first_tokens(prefill, "a"))
+    decode.run()
+    assert [*first_tokens(prefill, "a")[0].token_ids, *decode.tokens["a", 0]] == expected_output(prompt, 8)
+    assert decode.runner.num_computed_tokens == 50 - 16 + 7
+    decode.engine.check_idle()
+
+
+def test_progress_counts_published_blocks_chunk_by_chunk() -> None:
+    harness = Harness(publish=True, max_num_batched_tokens=16)
+    produce(harness, "a", prompt_of(50))
+    progress = [count for result in harness.results for _, count in result.progress]
+    assert progress == [2, 4, 6, 7]  # the partial tail counts as one
+    harness.engine.release_lease("a")
+    harness.engine.check_idle()
+
+
+def test_a_lease_keeps_published_blocks_until_it_is_released() -> None:
+    harness = Harness(num_blocks=8, publish=True)
+    prompt = prompt_of(30)
+    produce(harness, "a", prompt)
+    harness.engine.add(request("b", prompt_of(30, 9), 3))
+    harness.run()
+    names = harness.engine.pool.num_blocks - harness.engine.pool.num_free
+    assert names == 4, "the lease's four blocks are still held"
+    harness.engine.release_lease("a")
+    harness.engine.release_lease("a")
+    harness.engine.check_idle()
+
+
+def test_aborts_in_every_state_leave_nothing() -> None:
+    harness = Harness(num_blocks=12, publish=True)
+    harness.engine.add(request("receiving", prompt_of(30), role=KVRole.CONSUME))
+    harness.engine.add(request("running", prompt_of(20, 1), 50))
+    harness.step()
+    harness.engine.add(request("reserving", prompt_of(80, 2), role=KVRole.CONSUME))
+    harness.engine.add(request("waiting", prompt_of(90, 3)))
+    harness.engine.add(request("producing", prompt_of(20, 4), role=KVRole.PRODUCE))
+    harness.step()
+    missing = [block.block_id for block in harness.admission("receiving").missing]
+    for request_id in ("receiving", "running", "reserving", "waiting", "producing", "unknown", "running"):
+        harness.engine.abort(request_id)
+    harness.engine.unpin(missing)
+    harness.run()
+    harness.engine.check_idle()
+
+
+def test_deliver_and_start_after_an_abort_are_ignored() -> None:
+    harness = Harness()
+    harness.engine.add(request("a", prompt_of(30), role=KVRole.CONSUME))
+    harness.step()
+    admission = harness.admission("a")
+    harness.engine.abort("a")
+    assert harness.engine.pool.num_free < harness.engine.pool.num_blocks, "a transfer may still write to these blocks"
+    harness.engine.deliver("a", 3)
+    harness.engine.start("a", [TokenOutput(0, (5,))])
+    harness.engine.unpin([block.block_id for block in admission.missing])
+    harness.run()
+    assert not harness.tokens
+    harness.engine.check_idle()
+
+
+def test_a_prefill_engine_takes_what_others_hold() -> None:
+    other, prefill = Harness(publish=True), Harness(publish=True)
+    prompt = prompt_of(64)
+    produce(other, "x", prompt)
+    prefill.engine.add(replace(request("a", prompt, 8, role=KVRole.PRODUCE), receive=True))
+    prefill.step()
+    admission = prefill.admission("a")
+    assert len(admission.missing) == 7, "the last block is computed here for its logits"
+    move(other, prefill, admission)
+    prefill.engine.start("a")
+    prefill.run()
+    assert prefill.runner.num_computed_tokens == 8
+    assert list(prefill.tokens["a", 0]) == expected_output(prompt, 1)
+    prefill.engine.release_lease("a")
+    prefill.engine.check_idle()
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [(request("x", []), "prompt"), (request("x", [1] * 512), "prompt"), (request("x", [1], n=17), "n")],
+)
+def test_a_request_that_can_never_run_is_refused(bad: EngineRequest, field: str) -> None:
+    harness = Harness()
+    with pytest.raises(InvalidRequestError) as error:
+        harness.engine.add(bad)
+    assert error.value.field == field
+    harness.engine.check_idle()
+
+
+class FailingRunner(FakeRunner):
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        if any(999 in entry.token_ids for entry in plan.scheduled):
+            raise KVRelayError("the logits are not finite")
+        return super().run(plan)
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on() -> None:
+    harness = Harness()
+    runner = FailingRunner(64, BLOCK_SIZE)
+    config = harness.engine.config
+    pool = BlockPool(64, on_evict=lambda block_ids: None)
+    harness.engine = Engine(config, runner, pool, NAMESPACE, eos_token_ids=(), publish=False)
+    harness.engine.add(request("bad", [999, 1, 2]))
+    harness.run()
+    failures = [failure for result in harness.results for failure in result.failures]
+    assert [(failure.request_id, failure.message) for failure in failures] == [("bad", "the logits are not finite")]
+    harness.engine.add(request("good", [1, 2, 3]))
+    harness.run()
+    assert harness.tokens["good", 0] == expected_output([1, 2, 3], 8)
+    harness.engine.check_idle()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_traffic_on_a_small_pool(seed: int) -> None:
+    """Arrivals, aborts, shared prefixes, siblings, preemptions in any order: tokens are right, nothing is left."""
+    rng = random.Random(seed)
+    harness = Harness(num_blocks=rng.choice([12, 20, 40]), max_num_batched_tokens=rng.choice([16, 40]), max_num_seqs=6)
+    prefix = prompt_of(24, seed)
+    sent: dict[str, EngineRequest] = {}
+    aborted: set[str] = set()
+    for i in range(30):
+        prompt = [*prefix[: rng.randrange(24)], *prompt_of(rng.randrange(1, 30), i)]
+        sent[str(i)] = request(str(i), prompt, rng.randrange(1, 12), n=rng.choice([1, 1, 2]), priority=rng.randrange(3))
+        harness.engine.add(sent[str(i)])
+        for _ in range(rng.randrange(4)):
+            harness.step()
+        if rng.random() < 0.2:
+            victim = str(rng.randrange(i + 1))
+            harness.engine.abort(victim)
+            aborted.add(victim)
+        harness.engine.pool.check_integrity()
+    harness.run()
+    for request_id, item in sent.items():
+        for index in range(item.sampling.n):
+            expected = expected_output(item.prompt_token_ids, item.sampling.max_tokens, choice_index=index)
+            got = harness.tokens[request_id, index]
+            assert got == expected if request_id not in aborted else got == expected[: len(got)]
+    harness.engine.check_idle()

@@ -1,0 +1,361 @@
+"""The sampler against a reference written with plain Python numbers, and against the exact distribution."""
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvrelay.core.errors import KVRelayError
+from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.sampler import SampledToken, Sampler, SamplingRow, prompt_logprobs
+from kvrelay.engine.truncation import EXCLUDED, most_likely, truncate
+
+VOCAB_SIZE = 300  # two full groups of tokens and a partial one
+EOS = 2
+
+
+def make_row(
+    params: SamplingParams,
+    *,
+    position: int = 0,
+    choice_index: int = 0,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> SamplingRow:
+    return SamplingRow(params, choice_index, position, len(output), prompt, output)
+
+
+def make_logits(seed: int, num_rows: int = 1, *, vocab_size: int = VOCAB_SIZE, ties: bool = False) -> Tensor:
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2.0
+    return (logits * 2).round() / 2 if ties else logits
+
+
+def sample_one(logits: Tensor, params: SamplingParams, *, output: Sequence[int] = ()) -> SampledToken:
+    return Sampler(logits.numel(), [EOS]).sample(logits.unsqueeze(0), [make_row(params, output=output)])[0]
+
+
+# The reference: one row, lists and float64.
+
+
+def reference_adjusted(logits: Tensor, row: SamplingRow) -> list[float]:
+    params = row.params
+    values: list[float] = logits.to(torch.float64).tolist()
+    for token_id, bias in params.logit_bias:
+        values[token_id] += bias
+    if row.num_output_tokens < params.min_tokens:
+        for token_id in (*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))):
+            values[token_id] = -math.inf
+    for token_id in {*row.prompt_token_ids, *row.output_token_ids}:
+        value = values[token_id]
+        values[token_id] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+    for token_id in set(row.output_token_ids):
+        count = list(row.output_token_ids).count(token_id)
+        values[token_id] -= params.presence_penalty + params.frequency_penalty * count
+    return values
+
+
+def reference_probabilities(values: list[float], params: SamplingParams) -> list[float]:
+    largest = max(values)
+    weights = [math.exp((value - largest) / params.temperature) for value in values]
+    order = sorted(range(len(values)), key=lambda token_id: (-values[token_id], token_id))
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    if params.top_p < 1.0:
+        goal = params.top_p * math.fsum(weights[token_id] for token_id in order)
+        kept: list[int] = []
+        while math.fsum(weights[token_id] for token_id in kept) < goal:
+            kept.append(order[len(kept)])
+        order = kept
+    order = [token_id for token_id in order if weights[token_id] >= params.min_p]
+    total = math.fsum(weights[token_id] for token_id in order)
+    probabilities = [0.0] * len(values)
+    for token_id in order:
+        probabilities[token_id] = weights[token_id] / total
+    return probabilities
+
+
+def check_distribution(logits: Tensor, params: SamplingParams, *, output: Sequence[int] = (), num_draws: int) -> None:
+    """Draws at `num_draws` positions of one seed, against the reference by Pearson's chi-square with rare tokens
+    pooled."""
+    rows = [make_row(params, position=position, output=output) for position in range(num_draws)]
+    sampled = Sampler(logits.numel(), [EOS]).sample(logits.expand(num_draws, -1), rows)
+    counts = [0] * logits.numel()
+    for token in sampled:
+        counts[token.token_id] += 1
+    probabilities = reference_probabilities(reference_adjusted(logits, rows[0]), params)
+    assert all(probability > 0 for probability, count in zip(probabilities, counts, strict=True) if count > 0)
+    cells: list[tuple[float, int]] = []
+    pooled_probability, pooled_count = 0.0, 0
+    for probability, count in zip(probabilities, counts, strict=True):
+        if probability * num_draws >= 10:
+            cells.append((probability, count))
+        else:
+            pooled_probability += probability
+            pooled_count += count
+    if pooled_probability * num_draws >= 10:
+        cells.append((pooled_probability, pooled_count))
+    chi_square = math.fsum((count - p * num_draws) ** 2 / (p * num_draws) for p, count in cells)
+    degrees = len(cells) - 1
+    assert chi_square < degrees + 4 * math.sqrt(2 * degrees) + 4
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=1),
+        SamplingParams(seed=2**64 - 1, temperature=0.6),
+        SamplingParams(seed=3, temperature=1.7),
+        SamplingParams(seed=4, top_k=20),
+        SamplingParams(seed=5, top_p=0.7),
+        SamplingParams(seed=6, min_p=0.1),
+        SamplingParams(seed=7, temperature=1.3, top_k=100, top_p=0.9, min_p=0.02),
+        SamplingParams(
+            seed=8,
+            temperature=1.2,
+            repetition_penalty=1.3,
+            presence_penalty=0.4,
+            frequency_penalty=0.3,
+            logit_bias=((5, 6.0), (6, -3.0)),
+            min_tokens=9,
+        ),
+    ],
+    ids=["plain", "cold", "hot", "top_k", "top_p", "min_p", "all_limits", "penalties"],
+)
+def test_distribution_is_exact(params: SamplingParams) -> None:
+    check_distribution(make_logits(10)[0], params, output=(5, 5, 17, 90), num_draws=6000)
+
+
+def test_distribution_of_a_peaked_and_of_a_flat_row() -> None:
+    peaked = torch.full((1000,), -4.0)
+    peaked[777] = 3.0
+    check_distribution(peaked, SamplingParams(seed=1), num_draws=4000)
+    check_distribution(torch.zeros(130), SamplingParams(seed=2), num_draws=8000)
+
+
+def test_choices_and_neighbouring_seeds_are_independent() -> None:
+    logits = torch.zeros(8)
+    sampler = Sampler(8, [])
+    num_draws = 4000
+    draws = []
+    for seed, choice_index in ((1, 0), (1, 1), (2, 0)):
+        params = SamplingParams(seed=seed)
+        rows = [make_row(params, position=i, choice_index=choice_index) for i in range(num_draws)]
+        draws.append([token.token_id for token in sampler.sample(logits.expand(num_draws, -1), rows)])
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        equal = sum(a == b for a, b in zip(draws[first], draws[second], strict=True))
+        assert abs(equal - num_draws / 8) < 5 * math.sqrt(num_draws * 7 / 64)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        seed=rng.getrandbits(64),
+        temperature=rng.choice((0.0, 0.3, 1.0, 1.0, 2.5)),
+        top_k=rng.choice((0, 0, 1, 5, 40, VOCAB_SIZE, 10**6)),
+        top_p=rng.choice((1.0, 1.0, 0.99, 0.9, 0.5, 1e-6)),
+        min_p=rng.choice((0.0, 0.0, 0.01, 0.3, 1.0)),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.5, 0.7)),
+        presence_penalty=rng.choice((0.0, 0.0, 1.5, -1.0)),
+        frequency_penalty=rng.choice((0.0, 0.0, 0.5, -0.25)),
+        logit_bias=tuple((rng.randrange(VOCAB_SIZE), rng.uniform(-5, 5)) for _ in range(rng.choice((0, 0, 3)))),
+        min_tokens=rng.choice((0, 0, 4, 50)),
+        max_tokens=64,
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice((0, 2)))),
+        ignore_eos=rng.random() < 0.3,
+        logprobs=rng.choice((None, None, 0, 3)),
+    )
+
+
+def random_rows(seed: int, count: int) -> list[SamplingRow]:
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 30))]
+        output = [rng.randrange(20) for _ in range(rng.randrange(10))]
+        position = len(prompt) + len(output)
+        rows.append(
+            make_row(random_params(rng), position=position, choice_index=rng.randrange(4), prompt=prompt, output=output)
+        )
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_row_gives_the_same_token_alone_and_in_any_batch(seed: int) -> None:
+    rows = random_rows(seed, 24)
+    logits = make_logits(seed, len(rows), ties=seed % 2 == 0)
+    sampler = Sampler(VOCAB_SIZE, [EOS])
+    together = sampler.sample(logits, rows)
+    alone = [sampler.sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+    assert together == alone
+    order = random.Random(seed).sample(range(len(rows)), len(rows))
+    shuffled = sampler.sample(logits[order], [rows[i] for i in order])
+    assert shuffled == [together[i] for i in order]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sampled_tokens_are_allowed_and_greedy_ones_are_the_reference(seed: int) -> None:
+    rows = random_rows(100 + seed, 40)
+    logits = make_logits(seed, len(rows), ties=seed % 2 == 0)
+    before = logits.clone()
+    for row, row_logits, token in zip(rows, logits, Sampler(VOCAB_SIZE, [EOS]).sample(logits, rows), strict=True):
+        values = reference_adjusted(row_logits, row)
+        if row.params.greedy:
+            assert values[token.token_id] == pytest.approx(max(values), abs=1e-5)
+        else:
+            assert reference_probabilities(values, row.params)[token.token_id] > 0
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0])
+def test_limits_keep_the_reference_set(spread: float, ties: bool) -> None:
+    rng = random.Random(7)
+    for trial in range(40):
+        logits = make_logits(trial, ties=ties)[0] * spread
+        params = SamplingParams(
+            top_k=rng.choice((0, 0, 1, 7, 120, VOCAB_SIZE)),
+            top_p=rng.choice((1.0, 0.999, 0.95, 0.6, 0.05)),
+            min_p=rng.choice((0.0, 0.0, 0.05, 0.5)),
+        )
+        scores = (logits - logits.max()).clamp(min=EXCLUDED)
+        kept = (truncate(scores, params) > EXCLUDED).tolist()
+        probabilities = reference_probabilities(scores.to(torch.float64).tolist(), params)
+        assert kept == [probability > 0 for probability in probabilities], params
+
+
+def test_nucleus_at_exact_boundaries() -> None:
+    scores = torch.tensor([0.5, 0.25, 0.125, 0.125]).log() - math.log(0.5)
+    for top_p, num_kept in ((0.01, 1), (0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.9, 4), (1.0, 4)):
+        kept = (truncate(scores, SamplingParams(top_p=top_p)) > EXCLUDED).tolist()
+        assert kept == [True] * num_kept + [False] * (4 - num_kept), top_p
+    equal = torch.zeros(8)
+    assert (truncate(equal, SamplingParams(top_p=0.5)) > EXCLUDED).tolist() == [True] * 4 + [False] * 4
+    almost_one = truncate(equal, SamplingParams(top_p=math.nextafter(1.0, 0.0)))
+    assert (almost_one > EXCLUDED).all()
+
+
+def test_most_likely_breaks_ties_by_id() -> None:
+    scores = torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0])
+    expected = [1, 3, 2, 4, 5, 0]
+    for k in range(1, 9):
+        assert most_likely(scores, k).tolist() == expected[:k]
+    assert most_likely(torch.zeros(5000), 3).tolist() == [0, 1, 2]
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    logits = torch.zeros(3, VOCAB_SIZE)
+    logits[1, [40, 41]] = 2.0
+    logits[2, 299] = 1.0
+    greedy = SamplingParams(temperature=0.0)
+    sampled = Sampler(VOCAB_SIZE, [EOS]).sample(logits, [make_row(greedy)] * 3)
+    assert sampled == [SampledToken(0, None), SampledToken(40, None), SampledToken(299, None)]
+    biased = SamplingParams(temperature=0.0, logit_bias=((77, 2.0), (40, -0.5), (41, -0.5)))
+    assert [token.token_id for token in Sampler(VOCAB_SIZE, [EOS]).sample(logits, [make_row(biased)] * 3)] == [77] * 3
+
+
+def test_the_coldest_temperature_is_greedy_and_the_hottest_is_uniform() -> None:
+    logits = make_logits(3)[0]
+    for temperature in (5e-324, 1e-30, 1e-5):
+        params = SamplingParams(seed=1, temperature=temperature)
+        assert sample_one(logits, params).token_id == int(logits.argmax())
+    check_distribution(make_logits(3, vocab_size=50)[0], SamplingParams(seed=1, temperature=100.0), num_draws=3000)
+
+
+def test_min_tokens_bans_what_would_end_the_output() -> None:
+    logits = torch.zeros(10)
+    logits[EOS], logits[7], logits[4] = 9.0, 8.0, 7.0
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7,))
+    assert [sample_one(logits, params, output=[1] * n).token_id for n in range(4)] == [4, 4, EOS, EOS]
+    ignoring = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7,), ignore_eos=True)
+    assert sample_one(logits, ignoring).token_id == EOS
+    forced = SamplingParams(seed=1, min_tokens=2, logit_bias=((EOS, 100.0),))
+    assert sample_one(logits, forced).token_id != EOS
+    everything = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=tuple(range(10)))
+    assert sample_one(logits, everything).token_id == EOS
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-30, 1e30, 1.7e308])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_penalty_is_too_extreme(penalty: float, temperature: float) -> None:
+    params = SamplingParams(seed=1, temperature=temperature, repetition_penalty=penalty, min_tokens=999)
+    for shift in (0.0, -50.0, 50.0):
+        logits = make_logits(4)[0] + shift
+        logits[0] = 0.0
+        for seen in (range(VOCAB_SIZE), range(1, VOCAB_SIZE)):
+            token_id = sample_one(logits, params, output=list(seen)).token_id
+            assert 0 <= token_id < VOCAB_SIZE
+            assert token_id != EOS
+    assert sample_one(make_logits(4)[0] - 50.0, params, output=list(range(VOCAB_SIZE))).token_id != EOS
+
+
+def test_logprobs_are_those_of_the_unmodified_logits() -> None:
+    logits = make_logits(5)[0]
+    exact = logits.to(torch.float64).log_softmax(-1)
+    best = int(logits.argmax())
+    params = SamplingParams(temperature=0.0, logprobs=4, logit_bias=((best, -100.0),), top_k=1)
+    entry = sample_one(logits, params).logprobs
+    assert entry is not None
+    order = exact.argsort(descending=True).tolist()
+    assert (entry.token_id, entry.rank) == (order[1], 2)
+    assert entry.logprob == pytest.approx(float(exact[order[1]]), abs=1e-5)
+    assert [token_id for token_id, _ in entry.top] == order[:4]
+    assert [logprob for _, logprob in entry.top] == pytest.approx([float(exact[i]) for i in order[:4]], abs=1e-5)
+    none = sample_one(logits, SamplingParams(temperature=0.0, logprobs=0)).logprobs
+    assert none is not None
+    assert (none.token_id, none.rank, none.top) == (best, 1, ())
+
+
+def test_prompt_logprobs() -> None:
+    logits = make_logits(6, 5, ties=True)
+    targets = [0, 1, 2, 150, 299]
+    exact = logits.to(torch.float64).log_softmax(-1)
+    entries = prompt_logprobs(logits, targets, 3)
+    for row, target, entry in zip(exact, targets, entries, strict=True):
+        values = row.tolist()
+        assert entry.token_id == target
+        assert entry.logprob == pytest.approx(values[target], abs=1e-5)
+        assert entry.rank == 1 + sum(value > values[target] for value in values)
+        expected = sorted(((-value, token_id) for token_id, value in enumerate(values)))[:3]
+        assert [token_id for token_id, _ in entry.top] == [token_id for _, token_id in expected]
+    assert [prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 3)[0] for i in range(5)] == entries
+    assert prompt_logprobs(logits[:0], [], 3) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(seed=1, top_p=0.5)])
+def test_logits_that_are_not_finite_are_refused(params: SamplingParams, value: float) -> None:
+    logits = make_logits(8, 3)
+    logits[1, 250] = value
+    with pytest.raises(KVRelayError, match=r"not finite \(rows \[1\] of 3\)"):
+        Sampler(VOCAB_SIZE, [EOS]).sample(logits, [make_row(params)] * 3)
+    logits[1] = -math.inf
+    with pytest.raises(KVRelayError, match="not finite"):
+        Sampler(VOCAB_SIZE, [EOS]).sample(logits, [make_row(params)] * 3)
+
+
+def test_tokens_the_model_itself_excludes_are_never_sampled() -> None:
+    logits = torch.full((VOCAB_SIZE,), -math.inf)
+    logits[[3, 200]] = 0.0
+    rows = [make_row(SamplingParams(seed=1, temperature=9.0, top_p=0.999), position=i) for i in range(200)]
+    sampled = Sampler(VOCAB_SIZE, [EOS]).sample(logits.expand(200, -1), rows)
+    assert {token.token_id for token in sampled} == {3, 200}
+
+
+def test_an_empty_batch() -> None:
+    assert Sampler(VOCAB_SIZE, [EOS]).sample(torch.empty(0, VOCAB_SIZE), []) == []
+
+
+def test_a_vocabulary_of_one_token() -> None:
+    params = SamplingParams(seed=1, top_k=1, top_p=0.1, min_p=1.0, logprobs=1)
+    assert sample_one(torch.tensor([1.5]), params) == SampledToken(0, TokenLogprobs(0, 0.0, 1, ((0, 0.0),)))
+
+
+def test_what_a_seed_means_does_not_change() -> None:
+    """Computed with Python's own integers and floats. Other tokens would break streams that change between versions."""
+    logits = (torch.arange(1000) * 7919 % 101).to(torch.float32) / 50.0
+    rows = [make_row(SamplingParams(seed=1234567890123), position=i, choice_index=i % 2) for i in range(8)]
+    sampled = Sampler(1000, []).sample(logits.expand(8, -1), rows)
+    assert [token.token_id for token in sampled] == [904, 888, 863, 706, 729, 133, 591, 721]

@@ -1,0 +1,38 @@
+"""Every compiled path of the machine, one after the other; what a test changes in the process is put back."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from paged_kernels import native
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=native.available_instruction_sets())
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = native.instruction_set()
+    name: str = request.param
+    native.set_instruction_set(name)
+    yield name
+    native.set_instruction_set(before)
+
+
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    count: int = request.param
+    torch.set_num_threads(count)
+    yield count
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(
+    params=[torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    value: torch.dtype = request.param
+    return value

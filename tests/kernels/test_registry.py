@@ -1,0 +1,59 @@
+"""Backends by name, with and without the compiled extension."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+import torch
+from paged_kernels import fused, fused_reference, native
+from paged_kernels.extension import load_extension
+from paged_kernels.registry import BackendUnavailableError, select_backend
+
+
+@pytest.fixture
+def no_extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As after an installation without a compiler."""
+    monkeypatch.setitem(sys.modules, "paged_kernels._native", None)
+    load_extension.cache_clear()
+    yield
+    load_extension.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "expected"), [("auto", "native"), ("native", "native"), ("reference", "reference")])
+def test_by_name(name: Literal["auto", "native", "reference"], expected: str) -> None:
+    assert select_backend(name).name == expected
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError, match="unknown attention backend 'cuda'"):
+        select_backend("cuda")  # type: ignore[arg-type]
+
+
+def test_auto_falls_back_with_one_warning(no_extension: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert select_backend("auto").name == "reference"
+    (record,) = caplog.records
+    assert "compiler" in record.getMessage() and "reinstall" in record.getMessage()
+
+
+def test_native_says_what_is_missing(no_extension: None) -> None:
+    with pytest.raises(BackendUnavailableError, match="compiler"):
+        select_backend("native")
+
+
+def test_fused_operations_fall_back(no_extension: None) -> None:
+    x, weight = torch.randn(3, 16), torch.randn(16)
+    assert torch.equal(fused.rms_norm(x, weight, 1e-5), fused_reference.rms_norm(x, weight, 1e-5))
+    assert torch.equal(fused.add_rms_norm(x, x, weight, 1e-5)[0], fused_reference.rms_norm(x + x, weight, 1e-5))
+    assert torch.equal(fused.silu_mul(x), fused_reference.silu_mul(x))
+
+
+def test_shares_the_threads_of_torch() -> None:
+    extension = load_extension()
+    assert extension is not None
+    assert not extension.borrow_openmp_runtime("/no/such/libgomp.so")
+    assert native.instruction_set() == native.available_instruction_sets()[0]
+    with pytest.raises(ValueError, match="not available"):
+        native.set_instruction_set("avx1024")

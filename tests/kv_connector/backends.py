@@ -1,0 +1,115 @@
+"""One harness per backend: how the contract suite makes nodes and damages stored blocks, and what a backend promises."""
+
+import hashlib
+from typing import Protocol
+
+import numpy as np
+import redis
+
+from kv_connector.base import Block, KVConnector, PoolBuffer, Source
+from kv_connector.header import HEADER_BYTES
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kv_connector.redis_store import RedisConnector
+from kv_connector.settings import RedisSettings, SharedMemorySettings
+from kv_connector.shared_memory import SharedMemoryConnector
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv_layout import KVLayout
+
+LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=32, dtype="float32")  # 32 KiB a block
+OTHER_LAYOUT = KVLayout(num_kv_heads=4, num_layers=2, block_size=16, head_dim=32, dtype="float32")  # as many bytes
+EPOCH = 0x1234_5678_9ABC_DEF0
+
+
+class Node:
+    """A connector with its pool."""
+
+    def __init__(self, connector: KVConnector, node_id: str, num_blocks: int, layout: KVLayout, epoch: int) -> None:
+        self.connector = connector
+        self.pool: PoolBuffer = connector.allocate(layout, num_blocks, node_id=node_id, epoch=epoch)
+        self.source = Source(node_id, epoch, connector.endpoint)
+
+    def row(self, block_id: int) -> memoryview:
+        size = self.pool.layout.block_bytes
+        return self.pool.memory[block_id * size : (block_id + 1) * size]
+
+    def fill(self, block: Block) -> None:
+        self.row(block.block_id)[:] = content(block.block_hash, self.pool.layout.block_bytes)
+
+
+class Harness(Protocol):
+    outlives_owner: bool  # blocks stay fetchable after retract and close
+    has_source: bool  # endpoint and epoch of the source matter
+
+    def connector(self) -> KVConnector: ...
+
+    def damage(self, owner: Node, block: Block) -> None:
+        """Flips one payload byte of a published block where it is stored."""
+        ...
+
+
+class SharedMemoryHarness:
+    outlives_owner = False
+    has_source = True
+
+    def connector(self) -> KVConnector:
+        return SharedMemoryConnector(SharedMemorySettings())
+
+    def damage(self, owner: Node, block: Block) -> None:
+        owner.row(block.block_id)[-1] ^= 1
+
+
+class InProcessHarness:
+    outlives_owner = False
+    has_source = True
+
+    def __init__(self) -> None:
+        self.hub = InProcessHub()
+
+    def connector(self) -> KVConnector:
+        return InProcessConnector(self.hub)
+
+    def damage(self, owner: Node, block: Block) -> None:
+        owner.row(block.block_id)[-1] ^= 1
+
+
+class RedisHarness:
+    outlives_owner = True
+    has_source = False
+
+    def __init__(self, url: str, prefix: str) -> None:
+        self.settings = RedisSettings(url=url, key_prefix=prefix, ttl_seconds=60)
+
+    def connector(self) -> KVConnector:
+        return RedisConnector(self.settings)
+
+    def key(self, block: Block) -> str:
+        return f"{self.settings.key_prefix}:{block.block_hash.hex()}"
+
+    def damage(self, owner: Node, block: Block) -> None:
+        with redis.Redis.from_url(self.settings.url) as client:
+            value = client.get(self.key(block))
+            assert isinstance(value, bytes) and len(value) == HEADER_BYTES + owner.pool.layout.block_bytes
+            client.set(self.key(block), value[:-1] + bytes([value[-1] ^ 1]))
+
+
+def content(name: BlockHash, size: int) -> bytes:
+    """The payload that belongs to a name: whatever is fetched under it must be this."""
+    seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little")
+    return np.random.default_rng(seed).bytes(size)
+
+
+def blocks(count: int, *, tag: str = "", first_id: int = 0, tail: int = 16) -> list[Block]:
+    """Named blocks with consecutive ids; the last one has `tail` tokens."""
+    names = [BlockHash(hashlib.sha256(f"{tag}/{index}".encode()).digest()) for index in range(count)]
+    return [Block(first_id + i, name, tail if i == count - 1 else 16) for i, name in enumerate(names)]
+
+
+async def write_and_publish(node: Node, chosen: list[Block]) -> None:
+    for block in chosen:
+        node.fill(block)
+    await node.connector.publish(chosen)
+
+
+def moved(chosen: list[Block], first_id: int) -> list[Block]:
+    """The same names at other block ids."""
+    return [Block(first_id + index, block.block_hash, block.num_tokens) for index, block in enumerate(chosen)]

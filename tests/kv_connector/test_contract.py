@@ -1,0 +1,219 @@
+"""What every backend promises, held against every backend."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from kv_connector.base import Block, FetchOutcome, Source
+from kv_connector.header import Mismatch
+from kvrelay.core.errors import KVError
+from tests.kv_connector.backends import (
+    EPOCH,
+    LAYOUT,
+    OTHER_LAYOUT,
+    Harness,
+    InProcessHarness,
+    Node,
+    RedisHarness,
+    SharedMemoryHarness,
+    blocks,
+    content,
+    moved,
+    write_and_publish,
+)
+from tests.redis_server import RedisServer
+
+FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture(params=["shared_memory", "redis", "in_process"])
+def harness(request: pytest.FixtureRequest) -> Harness:
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        return RedisHarness(server.url, request.node.name)
+    return SharedMemoryHarness() if request.param == "shared_memory" else InProcessHarness()
+
+
+@pytest.fixture
+async def node(harness: Harness) -> AsyncIterator[MakeNode]:
+    """Makes nodes; closes them twice, and checks that no thread of theirs is left."""
+    made: list[Node] = []
+
+    def make(node_id: str, num_blocks: int = 64, layout: object = LAYOUT) -> Node:
+        assert isinstance(layout, type(LAYOUT))
+        made.append(Node(harness.connector(), node_id, num_blocks, layout, EPOCH + len(made)))
+        return made[-1]
+
+    yield make
+    for each in made * 2:
+        await each.connector.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+async def test_fetches_what_was_published(node: MakeNode) -> None:
+    owner, peer = node("owner"), node("peer")
+    assert not any(peer.pool.memory)
+    sent = blocks(40, tail=5)
+    await write_and_publish(owner, sent)
+    wanted = moved(sent, 3)
+    result = await peer.connector.fetch(owner.source, wanted, timeout=10)
+    assert set(result.outcomes) == {FETCHED} and result.num_leading_fetched == 40
+    for block in wanted:
+        assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
+    assert not any(peer.row(2)) and not any(peer.row(43))
+    assert owner.connector.stats.blocks_published == 40
+    assert peer.connector.stats.blocks_fetched == 40
+    assert peer.connector.stats.bytes_fetched == owner.connector.stats.bytes_published == 40 * LAYOUT.block_bytes
+
+
+async def test_fetches_from_itself_and_nothing_from_nowhere(node: MakeNode, harness: Harness) -> None:
+    owner = node("owner")
+    sent = blocks(3)
+    await write_and_publish(owner, sent)
+    wanted = moved(sent, 10)
+    assert (await owner.connector.fetch(owner.source, wanted, timeout=10)).num_leading_fetched == 3
+    assert owner.row(12) == owner.row(2)
+    expected = MISSING if harness.has_source else FETCHED
+    assert set((await owner.connector.fetch(None, wanted, timeout=10)).outcomes) == {expected}
+    assert (await owner.connector.fetch(owner.source, [], timeout=10)).outcomes == ()
+
+
+async def test_missing_blocks_leave_a_gap(node: MakeNode) -> None:
+    owner, peer = node("owner"), node("peer")
+    sent = blocks(4)
+    await write_and_publish(owner, [sent[0], sent[1], sent[3]])
+    result = await peer.connector.fetch(owner.source, sent, timeout=10)
+    assert result.outcomes == (FETCHED, FETCHED, MISSING, FETCHED)
+    assert result.num_leading_fetched == 2 and peer.connector.stats.missing == 1
+
+
+async def test_publishing_a_name_again_is_allowed(node: MakeNode) -> None:
+    owner, peer = node("owner"), node("peer")
+    sent = blocks(2)
+    await write_and_publish(owner, sent)
+    await owner.connector.publish(sent)
+    await write_and_publish(owner, moved(sent, 8))  # a second copy of the same blocks
+    owner.connector.retract([0, 1])
+    assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
+
+
+async def test_retracted_blocks_are_missing(node: MakeNode, harness: Harness) -> None:
+    owner, peer = node("owner"), node("peer")
+    sent = blocks(3)
+    await write_and_publish(owner, sent)
+    await asyncio.to_thread(owner.connector.retract, [1])
+    result = await peer.connector.fetch(owner.source, sent, timeout=10)
+    assert result.outcomes == (FETCHED, FETCHED if harness.outlives_owner else MISSING, FETCHED)
+
+
+async def test_after_the_owner_closed(node: MakeNode, harness: Harness) -> None:
+    owner, peer = node("owner"), node("peer")
+    sent = blocks(2)
+    await write_and_publish(owner, sent)
+    assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
+    await owner.connector.close()
+    result = await peer.connector.fetch(owner.source, sent, timeout=10)
+    assert set(result.outcomes) == {FETCHED if harness.outlives_owner else FAILED}
+    owner.connector.retract([0])
+    with pytest.raises(KVError):
+        await owner.connector.publish(sent)
+    with pytest.raises(KVError):
+        await owner.connector.fetch(owner.source, sent, timeout=10)
+
+
+async def test_another_layout_is_refused(node: MakeNode) -> None:
+    owner, peer = node("owner"), node("peer", layout=OTHER_LAYOUT)
+    sent = blocks(2)
+    await write_and_publish(owner, sent)
+    result = await peer.connector.fetch(owner.source, sent, timeout=10)
+    assert set(result.outcomes) == {REFUSED}
+    assert peer.connector.stats.refused[Mismatch.LAYOUT] == 2
+
+
+async def test_another_number_of_tokens_is_refused(node: MakeNode) -> None:
+    owner, peer = node("owner"), node("peer")
+    sent = blocks(1, tail=5)
+    await write_and_publish(owner, sent)
+    wanted = [Block(0, sent[0].block_hash, 6)]
+    assert (await peer.connector.fetch(owner.source, wanted, timeout=10)).outcomes == (REFUSED,)
+    assert peer.connector.stats.refused[Mismatch.TOKENS] == 1
+
+
+async def test_another_epoch_is_refused_where_the_source_matters(node: MakeNode, harness: Harness) -> None:
+    owner, peer = node("owner"), node("peer")
+    sent = blocks(2)
+    await write_and_publish(owner, sent)
+    stale = Source("owner", owner.source.epoch + 7, owner.source.endpoint)
+    result = await peer.connector.fetch(stale, sent, timeout=10)
+    assert set(result.outcomes) == {REFUSED if harness.has_source else FETCHED}
+    assert peer.connector.stats.refused[Mismatch.EPOCH] == (2 if harness.has_source else 0)
+
+
+async def test_a_damaged_payload_is_refused(node: MakeNode, harness: Harness) -> None:
+    owner, peer = node("owner"), node("peer")
+    sent = blocks(3)
+    await write_and_publish(owner, sent)
+    harness.damage(owner, sent[1])
+    result = await peer.connector.fetch(owner.source, sent, timeout=10)
+    assert result.outcomes == (FETCHED, REFUSED, FETCHED)
+    assert peer.connector.stats.refused[Mismatch.DIGEST] == 1
+    owner.connector.retract([1])
+    await write_and_publish(owner, [sent[1]])  # the name can be used again
+    assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
+
+
+async def test_no_time_left_is_a_failure(node: MakeNode) -> None:
+    owner, peer = node("owner"), node("peer")
+    sent = blocks(2)
+    await write_and_publish(owner, sent)
+    assert set((await peer.connector.fetch(owner.source, sent, timeout=0.0)).outcomes) == {FAILED}
+    assert peer.connector.stats.failed == 2
+
+
+async def test_a_cancelled_fetch_leaves_memory_quiet(node: MakeNode) -> None:
+    owner, peer = node("owner", 512), node("peer", 512)
+    sent = blocks(512)
+    await write_and_publish(owner, sent)
+    for turns in range(1, 12):
+        task = asyncio.create_task(peer.connector.fetch(owner.source, sent, timeout=10))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        peer.pool.memory[:] = bytes(len(peer.pool.memory))
+        await peer.connector.publish([Block(0, blocks(1, tag="other")[0].block_hash, 16)])  # behind any straggler
+        assert not any(peer.pool.memory[:: LAYOUT.block_bytes])
+    assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
+
+
+async def test_a_storm_never_yields_wrong_content(node: MakeNode) -> None:
+    """An engine keeps replacing blocks while a peer fetches them: whatever is FETCHED is what its name says."""
+    owner, peer = node("owner", 4), node("peer", 4)
+    current = blocks(4, tag="0")
+    await write_and_publish(owner, current)
+
+    def overwrite(block: Block) -> None:
+        owner.connector.retract([block.block_id])
+        owner.fill(block)
+
+    async def engine() -> None:
+        for step in range(1, 60):
+            block_id = step % 4
+            block = Block(block_id, blocks(4, tag=str(step))[block_id].block_hash, 16)
+            await asyncio.to_thread(overwrite, block)
+            current[block_id] = block
+            await owner.connector.publish([block])
+
+    storm = asyncio.create_task(engine())
+    fetched = 0
+    while not storm.done() or fetched == 0:
+        wanted = list(current)
+        result = await peer.connector.fetch(owner.source, wanted, timeout=10)
+        for block, outcome in zip(wanted, result.outcomes, strict=True):
+            if outcome is FETCHED:
+                fetched += 1
+                assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
+    await storm

@@ -1,0 +1,86 @@
+"""What only Redis has: a TTL, values that others wrote, and a server that can go away."""
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from kv_connector.base import FetchOutcome, Source
+from kv_connector.redis_store import RedisConnector
+from kv_connector.settings import RedisSettings
+from kvrelay.core.errors import ConfigurationError, KVError
+from tests.kv_connector.backends import LAYOUT, Node, RedisHarness, blocks, write_and_publish
+from tests.redis_server import RedisServer
+
+NOWHERE = Source("any", 0, "")
+
+
+def node(settings: RedisSettings) -> Node:
+    return Node(RedisConnector(settings), "node", 16, LAYOUT, 1)
+
+
+async def test_values_expire_and_publishing_again_renews(redis_server: RedisServer) -> None:
+    harness = RedisHarness(redis_server.url, "ttl")
+    owner = node(harness.settings)
+    (block,) = blocks(1)
+    await write_and_publish(owner, [block])
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert client.ttl(harness.key(block)) in (59, 60)
+        client.expire(harness.key(block), 5)
+        await owner.connector.publish([block])
+        assert client.ttl(harness.key(block)) in (59, 60)
+    assert owner.connector.stats.blocks_published == 1  # the second time only the TTL
+    await owner.connector.close()
+
+
+@pytest.mark.parametrize("value", [b"", b"garbage", bytes(96), bytes(96 + LAYOUT.block_bytes)])
+async def test_garbage_is_refused(redis_server: RedisServer, value: bytes) -> None:
+    harness = RedisHarness(redis_server.url, "garbage")
+    peer = node(harness.settings)
+    (block,) = blocks(1)
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.set(harness.key(block), value)
+    assert (await peer.connector.fetch(NOWHERE, [block], timeout=5)).outcomes == (FetchOutcome.REFUSED,)
+    await peer.connector.close()
+
+
+async def test_a_server_that_is_gone(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    owner = node(RedisSettings(url=server.url))
+    await write_and_publish(owner, blocks(2))
+    server.stop()
+    assert set((await owner.connector.fetch(None, blocks(2), timeout=5)).outcomes) == {FetchOutcome.FAILED}
+    with pytest.raises(KVError, match="none of 2"):
+        await owner.connector.publish(blocks(2))
+    await owner.connector.close()
+
+
+async def test_a_server_that_never_answers_costs_no_more_than_the_deadline() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        peer = node(RedisSettings(url=url, operation_timeout_seconds=0.2))
+        started = time.monotonic()
+        result = await asyncio.wait_for(peer.connector.fetch(None, blocks(9), timeout=0.1), 5)
+        assert set(result.outcomes) == {FetchOutcome.FAILED} and time.monotonic() - started < 2
+        with pytest.raises(KVError):
+            await peer.connector.publish(blocks(1))
+        await peer.connector.close()
+
+
+async def test_the_password_is_in_no_message(caplog: pytest.LogCaptureFixture) -> None:
+    settings = RedisSettings(url="redis://user:hunter2@127.0.0.1:1/0")
+    assert "hunter2" not in repr(settings)
+    peer = node(settings)
+    await peer.connector.fetch(None, blocks(1), timeout=1)
+    with pytest.raises(KVError) as raised:
+        await peer.connector.publish(blocks(1))
+    assert "hunter2" not in caplog.text + str(raised.value) and caplog.text
+    await peer.connector.close()
+    with pytest.raises(ConfigurationError, match="redis.url") as invalid:
+        node(RedisSettings(url="http://user:hunter2@host"))
+    assert "hunter2" not in str(invalid.value)

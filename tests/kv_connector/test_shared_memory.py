@@ -1,0 +1,140 @@
+"""Shared memory between real processes, and what stays when one of them dies."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kv_connector.base import FetchOutcome, Source
+from kv_connector.header import Mismatch
+from kv_connector.settings import SharedMemorySettings
+from kv_connector.shared_memory import SharedMemoryConnector
+from kv_connector.worker import Worker
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
+
+
+def spawn_owner(directory: Path) -> tuple["subprocess.Popen[str]", Source]:
+    command = [sys.executable, "-m", "tests.kv_connector.segment_owner", str(directory)]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+    assert process.stdout is not None
+    return process, Source("child/0", EPOCH, process.stdout.readline().strip())
+
+
+def node(directory: Path, node_id: str = "peer") -> Node:
+    return Node(SharedMemoryConnector(SharedMemorySettings(str(directory))), node_id, 16, LAYOUT, 1)
+
+
+@pytest.mark.parametrize("killed", [True, False])
+async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: bool) -> None:
+    process, source = spawn_owner(tmp_path)
+    peer = node(tmp_path)
+    result = await peer.connector.fetch(source, blocks(16), timeout=10)
+    assert set(result.outcomes) == {FetchOutcome.FETCHED}
+    for block in blocks(16):
+        assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
+    if killed:
+        process.kill()
+    process.communicate()
+    result = await peer.connector.fetch(source, blocks(16), timeout=10)
+    assert set(result.outcomes) == {FetchOutcome.FAILED}
+    assert source.endpoint not in Path("/proc/self/maps").read_text()
+    assert (tmp_path / source.endpoint).exists() == killed
+    other = node(tmp_path, "other")  # allocating sweeps the dead and spares the living
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([peer.source.endpoint, other.source.endpoint])
+    await peer.connector.close()
+    await other.connector.close()
+    assert not list(tmp_path.iterdir())
+
+
+async def test_the_segment_is_private_and_has_its_space(tmp_path: Path) -> None:
+    owner = node(tmp_path, "a/../b")
+    path = tmp_path / owner.source.endpoint
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_blocks * 512 >= len(owner.pool.memory)
+    await owner.connector.close()
+
+
+async def test_too_large_a_pool_names_the_remedies(tmp_path: Path) -> None:
+    connector = SharedMemoryConnector(SharedMemorySettings())
+    huge = KVLayout(num_kv_heads=64, num_layers=64, block_size=64, head_dim=256, dtype="float32")
+    with pytest.raises(ConfigurationError, match=r"needs \d+ bytes .* has \d+ free.*fewer blocks.*--shm-size"):
+        connector.allocate(huge, 1 << 20, node_id="huge", epoch=1)
+    with pytest.raises(ConfigurationError, match="not a directory"):
+        node(tmp_path / "absent")
+
+
+async def test_endpoints_that_are_no_segments(tmp_path: Path) -> None:
+    peer = node(tmp_path)
+    name = "kvrelay-x-0000000000000001.kv"
+
+    async def outcome(endpoint: str) -> FetchOutcome:
+        return (await peer.connector.fetch(Source("x", 1, endpoint), blocks(1), timeout=10)).outcomes[0]
+
+    assert await outcome(name) is FetchOutcome.FAILED
+    assert await outcome("../../etc/passwd") is FetchOutcome.REFUSED
+    (tmp_path / name).write_bytes(b"")
+    assert await outcome(name) is FetchOutcome.REFUSED
+    (tmp_path / name).write_bytes(b"KVRELAY\0" + bytes(8192))
+    assert await outcome(name) is FetchOutcome.REFUSED
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    assert await outcome(name) is FetchOutcome.FAILED
+    assert peer.connector.stats.refused[Mismatch.VERSION] == 3
+    await peer.connector.close()
+
+
+async def test_a_retraction_during_publish_wins(tmp_path: Path) -> None:
+    """The header of content that is gone must not appear, even when its digest was computed in time."""
+    owner = node(tmp_path)
+    connector = owner.connector
+    assert isinstance(connector, SharedMemoryConnector)
+    segment = connector._require().segment
+    (block,) = blocks(1)
+    before = segment.sequence(0)
+    header = connector._require().pool.describe(block, EPOCH)
+    connector.retract([0])
+    assert not segment.write(0, header, before)
+    assert segment.write(0, header, segment.sequence(0))
+    await connector.close()
+
+
+async def test_memory_stays_while_a_view_is_alive(tmp_path: Path) -> None:
+    owner = node(tmp_path)
+    view = memoryview(owner.pool.memory)
+    await write_and_publish(owner, blocks(1))
+    await owner.connector.close()
+    assert view[: LAYOUT.block_bytes] == content(blocks(1)[0].block_hash, LAYOUT.block_bytes)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_cancelled_caller_waits_for_the_thread() -> None:
+    worker = Worker("kv-test")
+    started, release, finished = threading.Event(), threading.Event(), threading.Event()
+
+    def copy() -> None:
+        started.set()
+        release.wait()
+        finished.set()
+
+    task = asyncio.create_task(worker.run(copy))
+    await asyncio.to_thread(started.wait)
+    queued = asyncio.create_task(worker.run(finished.clear))
+    await asyncio.sleep(0)
+    queued.cancel()
+    await asyncio.wait([queued])  # had not started, so it is over at once and never runs
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+    release.set()
+    await asyncio.wait([task])
+    assert task.cancelled() and finished.is_set()
+    worker.stop()
+    assert finished.is_set()

@@ -1,0 +1,51 @@
+"""A watcher that replays the log knows exactly what the node holds."""
+
+import asyncio
+import random
+
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.engine.request import EngineLoad
+from kvrelay.node.event_log import EventLog
+
+LOAD = EngineLoad(0, 0, 0, 8, 8, 0, 0, 0)
+
+
+def name(i: int) -> BlockHash:
+    return BlockHash(i.to_bytes(32, "big"))
+
+
+def test_replay_from_any_point_gives_what_is_held() -> None:
+    rng = random.Random(0)
+    log = EventLog(LOAD, capacity=20)
+    held: set[BlockHash] = set()
+    snapshots: list[set[BlockHash]] = [set()]
+    for _ in range(60):
+        removed = rng.sample(sorted(held), k=min(len(held), rng.randrange(3)))
+        stored = [name(rng.randrange(40)) for _ in range(rng.randrange(1, 3))]
+        stored = [item for item in dict.fromkeys(stored) if item not in held]
+        held = (held - set(removed)) | set(stored)
+        log.append(stored, removed, LOAD)
+        if stored or removed:
+            snapshots.append(set(held))
+    for sequence, known in enumerate(snapshots):
+        update = log.since(sequence)
+        assert update.reset == (len(snapshots) - 1 - sequence > 20)
+        base = set() if update.reset else known
+        assert (base - set(update.removed)) | set(update.stored) == held
+    assert log.since(None).reset
+    assert set(log.since(None).stored) == held
+    assert log.since(10_000).reset, "a number from another life of the node"
+
+
+async def test_watchers_wake_for_changes_and_for_the_end() -> None:
+    log = EventLog(LOAD)
+    version = await log.changed(-1)
+    waiting = asyncio.ensure_future(log.changed(version))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    log.append([name(1)], [], LOAD)
+    version = await asyncio.wait_for(waiting, 5)
+    ending = asyncio.ensure_future(log.changed(version))
+    await asyncio.sleep(0)
+    log.close()
+    assert await asyncio.wait_for(ending, 5) == version

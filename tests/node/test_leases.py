@@ -1,0 +1,51 @@
+"""A lease ends exactly once, by release or by expiry."""
+
+from kvrelay.core.clock import Clock
+from prefill_node.leases import LeaseTable
+
+
+class ManualClock(Clock):
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+def make() -> tuple[LeaseTable, ManualClock, list[str]]:
+    clock, ended = ManualClock(), list[str]()
+    return LeaseTable(clock, ended.append), clock, ended
+
+
+def test_release_is_idempotent_and_takes_unknown_ids() -> None:
+    leases, _, ended = make()
+    leases.open("a", 10)
+    leases.release(["a", "b"])
+    leases.release(["a"])
+    assert ended == ["a"]
+    assert len(leases) == 0
+
+
+def test_what_nobody_renews_expires() -> None:
+    leases, clock, ended = make()
+    leases.open("a", 10)
+    leases.open("b", 10)
+    clock.seconds += 9
+    leases.sweep()
+    assert leases.renew(["a", "gone"], 10) == ["gone"]
+    clock.seconds += 2
+    leases.sweep()
+    assert ended == ["b"]
+    assert leases.num_expired == 1
+    leases.release(["b"])
+    clock.seconds += 9
+    leases.sweep()
+    assert ended == ["b", "a"]
+
+
+async def test_closing_ends_what_is_left() -> None:
+    leases, _, ended = make()
+    leases.start()
+    leases.open("a", 10)
+    await leases.close()
+    assert ended == ["a"]

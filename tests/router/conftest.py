@@ -1,0 +1,23 @@
+"""The tokenizer that the edge's tests share: built once, never changed."""
+
+from pathlib import Path
+
+import pytest
+
+from router.edge.tokenizer import Tokenizer
+from tests.router.edge_parts import ScriptedRelay, write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_directory: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_directory)
+
+
+@pytest.fixture
+def relay(tokenizer: Tokenizer) -> ScriptedRelay:
+    return ScriptedRelay(tokenizer)

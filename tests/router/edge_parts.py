@@ -1,0 +1,161 @@
+"""What the edge's tests stand on: a real byte-level tokenizer, and a relay that plays a script."""
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.errors import CancelledByPeerError, KVRelayError, UnavailableError
+from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from router.edge.metrics import RouterMetrics
+from router.edge.outputs import Edge
+from router.edge.tokenizer import Tokenizer
+from router.request import PromptLogprobs, RequestEvent, RequestTrace, RoutedRequest, ServedModel
+
+MODEL = "tiny-model"
+MAX_MODEL_LEN = 256
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog",
+    "hello world, this is a test",
+    "Paris is the capital of France",
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' and loop.first %}"
+    "{{ raise_exception('conversations begin with a user') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def backend_tokenizer() -> BackendTokenizer:
+    """Byte-level BPE; `<s>` is 0 and begins texts, `</s>` is 1. No character outside ASCII has a token of its own."""
+    tokenizer = BackendTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 20, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def write_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+    """A Hugging Face tokenizer directory."""
+    saved: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend_tokenizer(), bos_token="<s>", eos_token="</s>", chat_template=chat_template
+    )
+    saved.save_pretrained(str(directory))
+    return directory
+
+
+@dataclass
+class ScriptedRelay:
+    """Every choice answers `reply`, one token per event, the choices in turn.
+
+    `fail_with` is raised before token `fail_at` of the first choice; at `hang_at` it waits until it is closed or
+    aborted. Log-probabilities are made up: -0.5 for the token, and -1, -2, .. for tokens 2, 3, .. below it.
+    """
+
+    tokenizer: Tokenizer
+    reply: str = "Paris is the capital of France"
+    fail_with: KVRelayError | Exception | None = None
+    fail_at: int = 0
+    hang_at: int | None = None
+    available: bool = True
+    requests: list[RoutedRequest] = field(default_factory=list)
+    num_running: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: dict[str, asyncio.Event] = field(default_factory=dict)
+    finished: list[tuple[str, int]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """As new, for the next test of a shared server."""
+        vars(self).update(vars(ScriptedRelay(self.tokenizer)))
+
+    def served_model(self) -> ServedModel:
+        if not self.available:
+            raise UnavailableError("no decode node is known")
+        namespace = KVNamespace(b"fingerprint", "float32", "layout", 16)
+        return ServedModel(MAX_MODEL_LEN, self.tokenizer.vocab_size, namespace)
+
+    async def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
+        self.requests.append(request)
+        self.num_running += 1
+        aborted = self.aborted.setdefault(request.request_id, asyncio.Event())
+        try:
+            async for event in self._script(request, aborted):
+                await asyncio.sleep(0)
+                yield event
+        finally:
+            self.num_running -= 1
+            self.closed.set()
+
+    def finish(self, request_id: str, index: int) -> None:
+        self.finished.append((request_id, index))
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self.aborted:
+            self.aborted[request_id].set()
+
+    async def _script(self, request: RoutedRequest, aborted: asyncio.Event) -> AsyncGenerator[RequestEvent, None]:
+        sampling = request.sampling
+        if sampling.prompt_logprobs is not None:
+            entries = (_logprobs(token_id, sampling.prompt_logprobs) for token_id in request.prompt_token_ids[1:])
+            yield PromptLogprobs(tuple(entries))
+        reply = [*await self.tokenizer.encode(self.reply, add_special_tokens=False), 1]
+        num_tokens = min(len(reply), sampling.max_tokens)
+        for i, token_id in enumerate(reply[:num_tokens]):
+            for index in range(sampling.n):
+                if self.fail_with is not None and i == self.fail_at:
+                    raise self.fail_with
+                if i == self.hang_at:
+                    await aborted.wait()
+                    raise CancelledByPeerError("the request was aborted")
+                logprobs = () if sampling.logprobs is None else (_logprobs(token_id, sampling.logprobs),)
+                if (request.request_id, index) in self.finished:
+                    continue
+                ended = token_id == 1
+                reason = FinishReason.STOP if ended else FinishReason.LENGTH if i + 1 == num_tokens else None
+                yield TokenOutput(index, (token_id,), logprobs, reason, token_id if ended else None)
+        yield RequestTrace("prefill-0", "decode-0", 1, 3, 2, 1, 0.001, 0.002, 0.003)
+
+
+def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    top = ((token_id, -0.5), *((2 + i, -1.0 - i) for i in range(num_top)))
+    return TokenLogprobs(token_id, -0.5, 1, top[:num_top])
+
+
+def make_edge(relay: ScriptedRelay) -> Edge:
+    metrics = RouterMetrics(MODEL, CollectorRegistry())
+    return Edge(relay, relay.tokenizer, MODEL, metrics, MonotonicClock())
+
+
+@asynccontextmanager
+async def http_server(app: FastAPI) -> AsyncIterator[int]:
+    """A real uvicorn server on a free port, which it yields."""
+    listener = socket.create_server(("127.0.0.1", 0))  # clients may connect before the server accepts
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+        listener.close()

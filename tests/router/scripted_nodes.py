@@ -1,0 +1,284 @@
+"""Nodes without an engine: real gRPC servers whose every answer the test decides, in the order it decides."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc
+
+from kvrelay.core.block_hash import BlockHash, KVNamespace
+from kvrelay.core.errors import KVRelayError
+from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.rpc import ErrorInterceptor, serve_insecure, server_options
+from kvrelay.core.wire import namespace_to_wire, output_to_wire
+from kvrelay.v1 import (
+    common_pb2,
+    decode_node_pb2,
+    decode_node_pb2_grpc,
+    node_pb2,
+    node_pb2_grpc,
+    prefill_node_pb2,
+    prefill_node_pb2_grpc,
+)
+from router.kv_index import KVIndex
+from router.policy import PrefixAware
+from router.registry import Registry
+from router.relay import ClusterRelay
+
+BLOCK_SIZE = 4
+NAMESPACE = KVNamespace(b"\x01" * 32, "float32", "test-layout", BLOCK_SIZE)
+PATIENCE = 20.0
+
+_Item = TypeVar("_Item")
+
+
+class ScriptedNode(node_pb2_grpc.NodeServicer):
+    """The part that both kinds share. `updates` is what Watch streams; the first one is there from the start."""
+
+    def __init__(self, node_id: str, role: "node_pb2.NodeRole.ValueType") -> None:
+        self.node_id = node_id
+        self.role = role
+        self.epoch = 1
+        self.namespace = NAMESPACE
+        self.connector = "in_process"
+        self.max_model_len = 4096
+        self.updates: asyncio.Queue[node_pb2.WatchResponse] = asyncio.Queue()
+        self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+        self.update(0, reset=True)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def update(
+        self,
+        sequence: int,
+        *,
+        reset: bool = False,
+        stored: Sequence[BlockHash] = (),
+        removed: Sequence[BlockHash] = (),
+        num_queued_tokens: int = 0,
+        epoch: int | None = None,
+    ) -> None:
+        load = node_pb2.NodeLoad(num_queued_tokens=num_queued_tokens, num_free_blocks=1000, num_blocks=1000)
+        self.updates.put_nowait(
+            node_pb2.WatchResponse(
+                epoch=self.epoch if epoch is None else epoch,
+                sequence=sequence,
+                reset=reset,
+                stored=stored,
+                removed=removed,
+                load=load,
+            )
+        )
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        node_pb2_grpc.add_NodeServicer_to_server(self, server)
+
+    async def start(self) -> None:
+        """On the port it had before, if it had one."""
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+        self.attach(self._server)
+        self.port = await serve_insecure(self._server, "127.0.0.1", self.port)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+
+    async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_pb2.DescribeResponse:
+        return node_pb2.DescribeResponse(
+            role=self.role,
+            source=common_pb2.KVSource(node_id=self.node_id, epoch=self.epoch, endpoint=f"endpoint-{self.node_id}"),
+            kv_namespace=namespace_to_wire(self.namespace),
+            connector=self.connector,
+            max_model_len=self.max_model_len,
+            num_blocks=1000,
+            vocab_size=1000,
+            max_num_seqs=8,
+        )
+
+    async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.WatchResponse]:
+        self.watch_requests.put_nowait(request)
+        while True:
+            yield await self.updates.get()
+
+
+@dataclass(slots=True)
+class PrefillCall:
+    """One open Prefill stream."""
+
+    request: prefill_node_pb2.PrefillRequest
+    events: asyncio.Queue[prefill_node_pb2.PrefillEvent | KVRelayError | None] = field(default_factory=asyncio.Queue)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def accept(self, lease_id: str = "lease") -> None:
+        accepted = prefill_node_pb2.PrefillAccepted(lease_id=lease_id)
+        self.events.put_nowait(prefill_node_pb2.PrefillEvent(accepted=accepted))
+
+    def publish(self, num_blocks: int) -> None:
+        progress = prefill_node_pb2.PrefillProgress(num_published_blocks=num_blocks)
+        self.events.put_nowait(prefill_node_pb2.PrefillEvent(progress=progress))
+
+    def finish(self, *first_tokens: TokenOutput, num_cached_tokens: int = 0, num_fetched_tokens: int = 0) -> None:
+        finished = prefill_node_pb2.PrefillFinished(
+            first_tokens=[output_to_wire(output) for output in first_tokens],
+            num_cached_tokens=num_cached_tokens,
+            num_fetched_tokens=num_fetched_tokens,
+        )
+        self.events.put_nowait(prefill_node_pb2.PrefillEvent(finished=finished))
+
+    def end(self, error: KVRelayError | None = None) -> None:
+        self.events.put_nowait(error)
+
+
+class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
+    def __init__(self, node_id: str = "prefill-0") -> None:
+        super().__init__(node_id, node_pb2.NODE_ROLE_PREFILL)
+        self.calls: asyncio.Queue[PrefillCall] = asyncio.Queue()
+        self.renewed: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        self.released: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        self.release_failures: list[KVRelayError] = []
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        super().attach(server)
+        prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
+
+    async def Prefill(
+        self, request: prefill_node_pb2.PrefillRequest, context: object
+    ) -> AsyncIterator[prefill_node_pb2.PrefillEvent]:
+        call = PrefillCall(request)
+        self.calls.put_nowait(call)
+        try:
+            while (event := await call.events.get()) is not None:
+                if isinstance(event, KVRelayError):
+                    raise event
+                yield event
+        finally:
+            call.over.set()
+
+    async def RenewLeases(
+        self, request: prefill_node_pb2.RenewLeasesRequest, context: object
+    ) -> prefill_node_pb2.RenewLeasesResponse:
+        self.renewed.put_nowait(tuple(request.lease_ids))
+        return prefill_node_pb2.RenewLeasesResponse()
+
+    async def ReleaseLeases(
+        self, request: prefill_node_pb2.ReleaseLeasesRequest, context: object
+    ) -> prefill_node_pb2.ReleaseLeasesResponse:
+        if self.release_failures:
+            raise self.release_failures.pop()
+        self.released.put_nowait(tuple(request.lease_ids))
+        return prefill_node_pb2.ReleaseLeasesResponse()
+
+
+class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
+    def __init__(self, node_id: str = "decode-0") -> None:
+        super().__init__(node_id, node_pb2.NODE_ROLE_DECODE)
+        self.commands: asyncio.Queue[decode_node_pb2.DecodeCommand] = asyncio.Queue()
+        self.num_streams = 0
+        self._updates: asyncio.Queue[decode_node_pb2.DecodeUpdate | None] = asyncio.Queue()
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        super().attach(server)
+        decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(self, server)
+
+    async def Serve(
+        self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommand], context: object
+    ) -> AsyncIterator[decode_node_pb2.DecodeUpdate]:
+        self.num_streams += 1
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            while (update := await self._updates.get()) is not None:
+                yield update
+        finally:
+            reader.cancel()
+
+    async def _read(self, commands: AsyncIterator[decode_node_pb2.DecodeCommand]) -> None:
+        async for command in commands:
+            self.commands.put_nowait(command)
+
+    async def admit(self) -> decode_node_pb2.Admit:
+        return (await self._next("admit")).admit
+
+    async def pull(self) -> decode_node_pb2.Pull:
+        return (await self._next("pull")).pull
+
+    async def started(self) -> decode_node_pb2.Start:
+        return (await self._next("start")).start
+
+    async def aborted(self) -> str:
+        return (await self._next("abort")).abort.request_id
+
+    async def _next(self, kind: str) -> decode_node_pb2.DecodeCommand:
+        """The next command, which must be of this kind."""
+        command = await soon(self.commands)
+        assert command.WhichOneof("command") == kind, command
+        return command
+
+    def admitted(self, request_id: str, num_cached_tokens: int = 0) -> None:
+        event = decode_node_pb2.Admitted(num_cached_tokens=num_cached_tokens)
+        self.send(decode_node_pb2.DecodeEvent(request_id=request_id, admitted=event))
+
+    def kv_ready(self, request_id: str, *, fetched: int, cached: int = 0, recomputed: int = 0) -> None:
+        event = decode_node_pb2.KVReady(
+            num_cached_tokens=cached, num_fetched_tokens=fetched, num_recomputed_tokens=recomputed
+        )
+        self.send(decode_node_pb2.DecodeEvent(request_id=request_id, kv_ready=event))
+
+    def tokens(self, request_id: str, output: TokenOutput) -> None:
+        self.send(decode_node_pb2.DecodeEvent(request_id=request_id, tokens=output_to_wire(output)))
+
+    def failed(self, request_id: str, code: grpc.StatusCode, message: str) -> None:
+        failure = decode_node_pb2.DecodeFailed(code=code.value[0], message=message)
+        self.send(decode_node_pb2.DecodeEvent(request_id=request_id, failed=failure))
+
+    def send(self, *events: decode_node_pb2.DecodeEvent) -> None:
+        self._updates.put_nowait(decode_node_pb2.DecodeUpdate(events=events))
+
+    def end_stream(self) -> None:
+        self._updates.put_nowait(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    prefill: ScriptedPrefill
+    decode: ScriptedDecode
+    registry: Registry
+    relay: ClusterRelay
+
+
+@asynccontextmanager
+async def cluster(
+    *, lease_ttl: float = 30.0, local_prefill_max_tokens: int = 0, max_concurrent_requests: int = 100
+) -> AsyncIterator[Cluster]:
+    """One node of each kind behind a relay."""
+    prefill, decode = ScriptedPrefill(), ScriptedDecode()
+    async with AsyncExitStack() as stack:
+        for node in (prefill, decode):
+            await node.start()
+            stack.push_async_callback(node.stop)
+        registry = Registry([prefill.address], [decode.address], KVIndex(1000))
+        registry.start()
+        stack.push_async_callback(registry.close)
+        relay = ClusterRelay(
+            registry,
+            PrefixAware(local_prefill_max_tokens),
+            max_concurrent_requests=max_concurrent_requests,
+            lease_ttl=lease_ttl,
+        )
+        stack.push_async_callback(relay.close, timeout=0.0)
+        assert await registry.wait_settled(PATIENCE)
+        yield Cluster(prefill, decode, registry, relay)
+
+
+async def soon(queue: asyncio.Queue[_Item]) -> _Item:
+    async with asyncio.timeout(PATIENCE):
+        return await queue.get()
+
+
+def token(token_id: int, *, index: int = 0, finish: FinishReason | None = None) -> TokenOutput:
+    return TokenOutput(index, (token_id,), finish_reason=finish)

@@ -1,0 +1,123 @@
+"""The router as a process: ready line, both ports, an orderly end, and all of it where torch can not be imported."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from kvrelay.core.outputs import FinishReason, TokenOutput
+from tests.router.scripted_nodes import PATIENCE, ScriptedDecode
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Runs a module as `python -m` does, in an interpreter where torch does not exist.
+WITHOUT_TORCH = """
+import runpy, sys
+from importlib.machinery import PathFinder
+
+class WithoutTorch(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in ("torch", "triton") else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [WithoutTorch if finder is PathFinder else finder for finder in sys.meta_path]
+sys.argv = ["router", *sys.argv[1:]]
+runpy.run_module("router", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer of a few whole words; there is no model in it."""
+    path = tmp_path_factory.mktemp("models") / "tiny-words"
+    path.mkdir()
+    words = {word: number for number, word in enumerate(("[UNK]", "hello", "world", "again"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return path
+
+
+@asynccontextmanager
+async def router_process(*arguments: str) -> AsyncIterator[Process]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
+    environment["PYTHONPATH"] = str(ROOT)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WITHOUT_TORCH, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def ready_line(process: Process) -> dict[str, str]:
+    assert process.stdout is not None and process.stderr is not None
+    async with asyncio.timeout(60):
+        line = await process.stdout.readline()
+        assert line, (await process.stderr.read()).decode()
+    ready: dict[str, str] = json.loads(line)
+    return ready
+
+
+async def test_it_serves_without_torch_and_ends_on_sigterm(model_dir: Path) -> None:
+    async with AsyncExitStack() as stack:
+        decode = ScriptedDecode()
+        await decode.start()
+        stack.push_async_callback(decode.stop)
+        flags = ("--decode-nodes", decode.address, "--port", "0", "--grpc-port", "0")
+        process = await stack.enter_async_context(router_process(str(model_dir), *flags))
+        ready = await ready_line(process)
+        assert (ready["event"], ready["role"], ready["model"]) == ("ready", "router", "tiny-words")
+        async with grpc.aio.insecure_channel(ready["grpc_address"]) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            answer = await health.Check(health_pb2.HealthCheckRequest(service="kvrelay.v1.Router"))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        await complete(ready["http_address"], decode)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE):
+            assert await process.wait() == 0
+
+
+async def complete(address: str, decode: ScriptedDecode) -> None:
+    body = {"model": "tiny-words", "prompt": "hello world", "max_tokens": 1, "temperature": 0}
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
+        posted = asyncio.create_task(client.post(f"http://{address}/v1/completions", json=body))
+        admit = await decode.admit()
+        assert admit.local_prefill and tuple(admit.prompt_token_ids) == (1, 2)
+        decode.tokens(admit.request_id, TokenOutput(0, (3,), finish_reason=FinishReason.LENGTH))
+        answer = await posted
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"].strip() == "again"
+
+
+async def test_a_supervised_one_ends_with_its_standard_input(model_dir: Path) -> None:
+    flags = ("--decode-nodes", "127.0.0.1:1", "--port", "0", "--grpc-port", "0", "--start-timeout", "0", "--supervised")
+    async with router_process(str(model_dir), *flags) as process:
+        await ready_line(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        async with asyncio.timeout(PATIENCE):
+            assert await process.wait() == 0
+
+
+async def test_what_can_not_work_is_said_at_once(model_dir: Path) -> None:
+    async with router_process(str(model_dir)) as process:
+        _, stderr = await process.communicate()
+        assert process.returncode == 1
+        assert b"--decode-nodes is empty" in stderr

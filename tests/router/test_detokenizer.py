@@ -1,0 +1,156 @@
+"""Incremental text equals the whole text, however the tokens split characters and stop strings."""
+
+import random
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from router.edge.detokenizer import Detokenizer
+from router.edge.tokenizer import Tokenizer
+
+TEXTS = [
+    "hello world",
+    "",
+    " leading and trailing ",
+    "\U0001f389\U0001f44d\U0001f3fd emoji with a modifier, and a family \U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "你好,世界。日本語テキスト 한국어",
+    "e\u0301 combined, \u00e9 composed, a\u0300\u0301\u0302",
+    "replacement \ufffd inside, and at the end \ufffd",
+    "\n\ttabs\n\n",
+]
+
+
+def run(
+    tokenizer: tokenizers.Tokenizer, token_ids: list[int], *, stop: tuple[str, ...] = (), include_stop: bool = False
+) -> tuple[list[str], str | None]:
+    detokenizer = Detokenizer(tokenizer, stop=stop, include_stop=include_stop)
+    pieces = []
+    for token_id in token_ids:
+        pieces.append(detokenizer.push(token_id))
+        if detokenizer.stopped_by is not None:
+            return pieces, detokenizer.stopped_by
+    pieces.append(detokenizer.flush())
+    return pieces, detokenizer.stopped_by
+
+
+def expected(text: str, stop: tuple[str, ...], include_stop: bool) -> tuple[str, str | None]:
+    """The definition: cut at the stop string that is complete first, the longest of several."""
+    ends = [(text.find(string) + len(string), -len(string), string) for string in stop if string in text]
+    if not ends:
+        return text, None
+    end, _, found = min(ends)
+    return text[: end if include_stop else end - len(found)], found
+
+
+def one_token_per_byte(tokenizer: Tokenizer, text: str) -> list[int]:
+    of_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    return [of_byte[bytes([byte])] for byte in text.encode()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+async def test_pieces_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    for token_ids in (await tokenizer.encode(text, add_special_tokens=True), one_token_per_byte(tokenizer, text)):
+        pieces, stopped_by = run(tokenizer.backend, token_ids)
+        assert "".join(pieces) == text
+        assert stopped_by is None
+
+
+async def test_a_split_character_comes_when_it_is_complete(tokenizer: Tokenizer) -> None:
+    pieces, _ = run(tokenizer.backend, one_token_per_byte(tokenizer, "a\U0001f389b"))
+    assert pieces == ["a", "", "", "", "\U0001f389", "b", ""]
+
+
+async def test_an_incomplete_character_at_the_end_is_flushed(tokenizer: Tokenizer) -> None:
+    token_ids = one_token_per_byte(tokenizer, "ok 你")[:-1]
+    pieces, _ = run(tokenizer.backend, token_ids)
+    assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True) == "ok \ufffd"
+
+
+async def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
+    token_ids = [0, *await tokenizer.encode("hello", add_special_tokens=False), 1]
+    for skip, text in ((True, "hello"), (False, "<s>hello</s>")):
+        detokenizer = Detokenizer(tokenizer.backend, skip_special_tokens=skip)
+        assert "".join(map(detokenizer.push, token_ids)) + detokenizer.flush() == text
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("one STOP two", ("STOP",)),
+        ("spanning tokens: the lazy dog sleeps", ("lazy dog",)),
+        ("aaaaaaab", ("aaab",)),
+        ("abcabcabd", ("abcabd",)),
+        ("xabcdefy", ("abcdefg", "bcd")),
+        ("xabcdy", ("bcd", "abcd")),
+        ("nothing to find", ("absent", "nothing at all")),
+        ("ends with the beginning of ST", ("STOP",)),
+        ("你好。世界", ("。",)),
+        ("\U0001f389 party \U0001f44d", ("\U0001f44d",)),
+        ("a\n\nb", ("\n\n",)),
+        ("STOP at once", ("STOP",)),
+    ],
+)
+async def test_stop_strings(tokenizer: Tokenizer, text: str, stop: tuple[str, ...], include_stop: bool) -> None:
+    for token_ids in (await tokenizer.encode(text, add_special_tokens=False), one_token_per_byte(tokenizer, text)):
+        pieces, stopped_by = run(tokenizer.backend, token_ids, stop=stop, include_stop=include_stop)
+        assert ("".join(pieces), stopped_by) == expected(text, stop, include_stop)
+
+
+async def test_only_what_may_become_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+    pieces, _ = run(tokenizer.backend, one_token_per_byte(tokenizer, "abSTxSTOPz"), stop=("STOP",))
+    assert pieces == ["a", "b", "", "", "STx", "", "", "", ""]
+
+
+async def test_without_check_a_stop_string_passes(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer.backend, stop=("ab",))
+    first, *rest = one_token_per_byte(tokenizer, "abab")
+    text = detokenizer.push(first, check_stop=False) + detokenizer.push(rest[0], check_stop=False)
+    assert text == "ab"
+    assert [detokenizer.push(token_id) for token_id in rest[1:]] == ["", ""]
+    assert detokenizer.stopped_by == "ab"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_tokens_with_any_stop_strings(tokenizer: Tokenizer, seed: int) -> None:
+    """Random ids give invalid UTF-8 most of the time; random substrings of the text are stop strings that occur."""
+    rng = random.Random(seed)
+    for _ in range(10):
+        token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 60))]
+        whole = tokenizer.decode(token_ids, skip_special_tokens=True)
+        stop = tuple(
+            whole[start : start + rng.randrange(1, 8)] or "x"
+            for start in (rng.randrange(len(whole) + 1) for _ in range(rng.randrange(4)))
+        )
+        include_stop = rng.random() < 0.5
+        pieces, stopped_by = run(tokenizer.backend, token_ids, stop=stop, include_stop=include_stop)
+        assert ("".join(pieces), stopped_by) == expected(whole, stop, include_stop)
+
+
+def sentencepiece_like() -> tokenizers.Tokenizer:
+    """The decoder of Llama 2: spaces as U+2581, unknown characters as byte tokens, the first space dropped."""
+    pieces = ["<unk>", "\u2581hello", "\u2581world", "lo", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def test_sentencepiece_decoding() -> None:
+    tokenizer = sentencepiece_like()
+    token_ids = [1, 2, *(5 + byte for byte in "你\U0001f389".encode()), 3, 1]
+    pieces, _ = run(tokenizer, token_ids)
+    assert "".join(pieces) == tokenizer.decode(token_ids) == "hello world你\U0001f389lo hello"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_byte_tokens_that_form_no_character_never_fail(seed: int) -> None:
+    """Later bytes may turn earlier ones invalid after they were sent; the text still has the whole text's length."""
+    rng = random.Random(seed)
+    tokenizer = sentencepiece_like()
+    token_ids = [rng.choice([1, 2, 3, 5 + 0x41, 5 + 0xE4, 5 + 0xBD, 5 + 0xA0]) for _ in range(50)]
+    pieces, _ = run(tokenizer, token_ids)
+    assert len("".join(pieces)) >= len(tokenizer.decode(token_ids))

@@ -1,0 +1,456 @@
+"""The HTTP gateway over real sockets: the official client unmodified, raw bytes for what it would never send."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from kvrelay.core.errors import KVError, OverloadedError
+from router.edge.gateway import create_app
+from router.edge.tokenizer import Tokenizer
+from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, http_server, make_edge
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file
+
+REPLY = "Paris is the capital of France"
+COMPLETION = {"model": MODEL, "prompt": "The capital", "max_tokens": 50}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+
+
+@dataclass(frozen=True)
+class Gateway:
+    port: int
+    relay: ScriptedRelay
+    http: httpx.AsyncClient
+    openai: openai.AsyncOpenAI
+
+    async def post(self, path: str, body: object) -> httpx.Response:
+        return await self.http.post(path, json=body)
+
+    async def events(self, path: str, body: dict[str, object]) -> list[Any]:
+        """The decoded events of a streamed answer, checked to be well-formed; `[DONE]` as None."""
+        response = await self.http.post(path, json=body | {"stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *events, end = response.text.split("\n\n")
+        assert end == ""
+        assert all(event.startswith("data: ") for event in events)
+        data = [event.removeprefix("data: ") for event in events]
+        return [None if event == "[DONE]" else json.loads(event) for event in data]
+
+
+@asynccontextmanager
+async def serving(relay: ScriptedRelay) -> AsyncIterator[Gateway]:
+    async with http_server(create_app(make_edge(relay), version="1.2.3")) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=20) as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            yield Gateway(port, relay, http, client)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_gateway(tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
+    async with serving(ScriptedRelay(tokenizer)) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def gateway(shared_gateway: Gateway) -> Gateway:
+    shared_gateway.relay.reset()
+    return shared_gateway
+
+
+@pytest.fixture
+def relay(gateway: Gateway) -> ScriptedRelay:
+    return gateway.relay
+
+
+async def test_openai_completion(gateway: Gateway) -> None:
+    answer = await gateway.openai.completions.create(model=MODEL, prompt="The capital", max_tokens=50, n=2)
+    assert [choice.text for choice in answer.choices] == [REPLY] * 2
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+
+
+async def test_openai_completion_streamed(gateway: Gateway) -> None:
+    stream = await gateway.openai.completions.create(
+        model=MODEL, prompt="The capital", max_tokens=50, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == REPLY
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].model_extra is not None
+    assert chunks[-1].model_extra["kvrelay"]["decode_node"] == "decode-0"
+
+
+async def test_openai_chat(gateway: Gateway) -> None:
+    answer = await gateway.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], logprobs=True, top_logprobs=2
+    )
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", REPLY, "stop")
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    *shown, end = choice.logprobs.content
+    assert b"".join(bytes(entry.bytes or ()) for entry in shown).decode() == REPLY
+    assert end.token == "</s>"
+    assert all(len(entry.top_logprobs) == 2 for entry in shown)
+
+
+async def test_openai_chat_streamed(gateway: Gateway) -> None:
+    stream = await gateway.openai.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        stream=True,
+        n=2,
+        logprobs=True,
+        max_completion_tokens=3,
+    )
+    chunks = [chunk async for chunk in stream]
+    for index in range(2):
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert choices[0].delta.role == "assistant"
+        assert REPLY.startswith("".join(choice.delta.content or "" for choice in choices))
+        assert choices[-1].finish_reason == "length"
+        assert sum(len(choice.logprobs.content or ()) for choice in choices if choice.logprobs) == 3
+
+
+async def test_openai_errors(gateway: Gateway, relay: ScriptedRelay) -> None:
+    with pytest.raises(openai.NotFoundError, match=MODEL):
+        await gateway.openai.completions.create(model="gpt-5", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="max_tokens") as caught:
+        await gateway.openai.completions.create(model=MODEL, prompt="x", max_tokens=-1)
+    assert caught.value.param == "max_tokens"
+    relay.fail_with = OverloadedError("the queue is full")
+    with pytest.raises(openai.RateLimitError, match="queue is full"):
+        await gateway.openai.completions.create(model=MODEL, prompt="x", stream=True)
+    relay.fail_with, relay.fail_at = KVError("blocks lost"), 2
+    stream = await gateway.openai.completions.create(model=MODEL, prompt="x", stream=True)
+    with pytest.raises(openai.APIError, match="blocks lost"):
+        [chunk async for chunk in stream]
+    assert [model.id async for model in gateway.openai.models.list()] == [MODEL]
+
+
+async def test_events_are_exactly_openai_s(gateway: Gateway) -> None:
+    body = {**CHAT, "max_tokens": 1, "stream_options": {"include_usage": True}}
+    role, content, finish, usage, done = await gateway.events("/v1/chat/completions", body)
+    assert done is None
+    head = {key: role[key] for key in ("id", "object", "created", "model")}
+    assert head["object"] == "chat.completion.chunk"
+    assert all({key: event[key] for key in head} == head for event in (content, finish, usage))
+    assert role["choices"] == [
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    ]
+    assert content["choices"][0]["delta"].keys() == {"content"}
+    assert finish["choices"][0]["delta"] == {}
+    assert finish["choices"][0]["finish_reason"] == "length"
+    assert role["usage"] is None
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 1
+
+
+async def test_several_prompts_run_together_and_are_numbered(gateway: Gateway, relay: ScriptedRelay) -> None:
+    body = {**COMPLETION, "prompt": ["one", "two", "three"], "n": 2, "echo": True}
+    answer = (await gateway.post("/v1/completions", body)).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert [choice["text"] for choice in answer["choices"]] == [
+        prompt + REPLY for prompt in ("one", "one", "two", "two", "three", "three")
+    ]
+    assert len(answer["kvrelay"]["requests"]) == 3
+    assert len({request.request_id for request in relay.requests}) == 3
+    texts = dict.fromkeys(range(6), "")
+    for event in (await gateway.events("/v1/completions", body))[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert list(texts.values()) == [choice["text"] for choice in answer["choices"]]
+
+
+async def test_prompts_as_token_ids(gateway: Gateway, relay: ScriptedRelay) -> None:
+    await gateway.post("/v1/completions", {**COMPLETION, "prompt": [5, 6, 7]})
+    await gateway.post("/v1/completions", {**COMPLETION, "prompt": [[8], [9, 10]]})
+    assert {request.prompt_token_ids for request in relay.requests} == {(5, 6, 7), (8,), (9, 10)}
+
+
+async def test_stop_strings_end_the_request_on_its_nodes(gateway: Gateway, relay: ScriptedRelay) -> None:
+    relay.reply = REPLY + " and of much else" * 20
+    choice = (await gateway.post("/v1/completions", {**COMPLETION, "stop": "capital"})).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Paris is the ", "stop", "capital")
+    assert relay.finished == [(relay.requests[0].request_id, 0)]
+    assert relay.num_running == 0
+    body = {**COMPLETION, "stop": ["of F"], "include_stop_str_in_output": True}
+    events = await gateway.events("/v1/completions", body)
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "Paris is the capital of F"
+    assert relay.num_running == 0
+
+
+async def test_completion_logprobs_and_prompt_logprobs(gateway: Gateway, relay: ScriptedRelay) -> None:
+    relay.reply = "naïve 你好"
+    body = {**COMPLETION, "logprobs": 2, "prompt_logprobs": 1}
+    choice = (await gateway.post("/v1/completions", body)).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    lengths = {len(logprobs[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+    assert lengths == {len(logprobs["tokens"])}
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    assert logprobs["text_offset"][0] == 0
+    assert choice["prompt_logprobs"][0] is None
+    assert len(choice["prompt_logprobs"]) == len(relay.requests[0].prompt_token_ids)
+
+
+async def test_extras_arrive(gateway: Gateway, relay: ScriptedRelay) -> None:
+    extras = {
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "priority": 3,
+        "cache_salt": "tenant",
+        "logit_bias": {"7": 2},
+        "seed": -1,
+        "temperature": 0,
+        "somebody_elses_field": 1,
+    }
+    assert (await gateway.post("/v1/completions", {**COMPLETION, **extras})).status_code == 200
+    request = relay.requests[0]
+    sampling = request.sampling
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty, sampling.min_tokens) == (0, 0.1, 1.1, 2)
+    assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.skip_special_tokens) == ((9,), True, False)
+    assert (sampling.logit_bias, sampling.seed, sampling.temperature) == (((7, 2.0),), 2**64 - 1, 0.0)
+    assert (request.priority, request.cache_salt) == (3, b"tenant")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": [1, "two"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [5] * MAX_MODEL_LEN}, "prompt"),
+        ({"prompt": ["x"] * 1000}, "prompt"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"temperature": "0.7"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a"] * 100}, "stop"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"logit_bias": {"the": 1}}, "logit_bias"),
+        ({"seed": 2**65}, "seed"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stream": "yes"}, "stream"),
+    ],
+)
+async def test_bad_completions(gateway: Gateway, change: dict[str, object], param: str) -> None:
+    await expect_refusal(gateway, "/v1/completions", COMPLETION | change, param)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "I begin"}]}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{}]}, "functions"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"echo": True}, "echo"),
+    ],
+)
+async def test_bad_chats(gateway: Gateway, change: dict[str, object], param: str) -> None:
+    await expect_refusal(gateway, "/v1/chat/completions", CHAT | change, param)
+
+
+async def expect_refusal(gateway: Gateway, path: str, body: dict[str, object], param: str) -> None:
+    response = await gateway.post(path, body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert param in error["message"]
+    assert "\n" not in error["message"]
+    assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+async def test_harmless_values_of_fields_that_are_not_supported(gateway: Gateway) -> None:
+    body = {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": None}
+    assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("data", "headers", "status", "words"),
+    [
+        (b'{"model": ', {}, 400, "valid JSON"),
+        (b"", {}, 400, "valid JSON"),
+        (b'{"prompt": "\xff\xfe"}', {}, 400, "valid JSON"),
+        (b'{"prompt": "\\ud800"}', {}, 400, "valid JSON"),
+        (b"[" * 100_000, {}, 400, "valid JSON"),
+        (b"[]", {}, 400, "JSON object"),
+        (b"null", {}, 400, "JSON object"),
+        (b"{}", {"content-type": "text/plain"}, 415, "application/json"),
+        (b"\x00junk" * 400_000, {}, 413, "1048576"),
+    ],
+)
+async def test_bodies_that_are_no_requests(
+    gateway: Gateway, data: bytes, headers: dict[str, str], status: int, words: str
+) -> None:
+    response = await gateway.http.post(
+        "/v1/completions", content=data, headers={"content-type": "application/json"} | headers
+    )
+    assert response.status_code == status
+    assert words in response.json()["error"]["message"]
+    assert response.headers["x-request-id"]
+    assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+async def test_an_endless_body_is_cut_off_while_reading(gateway: Gateway) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n"
+    )
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+
+    async def send_for_ever() -> None:
+        while True:
+            writer.write(chunk)
+            await writer.drain()
+
+    sending = asyncio.create_task(send_for_ever())
+    assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    writer.close()
+    assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_aborts_its_request(gateway: Gateway, relay: ScriptedRelay, stream: bool) -> None:
+    relay.hang_at = 2
+    body = json.dumps(COMPLETION | {"stream": stream, "n": 2}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    if stream:
+        await reader.readuntil(b"data: ")
+    else:
+        while not relay.num_running:
+            await asyncio.sleep(0)
+    writer.close()
+    await writer.wait_closed()
+    await asyncio.wait_for(relay.closed.wait(), 10)
+    assert relay.num_running == 0
+
+
+async def test_a_client_that_leaves_aborts_all_its_prompts(gateway: Gateway, relay: ScriptedRelay) -> None:
+    relay.hang_at = 2
+    async with gateway.http.stream(
+        "POST", "/v1/completions", json={**COMPLETION, "prompt": ["a", "b", "c"], "stream": True}
+    ) as response:
+        await anext(response.aiter_bytes())
+    while relay.num_running:
+        await asyncio.wait_for(relay.closed.wait(), 10)
+        relay.closed.clear()
+    assert len(relay.requests) == 3
+
+
+async def test_one_failing_prompt_fails_the_response_and_ends_the_others(
+    gateway: Gateway, relay: ScriptedRelay
+) -> None:
+    relay.fail_with, relay.fail_at = KVError("blocks lost"), 1
+    response = await gateway.post("/v1/completions", {**COMPLETION, "prompt": ["a", "b"]})
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "blocks lost"
+    assert relay.num_running == 0
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_its_last_event(gateway: Gateway, relay: ScriptedRelay) -> None:
+    relay.fail_with, relay.fail_at = KVError("blocks lost"), 2
+    *_, last = await gateway.events("/v1/completions", COMPLETION)
+    assert last["error"]["message"] == "blocks lost"
+    relay.fail_with = ZeroDivisionError("secret")
+    *_, last = await gateway.events("/v1/completions", COMPLETION)
+    assert last["error"]["message"] == "internal error"
+
+
+async def test_an_unexpected_failure_keeps_its_insides(gateway: Gateway, relay: ScriptedRelay) -> None:
+    relay.fail_with = ZeroDivisionError("secret")
+    response = await gateway.post("/v1/completions", COMPLETION)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "internal error"
+    assert response.headers["x-request-id"]
+
+
+async def test_paths_methods_and_the_small_endpoints(gateway: Gateway, relay: ScriptedRelay) -> None:
+    assert (await gateway.http.get("/nowhere")).json()["error"]["message"] == "Not Found: GET /nowhere"
+    assert (await gateway.http.get("/v1/completions")).status_code == 405
+    assert (await gateway.http.get("/version")).json() == {"version": "1.2.3"}
+    assert (await gateway.http.get(f"/v1/models/{MODEL}")).json()["max_model_len"] == MAX_MODEL_LEN
+    assert (await gateway.http.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
+    assert (await gateway.http.get("/health")).status_code == 200
+    relay.available = False
+    unhealthy = await gateway.http.get("/health")
+    assert unhealthy.status_code == 503
+    assert unhealthy.headers["retry-after"] == "1"
+
+
+async def test_metrics(tokenizer: Tokenizer) -> None:
+    async with serving(ScriptedRelay(tokenizer)) as gateway:
+        await gateway.post("/v1/completions", COMPLETION)
+        await gateway.post("/v1/completions", COMPLETION | {"max_tokens": 2})
+        await gateway.post("/v1/completions", COMPLETION | {"max_tokens": 0})
+        text = (await gateway.http.get("/metrics")).text
+    num_reply_tokens = len(await tokenizer.encode(REPLY, add_special_tokens=False)) + 1
+    label = f'model_name="{MODEL}"'
+    for line in (
+        f'kvrelay:request_success_total{{finished_reason="stop",{label}}} 1.0',
+        f'kvrelay:request_success_total{{finished_reason="length",{label}}} 1.0',
+        f'kvrelay:request_errors_total{{code="INVALID_ARGUMENT",{label}}} 1.0',
+        f"kvrelay:generation_tokens_total{{{label}}} {num_reply_tokens + 2}.0",
+        f"kvrelay:prompt_tokens_cached_total{{{label}}} 4.0",
+        f"kvrelay:num_requests_running{{{label}}} 0.0",
+        f"kvrelay:time_to_first_token_seconds_count{{{label}}} 2.0",
+        f"kvrelay:e2e_request_latency_seconds_count{{{label}}} 2.0",
+        f"kvrelay:inter_token_latency_seconds_count{{{label}}} {num_reply_tokens}.0",
+    ):
+        assert line in text

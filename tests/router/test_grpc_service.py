@@ -1,0 +1,182 @@
+"""`kvrelay.v1.Router` over a real connection: every method, deadlines, cancellation, errors with their fields."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
+import grpc
+import pytest
+
+from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, KVError, UnavailableError, UnknownModelError
+from kvrelay.core.rpc import ErrorInterceptor, channel_options, error_from_rpc, serve_insecure, server_options
+from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
+from router.edge.grpc_service import RouterService
+from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, make_edge
+
+Stub: TypeAlias = "router_pb2_grpc.RouterAsyncStub"
+
+REPLY = "Paris is the capital of France"
+
+
+@pytest.fixture
+async def stub(relay: ScriptedRelay) -> AsyncIterator[Stub]:
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    router_pb2_grpc.add_RouterServicer_to_server(RouterService(make_edge(relay)), server)
+    port = await serve_insecure(server, "127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+        yield router_pb2_grpc.RouterStub(channel)  # type: ignore[misc]
+    await server.stop(None)
+
+
+def prompt(**fields: object) -> router_pb2.GenerateRequest:
+    return router_pb2.GenerateRequest(prompt="The capital", max_tokens=50, **fields)  # type: ignore[arg-type]
+
+
+async def test_streaming(stub: Stub, relay: ScriptedRelay) -> None:
+    messages = [message async for message in stub.GenerateStream(prompt(n=2, logprobs=2))]
+    *chunks, last = messages
+    for index in range(2):
+        outputs = [output for message in chunks for output in message.outputs if output.index == index]
+        assert "".join(output.text for output in outputs) == REPLY
+        assert [output.finish_reason for output in outputs][-1] == common_pb2.FINISH_REASON_STOP
+        assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
+        assert len(outputs[0].logprobs[0].top) == 2
+    assert last.model == MODEL
+    assert last.usage.prompt_tokens == len(relay.requests[0].prompt_token_ids)
+    assert last.usage.completion_tokens == sum(len(o.token_ids) for m in chunks for o in m.outputs)
+    assert last.usage.cached_tokens == 2
+    assert (last.trace.prefill_node, last.trace.decode_node) == ("prefill-0", "decode-0")
+    assert {message.request_id for message in messages} == {relay.requests[0].request_id}
+
+
+async def test_unary(stub: Stub) -> None:
+    response = await stub.Generate(prompt(n=2, prompt_logprobs=1, stop=["capital"]))
+    assert [output.text for output in response.outputs] == ["Paris is the "] * 2
+    assert [output.stop_reason for output in response.outputs] == ["capital"] * 2
+    assert len(response.prompt_logprobs) == response.usage.prompt_tokens - 1
+    assert response.model == MODEL
+
+
+async def test_every_input_and_field_arrives(stub: Stub, relay: ScriptedRelay) -> None:
+    request = router_pb2.GenerateRequest(
+        request_id="mine",
+        model=MODEL,
+        prompt_token_ids=router_pb2.TokenIds(ids=[5, 6, 7]),
+        max_tokens=3,
+        temperature=0.0,
+        top_k=-1,
+        seed=2**64 - 1,
+        logit_bias={5: -1.5},
+        stop_token_ids=[9],
+        ignore_eos=True,
+        priority=-2,
+        cache_salt="salt",
+        skip_special_tokens=False,
+    )
+    response = await stub.Generate(request, timeout=20)
+    assert response.request_id == "mine"
+    assert response.outputs[0].finish_reason == common_pb2.FINISH_REASON_LENGTH
+    routed = relay.requests[0]
+    assert (routed.request_id, routed.prompt_token_ids) == ("mine", (5, 6, 7))
+    assert (routed.priority, routed.cache_salt) == (-2, b"salt")
+    assert 10 < routed.timeout < 21  # gRPC rounds deadlines up
+    sampling = routed.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.seed) == (3, 0.0, 0, 2**64 - 1)
+    assert (sampling.logit_bias, sampling.stop_token_ids) == (((5, -1.5),), (9,))
+    assert (sampling.ignore_eos, sampling.skip_special_tokens) == (True, False)
+
+
+async def test_chat(stub: Stub, relay: ScriptedRelay) -> None:
+    chat = router_pb2.ChatMessages(messages=[router_pb2.ChatMessage(role="user", content="hello")])
+    assert (await stub.Generate(router_pb2.GenerateRequest(chat=chat))).outputs[0].text == REPLY
+    token_ids = (await stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).token_ids
+    assert tuple(token_ids) == relay.requests[0].prompt_token_ids
+
+
+async def test_tokenize_detokenize_and_models(stub: Stub) -> None:
+    tokenized = await stub.Tokenize(router_pb2.TokenizeRequest(text="hello 你好"))
+    assert tokenized.max_model_len == MAX_MODEL_LEN
+    request = router_pb2.DetokenizeRequest(token_ids=tokenized.token_ids)
+    assert (await stub.Detokenize(request)).text == "<s>hello 你好"
+    request.skip_special_tokens = True
+    assert (await stub.Detokenize(request)).text == "hello 你好"
+    assert (await stub.Detokenize(router_pb2.DetokenizeRequest())).text == ""
+    models = (await stub.ListModels(router_pb2.ListModelsRequest())).models
+    assert [(model.id, model.max_model_len) for model in models] == [(MODEL, MAX_MODEL_LEN)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (router_pb2.GenerateRequest(), "prompt"),
+        (router_pb2.GenerateRequest(prompt=""), "prompt"),
+        (router_pb2.GenerateRequest(prompt_token_ids=router_pb2.TokenIds()), "prompt"),
+        (router_pb2.GenerateRequest(prompt_token_ids=router_pb2.TokenIds(ids=[2**32 - 1])), "prompt"),
+        (router_pb2.GenerateRequest(prompt="x", max_tokens=-1), "max_tokens"),
+        (router_pb2.GenerateRequest(prompt="x", top_k=-5), "top_k"),
+        (router_pb2.GenerateRequest(prompt="x", n=0), "n"),
+        (router_pb2.GenerateRequest(prompt="x", request_id="i" * 1000), "request_id"),
+        (router_pb2.GenerateRequest(prompt="x" * 2_000_000), "prompt"),
+    ],
+)
+async def test_bad_input_names_its_field_and_the_next_request_works(
+    stub: Stub, request_: router_pb2.GenerateRequest, field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(request_)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, InvalidRequestError)
+    assert error.field == field
+    assert (await stub.Generate(prompt())).outputs[0].text == REPLY
+
+
+async def test_an_unknown_model(stub: Stub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Tokenize(router_pb2.TokenizeRequest(text="x", model="other"))
+    assert isinstance(error_from_rpc(caught.value), UnknownModelError)
+
+
+async def test_failures_of_the_relay(stub: Stub, relay: ScriptedRelay) -> None:
+    relay.fail_with, relay.fail_at = KVError("lost"), 2
+    call = stub.GenerateStream(prompt())
+    assert isinstance(await call.read(), router_pb2.GenerateResponse)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await call.read()
+    assert isinstance(error_from_rpc(caught.value), KVError)
+    relay.available = False
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(prompt())
+    assert isinstance(error_from_rpc(caught.value), UnavailableError)
+
+
+async def test_cancelling_aborts_the_request(stub: Stub, relay: ScriptedRelay) -> None:
+    relay.hang_at = 1
+    call = stub.GenerateStream(prompt())
+    await call.read()
+    call.cancel()
+    await asyncio.wait_for(relay.closed.wait(), 10)
+    assert relay.num_running == 0
+
+
+async def test_a_deadline_aborts_the_request(stub: Stub, relay: ScriptedRelay) -> None:
+    relay.hang_at = 1
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(prompt(), timeout=0.2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await asyncio.wait_for(relay.closed.wait(), 10)
+
+
+async def test_abort_ends_a_running_request_and_ids_are_unique_while_they_run(stub: Stub, relay: ScriptedRelay) -> None:
+    relay.hang_at = 1
+    call = stub.GenerateStream(prompt(request_id="mine"))
+    await call.read()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(prompt(request_id="mine"))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await stub.Abort(router_pb2.AbortRequest(request_id="nobody"))
+    await stub.Abort(router_pb2.AbortRequest(request_id="mine"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert isinstance(error_from_rpc(caught.value), CancelledByPeerError)

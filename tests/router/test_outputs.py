@@ -1,0 +1,105 @@
+"""Choices that end at different times, and what is counted however a request ends."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvrelay.core.errors import KVError
+from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
+from router.edge.outputs import Edge, TextChunk
+from router.edge.tokenizer import Tokenizer
+from router.request import RequestEvent, RequestTrace, RoutedRequest
+from tests.router.edge_parts import MODEL, ScriptedRelay, make_edge
+
+
+@dataclass
+class EventRelay(ScriptedRelay):
+    """Yields exactly these events."""
+
+    events: Sequence[RequestEvent] = field(default_factory=list)
+
+    async def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
+        self.num_running += 1
+        try:
+            for event in self.events:
+                yield event
+        finally:
+            self.num_running -= 1
+
+
+TRACE = RequestTrace(None, "decode-0", 1, 1, 0, 0, 0.0, 0.0, 0.0)
+
+
+def request(**sampling: object) -> RoutedRequest:
+    return RoutedRequest("id", (5, 6), SamplingParams(seed=1, max_tokens=100, **sampling))  # type: ignore[arg-type]
+
+
+async def tokens(tokenizer: Tokenizer, index: int, text: str, reason: FinishReason | None = None) -> TokenOutput:
+    return TokenOutput(index, tuple(await tokenizer.encode(text, add_special_tokens=False)), (), reason)
+
+
+def counted(edge: Edge, name: str, **labels: str) -> float | None:
+    return edge.metrics.registry.get_sample_value(f"kvrelay:{name}", {"model_name": MODEL, **labels})
+
+
+async def test_a_stop_string_ends_one_choice_and_the_other_goes_on(tokenizer: Tokenizer) -> None:
+    script = [
+        await tokens(tokenizer, 0, "one END dropped"),
+        await tokens(tokenizer, 1, "two "),
+        await tokens(tokenizer, 0, "never seen"),
+        await tokens(tokenizer, 1, "goes on", FinishReason.LENGTH),
+        await tokens(tokenizer, 0, "never seen either", FinishReason.LENGTH),
+        TRACE,
+    ]
+    relay = EventRelay(tokenizer, events=script)
+    chunks = [chunk async for chunk in make_edge(relay).generate(request(n=2, stop=("END",)))]
+    assert chunks[-1] == TRACE
+    assert relay.finished == [("id", 0)], "the relay need not go on with it"
+    texts = [(chunk.index, chunk.text, chunk.finish_reason) for chunk in chunks if isinstance(chunk, TextChunk)]
+    assert texts == [
+        (0, "one ", FinishReason.STOP),
+        (1, "two ", None),
+        (1, "goes on", FinishReason.LENGTH),
+    ]
+    assert relay.num_running == 0
+
+
+async def test_a_stop_token_is_no_text_unless_asked_for(tokenizer: Tokenizer) -> None:
+    (stop_id,) = await tokenizer.encode("x", add_special_tokens=False)
+    output = await tokens(tokenizer, 0, "ab")
+    ended = TokenOutput(0, (*output.token_ids, stop_id), (), FinishReason.STOP, stop_id)
+    for include, text in ((False, "ab"), (True, "abx")):
+        edge = make_edge(EventRelay(tokenizer, events=[ended, TRACE]))
+        chunk, trace = [e async for e in edge.generate(request(include_stop_str_in_output=include))]
+        assert isinstance(chunk, TextChunk)
+        assert (chunk.text, chunk.stop_reason, trace) == (text, stop_id, TRACE)
+        assert chunk.token_ids == ended.token_ids
+
+
+async def test_min_tokens_holds_for_stop_strings(tokenizer: Tokenizer) -> None:
+    output = await tokens(tokenizer, 0, "b b b b", FinishReason.LENGTH)
+    minimum = len(output.token_ids) - 1
+    edge = make_edge(EventRelay(tokenizer, events=[output, TRACE]))
+    chunk, _ = [e async for e in edge.generate(request(min_tokens=minimum, stop=("b",)))]
+    assert isinstance(chunk, TextChunk)
+    assert (chunk.text, chunk.stop_reason) == ("b b b ", "b")
+
+
+async def test_an_abandoned_request_counts_as_aborted_and_a_failed_one_as_an_error(tokenizer: Tokenizer) -> None:
+    relay = EventRelay(tokenizer, events=[await tokens(tokenizer, 0, "a"), await tokens(tokenizer, 0, "b")])
+    edge = make_edge(relay)
+    async with aclosing(edge.generate(request())) as events:
+        await anext(events)
+        assert counted(edge, "num_requests_running") == 1
+    assert relay.num_running == 0
+    assert counted(edge, "num_requests_running") == 0
+    assert counted(edge, "request_success_total", finished_reason="abort") == 1
+
+    failing = make_edge(ScriptedRelay(tokenizer, fail_with=KVError("lost")))
+    with pytest.raises(KVError):
+        [event async for event in failing.generate(request())]
+    assert counted(failing, "request_errors_total", code="INTERNAL") == 1
+    assert counted(failing, "num_requests_running") == 0

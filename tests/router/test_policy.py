@@ -1,0 +1,144 @@
+"""Placements from given facts: no node, no network, no clock."""
+
+import itertools
+
+import pytest
+
+from router.policy import (
+    Candidates,
+    DecodeCandidate,
+    LeastLoaded,
+    PlacementReason,
+    Policy,
+    PrefillCandidate,
+    PrefixAware,
+    RequestFacts,
+    RoundRobin,
+    SourceHint,
+    make_policy,
+)
+
+BLOCK_SIZE = 16
+
+
+def facts(num_prompt_tokens: int = 1000, *, number: int = 0, n: int = 1) -> RequestFacts:
+    return RequestFacts(number, num_prompt_tokens, n, BLOCK_SIZE)
+
+
+def prefill(node_id: str, *, held: int = 0, queued: int = 0) -> PrefillCandidate:
+    return PrefillCandidate(node_id, held, queued)
+
+
+def decode(node_id: str, *, held: int = 0, sequences: int = 0, free: int = 10_000, queued: int = 0) -> DecodeCandidate:
+    return DecodeCandidate(node_id, held, queued, sequences, free)
+
+
+def candidates(*nodes: PrefillCandidate | DecodeCandidate) -> Candidates:
+    return Candidates(
+        tuple(node for node in nodes if isinstance(node, PrefillCandidate)),
+        tuple(node for node in nodes if isinstance(node, DecodeCandidate)),
+    )
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_aware"])
+def test_without_a_prefill_node_the_decode_node_prefills(name: str) -> None:
+    policy = make_policy(name, local_prefill_max_tokens=64)
+    placement = policy.choose(facts(), candidates(decode("d0")))
+    assert (placement.prefill, placement.decode) == (None, "d0")
+    assert placement.reason is PlacementReason.NO_PREFILL_NODE
+
+
+def test_round_robin_takes_every_node_in_turn() -> None:
+    nodes = candidates(prefill("p0"), prefill("p1"), decode("d0"), decode("d1"), decode("d2"))
+    placements = [RoundRobin().choose(facts(number=number), nodes) for number in range(6)]
+    assert [placement.prefill for placement in placements] == ["p0", "p1"] * 3
+    assert [placement.decode for placement in placements] == ["d0", "d1", "d2"] * 2
+
+
+def test_least_loaded_takes_the_shortest_queues() -> None:
+    nodes = candidates(
+        prefill("p0", queued=500), prefill("p1", queued=100), decode("d0", sequences=3), decode("d1", sequences=2)
+    )
+    placement = LeastLoaded().choose(facts(), nodes)
+    assert (placement.prefill, placement.decode) == ("p1", "d1")
+
+
+def test_a_prefix_outweighs_a_short_queue_but_not_a_long_one() -> None:
+    policy = PrefixAware(0)
+    short = candidates(prefill("p0"), prefill("p1", held=50, queued=10), decode("d"))
+    assert policy.choose(facts(), short).prefill == "p1"
+    long = candidates(prefill("p0"), prefill("p1", held=50, queued=5000), decode("d"))
+    assert policy.choose(facts(), long).prefill == "p0"
+
+
+def test_idle_equal_nodes_take_turns() -> None:
+    policy = PrefixAware(0)
+    nodes = candidates(prefill("p0"), prefill("p1"), decode("d0"), decode("d1"))
+    placements = [policy.choose(facts(number=number), nodes) for number in range(4)]
+    assert [placement.prefill for placement in placements] == ["p0", "p1", "p0", "p1"]
+    assert [placement.decode for placement in placements] == ["d0", "d1", "d0", "d1"]
+
+
+def test_the_decode_node_with_fewer_sequences_wins() -> None:
+    nodes = candidates(prefill("p"), decode("d0", sequences=9), decode("d1", sequences=1))
+    assert PrefixAware(0).choose(facts(), nodes).decode == "d1"
+
+
+def test_the_decode_node_that_holds_the_prompt_wins_among_equally_busy_ones() -> None:
+    nodes = candidates(prefill("p"), decode("d0"), decode("d1", held=40))
+    assert PrefixAware(0).choose(facts(), nodes).decode == "d1"
+
+
+def test_a_decode_node_without_room_is_avoided() -> None:
+    nodes = candidates(prefill("p"), decode("d0", free=10), decode("d1", sequences=30))
+    assert PrefixAware(0).choose(facts(), nodes).decode == "d1"
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "held", "local"),
+    [(64, 0, True), (65, 0, False), (1000, 59, True), (1000, 58, False), (1, 0, True), (992, 62, True)],
+)
+def test_a_short_uncached_suffix_is_computed_where_it_is_decoded(
+    num_prompt_tokens: int, held: int, local: bool
+) -> None:
+    nodes = candidates(prefill("p", held=held), decode("d", held=held))
+    placement = PrefixAware(64).choose(facts(num_prompt_tokens), nodes)
+    assert (placement.prefill is None) is local
+    assert placement.reason is (PlacementReason.SHORT_SUFFIX if local else PlacementReason.DISAGGREGATED)
+
+
+def test_with_local_prefill_off_even_one_token_goes_to_a_prefill_node() -> None:
+    nodes = candidates(prefill("p"), decode("d", held=63))
+    placement = PrefixAware(0).choose(facts(1000), nodes)
+    assert placement.prefill == "p"
+    assert placement.decode_holds_all
+
+
+def test_without_prefill_nodes_the_decode_node_that_holds_the_prompt_wins_though_it_is_busier() -> None:
+    nodes = candidates(decode("d0"), decode("d1", held=60, sequences=10))
+    assert PrefixAware(64).choose(facts(), nodes).decode == "d1"
+
+
+def test_sources_hold_more_than_the_chosen_node_best_first() -> None:
+    nodes = candidates(
+        prefill("p0", held=10), prefill("p1", held=30, queued=100_000), decode("d0", held=63), decode("d1", held=10)
+    )
+    placement = PrefixAware(0).choose(facts(1000), nodes)
+    assert placement.prefill == "p0"
+    # 1000 tokens are 62 full blocks and a partial one, which is computed in any case.
+    assert placement.sources == (SourceHint("d0", 62), SourceHint("p1", 30))
+
+
+def test_a_placement_is_a_pure_choice_among_the_candidates() -> None:
+    policies: list[Policy] = [RoundRobin(), LeastLoaded(), PrefixAware(0), PrefixAware(64)]
+    prefills = [prefill("p0", held=3, queued=9), prefill("p1"), prefill("p2", held=70)]
+    decodes = [decode("d0", free=0), decode("d1", held=5, sequences=3)]
+    for policy, length, number in itertools.product(policies, (1, 16, 17, 1000, 5000), range(3)):
+        for num_prefill in range(4):
+            nodes = candidates(*prefills[:num_prefill], *decodes)
+            request = facts(length, number=number)
+            placement = policy.choose(request, nodes)
+            assert placement == policy.choose(request, nodes)
+            assert placement.decode in {"d0", "d1"}
+            assert placement.prefill in {None, *(node.node_id for node in nodes.prefill)}
+            assert placement.prefill not in {source.node_id for source in placement.sources}

@@ -1,0 +1,203 @@
+"""The node table against real gRPC servers: who is let in, what is remembered, and what a restart does."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.errors import ConfigurationError, UnavailableError
+from router.kv_index import KVIndex
+from router.node import NodeRole, NodeState
+from router.registry import Registry
+from tests.router.scripted_nodes import (
+    NAMESPACE,
+    PATIENCE,
+    ScriptedDecode,
+    ScriptedNode,
+    ScriptedPrefill,
+    soon,
+)
+
+A, B, C = (BlockHash(bytes([number]) * 32) for number in range(3))
+
+
+@asynccontextmanager
+async def serving(*nodes: ScriptedNode, late: ScriptedNode | None = None) -> AsyncIterator[Registry]:
+    """A registry of these nodes; it has started, nothing has been waited for. `late` has an address but does not answer
+    yet."""
+    everyone = nodes if late is None else (*nodes, late)
+    async with AsyncExitStack() as stack:
+        for node in everyone:
+            await node.start()
+            stack.push_async_callback(node.stop)
+        if late is not None:
+            await late.stop()
+        prefill = [node.address for node in everyone if isinstance(node, ScriptedPrefill)]
+        decode = [node.address for node in everyone if isinstance(node, ScriptedDecode)]
+        registry = Registry(prefill, decode, KVIndex(1000))
+        stack.push_async_callback(registry.close)
+        registry.start()
+        yield registry
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """The registry's tasks share this loop: let them run until it holds."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_live_nodes_are_described_and_their_events_reach_the_index() -> None:
+    prefill, decode = ScriptedPrefill(), ScriptedDecode()
+    prefill.max_model_len = 1000
+    async with serving(prefill, decode) as registry:
+        assert await registry.wait_settled(PATIENCE)
+        model = registry.served_model()
+        assert (model.max_model_len, model.vocab_size, model.kv_namespace) == (1000, 1000, NAMESPACE)
+        prefill.update(1, stored=[A, B], num_queued_tokens=5)
+        decode.update(1, stored=[A])
+        await until(lambda: registry.index.leading([A, B]) == {"prefill-0": 2, "decode-0": 1})
+        assert registry.prefill[0].load.num_queued_tokens == 5
+        prefill.update(2, removed=[B])
+        await until(lambda: registry.index.leading([A, B]) == {"prefill-0": 1, "decode-0": 1})
+        prefill.update(3, reset=True, stored=[C])
+        await until(lambda: registry.index.leading([C]) == {"prefill-0": 1})
+        assert registry.index.leading([A]) == {"decode-0": 1}
+
+
+async def test_without_a_decode_node_nothing_is_served() -> None:
+    prefill, decode = ScriptedPrefill(), ScriptedDecode()
+    async with serving(prefill, decode) as registry:
+        assert await registry.wait_settled(PATIENCE)
+        await decode.stop()
+        await until(lambda: registry.decode[0].state is NodeState.LOST)
+        with pytest.raises(UnavailableError, match="is lost"):
+            registry.served_model()
+        assert len(registry.live(NodeRole.PREFILL)) == 1
+
+
+async def test_a_node_that_comes_back_in_the_same_epoch_is_asked_for_what_was_missed() -> None:
+    decode = ScriptedDecode()
+    async with serving(decode) as registry:
+        decode.update(7, stored=[A])
+        await until(lambda: registry.index.leading([A]) == {"decode-0": 1})
+        await soon(decode.watch_requests)
+        await decode.stop()
+        await until(lambda: registry.decode[0].state is NodeState.LOST)
+        assert registry.index.leading([A]) == {"decode-0": 1}  # kept: it may come back
+        decode.update(8, stored=[B])
+        await decode.start()
+        request = await soon(decode.watch_requests)
+        assert (request.epoch, request.after_sequence) == (1, 7)
+        await until(lambda: registry.index.leading([A, B]) == {"decode-0": 2})
+
+
+async def test_a_new_epoch_forgets_what_the_old_one_held() -> None:
+    decode = ScriptedDecode()
+    async with serving(decode) as registry:
+        decode.update(7, stored=[A])
+        await until(lambda: registry.index.leading([A]) == {"decode-0": 1})
+        await soon(decode.watch_requests)
+        await decode.stop()
+        decode.epoch = 2
+        decode.update(0, reset=True)
+        await decode.start()
+        request = await soon(decode.watch_requests)
+        assert (request.epoch, request.after_sequence) == (0, 0)
+        await until(lambda: registry.decode[0].state is NodeState.LIVE)
+        assert registry.index.leading([A]) == {}
+
+
+async def test_an_epoch_that_changes_within_a_stream_is_asked_about() -> None:
+    decode = ScriptedDecode()
+    async with serving(decode) as registry:
+        assert await registry.wait_settled(PATIENCE)
+        await soon(decode.watch_requests)
+        decode.epoch = 2
+        decode.update(1, stored=[A], epoch=2)  # ends the stream, unapplied
+        await soon(decode.watch_requests)
+        decode.update(0, reset=True)
+        await until(lambda: registry.decode[0].state is NodeState.LIVE)
+        description = registry.decode[0].description
+        assert description is not None and description.source.epoch == 2
+        assert registry.index.leading([A]) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model_fingerprint": b"\x02" * 32}, "model fingerprint is 0202020202020202, not 0101010101010101"),
+        ({"kv_dtype": "bfloat16"}, "KV dtype is bfloat16, not float32"),
+        ({"block_size": 32}, "block size is 32, not 4"),
+        ({"layout_id": "other"}, "KV layout is other, not test-layout"),
+    ],
+)
+async def test_a_node_with_other_kv_is_refused_with_the_reason(
+    change: dict[str, object], complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode, stranger = ScriptedDecode(), ScriptedDecode("decode-1")
+    stranger.namespace = replace(NAMESPACE, **change)  # type: ignore[arg-type]
+    await refused(decode, stranger, complaint, caplog)
+
+
+async def test_a_node_with_another_connector_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    decode, stranger = ScriptedDecode(), ScriptedDecode("decode-1")
+    stranger.connector = "redis"
+    await refused(decode, stranger, "connector is redis, not in_process", caplog)
+
+
+async def test_two_nodes_of_one_id_are_not_both_let_in(caplog: pytest.LogCaptureFixture) -> None:
+    await refused(ScriptedDecode(), ScriptedDecode(), "node_id 'decode-0' is that of 127.0.0.1", caplog)
+
+
+async def refused(
+    first: ScriptedNode, stranger: ScriptedNode, complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stranger comes when `first` is live."""
+    with caplog.at_level(logging.WARNING):
+        async with serving(first, late=stranger) as registry:
+            await until(lambda: registry.decode[0].state is NodeState.LIVE)
+            await stranger.start()
+            await until(lambda: registry.decode[1].state is NodeState.REFUSED)
+            assert complaint in caplog.text
+            assert [node.address for node in registry.live(NodeRole.DECODE)] == [first.address]
+
+
+async def test_a_node_of_the_wrong_kind_is_refused_and_let_in_when_it_was_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefill, decode = ScriptedPrefill(), ScriptedDecode()
+    right, prefill.role = prefill.role, decode.role
+    with caplog.at_level(logging.WARNING):
+        async with serving(prefill, decode) as registry:
+            assert await registry.wait_settled(PATIENCE)
+            assert registry.prefill[0].state is NodeState.REFUSED
+            assert "role is decode, but it is listed among the prefill nodes" in caplog.text
+            prefill.role = right
+            await until(lambda: registry.prefill[0].state is NodeState.LIVE)
+
+
+async def test_a_node_that_is_not_there_is_found_when_it_comes() -> None:
+    decode, late = ScriptedDecode(), ScriptedDecode("decode-1")
+    async with serving(decode, late=late) as registry:
+        await until(lambda: registry.decode[0].state is NodeState.LIVE)
+        assert registry.decode[1].state is NodeState.CONNECTING
+        await late.start()
+        await until(lambda: registry.decode[1].state is NodeState.LIVE)
+
+
+async def test_waiting_for_nodes_is_bounded() -> None:
+    registry = Registry([], ["127.0.0.1:1"], KVIndex(10))
+    registry.start()
+    assert not await registry.wait_settled(0.05)
+    assert registry.decode[0].state is NodeState.CONNECTING
+    await registry.close()
+
+
+async def test_an_address_is_listed_once() -> None:
+    with pytest.raises(ConfigurationError, match="listed twice"):
+        Registry(["127.0.0.1:1"], ["127.0.0.1:1"], KVIndex(10))

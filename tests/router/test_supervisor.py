@@ -1,0 +1,334 @@
+"""The life of a request against nodes whose every move the test decides: order, failures, and that nothing is left."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+from kvrelay.core.errors import (
+    CancelledByPeerError,
+    DeadlineError,
+    InvalidRequestError,
+    KVRelayError,
+    OverloadedError,
+    UnavailableError,
+)
+from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
+from router.request import RequestEvent, RequestTrace, RoutedRequest
+from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, cluster, soon, token
+
+PROMPT = tuple(range(100, 110))  # two full blocks and a partial one
+
+
+def a_request(request_id: str = "r", *, n: int = 1, timeout: float = 60.0) -> RoutedRequest:
+    return RoutedRequest(request_id, PROMPT, SamplingParams(n=n, max_tokens=8, seed=1), timeout=timeout)
+
+
+async def take(events: AsyncGenerator[RequestEvent, None]) -> RequestEvent:
+    async with asyncio.timeout(PATIENCE):
+        return await anext(events)
+
+
+async def take_trace(events: AsyncGenerator[RequestEvent, None]) -> RequestTrace:
+    trace = await take(events)
+    assert isinstance(trace, RequestTrace)
+    with pytest.raises(StopAsyncIteration):
+        await take(events)
+    return trace
+
+
+async def opened(
+    nodes: Cluster, events: AsyncGenerator[RequestEvent, None]
+) -> "tuple[asyncio.Task[RequestEvent], PrefillCall, str]":
+    """Both legs of a request are open, P has granted a lease; its first event is being waited for."""
+    first = asyncio.create_task(take(events))
+    call = await soon(nodes.prefill.calls)
+    admit = await nodes.decode.admit()
+    assert not admit.local_prefill and tuple(admit.prompt_token_ids) == PROMPT
+    assert call.request.request_id == admit.request_id
+    call.accept()
+    return first, call, admit.request_id
+
+
+async def give_up(task: "asyncio.Task[RequestEvent]") -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def assert_idle(nodes: Cluster) -> None:
+    for node in nodes.registry.nodes:
+        assert (node.num_queued_tokens, node.num_sequences) == (0, 0)
+
+
+async def test_tokens_come_before_the_transfer_and_the_lease_goes_after_it() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.publish(1)
+        pull = await nodes.decode.pull()
+        assert (pull.num_blocks, pull.final) == (1, False)
+        assert (pull.source.node_id, pull.source.epoch, pull.source.endpoint) == ("prefill-0", 1, "endpoint-prefill-0")
+        call.finish(token(7), num_cached_tokens=4)
+        assert await first == token(7)  # D has neither all blocks nor a word said
+        start = await nodes.decode.started()
+        assert [tuple(output.token_ids) for output in start.first_tokens] == [(7,)]
+
+        second = asyncio.create_task(take(events))
+        call.publish(3)
+        assert (await nodes.decode.pull()).num_blocks == 3
+        call.end()
+        pull = await nodes.decode.pull()
+        assert (pull.num_blocks, pull.final) == (3, True)
+        assert nodes.prefill.released.empty()
+        nodes.decode.admitted(wire_id, 0)
+        nodes.decode.kv_ready(wire_id, fetched=10)
+        assert await soon(nodes.prefill.released) == ("lease",)
+        nodes.decode.tokens(wire_id, token(8))
+        assert await second == token(8)
+        nodes.decode.tokens(wire_id, token(9, finish=FinishReason.LENGTH))
+        assert await take(events) == token(9, finish=FinishReason.LENGTH)
+        trace = await take_trace(events)
+        assert (trace.prefill_node, trace.decode_node) == ("prefill-0", "decode-0")
+        assert (trace.num_prompt_blocks, trace.num_computed_tokens, trace.num_cached_tokens) == (3, 6, 4)
+        assert trace.num_transferred_blocks == 3
+        assert 0 <= trace.queue_seconds <= trace.ttft_seconds <= trace.e2e_seconds
+        assert nodes.decode.commands.empty() and nodes.prefill.released.empty()
+        assert_idle(nodes)
+
+
+async def test_outputs_that_all_end_with_their_first_token_never_start_decoding() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.finish(token(7, finish=FinishReason.LENGTH))
+        assert await first == token(7, finish=FinishReason.LENGTH)
+        await take_trace(events)
+        assert await nodes.decode.aborted() == wire_id
+        assert await soon(nodes.prefill.released) == ("lease",)
+
+
+async def test_choices_interleave_under_their_index() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request(n=2))) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.finish(token(7, finish=FinishReason.STOP), token(17, index=1))
+        assert await first == token(7, finish=FinishReason.STOP)
+        assert await take(events) == token(17, index=1)
+        await nodes.decode.started()
+        nodes.decode.kv_ready(wire_id, fetched=10)
+        nodes.decode.tokens(wire_id, token(8))  # of an output that is over: not passed on
+        nodes.decode.tokens(wire_id, token(18, index=1, finish=FinishReason.LENGTH))
+        assert await take(events) == token(18, index=1, finish=FinishReason.LENGTH)
+        await take_trace(events)
+
+
+async def test_closing_aborts_both_legs() -> None:
+    async with cluster() as nodes:
+        events = nodes.relay.run(a_request())
+        first, call, wire_id = await opened(nodes, events)
+        call.finish(token(7))
+        await first
+        await events.aclose()
+        await nodes.decode.started()
+        assert await nodes.decode.aborted() == wire_id
+        assert await soon(nodes.prefill.released) == ("lease",)
+        await call.over.wait()
+        assert_idle(nodes)
+
+
+async def test_cancelling_the_consumer_before_the_first_token_aborts_both_legs() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.publish(1)
+        await nodes.decode.pull()  # so that the lease is known
+        await give_up(first)
+        assert await nodes.decode.aborted() == wire_id
+        assert await soon(nodes.prefill.released) == ("lease",)
+        await call.over.wait()
+        assert_idle(nodes)
+
+
+async def test_a_release_that_fails_is_tried_again() -> None:
+    async with cluster() as nodes:
+        nodes.prefill.release_failures.append(UnavailableError("not now"))
+        events = nodes.relay.run(a_request())
+        first, call, _ = await opened(nodes, events)
+        call.finish(token(7))
+        await first
+        await events.aclose()
+        assert await soon(nodes.prefill.released) == ("lease",)
+
+
+async def test_a_prefill_that_fails_before_its_first_token_moves_to_the_decode_node() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.publish(1)
+        await nodes.decode.pull()
+        call.end(UnavailableError("out of luck"))
+        assert await nodes.decode.aborted() == wire_id
+        admit = await nodes.decode.admit()
+        assert admit.local_prefill and admit.request_id != wire_id
+        assert await soon(nodes.prefill.released) == ("lease",)
+        nodes.decode.tokens(wire_id, token(1))  # late, of the attempt that was given up
+        nodes.decode.admitted(admit.request_id, 4)
+        nodes.decode.tokens(admit.request_id, token(7))
+        assert await first == token(7)
+        nodes.decode.tokens(admit.request_id, token(8, finish=FinishReason.STOP))
+        await take(events)
+        trace = await take_trace(events)
+        assert (trace.prefill_node, trace.num_computed_tokens, trace.num_cached_tokens) == (None, 6, 4)
+        assert_idle(nodes)
+
+
+async def test_a_prefill_node_that_dies_before_its_first_token_is_not_missed() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, _, wire_id = await opened(nodes, events)
+        await nodes.prefill.stop()
+        assert await nodes.decode.aborted() == wire_id
+        admit = await nodes.decode.admit()
+        assert admit.local_prefill
+        nodes.decode.tokens(admit.request_id, token(7, finish=FinishReason.STOP))
+        assert await first == token(7, finish=FinishReason.STOP)
+        await take_trace(events)
+
+
+async def test_a_prefill_that_fails_after_its_first_token_leaves_the_rest_to_the_decode_node() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.publish(2)
+        assert not (await nodes.decode.pull()).final
+        call.finish(token(7))
+        await first
+        await nodes.decode.started()
+        call.end(UnavailableError("died"))
+        second = asyncio.create_task(take(events))
+        pull = await nodes.decode.pull()
+        assert (pull.num_blocks, pull.final) == (2, True)
+        nodes.decode.kv_ready(wire_id, fetched=8, recomputed=2)
+        nodes.decode.tokens(wire_id, token(8, finish=FinishReason.STOP))
+        assert await second == token(8, finish=FinishReason.STOP)
+        trace = await take_trace(events)
+        assert (trace.num_computed_tokens, trace.num_transferred_blocks) == (10, 2)
+
+
+async def test_a_refusal_by_the_prefill_node_is_not_tried_elsewhere() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.end(InvalidRequestError("too long", field="prompt"))
+        with pytest.raises(InvalidRequestError, match="too long"):
+            await first
+        assert await nodes.decode.aborted() == wire_id
+        assert_idle(nodes)
+
+
+async def test_first_tokens_of_the_wrong_outputs_are_a_failed_prefill() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request(n=2))) as events:
+        first, call, _ = await opened(nodes, events)
+        call.finish(token(7))
+        await nodes.decode.aborted()
+        assert (await nodes.decode.admit()).local_prefill
+        await give_up(first)
+
+
+async def test_a_decode_stream_that_breaks_fails_its_requests_and_the_next_one_opens_another() -> None:
+    async with cluster() as nodes:
+        events = nodes.relay.run(a_request())
+        first, call, _ = await opened(nodes, events)
+        nodes.decode.end_stream()
+        with pytest.raises(UnavailableError, match="decode node"):
+            await first
+        await call.over.wait()
+        assert_idle(nodes)
+        again = nodes.relay.run(a_request())
+        first, _, wire_id = await opened(nodes, again)
+        assert nodes.decode.num_streams == 2
+        await give_up(first)
+        assert await nodes.decode.aborted() == wire_id
+
+
+async def test_a_failure_at_the_decode_node_keeps_its_class() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        nodes.decode.failed(wire_id, grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+        with pytest.raises(OverloadedError, match="no room"):
+            await first
+        await call.over.wait()
+        assert nodes.decode.commands.empty()  # it knows already
+
+
+async def test_the_deadline_of_a_request_ends_both_legs() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request(timeout=0.2))) as events:
+        first, call, wire_id = await opened(nodes, events)
+        with pytest.raises(DeadlineError):
+            await first
+        assert await nodes.decode.aborted() == wire_id
+        assert await soon(nodes.prefill.released) == ("lease",)
+        await call.over.wait()
+
+
+async def test_abort_ends_the_request_for_its_consumer() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, _, wire_id = await opened(nodes, events)
+        nodes.relay.abort("unknown")
+        nodes.relay.abort("r")
+        with pytest.raises(CancelledByPeerError):
+            await first
+        assert await nodes.decode.aborted() == wire_id
+
+
+async def test_a_lease_is_renewed_while_the_decode_node_is_slow() -> None:
+    async with cluster(lease_ttl=0.15) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.finish(token(7))
+        await first
+        assert call.request.lease_ttl_ms == 150
+        for _ in range(3):
+            assert await soon(nodes.prefill.renewed) == ("lease",)
+        second = asyncio.create_task(take(events))
+        nodes.decode.kv_ready(wire_id, fetched=10)
+        assert await soon(nodes.prefill.released) == ("lease",)
+        nodes.decode.tokens(wire_id, token(8, finish=FinishReason.STOP))
+        await second
+        await take_trace(events)
+
+
+async def test_a_short_prompt_is_prefilled_where_it_is_decoded() -> None:
+    async with cluster(local_prefill_max_tokens=64) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first = asyncio.create_task(take(events))
+        admit = await nodes.decode.admit()
+        assert admit.local_prefill
+        nodes.decode.tokens(admit.request_id, TokenOutput(0, (7, 8), finish_reason=FinishReason.LENGTH))
+        assert (await first) == TokenOutput(0, (7, 8), finish_reason=FinishReason.LENGTH)
+        trace = await take_trace(events)
+        assert (trace.prefill_node, trace.num_computed_tokens, trace.num_transferred_blocks) == (None, 10, 0)
+        assert nodes.prefill.calls.empty() and nodes.decode.commands.empty()
+
+
+async def test_requests_share_one_stream_and_are_bounded_in_number() -> None:
+    async with cluster(max_concurrent_requests=2) as nodes:
+        running = [nodes.relay.run(a_request(f"r{number}")) for number in range(2)]
+        tasks = [asyncio.create_task(take(events)) for events in running]
+        admits = [await nodes.decode.admit() for _ in running]
+        assert len({admit.request_id for admit in admits}) == 2
+        with pytest.raises(InvalidRequestError, match="already"):
+            await anext(nodes.relay.run(a_request("r1")))
+        with pytest.raises(OverloadedError):
+            await anext(nodes.relay.run(a_request("r2")))
+        nodes.decode.failed(admits[1].request_id, grpc.StatusCode.INTERNAL, "broken")
+        with pytest.raises(KVRelayError, match="broken"):
+            await tasks[1]
+        assert not tasks[0].done() and nodes.decode.num_streams == 1
+        await give_up(tasks[0])
+
+
+async def test_closing_the_relay_fails_what_still_runs() -> None:
+    async with cluster() as nodes:
+        first, _, wire_id = await opened(nodes, nodes.relay.run(a_request()))
+        await nodes.relay.close(timeout=0.0)
+        with pytest.raises(UnavailableError, match="stopping"):
+            await first
+        with pytest.raises(UnavailableError, match="stopping"):
+            await anext(nodes.relay.run(a_request()))
+        assert_idle(nodes)
+        assert wire_id.startswith("r.")

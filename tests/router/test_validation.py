@@ -1,0 +1,158 @@
+"""The one path to a RoutedRequest: what it lets through is complete, what it refuses is named."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrelay.core.errors import InvalidRequestError, ModelLoadError, UnavailableError, UnknownModelError
+from kvrelay.core.sampling_params import SamplingParams
+from router.edge.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from router.edge.validation import ChatPrompt, ClientRequest, RequestValidator, TextPrompt, TokenPrompt
+from router.request import RoutedRequest
+from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TEXT = TextPrompt("hello world")
+CHAT = ChatPrompt([{"role": "user", "content": "hello"}])
+
+
+async def routed(relay: ScriptedRelay, client: ClientRequest) -> RoutedRequest:
+    return await RequestValidator(relay, relay.tokenizer, MODEL, default_timeout=60.0).routed(client, "id-1")
+
+
+async def refused(relay: ScriptedRelay, client: ClientRequest) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        await routed(relay, client)
+    return caught.value
+
+
+async def test_text_gets_the_model_s_special_tokens_and_chat_its_template(relay: ScriptedRelay) -> None:
+    plain = await relay.tokenizer.encode("hello world", add_special_tokens=False)
+    assert (await routed(relay, ClientRequest(TEXT, SamplingParams()))).prompt_token_ids == (0, *plain)
+    bare = ClientRequest(TextPrompt("hello world", add_special_tokens=False), SamplingParams())
+    assert (await routed(relay, bare)).prompt_token_ids == tuple(plain)
+    chat = (await routed(relay, ClientRequest(CHAT, SamplingParams()))).prompt_token_ids
+    assert relay.tokenizer.decode(chat, skip_special_tokens=False) == "<user>hello\n<assistant>"
+
+
+async def test_defaults(relay: ScriptedRelay) -> None:
+    completion = await routed(relay, ClientRequest(TEXT, SamplingParams()))
+    chat = await routed(relay, ClientRequest(CHAT, SamplingParams()))
+    assert completion.sampling.max_tokens == 16
+    assert chat.sampling.max_tokens == MAX_MODEL_LEN - len(chat.prompt_token_ids)
+    assert completion.sampling.seed is not None
+    assert completion.sampling.seed != chat.sampling.seed
+    assert completion.timeout == 60.0
+    almost_full = await routed(relay, ClientRequest(TokenPrompt([2] * (MAX_MODEL_LEN - 3)), SamplingParams()))
+    assert almost_full.sampling.max_tokens == 3
+
+
+async def test_what_the_client_gave_is_kept(relay: ScriptedRelay) -> None:
+    client = ClientRequest(
+        TEXT,
+        SamplingParams(seed=7, top_k=10**12),
+        max_tokens=5,
+        model=MODEL,
+        priority=-3,
+        cache_salt="tenant",
+        timeout=2.5,
+    )
+    request = await routed(relay, client)
+    assert (request.sampling.seed, request.sampling.max_tokens) == (7, 5)
+    assert request.sampling.top_k == relay.tokenizer.vocab_size
+    assert (request.priority, request.cache_salt, request.timeout) == (-3, b"tenant", 2.5)
+
+
+@pytest.mark.parametrize(
+    ("client", "field", "words"),
+    [
+        (ClientRequest(TextPrompt(""), SamplingParams()), "prompt", ["empty"]),
+        (ClientRequest(TextPrompt("", False), SamplingParams()), "prompt", ["empty"]),
+        (ClientRequest(TokenPrompt([]), SamplingParams()), "prompt", ["no tokens"]),
+        (ClientRequest(ChatPrompt([]), SamplingParams()), "messages", ["empty"]),
+        (ClientRequest(TokenPrompt([5, 400_000]), SamplingParams()), "prompt", ["400000", "vocabulary"]),
+        (ClientRequest(TokenPrompt([-1]), SamplingParams()), "prompt", ["-1"]),
+        (ClientRequest(TokenPrompt([2] * MAX_MODEL_LEN), SamplingParams()), "prompt", [str(MAX_MODEL_LEN)]),
+        (ClientRequest(TokenPrompt([2] * 250), SamplingParams(), max_tokens=7), "max_tokens", ["250", "7", "256"]),
+        (ClientRequest(TextPrompt("x" * 1_000_000), SamplingParams()), "prompt", ["1000000", "256"]),
+        (ClientRequest(TEXT, SamplingParams(), max_tokens=-1), "max_tokens", ["-1"]),
+        (ClientRequest(TEXT, SamplingParams(), max_tokens=0), "max_tokens", ["0"]),
+        (ClientRequest(TEXT, SamplingParams(min_tokens=20)), "min_tokens", ["20", "16"]),
+        (ClientRequest(TEXT, SamplingParams(min_tokens=2**40)), "min_tokens", ["16"]),
+        (ClientRequest(TEXT, SamplingParams(temperature=float("nan"))), "temperature", ["nan"]),
+        (ClientRequest(TEXT, SamplingParams(top_p=0.0)), "top_p", ["0.0"]),
+        (ClientRequest(TEXT, SamplingParams(stop_token_ids=(10**9,))), "stop_token_ids", ["vocabulary"]),
+        (ClientRequest(TEXT, SamplingParams(logit_bias=((10**9, 1.0),))), "logit_bias", ["vocabulary"]),
+        (ClientRequest(TEXT, SamplingParams(stop=("",))), "stop", ["1 to"]),
+        (ClientRequest(TEXT, SamplingParams(), priority=2**31), "priority", ["32 bits"]),
+        (ClientRequest(TEXT, SamplingParams(), cache_salt=""), "cache_salt", ["1 to"]),
+        (ClientRequest(TEXT, SamplingParams(), model="gpt-5"), "model", ["gpt-5", MODEL]),
+    ],
+)
+async def test_what_is_refused_names_its_field(
+    relay: ScriptedRelay, client: ClientRequest, field: str, words: list[str]
+) -> None:
+    error = await refused(relay, client)
+    assert error.field == field
+    for word in words:
+        assert word in str(error)
+    assert not relay.requests
+
+
+async def test_an_unknown_model_has_its_own_type(relay: ScriptedRelay) -> None:
+    assert isinstance(await refused(relay, ClientRequest(TEXT, SamplingParams(), model="other")), UnknownModelError)
+
+
+async def test_a_template_that_refuses_is_the_client_s_error(relay: ScriptedRelay) -> None:
+    prompt = ChatPrompt([{"role": "assistant", "content": "I begin"}])
+    error = await refused(relay, ClientRequest(prompt, SamplingParams()))
+    assert error.field == "messages"
+    assert "conversations begin with a user" in str(error)
+
+
+async def test_nobody_to_serve(relay: ScriptedRelay) -> None:
+    relay.available = False
+    with pytest.raises(UnavailableError):
+        await routed(relay, ClientRequest(TEXT, SamplingParams()))
+
+
+async def test_a_tokenizer_without_a_template_serves_completions_only(tmp_path: Path) -> None:
+    relay = ScriptedRelay(Tokenizer.load(write_tokenizer(tmp_path, chat_template=None)))
+    assert (await routed(relay, ClientRequest(TEXT, SamplingParams()))).prompt_token_ids
+    assert "no chat template" in str(await refused(relay, ClientRequest(CHAT, SamplingParams())))
+
+
+async def test_long_text_is_encoded_like_short_text(tokenizer: Tokenizer) -> None:
+    text = "hello world " * LONG_TEXT_CHARS
+    token_ids = await tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
+
+
+async def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
+    text = "hello 你好 \U0001f389"
+    token_ids = await tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == text
+    assert tokenizer.token_text(1) == "</s>"
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_a_directory_without_a_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        Tokenizer.load(tmp_path / "absent")
+
+
+def test_the_edge_needs_no_torch_and_says_nothing_about_it(tokenizer_directory: Path) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import router.edge.gateway, router.edge.grpc_service\n"
+        "from router.edge.tokenizer import Tokenizer\n"
+        "print(Tokenizer.load(sys.argv[1]).render_chat([{'role': 'user', 'content': 'hello'}]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tokenizer_directory)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("<user>hello\n<assistant>\n", "", 0)

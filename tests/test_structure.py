@@ -1,0 +1,118 @@
+"""Who may import whom, and a few words and calls that must not appear. Read from the sources, nothing is imported."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A package (the longest matching prefix counts) and what of ours it may import besides itself.
+MAY_IMPORT = {
+    "kvrelay.core": {"kvrelay.v1"},
+    "kvrelay.v1": set[str](),
+    "kvrelay.engine": {"paged_kernels", "kvrelay.core"},
+    # The node chooses the attention backend for its engine.
+    "kvrelay.node": {"kvrelay", "kvrelay.engine", "kv_connector", "paged_kernels", "kvrelay.core", "kvrelay.v1"},
+    "kvrelay.cli": {"kvrelay", "kvrelay.core", "kvrelay.v1"},
+    "kvrelay": {"kvrelay.core"},
+    "router": {"kvrelay", "kvrelay.core", "kvrelay.v1"},
+    "prefill_node": {"kvrelay", "kvrelay.node", "kvrelay.engine", "kv_connector", "kvrelay.core", "kvrelay.v1"},
+    "decode_node": {"kvrelay", "kvrelay.node", "kvrelay.engine", "kv_connector", "kvrelay.core", "kvrelay.v1"},
+    "kv_connector": {"kvrelay.core"},
+    "paged_kernels": set[str](),
+}
+TORCH_FREE = ("kvrelay.core", "kvrelay.v1", "kvrelay.cli", "router")
+ENVIRONMENT_READERS = {"kvrelay.core.config", "kvrelay.cli.serve"}
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec"}
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    name: str
+    path: Path
+
+    @property
+    def package(self) -> str:
+        return package_of(self.name)
+
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8"), str(self.path))
+
+    def imports(self) -> Iterator[str]:
+        """Full names, wherever in the file; `from a import b` counts as `a.b`, since b may be a module."""
+        for node in ast.walk(self.tree()):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{self.name}: imports are absolute"
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def package_of(name: str) -> str:
+    """The entry of MAY_IMPORT that `name` belongs to, or its first part when it is not ours."""
+    matches = [package for package in MAY_IMPORT if name == package or name.startswith(f"{package}.")]
+    return max(matches, key=len) if matches else name.split(".")[0]
+
+
+def find_modules() -> list[Module]:
+    modules: list[Module] = []
+    for base in ("kvrelay", "router", "prefill_node", "decode_node", "kv_connector", "kernels/paged_kernels"):
+        folder = ROOT / base
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            modules.append(Module(".".join(part for part in parts if part != "__init__"), path))
+    return modules
+
+
+MODULES = find_modules()
+OURS = [module for module in MODULES if module.package != "kvrelay.v1"]
+
+
+def by_name(module: Module) -> str:
+    return module.name
+
+
+def test_every_package_has_a_rule() -> None:
+    assert {module.package for module in MODULES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=by_name)
+def test_imports(module: Module) -> None:
+    allowed = MAY_IMPORT[module.package] | {module.package}
+    for name in module.imports():
+        package = package_of(name)
+        assert package not in MAY_IMPORT or package in allowed, f"{module.name} must not import {name}"
+
+
+@pytest.mark.parametrize("module", [one for one in MODULES if one.package in TORCH_FREE], ids=by_name)
+def test_no_torch(module: Module) -> None:
+    assert not [name for name in module.imports() if name.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("module", OURS, ids=by_name)
+def test_environment_is_read_in_one_place(module: Module) -> None:
+    if module.name in ENVIRONMENT_READERS:
+        return
+    for node in ast.walk(module.tree()):
+        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv")), (
+            f"{module.name}:{node.lineno} reads the environment; settings come from kvrelay.core.config"
+        )
+
+
+@pytest.mark.parametrize("module", OURS, ids=by_name)
+def test_no_code_from_data(module: Module) -> None:
+    assert not [name for name in module.imports() if name.split(".")[0] in FORBIDDEN_IMPORTS]
+    for node in ast.walk(module.tree()):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in FORBIDDEN_CALLS, f"{module.name}:{node.lineno} calls {node.func.id}"
+
+
+@pytest.mark.parametrize("module", OURS, ids=by_name)
+def test_names_and_docstrings(module: Module) -> None:
+    assert not FORBIDDEN_NAMES & set(module.name.split(".")), f"{module.name} is not named after a concept"
+    assert ast.get_docstring(module.tree()), f"{module.name} does not say what it is"
