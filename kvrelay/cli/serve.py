@@ -126,7 +126,7 @@ def _end_with_stdin(loop: asyncio.AbstractEventLoop, cluster: asyncio.Task[None]
 
 async def _run_cluster(settings: ServeSettings) -> None:
     # Outside core/config.py the one use of the process's environment: it is handed on, explicitly.
-    environment = child_environment(os.environ, settings)
+    environment = child_environment(os.environ)
     async with Supervisor(stop_timeout=settings.stop_timeout) as supervisor:
         commands = node_commands(settings, environment, cores=available_cores())
         _say(f"starting {', '.join(command.name for command in commands)} for {settings.model}")
@@ -145,6 +145,9 @@ def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, co
     num_nodes = settings.prefill_nodes + settings.decode_nodes
     threads = max(1, cores // num_nodes) if settings.threads == "auto" else settings.threads
     roles = ["prefill"] * settings.prefill_nodes + ["decode"] * settings.decode_nodes
+    shared = dict(environment)
+    if settings.connector == "redis":  # not a flag: its password would be in the process list
+        shared[f"{ENV_PREFIX}REDIS_URL"] = settings.redis_url.get_secret_value()
     commands: list[ChildCommand] = []
     for index, role in enumerate(roles):
         name = f"{role}-{index if role == 'prefill' else index - settings.prefill_nodes}"
@@ -156,7 +159,7 @@ def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, co
                 name=name,
                 role=role,
                 arguments=(*_python(f"{role}_node", settings), *flags, *_flags(settings, NODE_SETTINGS)),
-                environment={**environment, "OMP_NUM_THREADS": str(threads)},
+                environment={**shared, "OMP_NUM_THREADS": str(threads)},
             )
         )
     return commands
@@ -173,12 +176,9 @@ def router_command(
     return ChildCommand(name="router", role="router", arguments=arguments, environment=environment)
 
 
-def child_environment(environment: Mapping[str, str], settings: ServeSettings) -> dict[str, str]:
-    """Ours without our own settings, which children get as flags; the Redis URL is kept out of the process list."""
-    child = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
-    if settings.connector == "redis":
-        child[f"{ENV_PREFIX}REDIS_URL"] = settings.redis_url.get_secret_value()
-    return child
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Ours without our own settings: children get theirs as flags."""
+    return {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
 
 
 def available_cores() -> int:

@@ -99,17 +99,22 @@ def test_aggregated_mode_has_no_prefill_nodes() -> None:
     assert router.prefill_nodes == ()
 
 
-def test_the_redis_url_is_in_the_environment_only() -> None:
+def test_our_own_variables_are_not_inherited() -> None:
+    assert child_environment({"PATH": "/bin", "KVRELAY_PORT": "1"}) == {"PATH": "/bin"}
+
+
+def test_the_redis_url_is_in_the_environment_of_the_nodes_only() -> None:
     settings = settings_of("m", "--connector", "redis", "--redis-url", SECRET)
-    inherited = {"PATH": "/bin", "KVRELAY_PORT": "1", "KVRELAY_REDIS_URL": "redis://other"}
-    environment = child_environment(inherited, settings)
-    assert environment == {"PATH": "/bin", "KVRELAY_REDIS_URL": SECRET}
-    commands = node_commands(settings, environment, cores=2)
-    assert not [argument for command in commands for argument in command.arguments if "hunter2" in argument]
+    nodes = node_commands(settings, {}, cores=2)
+    assert [node.environment["KVRELAY_REDIS_URL"] for node in nodes] == [SECRET, SECRET]
+    router = router_command(settings, {}, prefill=["p:1"], decode=["d:1"])
+    assert router.environment == {}
+    assert not [argument for command in (*nodes, router) for argument in command.arguments if "hunter2" in argument]
 
 
-def test_without_redis_no_child_hears_of_it() -> None:
-    assert child_environment({"KVRELAY_REDIS_URL": SECRET}, settings_of("m", "--redis-url", SECRET)) == {}
+def test_without_redis_no_node_hears_of_it() -> None:
+    for node in node_commands(settings_of("m", "--redis-url", SECRET), {}, cores=2):
+        assert set(node.environment) == {"OMP_NUM_THREADS"}
 
 
 @pytest.mark.parametrize("argv", [("--threads", "0"), ("--threads", "many"), ("--decode-nodes", "0")])

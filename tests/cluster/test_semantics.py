@@ -194,8 +194,8 @@ async def test_outputs_that_the_client_has_enough_of_end_with_a_trace(model: Pat
             elif isinstance(event, RequestTrace):
                 traces.append(event)
     assert len(traces) == 1
-    assert counts[0] == 3
-    assert counts[1] < 900
+    assert 3 <= counts[0] < 900, "what was under way may still come"
+    assert 20 <= counts[1] < 900
 
 
 async def test_a_lease_that_nobody_renews_expires(model: Path) -> None:

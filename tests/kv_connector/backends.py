@@ -1,4 +1,4 @@
-"""One harness per backend: how the contract suite makes nodes and damages stored blocks, and what a backend promises."""
+"""One harness per backend: how the contract suite makes nodes and damages blocks, and what the backend promises."""
 
 import hashlib
 from typing import Protocol

@@ -81,6 +81,6 @@ async def test_the_password_is_in_no_message(caplog: pytest.LogCaptureFixture) -
         await peer.connector.publish(blocks(1))
     assert "hunter2" not in caplog.text + str(raised.value) and caplog.text
     await peer.connector.close()
-    with pytest.raises(ConfigurationError, match="redis.url") as invalid:
+    with pytest.raises(ConfigurationError, match=r"redis\.url") as invalid:
         node(RedisSettings(url="http://user:hunter2@host"))
     assert "hunter2" not in str(invalid.value)

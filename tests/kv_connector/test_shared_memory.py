@@ -27,6 +27,14 @@ def spawn_owner(directory: Path) -> tuple["subprocess.Popen[str]", Source]:
     return process, Source("child/0", EPOCH, process.stdout.readline().strip())
 
 
+def mappings() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
 def node(directory: Path, node_id: str = "peer") -> Node:
     return Node(SharedMemoryConnector(SharedMemorySettings(str(directory))), node_id, 16, LAYOUT, 1)
 
@@ -44,13 +52,13 @@ async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: b
     process.communicate()
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
     assert set(result.outcomes) == {FetchOutcome.FAILED}
-    assert source.endpoint not in Path("/proc/self/maps").read_text()
+    assert source.endpoint not in mappings()
     assert (tmp_path / source.endpoint).exists() == killed
     other = node(tmp_path, "other")  # allocating sweeps the dead and spares the living
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([peer.source.endpoint, other.source.endpoint])
+    assert files(tmp_path) == sorted([peer.source.endpoint, other.source.endpoint])
     await peer.connector.close()
     await other.connector.close()
-    assert not list(tmp_path.iterdir())
+    assert not files(tmp_path)
 
 
 async def test_the_segment_is_private_and_has_its_space(tmp_path: Path) -> None:
@@ -111,7 +119,7 @@ async def test_memory_stays_while_a_view_is_alive(tmp_path: Path) -> None:
     await write_and_publish(owner, blocks(1))
     await owner.connector.close()
     assert view[: LAYOUT.block_bytes] == content(blocks(1)[0].block_hash, LAYOUT.block_bytes)
-    assert not list(tmp_path.iterdir())
+    assert not files(tmp_path)
 
 
 async def test_a_cancelled_caller_waits_for_the_thread() -> None:
