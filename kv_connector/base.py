@@ -103,7 +103,7 @@ class KVConnector(Protocol):
 
     def retract(self, block_ids: Sequence[int]) -> None:
         """These blocks are about to lose their content. Called from the engine thread, before it writes to them;
-        returns at once. A fetch that overlaps is refused by verification, never wrong. A backend whose copies live
+        returns at once. A fetch that overlaps finds the block missing, never wrong. A backend whose copies live
         elsewhere does nothing."""
         ...
 

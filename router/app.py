@@ -1,20 +1,14 @@
 """The router process: HTTP gateway and gRPC service over one relay, in one asyncio loop, started and ended in order.
 
-Standard output carries one JSON line, when both ports serve; everything else is logged to standard error. Invariant: a
-stop takes bounded time, and lets running requests end or fails them with UNAVAILABLE.
+Invariant: a stop takes bounded time, and lets running requests end or fails them with UNAVAILABLE.
 """
 
 import asyncio
-import json
 import logging
-import os
-import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import uvicorn
@@ -26,6 +20,7 @@ from kvrelay import __version__
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
+from kvrelay.core.lifecycle import announce_ready, stop_event
 from kvrelay.core.logs import configure_logging
 from kvrelay.core.rpc import (
     ErrorInterceptor,
@@ -41,6 +36,7 @@ from router.edge.metrics import RouterMetrics
 from router.edge.outputs import Edge
 from router.edge.tokenizer import Tokenizer
 from router.kv_index import KVIndex
+from router.node_metrics import NodeMetrics
 from router.policy import make_policy
 from router.registry import Registry
 from router.relay import ClusterRelay
@@ -77,9 +73,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(settings: RouterSettings) -> None:
-    stop = _stop_event(supervised=settings.supervised)
+    stop = stop_event(supervised=settings.supervised)
     async with serve(settings, stop) as addresses:
-        _announce(settings, addresses)
+        name = served_model_name(settings)
+        announce_ready(role="router", http_address=addresses.http, grpc_address=addresses.grpc, model=name)
+        _logger.info("%s is served: HTTP on %s, gRPC on %s", name, addresses.http, addresses.grpc)
         await stop.wait()
         _logger.info("stopping")
 
@@ -97,6 +95,7 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
         edge = _edge(settings, relay, tokenizer)
+        edge.metrics.registry.register(NodeMetrics(registry))
         await _wait_for_nodes(settings, registry, stop)
         async with _serve_grpc(settings, edge) as grpc_server, _serve_http(settings, edge, stop) as http_port:
             yield ServedAddresses(http=f"{settings.host}:{http_port}", grpc=f"{settings.host}:{grpc_server.port}")
@@ -108,11 +107,8 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[
 
 
 def served_model_name(settings: RouterSettings) -> str:
-    """The setting; else the last part of a directory's path, or the hub's name."""
-    if settings.served_model_name:
-        return settings.served_model_name
-    path = Path(settings.model)
-    return path.resolve().name if path.is_dir() else settings.model
+    """The setting; else the model as the operator wrote it."""
+    return settings.served_model_name or settings.model
 
 
 def _relay(settings: RouterSettings, registry: Registry) -> ClusterRelay:
@@ -208,34 +204,3 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigurationError(f"can not listen on {host}:{port}: {error.strerror}; try --port 0") from error
-
-
-def _announce(settings: RouterSettings, addresses: ServedAddresses) -> None:
-    line = {
-        "event": "ready",
-        "role": "router",
-        "http_address": addresses.http,
-        "grpc_address": addresses.grpc,
-        "model": served_model_name(settings),
-    }
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-    _logger.info("ready: HTTP on %s, gRPC on %s", addresses.http, addresses.grpc)
-
-
-def _stop_event(*, supervised: bool) -> asyncio.Event:
-    """Set by SIGINT, SIGTERM, and for a supervised process by the end of its standard input."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    if supervised:
-        descriptor = sys.stdin.fileno()
-
-        def on_input() -> None:
-            if not os.read(descriptor, 4096):
-                loop.remove_reader(descriptor)
-                stop.set()
-
-        loop.add_reader(descriptor, on_input)
-    return stop

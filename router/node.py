@@ -57,6 +57,14 @@ class NodeLoad:
     num_requests_waiting: int = 0
     num_queued_tokens: int = 0
     num_free_blocks: int = 0
+    num_blocks: int = 0
+    num_preemptions: int = 0
+    num_leases: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that can not be taken now."""
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
 @dataclass(slots=True)
@@ -110,4 +118,7 @@ def load_from_wire(message: node_pb2.NodeLoad) -> NodeLoad:
         num_requests_waiting=message.num_requests_waiting,
         num_queued_tokens=message.num_queued_tokens,
         num_free_blocks=message.num_free_blocks,
+        num_blocks=message.num_blocks,
+        num_preemptions=message.num_preemptions,
+        num_leases=message.num_leases,
     )

@@ -19,7 +19,9 @@ class RouterSettings(ProcessSettings):
     model: CliPositionalArg[str] = Field(
         default="", description="Hugging Face directory (or cached hub name) of the model; only its tokenizer is read."
     )
-    served_model_name: str | None = Field(default=None, description="What clients call the model; unset: from MODEL.")
+    served_model_name: str | None = Field(
+        default=None, description="What clients call the model; unset: MODEL as given."
+    )
     host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     grpc_port: int = Field(default=8001, ge=0, le=65535, description="gRPC port; 0 takes a free one.")

@@ -110,13 +110,18 @@ INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 template <class T>
 static void pack_keys(const TileRows<T>& tile, const TileRows<T>& next, int num_words, float* target) {
   for (int token = 0; token < kTileTokens; token += kWidth) {
+    const bool whole = token >= tile.first && token + kWidth <= tile.last;
     for (int word = 0; word < num_words; word += kWidth) {
       Reg block[kWidth];
-      for (int i = 0; i < kWidth; ++i) {
-        const bool valid = token + i >= tile.first && token + i < tile.last;
-        block[i] = valid ? load_words(tile.k[token + i], word, num_words) : splat(0.0f);
-        prefetch(word_address(next.k[token + i], word));
+      if (whole && word + kWidth <= num_words) {
+        for (int i = 0; i < kWidth; ++i) block[i] = load_words(tile.k[token + i], word, word + kWidth);
+      } else {
+        for (int i = 0; i < kWidth; ++i) {
+          const bool valid = token + i >= tile.first && token + i < tile.last;
+          block[i] = valid ? load_words(tile.k[token + i], word, num_words) : splat(0.0f);
+        }
       }
+      for (int i = 0; i < kWidth; ++i) prefetch(word_address(next.k[token + i], word));
       transpose(block);
       for (int i = 0; i < kWidth; ++i) store(target + (word + i) * kTileTokens + token, block[i]);
     }
@@ -201,7 +206,8 @@ static void softmax_rows(float* scores, int tile_begin, int tile_first, int tile
 
 // Scores of up to kMaxDotRows rows against K where it lies, four tokens at a time.
 template <class T, int kRows>
-static void dot_scores(const TileRows<T>& tile, const TileRows<T>& next, int num_words, const float* query, int query_stride, float* scores) {
+static void dot_scores(const TileRows<T>& tile, const TileRows<T>& next, int num_words, const float* query, int query_stride,
+                       float* scores) {
   for (int token = tile.first; token < tile.last; token += 4) {
     const T* keys[4];
     for (int i = 0; i < 4; ++i) keys[i] = tile.k[token + i < tile.last ? token + i : tile.last - 1];

@@ -1,5 +1,5 @@
-// The bfloat16 product on the tile matrix unit (AMX), for the operands of matmul.inl: pairs along the depth are its native layout. A tile is 16
-// rows of 64 bytes. Rows are processed in whole tiles, so matrices in scratch memory have a multiple of 16 rows.
+// The bfloat16 product on the tile matrix unit (AMX), for the operands of matmul.inl: pairs along the depth are its native layout. A tile
+// is 16 rows of 64 bytes. Rows are processed in whole tiles, so matrices in scratch memory have a multiple of 16 rows.
 
 inline constexpr int kTileSize = 16;  // rows, and 32-bit words in a row
 

@@ -90,8 +90,11 @@ INLINE Reg dot_pairs(Reg a, Reg b, Reg c) {
 }
 // Lane i: low[i] and high[i]. Lanes past a row's count are zero; a row of count 0 may be null.
 INLINE Reg interleave(const bf16* low, const bf16* high, int low_count, int high_count) {
-  const __m512i a = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(low_count), low));
-  const __m512i b = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(high_count), high));
+  const bool whole = low_count == kWidth && high_count == kWidth;  // unmasked loads widen on the way
+  const __m512i a = _mm512_cvtepu16_epi32(whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low))
+                                                : _mm256_maskz_loadu_epi16(first_lanes(low_count), low));
+  const __m512i b = _mm512_cvtepu16_epi32(whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high))
+                                                : _mm256_maskz_loadu_epi16(first_lanes(high_count), high));
   return _mm512_castsi512_ps(_mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
 }
 #endif

@@ -27,7 +27,7 @@ def select_backend(name: BackendName) -> AttentionBackend:
     if name == "auto" and load_extension() is None:
         logger.warning(
             "The compiled attention kernels (paged_kernels._native) are missing and plain torch is used instead: "
-            "attention in decoding is 10 to 20 times slower. To fix it, %s.",
+            "attention in decoding is 5 to 30 times slower. To fix it, %s.",
             _REMEDY,
         )
         name = "reference"

@@ -18,6 +18,7 @@ from pydantic_settings import CliPositionalArg
 
 from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
 from kvrelay.core.config import ENV_PREFIX, ProcessSettings, flag_of, load_settings
+from kvrelay.core.lifecycle import on_stdin_closed
 from kvrelay.core.logs import LogLevel
 
 # Settings of serve that every node gets as they are, when they are set.
@@ -56,7 +57,9 @@ class ServeSettings(ProcessSettings):
     host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     grpc_port: int = Field(default=8001, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    served_model_name: str | None = Field(default=None, description="What clients call the model; unset: from MODEL.")
+    served_model_name: str | None = Field(
+        default=None, description="What clients call the model; unset: MODEL as given."
+    )
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = Field(
         default="prefix_aware", description="How nodes are picked for a request."
     )
@@ -106,7 +109,7 @@ async def _serve(settings: ServeSettings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, cluster.cancel)  # the second time it interrupts the orderly end
     if settings.supervised:
-        loop.add_reader(sys.stdin.fileno(), _end_with_stdin, loop, cluster)
+        on_stdin_closed(cluster.cancel)
     try:
         await cluster
     except asyncio.CancelledError:
@@ -116,12 +119,6 @@ async def _serve(settings: ServeSettings) -> int:
         _say(f"the cluster has ended: {error}")
         return 1
     return 0
-
-
-def _end_with_stdin(loop: asyncio.AbstractEventLoop, cluster: asyncio.Task[None]) -> None:
-    if not os.read(sys.stdin.fileno(), 4096):
-        loop.remove_reader(sys.stdin.fileno())
-        cluster.cancel()
 
 
 async def _run_cluster(settings: ServeSettings) -> None:

@@ -1,19 +1,13 @@
-"""The process around a node: serves gRPC, says when it is ready, and ends in order.
-
-Standard output carries one JSON line, for whoever started the process; everything else is logged to standard error.
-"""
+"""The process around a node: loads, serves gRPC, says when it is ready, and ends in order."""
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
-import signal
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import KVRelayError
+from kvrelay.core.lifecycle import announce_ready, stop_event
 from kvrelay.core.logs import configure_logging
 from kvrelay.node.node import Node
 from kvrelay.node.server import NodeServer, Service
@@ -35,40 +29,18 @@ def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]
 
 
 async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node], Service]) -> int:
-    stop = _stop_event(settings)
+    stop = stop_event(supervised=settings.supervised)
     node = build_node(settings, role)
     server = NodeServer(node, make_service(node))
     try:
         port = await server.start(settings.host, settings.port)
-        _announce(role, f"{settings.host}:{port}", node.identity.node_id)
+        address = f"{settings.host}:{port}"
+        announce_ready(role=role, address=address, node_id=node.identity.node_id)
+        _logger.info("%s is ready on %s", node.identity.node_id, address)
         crashed = await _first(stop.wait(), node.crashed.wait()) == 1
     finally:
         await server.close()
     return 1 if crashed else 0
-
-
-def _announce(role: str, address: str, node_id: str) -> None:
-    line = json.dumps({"event": "ready", "role": role, "address": address, "node_id": node_id})
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-    _logger.info("%s is ready on %s", node_id, address)
-
-
-def _stop_event(settings: NodeSettings) -> asyncio.Event:
-    """Set by SIGINT, SIGTERM, and for a supervised process by the end of its standard input."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    if settings.supervised:
-        loop.add_reader(sys.stdin.fileno(), _check_stdin, loop, stop)
-    return stop
-
-
-def _check_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    if not os.read(sys.stdin.fileno(), 4096):
-        loop.remove_reader(sys.stdin.fileno())
-        stop.set()
 
 
 async def _first(*waits: Awaitable[object]) -> int:

@@ -16,7 +16,7 @@ from kvrelay.cli import client
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.errors import UnavailableError
 
-SMALL = ("--num-blocks", "64", "--log-level", "warning")
+SMALL = ("--num-blocks", "64", "--log-level", "warning", "--served-model-name", "tiny-random")
 PATIENCE_SECONDS = 30.0
 
 

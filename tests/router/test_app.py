@@ -83,21 +83,21 @@ async def test_it_serves_without_torch_and_ends_on_sigterm(model_dir: Path) -> N
         flags = ("--decode-nodes", decode.address, "--port", "0", "--grpc-port", "0")
         process = await stack.enter_async_context(router_process(str(model_dir), *flags))
         ready = await ready_line(process)
-        assert (ready["event"], ready["role"], ready["model"]) == ("ready", "router", "tiny-words")
+        assert (ready["event"], ready["role"], ready["model"]) == ("ready", "router", str(model_dir))
         async with grpc.aio.insecure_channel(ready["grpc_address"]) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
             answer = await health.Check(health_pb2.HealthCheckRequest(service="kvrelay.v1.Router"))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        await complete(ready["http_address"], decode)
+        await complete(ready, decode)
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(PATIENCE):
             assert await process.wait() == 0
 
 
-async def complete(address: str, decode: ScriptedDecode) -> None:
-    body = {"model": "tiny-words", "prompt": "hello world", "max_tokens": 1, "temperature": 0}
+async def complete(ready: dict[str, str], decode: ScriptedDecode) -> None:
+    body = {"model": ready["model"], "prompt": "hello world", "max_tokens": 1, "temperature": 0}
     async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
-        posted = asyncio.create_task(client.post(f"http://{address}/v1/completions", json=body))
+        posted = asyncio.create_task(client.post(f"http://{ready['http_address']}/v1/completions", json=body))
         admit = await decode.admit()
         assert admit.local_prefill and tuple(admit.prompt_token_ids) == (1, 2)
         decode.tokens(admit.request_id, TokenOutput(0, (3,), finish_reason=FinishReason.LENGTH))

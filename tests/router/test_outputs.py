@@ -46,7 +46,7 @@ def counted(edge: Edge, name: str, **labels: str) -> float | None:
 
 
 async def test_a_stop_string_ends_one_choice_and_the_other_goes_on(tokenizer: Tokenizer) -> None:
-    script = [
+    script: list[RequestEvent] = [
         await tokens(tokenizer, 0, "one END dropped"),
         await tokens(tokenizer, 1, "two "),
         await tokens(tokenizer, 0, "never seen"),
