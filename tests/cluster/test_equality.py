@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,13 +30,15 @@ async def check(running: Cluster, reference: Reference, prompts: Sequence[Sequen
         assert result.how.prefill_node == "prefill-0"
 
 
+@pytest.mark.parametrize("connector", ["shared_memory", "redis"])
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_every_family(family: str, tmp_path: Path) -> None:
-    """Short prompts, exact multiples of the block size, several chunks; then all of them again as prefix hits."""
+async def test_every_family(family: str, connector: str, tmp_path: Path, redis_server: RedisServer) -> None:
+    """Short prompts, exact multiples of the block size, many chunks; then all of them again as prefix hits."""
     model = make_tiny_model(family, tmp_path, vocab_size=VOCAB_SIZE)
     reference = Reference(model)
-    prompts = [prompt_of(length) for length in (1, 15, 16, 17, 48, 100)]
-    async with cluster(model, max_num_batched_tokens=64) as running:
+    prompts = [prompt_of(length) for length in (1, 15, 16, 17, 48, 100, 700)]
+    options: dict[str, Any] = {"connector": connector, "redis_url": redis_server.url, "max_num_batched_tokens": 64}
+    async with cluster(model, **options) as running:
         await check(running, reference, prompts, max_tokens=10)
         await check(running, reference, [[*prompt, 5, 6, 7] for prompt in prompts], max_tokens=4)
 
