@@ -16,8 +16,9 @@ afterwards.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -124,14 +125,15 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     async def _read(self, commands: AsyncIterator[pb.DecodeCommand], stream: _RouterStream) -> None:
         try:
             async for command in commands:
-                await self._handle(command, stream)
+                self._handle(command, stream)
         finally:
             stream.close()
 
-    async def _handle(self, command: pb.DecodeCommand, stream: _RouterStream) -> None:
+    def _handle(self, command: pb.DecodeCommand, stream: _RouterStream) -> None:
+        """Waits for nothing: a command that did would hold up those of all other requests."""
         match command.WhichOneof("command"):
             case "admit":
-                await self._admit(command.admit, stream)
+                self._admit(command.admit, stream)
             case "pull":
                 self._pull(command.pull)
             case "start":
@@ -139,7 +141,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             case "abort":
                 self._abort(command.abort.request_id)
 
-    async def _admit(self, admit: pb.Admit, stream: _RouterStream) -> None:
+    def _admit(self, admit: pb.Admit, stream: _RouterStream) -> None:
         role = KVRole.LOCAL if admit.local_prefill else KVRole.CONSUME
         if admit.request_id in self._active:
             _logger.error("request %s was admitted twice; the second one is ignored", admit.request_id)
@@ -155,13 +157,21 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
                 role=role,
                 receive=role is KVRole.CONSUME,
             )
-            decode = _Decode(stream, len(request.prompt_token_ids), request.sampling.n)
-            self._active[request.request_id] = decode
-            stream.request_ids.add(request.request_id)
-            await self._node.engine.call(lambda engine: engine.add(request))
         except KVRelayError as error:
-            self._forget(admit.request_id)
             stream.send(_failed(admit.request_id, error))
+            return
+        self._active[request.request_id] = _Decode(stream, len(request.prompt_token_ids), request.sampling.n)
+        stream.request_ids.add(request.request_id)
+        added = self._node.engine.submit(lambda engine: engine.add(request))
+        added.add_done_callback(partial(self._on_added, request.request_id))
+
+    def _on_added(self, request_id: str, added: "asyncio.Future[None]") -> None:
+        error = added.exception()
+        if isinstance(error, KVRelayError):
+            self._fail(request_id, error)
+        elif error is not None:
+            _logger.error("request %s was not admitted", request_id, exc_info=error)
+            self._fail(request_id, KVRelayError("internal error"))
 
     def _pull(self, pull: pb.Pull) -> None:
         decode = self._active.get(pull.request_id)
@@ -174,12 +184,25 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
 
     def _start(self, start: pb.Start) -> None:
         decode = self._active.get(start.request_id)
-        if decode is not None and not decode.first_tokens.done():
-            decode.first_tokens.set_result(tuple(output_from_wire(output) for output in start.first_tokens))
+        if decode is None or decode.first_tokens.done():
+            return
+        first_tokens = tuple(output_from_wire(output) for output in start.first_tokens)
+        if _can_start(first_tokens, n=decode.num_unfinished, vocab_size=self._node.identity.vocab_size):
+            decode.first_tokens.set_result(first_tokens)
+        else:
+            self._node.engine.post(lambda engine: engine.abort(start.request_id))
+            self._fail(start.request_id, KVRelayError("the first tokens are not those of the request's outputs"))
 
     def _abort(self, request_id: str) -> None:
         if self._forget(request_id):
             self._node.engine.post(lambda engine: engine.abort(request_id))
+
+    def _fail(self, request_id: str, error: KVRelayError) -> None:
+        """The engine holds nothing for the request any more, or was told to let go."""
+        decode = self._active.get(request_id)
+        if decode is not None:
+            self._forget(request_id)
+            decode.stream.send(_failed(request_id, error))
 
     def _forget(self, request_id: str) -> bool:
         decode = self._active.pop(request_id, None)
@@ -203,6 +226,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             _announce(receiver, pull)
         decode.pulls.clear()
         decode.reception = asyncio.get_running_loop().create_task(self._run_reception(decode, receiver, admission))
+        decode.reception.add_done_callback(lambda _: receiver.discard())
         admitted = pb.Admitted(num_cached_tokens=admission.num_cached_tokens)
         decode.stream.send(pb.DecodeEvent(request_id=admission.request_id, admitted=admitted))
 
@@ -230,9 +254,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         for item in result.outputs:
             self._send_output(item.request_id, item.output)
         for failure in result.failures:
-            decode = self._active.get(failure.request_id)
-            if self._forget(failure.request_id) and decode is not None:
-                decode.stream.send(_failed(failure.request_id, KVRelayError(failure.message)))
+            self._fail(failure.request_id, KVRelayError(failure.message))
 
     def _send_output(self, request_id: str, output: TokenOutput) -> None:
         decode = self._active.get(request_id)
@@ -250,6 +272,17 @@ def _announce(receiver: Receiver, pull: pb.Pull) -> None:
         receiver.announce(source_from_wire(pull.source), pull.num_blocks)
     if pull.final:
         receiver.end()
+
+
+def _can_start(first_tokens: Sequence[TokenOutput], *, n: int, vocab_size: int) -> bool:
+    """One token each for different outputs of the request, and at least one that goes on."""
+    indices = {output.index for output in first_tokens}
+    return (
+        len(indices) == len(first_tokens)
+        and all(0 <= index < n for index in indices)
+        and all(len(output.token_ids) == 1 and output.token_ids[0] < vocab_size for output in first_tokens)
+        and any(output.finish_reason is None for output in first_tokens)
+    )
 
 
 def _send_prompt(stream: _RouterStream, prompt: PromptOutput) -> None:

@@ -6,7 +6,7 @@ traffic.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from kvrelay.core.clock import Clock
 
@@ -14,11 +14,21 @@ _logger = logging.getLogger(__name__)
 
 
 class LeaseTable:
-    """Deadlines by lease id, on the node's loop. `end` is called with the id of every lease that ends."""
+    """Deadlines by lease id, on the node's loop. `end` is called with the id of every lease that ends, `on_sweep` after
+    each sweep.
+    """
 
-    def __init__(self, clock: Clock, end: Callable[[str], None], *, sweep_interval: float = 1.0) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        end: Callable[[str], None],
+        *,
+        sweep_interval: float = 1.0,
+        on_sweep: Callable[[], None] = lambda: None,
+    ) -> None:
         self._clock = clock
         self._end = end
+        self._on_sweep = on_sweep
         self._sweep_interval = sweep_interval
         self._deadlines: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
@@ -26,6 +36,13 @@ class LeaseTable:
 
     def __len__(self) -> int:
         return len(self._deadlines)
+
+    def __iter__(self) -> Iterator[str]:
+        """Oldest first."""
+        return iter(self._deadlines)
+
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._deadlines
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._sweep_forever(), name="lease-sweeper")
@@ -64,6 +81,7 @@ class LeaseTable:
             _logger.warning("lease %s expired: nobody renewed or released it", lease_id)
         self.num_expired += len(expired)
         self.release(expired)
+        self._on_sweep()
 
     async def _sweep_forever(self) -> None:
         while True:

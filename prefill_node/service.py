@@ -63,7 +63,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     def __init__(self, node: Node, *, clock: Clock | None = None) -> None:
         self._node = node
         self._active: dict[str, _Prefill] = {}
-        self._leases = LeaseTable(clock or MonotonicClock(), self._end_lease)
+        self._leases = LeaseTable(clock or MonotonicClock(), self._end_lease, on_sweep=self._end_stall)
+        self._num_steps_swept = 0
 
     def attach(self, server: grpc.aio.Server) -> None:
         prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
@@ -81,12 +82,12 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         self._node.require_alive()
         asked = self._engine_request(request)
         num_blocks = -(-len(asked.prompt_token_ids) // self._node.engine_config.block_size)
-        if asked.request_id in self._active:
+        if asked.request_id in self._active or asked.request_id in self._leases:
             raise InvalidRequestError(f"request {asked.request_id} is running already", field="request_id")
         prefill = self._active[asked.request_id] = _Prefill(request, num_blocks)
+        self._leases.open(asked.request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
         try:
             await self._node.engine.call(lambda engine: engine.add(asked))
-            self._leases.open(asked.request_id, _lease_seconds(request.lease_ttl_ms))
             yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=asked.request_id))
             while (event := await prefill.events.get()) is not None:
                 if isinstance(event, KVRelayError):
@@ -126,6 +127,19 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     def _end_lease(self, lease_id: str) -> None:
         self._node.engine.post(lambda engine: engine.release_lease(lease_id))
+
+    def _end_stall(self) -> None:
+        """When requests wait and no step was made since the last sweep, leases keep the blocks they need, perhaps for
+        decode nodes that in turn wait for these requests. The oldest lease ends: its reader computes what it misses.
+        """
+        load = self._node.event_log.load
+        num_steps, self._num_steps_swept = self._num_steps_swept, load.num_steps
+        if load.num_requests_waiting == 0 or load.num_requests_running > 0 or load.num_steps != num_steps:
+            return
+        oldest = next((lease_id for lease_id in self._leases if lease_id not in self._active), None)
+        if oldest is not None:
+            _logger.warning("%d requests wait for blocks: lease %s ends early", load.num_requests_waiting, oldest)
+            self._leases.release([oldest])
 
     # -- what the engine reports -------------------------------------------------------------------------------------
 
@@ -184,6 +198,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         receiver.end()
         reception = self._run_reception(admission.request_id, prefill, receiver)
         prefill.reception = asyncio.get_running_loop().create_task(reception)
+        prefill.reception.add_done_callback(lambda _: receiver.discard())
 
     async def _run_reception(self, request_id: str, prefill: _Prefill, receiver: Receiver) -> None:
         prefill.num_fetched_tokens = await receiver.run()

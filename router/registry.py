@@ -217,8 +217,8 @@ def _difference(found: NodeDescription, expected: NodeDescription) -> str | None
     can."""
     ours, theirs = found.kv_namespace, expected.kv_namespace
     fields: tuple[tuple[str, object, object], ...] = (
+        ("KV dtype", ours.kv_dtype, theirs.kv_dtype),  # before the fingerprint, which depends on it and explains less
         ("model fingerprint", ours.model_fingerprint.hex()[:16], theirs.model_fingerprint.hex()[:16]),
-        ("KV dtype", ours.kv_dtype, theirs.kv_dtype),
         ("block size", ours.block_size, theirs.block_size),
         ("KV layout", ours.layout_id, theirs.layout_id),
         ("connector", found.connector, expected.connector),

@@ -139,6 +139,8 @@ class RequestSupervisor:
     def _take(self, message: _Message) -> Sequence[RequestEvent]:
         """What a message means for the client. Raises the error that ends the request."""
         match message:
+            case PrefillAccepted() | PrefillProgress() | PrefillFinished() | PrefillEnded() if self._prefill is None:
+                pass  # was in the inbox already when the prefill was given up
             case TokenOutput():
                 return self._on_tokens(message)
             case PrefillAccepted(lease_id):

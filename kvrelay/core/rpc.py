@@ -205,8 +205,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             behavior: Behavior | None = getattr(handler, kind)
             if behavior is not None:
                 coroutine = _written(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+                deserializer = handler.request_deserializer
+                if kind.startswith("unary_") and deserializer is not None:
+                    coroutine, deserializer = _parsed(coroutine, deserializer), None
                 guarded = _guarded(coroutine, handler_call_details.method)
-                return make(guarded, handler.request_deserializer, handler.response_serializer)
+                return make(guarded, deserializer, handler.response_serializer)
         return handler
 
 
@@ -219,6 +222,19 @@ def _written(behavior: Callable[[Any, Context], AsyncGenerator[Any, None]]) -> B
                 await context.write(response)
 
     return write_all
+
+
+def _parsed(behavior: Behavior, deserialize: Callable[[bytes], Any]) -> Behavior:
+    """Parses the request here: gRPC itself reports bytes that are no such message as a failure of the server."""
+
+    async def call(request: bytes, context: Context) -> Any:
+        try:
+            message = deserialize(request)
+        except DecodeError:
+            raise InvalidRequestError("the request is not the protobuf message that this method takes") from None
+        return await behavior(message, context)
+
+    return call
 
 
 def _guarded(behavior: Behavior, method: str) -> Behavior:

@@ -76,7 +76,7 @@ class Engine:
         self._namespace = namespace
         self._eos_token_ids = frozenset(eos_token_ids)
         self._publish = publish
-        self._scheduler = Scheduler(config, pool)
+        self._scheduler = Scheduler(config, pool, on_preempt=self._restart_lease)
         self._sequences: dict[str, list[Sequence]] = {}
         self._leases: dict[str, list[int]] = {}
         self._changes = _Changes()
@@ -147,6 +147,7 @@ class Engine:
     def unpin(self, block_ids: SequenceOf[int]) -> None:
         """A transfer of these blocks, reported as `Admission.missing` or `StepResult.named`, has ended."""
         self.pool.unpin(block_ids)
+        self._changes.load = True  # an idle node's last report must say that they are free
 
     def check_idle(self) -> None:
         """Raises when anything is left of any request."""
@@ -288,15 +289,27 @@ class Engine:
             self._changes.named.append(NamedBlock(block_id, block_hash, num_tokens))
 
     def _extend_lease(self, sequence: Sequence, num_blocks: int) -> None:
-        """The first `num_blocks` blocks of a PRODUCE request stay until its lease ends."""
-        lease = self._leases.get(sequence.request.request_id)
-        if lease is None or num_blocks <= sequence.num_leased_blocks:
+        """The first `num_blocks` blocks of a PRODUCE request stay until its lease ends. One that has ended already
+        keeps nothing, but who waits for the blocks still hears of them.
+        """
+        request = sequence.request
+        if request.role is not KVRole.PRODUCE:
             return
-        blocks = sequence.block_table[sequence.num_leased_blocks : num_blocks]
-        self.pool.pin(blocks)
-        lease.extend(blocks)
-        sequence.num_leased_blocks = num_blocks
-        self._changes.progress.append((sequence.request.request_id, num_blocks))
+        lease = self._leases.get(request.request_id)
+        if lease is not None and num_blocks > len(lease):
+            blocks = sequence.block_table[len(lease) : num_blocks]
+            self.pool.pin(blocks)
+            lease.extend(blocks)
+        if num_blocks > sequence.num_reported_blocks:
+            sequence.num_reported_blocks = num_blocks
+            self._changes.progress.append((request.request_id, num_blocks))
+
+    def _restart_lease(self, sequence: Sequence) -> None:
+        """A preempted request keeps no blocks by its lease either: two such would wait for each other for ever."""
+        lease = self._leases.get(sequence.request.request_id)
+        if lease:
+            self.pool.unpin(lease)
+            lease.clear()
 
     # -- results -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
@@ -41,6 +41,7 @@ class EngineThread:
         self._on_crash = on_crash
         self._mailbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self._pending: set[asyncio.Future[Any]] = set()  # on the loop
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -52,9 +53,14 @@ class EngineThread:
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Runs `function` on the engine thread and returns (or raises) what it does."""
-        if self._stopped.is_set():
-            raise UnavailableError("the engine has stopped")
+        return await self.submit(function)
+
+    def submit(self, function: Callable[[Engine], T]) -> "asyncio.Future[T]":
+        """As `call`, in the order of `post`, for who does not wait: the future resolves in any case, with
+        UnavailableError when the engine ends before it comes to this."""
         future: asyncio.Future[T] = self._loop.create_future()
+        future.add_done_callback(self._pending.discard)
+        self._pending.add(future)
 
         def message(engine: Engine) -> None:
             try:
@@ -65,7 +71,9 @@ class EngineThread:
                 self._to_loop(_resolve, future, value)
 
         self._mailbox.put(message)
-        return await future
+        if self._stopped.is_set():
+            self._fail_pending()
+        return future
 
     async def stop(self, timeout: float) -> None:
         """Ends the thread after the step it is in."""
@@ -80,6 +88,12 @@ class EngineThread:
             self._to_loop(self._on_crash, error)
         finally:
             self._stopped.set()
+            self._to_loop(self._fail_pending)
+
+    def _fail_pending(self) -> None:
+        """On the loop, once the thread reads no more messages."""
+        for future in list(self._pending):
+            _reject(future, UnavailableError("the engine has stopped"))
 
     def _steps(self) -> None:
         busy = False

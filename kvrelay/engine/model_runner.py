@@ -69,7 +69,7 @@ class ModelRunner:
     def _sample(self, plan: SchedulerOutput, hidden: Tensor) -> list[SequenceResult]:
         """One result per scheduled sequence, without prompt log-probabilities."""
         rows: list[SamplingRow] = []
-        last_tokens: list[int] = []  # row of `hidden` for each sampling row
+        last_tokens: list[int] = []  # row of `hidden` for each sampling row; parallel outputs share one
         end = 0
         for entry in plan.scheduled:
             end += entry.num_scheduled_tokens
@@ -77,7 +77,8 @@ class ModelRunner:
             last_tokens.extend([end - 1] * len(entry.rows))
         tokens: Iterator[SampledToken] = iter(())
         if rows:
-            wanted = hidden if len(last_tokens) == len(hidden) else hidden[torch.tensor(last_tokens)]
+            every_token = last_tokens == list(range(len(hidden)))  # a batch of decodes
+            wanted = hidden if every_token else hidden[torch.tensor(last_tokens)]
             tokens = iter(self._sampler.sample(self._model.compute_logits(wanted), rows))
         return [SequenceResult(tuple(next(tokens) for _ in entry.rows), ()) for entry in plan.scheduled]
 

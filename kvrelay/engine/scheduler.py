@@ -9,7 +9,7 @@ PagedAttention (Kwon et al., 2023), section 4.5.
 """
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,10 +62,12 @@ class SequenceQueue:
 
 class Scheduler:
     """Owns the queues; owned by the engine thread. Only receiving and running sequences hold blocks, so that those can
-    always be taken from a running one or will be given back by a receiving one."""
+    always be taken from a running one or will be given back by a receiving one. `on_preempt` is told who has just lost
+    its blocks, and gives up whatever else keeps them."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, *, on_preempt: Callable[[Sequence], None]) -> None:
         self.config = config
+        self._on_preempt = on_preempt
         self.num_preemptions = 0
         self.reserving = SequenceQueue()
         self.receiving: list[Sequence] = []
@@ -137,7 +139,9 @@ class Scheduler:
                 continue  # preempted for one before it
             if sequence.num_missing_tokens == 1:
                 decodes_left -= 1
-            count = min(sequence.num_missing_tokens, budget - decodes_left)
+                count = min(1, budget)  # never behind the decodes that come after it
+            else:
+                count = min(sequence.num_missing_tokens, budget - decodes_left)
             if count > 0 and self._grow_or_preempt(sequence, count, copies):
                 chosen.append((sequence, count))
                 budget -= count
@@ -174,6 +178,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._free_blocks(sequence)
+        self._on_preempt(sequence)
         sequence.state = SequenceState.WAITING
         self.waiting.push(sequence)
         self.num_preemptions += 1

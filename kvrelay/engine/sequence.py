@@ -32,9 +32,9 @@ class Sequence:
         "index",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_leased_blocks",
         "num_named_blocks",
         "num_prompt_tokens",
+        "num_reported_blocks",
         "priority",
         "prompt_logprobs",
         "prompt_reported",
@@ -57,7 +57,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.block_table: list[int] = []
         self.num_named_blocks = 0
-        self.num_leased_blocks = 0
+        self.num_reported_blocks = 0  # of a PRODUCE request: leading blocks its progress has told of
         self.state = SequenceState.RESERVING if request.receive else SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -41,7 +41,7 @@ class NodeIdentity:
 
 class Node:
     """`on_result` is the service's handler, called on the loop for each StepResult; `on_progress` when a PRODUCE
-    request's leading blocks can be fetched; `on_crash` when the engine is gone."""
+    request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone."""
 
     def __init__(
         self, identity: NodeIdentity, engine: Engine, connector: KVConnector, *, fetch_timeout: float = 10.0
@@ -65,7 +65,7 @@ class Node:
     ) -> None:
         self._handler = handler
         self._on_progress = on_progress
-        self._publisher.start()
+        self._publisher.start(self._on_crash)
         self.engine.start()
 
     def receiver(self, admission: Admission) -> Receiver:
@@ -89,7 +89,7 @@ class Node:
 
     def require_alive(self) -> None:
         if self.crashed.is_set():
-            raise UnavailableError(f"the engine of {self.identity.node_id} has crashed")
+            raise UnavailableError(f"{self.identity.node_id} has crashed")
 
     def _on_result(self, result: StepResult) -> None:
         self.event_log.append(result.stored, result.removed, result.load)

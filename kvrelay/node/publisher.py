@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kv_connector.base import Block, KVConnector
 from kvrelay.core.errors import KVError
@@ -32,8 +33,10 @@ class Publisher:
         self._queue: asyncio.Queue[_Batch] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self, on_failure: Callable[[BaseException], None]) -> None:
+        """`on_failure`: something unforeseen has ended the task, and nothing will be published or unpinned any more."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name="publisher")
+        self._task.add_done_callback(partial(_report, on_failure))
 
     def enqueue(self, blocks: Sequence[Block], notify: Sequence[Callable[[], None]] = ()) -> None:
         if blocks or notify:
@@ -53,14 +56,20 @@ class Publisher:
 
     async def _run(self) -> None:
         while True:
-            batch = await self._queue.get()
+            batches = [await self._queue.get()]
+            # Together: a store that hangs costs its timeout once, and not once for each.
+            while not self._queue.empty():
+                batches.append(self._queue.get_nowait())
             try:
-                if batch.blocks:
-                    await self._publish(batch.blocks)
+                blocks = [block for batch in batches for block in batch.blocks]
+                if blocks:
+                    await self._publish(blocks)
             finally:
-                self._queue.task_done()
-            for notify in batch.notify:
-                notify()
+                for _ in batches:
+                    self._queue.task_done()
+            for batch in batches:
+                for notify in batch.notify:
+                    notify()
 
     async def _publish(self, blocks: Sequence[Block]) -> None:
         try:
@@ -69,3 +78,8 @@ class Publisher:
             _logger.warning("%d blocks are not published: %s", len(blocks), error)
         finally:
             self._unpin([block.block_id for block in blocks])
+
+
+def _report(on_failure: Callable[[BaseException], None], task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        on_failure(error)

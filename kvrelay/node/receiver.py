@@ -37,6 +37,7 @@ class Receiver:
         self._fetch_timeout = fetch_timeout
         self._sources: list[tuple[Source, int]] = []
         self._ended = False
+        self._pinned = True
         self._wake = asyncio.Event()
 
     def announce(self, source: Source, num_blocks: int) -> None:
@@ -50,11 +51,16 @@ class Receiver:
         self._wake.set()
 
     def discard(self) -> None:
-        """Instead of `run`: nobody wants these blocks any more."""
-        self._unpin(self._missing)
+        """Unpins what `run` has not: nobody wants these blocks, or its task was cancelled before it began. Idempotent;
+        not while `run` is under way."""
+        if self._pinned:
+            self._pinned = False
+            block_ids = [block.block_id for block in self._missing]
+            self._engine.post(lambda engine: engine.unpin(block_ids))
 
     async def run(self) -> int:
-        """Returns the number of prompt tokens received. Cancel to give up; the blocks are unpinned in any case."""
+        """Returns the number of prompt tokens received. Cancel to give up. Once begun it unpins the blocks in any
+        case; whoever runs it as a task calls `discard` when that is done."""
         received = 0
         try:
             while received < len(self._missing):
@@ -64,7 +70,7 @@ class Receiver:
                 if self._ended and not self._wake.is_set():
                     break
         finally:
-            self._unpin(self._missing)
+            self.discard()
         return sum(block.num_tokens for block in self._missing[:received])
 
     async def _fetch_announced(self, received: int) -> int:
@@ -97,10 +103,6 @@ class Receiver:
                 "request %s: block %d from %s: %s", self._request_id, fetched, source.node_id, outcome.value
             )
         return fetched
-
-    def _unpin(self, blocks: Sequence[Block]) -> None:
-        block_ids = [block.block_id for block in blocks]
-        self._engine.post(lambda engine: engine.unpin(block_ids))
 
 
 def _latest(sources: list[tuple[Source, int]]) -> list[tuple[Source, int]]:

@@ -145,6 +145,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
 def _request_id(wanted: str) -> str:
     if len(wanted) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
+    if not wanted.isprintable():  # ids are logged
+        raise InvalidRequestError("request_id must have printable characters only", field="request_id")
     return wanted or f"grpc-{secrets.token_hex(16)}"
 
 

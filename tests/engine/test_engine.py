@@ -301,6 +301,56 @@ def test_a_lease_keeps_published_blocks_until_it_is_released() -> None:
     harness.engine.check_idle()
 
 
+def test_a_preempted_prefill_gives_up_what_its_lease_keeps() -> None:
+    """Otherwise it and the request it made room for would wait for each other's blocks for ever."""
+    other, harness = Harness(publish=True), Harness(num_blocks=12, publish=True, max_num_batched_tokens=16)
+    first, second = prompt_of(64), prompt_of(64, 1)
+    produce(other, "x", second)
+    harness.engine.add(request("first", first, role=KVRole.PRODUCE))
+    harness.engine.add(replace(request("second", second, role=KVRole.PRODUCE), receive=True))
+    harness.step()
+    harness.step()
+    move(other, harness, harness.admission("second"))
+    harness.engine.start("second")
+    harness.run()
+    harness.run()  # once what was pinned to be published is free
+    assert harness.engine.load().num_preemptions > 0
+    assert harness.tokens["first", 0] == expected_output(first, 1)
+    harness.engine.release_lease("first")
+    harness.run()
+    assert harness.tokens["second", 0] == expected_output(second, 1)
+    told = [count for result in harness.results for request_id, count in result.progress if request_id == "second"]
+    assert told == sorted(set(told)) and told[-1] == 8
+    harness.engine.release_lease("second")
+    harness.engine.check_idle()
+
+
+def test_a_lease_that_ends_early_keeps_nothing_and_silences_nothing() -> None:
+    harness = Harness(publish=True, max_num_batched_tokens=16)
+    harness.engine.add(request("a", prompt_of(50), role=KVRole.PRODUCE))
+    harness.step()
+    harness.engine.release_lease("a")
+    harness.run()
+    assert [count for result in harness.results for _, count in result.progress] == [2, 4, 6, 7]
+    harness.engine.check_idle()
+
+
+def test_more_decodes_than_a_step_may_compute_take_the_oldest_first() -> None:
+    harness = Harness(max_num_seqs=8, max_num_batched_tokens=4)
+    ids = [str(i) for i in range(8)]
+    for i, request_id in enumerate(ids):
+        harness.engine.add(request(request_id, [i], 4, role=KVRole.CONSUME))
+    harness.step()
+    for i, request_id in enumerate(ids):
+        [block] = harness.admission(request_id).missing
+        harness.runner.pool[block.block_id][0] = i
+        harness.engine.deliver(request_id, 1)
+        harness.engine.unpin([block.block_id])
+        harness.engine.start(request_id, [TokenOutput(0, (5,))])
+    harness.run()
+    assert harness.finish_order == ids
+
+
 def test_aborts_in_every_state_leave_nothing() -> None:
     harness = Harness(num_blocks=12, publish=True)
     harness.engine.add(request("receiving", prompt_of(30), role=KVRole.CONSUME))

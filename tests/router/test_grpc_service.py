@@ -116,6 +116,7 @@ async def test_tokenize_detokenize_and_models(stub: Stub) -> None:
         (router_pb2.GenerateRequest(prompt="x", top_k=-5), "top_k"),
         (router_pb2.GenerateRequest(prompt="x", n=0), "n"),
         (router_pb2.GenerateRequest(prompt="x", request_id="i" * 1000), "request_id"),
+        (router_pb2.GenerateRequest(prompt="x", request_id="a\r2025-01-31T12:00:00.123Z INFO"), "request_id"),
         (router_pb2.GenerateRequest(prompt="x" * 2_000_000), "prompt"),
     ],
 )

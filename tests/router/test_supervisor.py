@@ -17,6 +17,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
+from router.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
 from router.request import RequestEvent, RequestTrace, RoutedRequest
 from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, cluster, soon, token
 
@@ -229,6 +230,19 @@ async def test_first_tokens_of_the_wrong_outputs_are_a_failed_prefill() -> None:
         await nodes.decode.aborted()
         assert (await nodes.decode.admit()).local_prefill
         await give_up(first)
+
+
+async def test_what_a_given_up_prefill_still_had_to_say_is_ignored() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request(n=2))) as events:
+        first, _, _ = await opened(nodes, events)
+        inbox = nodes.relay._running["r"]._inbox
+        for message in (PrefillFinished((token(7),), (), 0, 0), PrefillProgress(3), PrefillEnded(None)):
+            inbox.put_nowait(message)
+        await nodes.decode.aborted()
+        admit = await nodes.decode.admit()
+        assert admit.local_prefill
+        nodes.decode.tokens(admit.request_id, token(8))
+        assert await first == token(8)
 
 
 async def test_a_decode_stream_that_breaks_fails_its_requests_and_the_next_one_opens_another() -> None:

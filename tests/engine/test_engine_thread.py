@@ -1,0 +1,50 @@
+"""The engine's thread as others see it: whoever asked gets an answer, even from an engine that has ended."""
+
+import asyncio
+import threading
+
+import pytest
+
+from kvrelay.core.errors import UnavailableError
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.engine_thread import EngineThread
+from tests.engine.test_engine import Harness
+
+PATIENCE = 10.0
+
+
+def make(crashed: asyncio.Event) -> EngineThread:
+    loop = asyncio.get_running_loop()
+    engine = Harness().engine
+    return EngineThread(engine, loop, on_result=lambda result: None, on_crash=lambda error: crashed.set())
+
+
+async def test_calls_behind_a_crash_fail_instead_of_waiting_for_ever() -> None:
+    crashed, gate = asyncio.Event(), threading.Event()
+    thread = make(crashed)
+    thread.start()
+
+    def crash(engine: Engine) -> None:
+        assert gate.wait(PATIENCE)
+        raise RuntimeError("as a fault of ours would")
+
+    thread.post(crash)
+    waiting = thread.submit(lambda engine: engine.load())
+    gate.set()
+    async with asyncio.timeout(PATIENCE):
+        await crashed.wait()
+        for call in (waiting, thread.call(lambda engine: engine.load())):
+            with pytest.raises(UnavailableError):
+                await call
+
+
+async def test_calls_behind_a_stop_fail_too() -> None:
+    thread = make(asyncio.Event())
+    thread.start()
+    async with asyncio.timeout(PATIENCE):
+        assert (await thread.call(lambda engine: engine.load())).num_blocks == 64
+        stopping = asyncio.create_task(thread.stop(PATIENCE))
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError):
+            await thread.call(lambda engine: engine.load())
+        await stopping

@@ -1,0 +1,46 @@
+"""From a plan to tokens with a real model: every sampling row reads the logits of its own sequence's last token."""
+
+import pytest
+import torch
+from paged_kernels.registry import select_backend
+
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.engine.models.loader import load_model
+from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
+from kvrelay.engine.sampler import Sampler, SamplingRow
+from tests.engine.tiny_models import make_tiny_model
+
+BLOCK_SIZE = 16
+PROMPT = (5, 77, 200)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    model = make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"), vocab_size=320)
+    loaded = load_model(str(model), dtype="float32", attention=select_backend("reference"), max_model_len=None)
+    config = loaded.config
+    pool = torch.zeros(8, config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim)
+    return ModelRunner(loaded.model, Sampler(config.vocab_size, config.eos_token_ids), pool)
+
+
+def greedy_prompt(n: int, block_id: int = 0) -> ScheduledSequence:
+    sampling = SamplingParams(n=n, temperature=0.0, seed=0)
+    rows = tuple(SamplingRow(sampling, choice, len(PROMPT), 0, PROMPT, ()) for choice in range(n))
+    return ScheduledSequence(token_ids=PROMPT, start=0, block_table=[block_id], rows=rows)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_parallel_outputs_start_from_the_prompts_last_token(runner: ModelRunner, n: int) -> None:
+    """Also when there are as many outputs as tokens in the step, which then looks like a batch of decodes."""
+    [alone] = runner.run(SchedulerOutput((greedy_prompt(1),), ())).results
+    [together] = runner.run(SchedulerOutput((greedy_prompt(n),), ())).results
+    assert [sampled.token_id for sampled in together.sampled] == [alone.sampled[0].token_id] * n
+
+
+def test_a_chunk_without_rows_lends_its_tokens_to_nobody(runner: ModelRunner) -> None:
+    """Six tokens, six rows, all of them of the second sequence."""
+    [alone] = runner.run(SchedulerOutput((greedy_prompt(1),), ())).results
+    chunk = ScheduledSequence(token_ids=(9, 8, 7), start=0, block_table=[1], rows=())
+    _, together = runner.run(SchedulerOutput((chunk, greedy_prompt(6)), ())).results
+    assert [sampled.token_id for sampled in together.sampled] == [alone.sampled[0].token_id] * 6

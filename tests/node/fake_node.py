@@ -1,0 +1,62 @@
+"""A node without a model: a real engine thread over the fake runner, joined with the in-process connector."""
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from decode_node.service import DecodeService
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.engine import Engine, Runner
+from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
+from kvrelay.engine.scheduler import SchedulerConfig
+from kvrelay.node.node import Node, NodeIdentity
+from prefill_node.service import PrefillService
+from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner
+
+ServiceT = TypeVar("ServiceT", PrefillService, DecodeService)
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 64
+LAYOUT = KVLayout(num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=8, dtype="float32")
+
+
+class GatedRunner(FakeRunner):
+    """Its steps wait until `gate` is open."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE)
+        self.gate = threading.Event()
+
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        assert self.gate.wait(timeout=10.0)
+        return super().run(plan)
+
+
+def make_node(runner: Runner | None = None) -> Node:
+    namespace = KVNamespace(b"fake", "float32", LAYOUT.layout_id, BLOCK_SIZE)
+    connector = InProcessConnector(InProcessHub())
+    connector.allocate(LAYOUT, NUM_BLOCKS, node_id="node", epoch=1)
+    engine = Engine(
+        SchedulerConfig(BLOCK_SIZE, max_num_batched_tokens=16, max_model_len=NUM_BLOCKS * BLOCK_SIZE),
+        runner or FakeRunner(NUM_BLOCKS, BLOCK_SIZE),
+        BlockPool(NUM_BLOCKS, on_evict=connector.retract),
+        namespace,
+        eos_token_ids=(),
+        publish=True,
+    )
+    return Node(NodeIdentity("node", 1, "fake", namespace, LAYOUT.block_bytes, VOCAB_SIZE), engine, connector)
+
+
+@asynccontextmanager
+async def serving(make: Callable[[Node], ServiceT], node: Node) -> AsyncIterator[ServiceT]:
+    service = make(node)
+    service.start()
+    try:
+        yield service
+    finally:
+        await service.close()
+        await node.close()

@@ -1,0 +1,155 @@
+"""A decode node between its router and its engine: commands in any order, and nothing held afterwards."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+import pytest
+
+from decode_node.service import Context, DecodeService
+from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.wire import output_to_wire, sampling_to_wire
+from kvrelay.engine.request import StepResult
+from kvrelay.v1 import decode_node_pb2 as pb
+from tests.engine.fake_runner import VOCAB_SIZE, expected_output
+from tests.node.fake_node import BLOCK_SIZE, NUM_BLOCKS, GatedRunner, make_node, serving
+
+PROMPT = list(range(100, 120))
+NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
+PATIENCE = 10.0
+
+
+def admit(request_id: str, *, n: int = 1, local_prefill: bool = False) -> pb.DecodeCommand:
+    sampling = sampling_to_wire(SamplingParams(n=n, max_tokens=3, temperature=0.0, seed=0))
+    message = pb.Admit(request_id=request_id, prompt_token_ids=PROMPT, sampling_params=sampling)
+    message.local_prefill = local_prefill
+    return pb.DecodeCommand(admit=message)
+
+
+def start(request_id: str, outputs: Sequence[TokenOutput]) -> pb.DecodeCommand:
+    return pb.DecodeCommand(start=pb.Start(request_id=request_id, first_tokens=map(output_to_wire, outputs)))
+
+
+class Router:
+    """The other end of the stream."""
+
+    def __init__(self, service: DecodeService) -> None:
+        self._commands: asyncio.Queue[pb.DecodeCommand | asyncio.Event] = asyncio.Queue()
+        self._events: asyncio.Queue[pb.DecodeEvent] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run(service))
+
+    def send(self, *commands: pb.DecodeCommand) -> None:
+        for command in commands:
+            self._commands.put_nowait(command)
+
+    async def all_taken(self) -> None:
+        """Returns when the node has handled everything sent so far."""
+        taken = asyncio.Event()
+        self._commands.put_nowait(taken)
+        async with asyncio.timeout(PATIENCE):
+            await taken.wait()
+
+    async def event(self) -> pb.DecodeEvent:
+        async with asyncio.timeout(PATIENCE):
+            return await self._events.get()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, service: DecodeService) -> None:
+        async with aclosing(cast(Any, service.Serve(self._outgoing(), NO_CONTEXT))) as updates:
+            async for update in updates:
+                for event in update.events:
+                    self._events.put_nowait(event)
+
+    async def _outgoing(self) -> AsyncIterator[pb.DecodeCommand]:
+        while True:
+            command = await self._commands.get()
+            if isinstance(command, asyncio.Event):
+                command.set()
+            else:
+                yield command
+
+
+async def test_commands_do_not_wait_for_the_step_under_way() -> None:
+    runner = GatedRunner()
+    async with serving(DecodeService, node := make_node(runner)) as service:
+        router = Router(service)
+        ids = [str(i) for i in range(8)]
+        router.send(*(admit(request_id, local_prefill=True) for request_id in ids))
+        await router.all_taken()
+        runner.gate.set()
+        finished = set[str]()
+        while len(finished) < len(ids):
+            event = await router.event()
+            if event.tokens.finish_reason:
+                finished.add(event.request_id)
+        await router.close()
+        await node.check_idle()
+    assert finished == set(ids)
+
+
+async def test_an_abort_before_the_reception_has_begun_unpins_its_blocks() -> None:
+    """The task is cancelled before its first step, so that nothing inside of it ever runs."""
+    async with serving(DecodeService, node := make_node()) as service:
+        aborted = asyncio.Event()
+        handle = node._handler
+
+        def abort_at_once(result: StepResult) -> None:
+            handle(result)
+            for admission in result.admissions:
+                service._abort(admission.request_id)
+                aborted.set()
+
+        node._handler = abort_at_once
+        router = Router(service)
+        router.send(admit("a"))
+        async with asyncio.timeout(PATIENCE):
+            await aborted.wait()
+        await asyncio.sleep(0)  # the cancelled task ends
+        await asyncio.sleep(0)  # and tells
+        await node.check_idle()
+        await router.close()
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [],
+        [TokenOutput(0, ())],
+        [TokenOutput(0, (1, 2))],
+        [TokenOutput(0, (VOCAB_SIZE,))],
+        [TokenOutput(2, (1,))],
+        [TokenOutput(0, (1,)), TokenOutput(0, (2,))],
+        [TokenOutput(0, (1,), finish_reason=FinishReason.STOP)],
+    ],
+)
+async def test_first_tokens_that_can_not_be_fail_their_request_only(outputs: list[TokenOutput]) -> None:
+    async with serving(DecodeService, node := make_node()) as service:
+        router = Router(service)
+        router.send(admit("bad", n=2), start("bad", outputs))
+        while not (event := await router.event()).HasField("failed"):
+            pass
+        assert event.request_id == "bad"
+        router.send(admit("good", local_prefill=True))
+        tokens: list[int] = []
+        while len(tokens) < 3:
+            tokens += (await router.event()).tokens.token_ids
+        assert tokens == expected_output(PROMPT, 3)
+        await router.close()
+        await node.check_idle()
+
+
+async def test_a_request_that_the_engine_refuses_fails() -> None:
+    async with serving(DecodeService, node := make_node()) as service:
+        router = Router(service)
+        too_long = admit("a")
+        too_long.admit.prompt_token_ids.extend([1] * NUM_BLOCKS * BLOCK_SIZE)
+        router.send(too_long)
+        event = await router.event()
+        assert "max_model_len" in event.failed.message
+        await router.close()
+        await node.check_idle()

@@ -1,0 +1,85 @@
+"""A prefill node between its router and its engine: a stream always ends, and leaves its lease or nothing."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import cast
+
+import pytest
+
+from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.wire import sampling_to_wire
+from kvrelay.v1 import prefill_node_pb2 as pb
+from prefill_node.service import Context, PrefillService
+from tests.node.fake_node import GatedRunner, make_node, serving
+
+PROMPT = list(range(100, 120))
+NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
+PATIENCE = 10.0
+
+
+def prefill(
+    service: PrefillService, request_id: str, prompt: Sequence[int] = PROMPT
+) -> AsyncGenerator[pb.PrefillEvent, None]:
+    sampling = sampling_to_wire(SamplingParams(max_tokens=3, temperature=0.0, seed=0))
+    request = pb.PrefillRequest(
+        request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling, lease_ttl_ms=60_000
+    )
+    return service.Prefill(request, NO_CONTEXT)
+
+
+async def num_leases(service: PrefillService) -> int:
+    return await service._node.engine.call(lambda engine: engine.load().num_leases)
+
+
+async def release(service: PrefillService, *lease_ids: str) -> None:
+    await service.ReleaseLeases(pb.ReleaseLeasesRequest(lease_ids=lease_ids), NO_CONTEXT)
+
+
+async def test_a_stream_whose_lease_has_ended_early_still_ends() -> None:
+    """By expiry or release before the prompt is computed; else the decode node waits for the rest in vain."""
+    runner = GatedRunner()
+    async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
+        async with aclosing(prefill(service, "a")) as events:
+            assert (await anext(events)).HasField("accepted")
+            await release(service, "a")
+            runner.gate.set()
+            rest = [event async for event in events]
+        assert max(event.progress.num_published_blocks for event in rest) == 3
+        assert sum(event.HasField("finished") for event in rest) == 1
+        await node.check_idle()
+
+
+async def test_a_duplicate_of_a_leased_request_is_refused_and_leaves_the_lease_alone() -> None:
+    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
+        async with aclosing(prefill(service, "a")) as events:
+            async for _ in events:
+                pass
+        assert await num_leases(service) == 1
+        with pytest.raises(InvalidRequestError):
+            await anext(prefill(service, "a"))
+        assert await num_leases(service) == 1
+        assert not (await service.RenewLeases(pb.RenewLeasesRequest(lease_ids=["a"]), NO_CONTEXT)).unknown_lease_ids
+        await release(service, "a")
+        await node.check_idle()
+
+
+async def test_leases_yield_when_nothing_else_could_go_on() -> None:
+    """Two routers: one's decode node waits for a prompt that waits, here, for the blocks of the other's lease."""
+    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
+        async with aclosing(prefill(service, "a", [1] * 300)) as events:
+            async for _ in events:
+                pass
+        async with aclosing(prefill(service, "b", [2] * 300)) as events:
+            assert (await anext(events)).HasField("accepted")
+            version = -1
+            while node.event_log.load.num_requests_waiting == 0:
+                version = await node.event_log.changed(version)
+            service._leases.sweep()
+            service._leases.sweep()
+            assert list(service._leases) == ["b"]
+            rest = [event async for event in events]
+        assert sum(event.HasField("finished") for event in rest) == 1
+        await release(service, "b")
+        await node.check_idle()

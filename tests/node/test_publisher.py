@@ -1,0 +1,97 @@
+"""What is enqueued is published in order; a connector that fails costs blocks, a fault of ours is not kept quiet."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kv_connector.base import Block
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.errors import KVError
+from kvrelay.node.publisher import Publisher
+from tests.node.fake_node import make_node
+
+BLOCKS = [Block(block_id, BlockHash(bytes([block_id]) * 32), 8) for block_id in range(3)]
+PATIENCE = 10.0
+
+
+class FailingConnector(InProcessConnector):
+    def __init__(self, error: Exception) -> None:
+        super().__init__(InProcessHub())
+        self._error = error
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        raise self._error
+
+
+async def test_a_connector_that_fails_delays_nobody() -> None:
+    unpinned: list[int] = []
+    told: list[int] = []
+    publisher = Publisher(FailingConnector(KVError("not reachable")), unpinned.extend)
+    publisher.start(lambda error: pytest.fail(str(error)))
+    for block in BLOCKS:
+        publisher.enqueue([block], [lambda block_id=block.block_id: told.append(block_id)])  # type: ignore[misc]
+    async with asyncio.timeout(PATIENCE):
+        await publisher.drain()
+    await asyncio.sleep(0)
+    assert unpinned == told == [0, 1, 2]
+    await publisher.close()
+
+
+class HangingConnector(InProcessConnector):
+    """Every `publish` waits until it is let go, and fails."""
+
+    def __init__(self) -> None:
+        super().__init__(InProcessHub())
+        self.calls: list[list[int]] = []
+        self.let_go = asyncio.Event()
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        self.calls.append([block.block_id for block in blocks])
+        await self.let_go.wait()
+        raise KVError("timed out")
+
+
+async def test_what_piles_up_behind_a_slow_store_is_offered_at_once() -> None:
+    """One timeout for all of it: with one for each, readers would wait for as many as there are steps."""
+    connector, unpinned = HangingConnector(), list[int]()
+    publisher = Publisher(connector, unpinned.extend)
+    publisher.start(lambda error: pytest.fail(str(error)))
+    publisher.enqueue(BLOCKS[:1])
+    await asyncio.sleep(0)
+    for block in BLOCKS[1:]:
+        publisher.enqueue([block])
+    connector.let_go.set()
+    async with asyncio.timeout(PATIENCE):
+        await publisher.drain()
+    assert connector.calls == [[0], [1, 2]]
+    assert unpinned == [0, 1, 2]
+    await publisher.close()
+
+
+async def test_an_unforeseen_error_is_reported_and_still_unpins() -> None:
+    unpinned: list[int] = []
+    failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    publisher = Publisher(FailingConnector(RuntimeError("a fault of ours")), unpinned.extend)
+    publisher.start(failed.set_result)
+    publisher.enqueue(BLOCKS[:2])
+    publisher.enqueue(BLOCKS[2:])
+    async with asyncio.timeout(PATIENCE):
+        assert isinstance(await failed, RuntimeError)
+    await publisher.close()
+    assert unpinned == [0, 1, 2]
+
+
+async def test_a_node_without_a_publisher_says_that_it_is_of_no_use() -> None:
+    """Pins would pile up until nothing can be allocated: its process ends instead."""
+    node = make_node()
+    node.start(lambda result: None)
+
+    def fault() -> None:
+        raise RuntimeError("a fault of ours")
+
+    node._publisher.enqueue([], [fault])
+    async with asyncio.timeout(PATIENCE):
+        await node.crashed.wait()
+    await node.close()
