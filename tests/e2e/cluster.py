@@ -1,0 +1,101 @@
+"""`kvrelay serve` on the demo model, and what transformers says about that model."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from tests.cluster.reference import Reference
+from tests.e2e.client import Router, router_at, wait_idle
+from tests.e2e.processes import Program, processes_of, program, segments_of, wait_until_gone
+
+DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
+BLOCK_SIZE = 16
+FREE_PORTS = ("--port", "0", "--grpc-port", "0")
+SMALL = ("--dtype", "float32", "--num-blocks", "512")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A running `kvrelay serve`."""
+
+    router: Router
+    grpc_address: str
+    program: Program
+    model: Path
+
+    def node_address(self, name: str) -> str:
+        found = re.search(rf"{name} is ready on (\S+)", self.program.log.read_text())
+        assert found is not None
+        return found[1]
+
+    def wait_idle(self) -> None:
+        for name in set(re.findall(r"(\S+) is ready on", self.program.log.read_text())):
+            wait_idle(self.node_address(name))
+
+
+class Oracle:
+    """What transformers' tokenizer and `generate` say about the demo model."""
+
+    def __init__(self) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
+        self._reference = Reference(DEMO_MODEL)
+
+    def tokens(self, prompt: str | list[int], max_tokens: int) -> list[int]:
+        return self._reference.generate(self.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
+
+    def text(self, prompt: str | list[int], max_tokens: int) -> str:
+        text: str = self.tokenizer.decode(self.tokens(prompt, max_tokens), skip_special_tokens=True)
+        return text
+
+    def logprobs(self, prompt: str, max_tokens: int) -> list[float]:
+        """Of the greedy output's tokens."""
+        prompt_token_ids = self.encode(prompt)
+        token_ids = prompt_token_ids + self.tokens(prompt, max_tokens)
+        logprobs = self._reference.logprobs(token_ids)
+        return [
+            float(logprobs[position - 1, token_ids[position]])
+            for position in range(len(prompt_token_ids), len(token_ids))
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self.tokenizer(text)["input_ids"]
+        return token_ids
+
+
+def some_token_ids(num_tokens: int, seed: int) -> list[int]:
+    """Deterministic, and none of the special tokens."""
+    return [16 + (seed * 7919 + position * position * 31 + position) % 2000 for position in range(num_tokens)]
+
+
+def link_model(directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    path = directory / "demo-model"
+    path.symlink_to(DEMO_MODEL)
+    return path
+
+
+@contextmanager
+def served(model: Path, *arguments: str, directory: Path) -> Iterator[Cluster]:
+    """`kvrelay serve MODEL ARGUMENTS` until the end of the context. Must be idle then; ends by Ctrl-C, leaves nothing.
+
+    Its log lies beside the model."""
+    command = ("serve", str(model), *FREE_PORTS, "--json-ready", *arguments)
+    log = model.with_suffix(".log")
+    with program(*command, log=log, directory=directory) as running:
+        ready = running.wait_ready()
+        with router_at(ready) as router:
+            cluster = Cluster(router, ready["grpc_address"], running, model)
+            yield cluster
+            if running.process.poll() is not None:
+                return
+            cluster.wait_idle()
+        segments = segments_of(model)
+        assert running.interrupt() == 0, log.read_text()
+        assert processes_of(model) == {}
+        assert [path for path in segments if path.exists()] == []
+    wait_until_gone(model)

@@ -1,0 +1,43 @@
+"""One cluster for the whole folder, since a start takes seconds: 1 prefill and 1 decode node, as `kvrelay serve` does.
+
+Every program here starts in a directory with folders that are named like our packages and fail when they are imported.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import SMALL, Cluster, Oracle, link_model, served
+
+PACKAGES = ("kvrelay", "router", "prefill_node", "decode_node", "kv_connector", "paged_kernels")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    return Oracle()
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where programs start."""
+    path = tmp_path_factory.mktemp("working-directory")
+    for package in PACKAGES:
+        (path / package).mkdir()
+        for file in ("__init__.py", "__main__.py"):
+            (path / package / file).write_text('raise ImportError("picked up from the working directory")\n')
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The demo model under a path that only processes of this test know."""
+    return link_model(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[Cluster]:
+    """1P+1D in float32; every prompt takes the way over the prefill node."""
+    model = link_model(tmp_path_factory.mktemp("cluster"))
+    with served(model, *SMALL, "--local-prefill-max-tokens", "0", directory=directory) as running:
+        yield running

@@ -1,0 +1,61 @@
+"""What the other commands print, as a person sees it."""
+
+from pathlib import Path
+
+import pytest
+
+from kvrelay import __version__
+from tests.e2e.cluster import Cluster
+from tests.e2e.processes import run
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_complete(cluster: Cluster, directory: Path) -> None:
+    arguments = ("--url", cluster.grpc_address, "--temperature", "0", "--max-tokens", "16", "--stats")
+    ended = run("complete", "The capital of France is", *arguments, directory=directory)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(" Paris") and ended.stdout.endswith("\n")
+    assert "prefill-0 -> decode-0; prompt of " in ended.stderr
+
+
+def test_complete_explains_a_refusal(cluster: Cluster, directory: Path) -> None:
+    ended = run("complete", "Hello", "--url", cluster.grpc_address, "--max-tokens", "9999", directory=directory)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("kvrelay complete: 2 prompt tokens and max_tokens of 9999 are more than")
+    assert "Traceback" not in ended.stderr
+
+
+def test_status(cluster: Cluster, directory: Path) -> None:
+    ended = run("status", "--url", cluster.grpc_address, directory=directory)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        f"{cluster.grpc_address}  serving",
+        f"  {cluster.router.model}  up to 4096 tokens of prompt and output",
+    ]
+
+
+def test_status_without_a_router(directory: Path) -> None:
+    ended = run("status", "--url", "127.0.0.1:1", directory=directory)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "no router answers at 127.0.0.1:1. Start one with `kvrelay serve MODEL`" in ended.stderr
+
+
+def test_version_and_help(directory: Path) -> None:
+    version = run("--version", directory=directory)
+    assert (version.returncode, version.stdout) == (0, f"kvrelay {__version__}\n")
+    usage = run("--help", directory=directory)
+    assert usage.returncode == 0
+    assert usage.stdout.startswith("usage: kvrelay COMMAND") and "serve MODEL" in usage.stdout
+    of_serve = run("serve", "--help", directory=directory)
+    assert of_serve.returncode == 0
+    assert "usage: kvrelay serve" in of_serve.stdout and "--prefill-nodes" in of_serve.stdout
+
+
+def test_unknown_command_and_setting(directory: Path) -> None:
+    command = run("sevre", directory=directory)
+    assert command.returncode == 2
+    assert "there is no command 'sevre'" in command.stderr
+    setting = run("serve", "model", "--decode-node", "2", directory=directory)
+    assert setting.returncode == 2
+    assert "did you mean --decode-nodes?" in setting.stderr

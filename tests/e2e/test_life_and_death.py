@@ -1,0 +1,97 @@
+"""How a cluster ends, in order or not, and what it says when it can not begin: nothing of it may be left."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import grpc_request, router_at
+from tests.e2e.cluster import FREE_PORTS, SMALL, Oracle, link_model, served
+from tests.e2e.processes import (
+    process_of,
+    processes_of,
+    program,
+    segments_of,
+    wait_until_gone,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPT = "Once upon a time"
+
+
+def test_ctrl_c_ends_everything(model: Path, directory: Path) -> None:
+    """In the middle of a stream, with pools in the system's shared memory."""
+    command = ("serve", str(model), *FREE_PORTS, *SMALL, "--json-ready")
+    with program(*command, log=model.with_suffix(".log"), directory=directory) as serve:
+        ready = serve.wait_ready()
+        segments = segments_of(model)
+        assert {path.parent for path in segments} == {Path("/dev/shm")} and len(segments) == 2
+        assert len(processes_of(model)) == 4, "serve, two nodes, a router"
+        with router_at(ready) as router:
+            stream = router.stream(grpc_request(PROMPT, 3500))
+            next(stream)
+            assert serve.interrupt() == 0, serve.log.read_text()
+            stream.cancel()
+        assert processes_of(model) == {}
+        assert [path for path in segments if path.exists()] == []
+        assert "Traceback" not in serve.log.read_text()
+
+
+def test_killed_cluster(model: Path, directory: Path, tmp_path: Path, oracle: Oracle) -> None:
+    """Killed without a chance to clean up: what still lives notices, and the next start sweeps what a killed node has
+    left. That next cluster is an aggregated one."""
+    pools = tmp_path / "pools"
+    pools.mkdir()
+    settings = (*SMALL, "--shared-memory-dir", str(pools))
+    command = ("serve", str(model), *FREE_PORTS, *settings, "--json-ready")
+    with program(*command, log=model.with_suffix(".log"), directory=directory) as serve:
+        serve.wait_ready()
+        serve.process.send_signal(signal.SIGSTOP)  # or it would notice that a node has been killed
+        os.kill(process_of(model, "decode_node"), signal.SIGKILL)
+        serve.kill()
+        wait_until_gone(model)
+    [orphan] = pools.iterdir()
+    assert "decode-0" in orphan.name, "the prefill node has ended in order"
+
+    second = link_model(tmp_path / "second")
+    with served(second, *settings, "--prefill-nodes", "0", directory=directory) as cluster:
+        assert not orphan.exists()
+        assert {path.parent for path in segments_of(second)} == {pools}
+        response = cluster.router.generate(PROMPT, 16)
+        assert list(response.outputs[0].token_ids) == oracle.tokens(PROMPT, 16)
+        assert (response.trace.prefill_node, response.trace.decode_node) == ("", "decode-0")
+        assert response.trace.num_transferred_blocks == 0
+        assert len(processes_of(second)) == 3, "serve, a node, a router"
+    assert list(pools.iterdir()) == []
+
+
+def unsupported(directory: Path) -> Path:
+    path = directory / "unsupported-model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
+    return path
+
+
+def test_models_that_can_not_be_served(tmp_path: Path, directory: Path) -> None:
+    """Both at a time, to save one's time."""
+    missing, foreign = tmp_path / "no-such-model", unsupported(tmp_path)
+    says = {
+        missing: f"{missing} is neither a directory nor a model in",
+        foreign: "['GPT2LMHeadModel'] is not supported",
+    }
+    arguments = (*FREE_PORTS, "--prefill-nodes", "0")
+    with (
+        program("serve", str(missing), *arguments, log=tmp_path / "1.log", directory=directory) as first,
+        program("serve", str(foreign), *arguments, log=tmp_path / "2.log", directory=directory) as second,
+    ):
+        for serve, path in ((first, missing), (second, foreign)):
+            output, _ = serve.process.communicate()
+            log = serve.log.read_text()
+            assert (serve.process.returncode, output) == (1, ""), log
+            assert says[path] in log
+            assert "Traceback" not in log
+            assert processes_of(path) == {}
+    assert "supported are" in second.log.read_text(), "what to do"
