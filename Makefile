@@ -32,7 +32,7 @@ typecheck: $(VENV)/installed-dev  ## mypy --strict over code and tests
 	$(BIN)/mypy --strict $(CODE)
 
 pytest: $(VENV)/installed-dev redis-server  ## The tests; make pytest ARGS='tests/engine -k pool' runs some
-	$(BIN)/python -m pytest $(ARGS)
+	GRPC_VERBOSITY=NONE $(BIN)/python -m pytest $(ARGS)
 
 bench: $(VENV)/installed  ## The cluster against transformers' generate; ARGS=--help explains
 	$(BIN)/python bench/serve_vs_generate.py $(ARGS)

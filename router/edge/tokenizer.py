@@ -23,6 +23,7 @@ LONG_TEXT_CHARS = 8 * 1024
 ChatMessage = Mapping[str, str]
 """`role` and `content`."""
 
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class under its old and its new name
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_BOUNDARY = "\u2581"  # how SentencePiece writes a space
 
@@ -45,9 +46,9 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """From a Hugging Face directory. Nothing is downloaded. Raises ModelLoadError."""
-        auto_tokenizer = _import_auto_tokenizer()
+        tokenizer_class = _tokenizer_class(Path(path))
         try:
-            loaded = auto_tokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            loaded = tokenizer_class.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelLoadError(f"no tokenizer can be loaded from {path}: {error}") from error
         if not loaded.is_fast:
@@ -116,8 +117,12 @@ class Tokenizer:
         return piece.replace(_WORD_BOUNDARY, " ").encode()
 
 
-def _import_auto_tokenizer() -> Any:
-    """Imported on first use because it takes a second, and without its advice to install torch."""
+def _tokenizer_class(path: Path) -> Any:
+    """What loads this tokenizer. AutoTokenizer imports torch where that is installed, which costs the router seconds
+    and hundreds of megabytes: it is left out when the checkpoint names the class that it would choose.
+
+    Imported on first use because it takes a second, and without its advice to install torch.
+    """
     logger = logging.getLogger("transformers")
 
     def not_advice(record: logging.LogRecord) -> bool:
@@ -125,10 +130,24 @@ def _import_auto_tokenizer() -> Any:
 
     logger.addFilter(not_advice)
     try:
+        if _named_class(path) in _GENERIC_CLASSES and (path / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
         from transformers import AutoTokenizer
+
+        return AutoTokenizer
     finally:
         logger.removeFilter(not_advice)
-    return AutoTokenizer
+
+
+def _named_class(path: Path) -> str | None:
+    """`tokenizer_class` of the checkpoint, if it can be read."""
+    try:
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return settings.get("tokenizer_class") if isinstance(settings, dict) else None
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
