@@ -54,6 +54,7 @@ class NodeLoad:
     """As the node reported it last; lags behind by a step and the network."""
 
     num_requests_running: int = 0
+    num_requests_decoding: int = 0
     num_requests_waiting: int = 0
     num_queued_tokens: int = 0
     num_free_blocks: int = 0
@@ -115,6 +116,7 @@ def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription
 def load_from_wire(message: node_pb2.NodeLoad) -> NodeLoad:
     return NodeLoad(
         num_requests_running=message.num_requests_running,
+        num_requests_decoding=message.num_requests_decoding,
         num_requests_waiting=message.num_requests_waiting,
         num_queued_tokens=message.num_queued_tokens,
         num_free_blocks=message.num_free_blocks,

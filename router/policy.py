@@ -42,13 +42,15 @@ class PrefillCandidate:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCandidate:
-    """As PrefillCandidate; `num_sequences` run or wait there, `num_free_blocks` are free or evictable."""
+    """As PrefillCandidate; `num_sequences` run or wait there, `num_decoding` of them have their first token;
+    `num_free_blocks` are free or evictable."""
 
     node_id: str
     num_held_blocks: int
     num_queued_tokens: int
     num_sequences: int
     num_free_blocks: int
+    num_decoding: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class PlacementReason(Enum):
     DISAGGREGATED = "disaggregated"
     NO_PREFILL_NODE = "no_prefill_node"
     SHORT_SUFFIX = "short_suffix"  # cheaper to compute where it is decoded than to move it
+    PREFILL_BUSY = "prefill_busy"  # the queue there is longer than the delay that computing it here would cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +142,17 @@ class PrefixAware:
         decode node  = moved_token * (prompt - h) + queued tokens + sequence * (its sequences + n)
                        + missing_token * max(0, prompt - h + n * block_size - free tokens)
 
-    The two legs are independent, so each takes its own minimum; ties go to the node that holds more, then in turn. When
-    the decode node misses at most `local_prefill_max_tokens` it prefills by itself: moving would cost a round trip and
-    save one small chunk. The same when no prefill node lives; then a missing token counts 1 instead of `moved_token`.
-    (Conditional disaggregation; cf. DistServe, OSDI 2024, and Mooncake, FAST 2025, for cache-aware prefill scheduling.)
+    The two legs are independent, so each takes its own minimum; ties go to the node that holds more, then in turn.
+
+    The decode node prefills by itself (conditional disaggregation) when no prefill node lives; then a missing token
+    counts 1 instead of `moved_token`. Also when it misses at most `local_prefill_max_tokens`: moving would cost a round
+    trip and save one small chunk. And when the prefill node's queue is longer than the delay that a prefill beside
+    decodes inflicts, which is its own length for each sequence that decodes there:
+
+        (tokens it misses) * (1 + sequences that decode there) + its queued tokens  <  cost of the prefill node
+
+    so an idle decode node helps with a burst, and a busy one is left alone. `local_prefill_max_tokens` 0 switches the
+    last two off. (Cf. DistServe, OSDI 2024, on interference; Mooncake, FAST 2025, on cache-aware prefill scheduling.)
     """
 
     def __init__(self, local_prefill_max_tokens: int = 64, weights: CostWeights | None = None) -> None:
@@ -156,12 +166,15 @@ class PrefixAware:
         )
         if not candidates.prefill:
             return _local(facts, decode, PlacementReason.NO_PREFILL_NODE)
-        if facts.uncached_tokens(decode.num_held_blocks) <= self._local_prefill_max_tokens:
+        uncached = facts.uncached_tokens(decode.num_held_blocks)
+        if uncached <= self._local_prefill_max_tokens:
             return _local(facts, decode, PlacementReason.SHORT_SUFFIX)
         most_held = max(node.num_held_blocks for node in candidates.all)
-        prefill = _cheapest(
-            facts, candidates.prefill, [self._prefill_cost(facts, node, most_held) for node in candidates.prefill]
-        )
+        costs = [self._prefill_cost(facts, node, most_held) for node in candidates.prefill]
+        local_cost = uncached * (1 + decode.num_decoding) + decode.num_queued_tokens
+        if self._local_prefill_max_tokens > 0 and local_cost < min(costs):
+            return _local(facts, decode, PlacementReason.PREFILL_BUSY)
+        prefill = _cheapest(facts, candidates.prefill, costs)
         return _disaggregated(facts, prefill, decode, candidates)
 
     def _prefill_cost(self, facts: RequestFacts, node: PrefillCandidate, most_held: int) -> float:

@@ -129,7 +129,12 @@ class ClusterRelay:
         return RequestSupervisor(
             request,
             f"{request.request_id}.{self._tag}.{number}",
-            DecodePlacement(decode, self._decode_clients[decode.address], placement.decode),
+            DecodePlacement(
+                decode,
+                self._decode_clients[decode.address],
+                placement.decode,
+                facts.uncached_tokens(held.get(placement.decode, 0)),
+            ),
             self._prefill_placement(placement, facts, nodes, held),
             block_size=namespace.block_size,
             clock=self._clock,
@@ -180,6 +185,7 @@ def _candidates(nodes: Sequence[NodeHandle], held: dict[str, int]) -> Candidates
                 num_held_blocks=held.get(_node_id(node), 0),
                 num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
                 num_sequences=max(node.load.num_requests_running + node.load.num_requests_waiting, node.num_sequences),
+                num_decoding=node.load.num_requests_decoding,
                 num_free_blocks=node.load.num_free_blocks,
             )
             for node in nodes

@@ -47,11 +47,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodePlacement:
-    """Where to decode. `node_id` as it was when the request was placed."""
+    """Where to decode. `node_id` as it was when the request was placed. `num_uncached_tokens`: its work if it prefills
+    by itself."""
 
     node: NodeHandle
     client: DecodeClient
     node_id: str
+    num_uncached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class RequestSupervisor:
         self._num_published_blocks = 0
         self._has_first_tokens = False
         self._decode_is_done = False
-        self._charged_tokens = 0
+        self._charged: tuple[NodeHandle, int] | None = None  # who computes the prompt, and how much of it
         self._deadline: asyncio.TimerHandle | None = None
 
     async def run(self) -> AsyncGenerator[RequestEvent, None]:
@@ -169,6 +171,7 @@ class RequestSupervisor:
     def _on_tokens(self, output: TokenOutput) -> Sequence[RequestEvent]:
         if output.index not in self._unfinished:
             return ()
+        self._uncharge()
         self._tally.first_token()
         if output.finish_reason is not None:
             self._unfinished.discard(output.index)
@@ -231,6 +234,7 @@ class RequestSupervisor:
         _logger.warning("request %s: %s prefills by itself: %s", self._wire_id, self._decode.node_id, error)
         self._close_prefill()
         self._prefill = None
+        self._charge(self._decode.node, self._decode.num_uncached_tokens)
         self._session.close(finished=False)
         self._admit(f"{self._wire_id}.local", local_prefill=True)
 
@@ -242,9 +246,10 @@ class RequestSupervisor:
         self._deadline = asyncio.get_running_loop().call_later(timeout, self.abort, error)
         self._decode.node.num_sequences += self._request.sampling.n
         self._admit(self._wire_id, local_prefill=self._prefill is None)
-        if self._prefill is not None:
-            self._charged_tokens = self._prefill.num_uncached_tokens
-            self._prefill.node.num_queued_tokens += self._charged_tokens
+        if self._prefill is None:
+            self._charge(self._decode.node, self._decode.num_uncached_tokens)
+        else:
+            self._charge(self._prefill.node, self._prefill.num_uncached_tokens)
             self._prefill_task = self._prefill.client.prefill(
                 self._wire_id, self._request, self._prefill.sources, timeout=timeout, sink=self._inbox.put_nowait
             )
@@ -268,10 +273,16 @@ class RequestSupervisor:
             self._prefill_task.cancel()
         self._release_lease()
 
+    def _charge(self, node: NodeHandle, num_tokens: int) -> None:
+        """Until the first tokens are here, this much more is queued there."""
+        node.num_queued_tokens += num_tokens
+        self._charged = (node, num_tokens)
+
     def _uncharge(self) -> None:
-        if self._prefill is not None:
-            self._prefill.node.num_queued_tokens -= self._charged_tokens
-        self._charged_tokens = 0
+        if self._charged is not None:
+            node, num_tokens = self._charged
+            node.num_queued_tokens -= num_tokens
+            self._charged = None
 
     def _release_lease(self) -> None:
         if self._lease_id is not None and self._prefill is not None:

@@ -87,6 +87,7 @@ class EngineLoad:
     """Counts at the end of a step."""
 
     num_requests_running: int
+    num_requests_decoding: int  # of the running ones, those that have their first token
     num_requests_waiting: int
     num_queued_tokens: int
     num_free_blocks: int

@@ -86,6 +86,7 @@ def _messages(epoch: int, update: LogUpdate) -> list[node_pb2.WatchResponse]:
 def _load_to_wire(load: EngineLoad) -> node_pb2.NodeLoad:
     return node_pb2.NodeLoad(
         num_requests_running=load.num_requests_running,
+        num_requests_decoding=load.num_requests_decoding,
         num_requests_waiting=load.num_requests_waiting,
         num_queued_tokens=load.num_queued_tokens,
         num_free_blocks=load.num_free_blocks,

@@ -7,7 +7,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.engine.request import EngineLoad
 from kvrelay.node.event_log import EventLog
 
-LOAD = EngineLoad(0, 0, 0, 8, 8, 0, 0, 0)
+LOAD = EngineLoad(0, 0, 0, 0, 8, 8, 0, 0, 0)
 
 
 def name(i: int) -> BlockHash:

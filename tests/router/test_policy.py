@@ -29,8 +29,10 @@ def prefill(node_id: str, *, held: int = 0, queued: int = 0) -> PrefillCandidate
     return PrefillCandidate(node_id, held, queued)
 
 
-def decode(node_id: str, *, held: int = 0, sequences: int = 0, free: int = 10_000, queued: int = 0) -> DecodeCandidate:
-    return DecodeCandidate(node_id, held, queued, sequences, free)
+def decode(
+    node_id: str, *, held: int = 0, sequences: int = 0, free: int = 10_000, queued: int = 0, decoding: int = 0
+) -> DecodeCandidate:
+    return DecodeCandidate(node_id, held, queued, sequences, free, decoding)
 
 
 def candidates(*nodes: PrefillCandidate | DecodeCandidate) -> Candidates:
@@ -142,3 +144,22 @@ def test_a_placement_is_a_pure_choice_among_the_candidates() -> None:
             assert placement.decode in {"d0", "d1"}
             assert placement.prefill in {None, *(node.node_id for node in nodes.prefill)}
             assert placement.prefill not in {source.node_id for source in placement.sources}
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "expected"),
+    [
+        (prefill("p0"), decode("d0"), PlacementReason.DISAGGREGATED),  # a tie: nothing is gained
+        (prefill("p0", queued=500), decode("d0"), PlacementReason.PREFILL_BUSY),
+        (prefill("p0", queued=500), decode("d0", queued=500), PlacementReason.DISAGGREGATED),
+        (prefill("p0", queued=500), decode("d0", decoding=1), PlacementReason.DISAGGREGATED),
+        (prefill("p0", queued=9000), decode("d0", decoding=8), PlacementReason.PREFILL_BUSY),
+        (prefill("p0", queued=7000), decode("d0", decoding=8), PlacementReason.DISAGGREGATED),
+    ],
+)
+def test_a_decode_node_helps_a_busy_prefill_node_unless_that_delays_its_decodes_more(
+    p: PrefillCandidate, d: DecodeCandidate, expected: PlacementReason
+) -> None:
+    assert PrefixAware().choose(facts(1000), candidates(p, d)).reason is expected
+    placement = PrefixAware(local_prefill_max_tokens=0).choose(facts(1000), candidates(p, d))
+    assert placement.reason is PlacementReason.DISAGGREGATED, "switched off"
