@@ -2,8 +2,16 @@
 
 import sys
 
-from decode_node.service import DecodeService
-from kvrelay.node.process import main
+from kvrelay.core.extras import require_extra
+
+
+def run() -> int:
+    require_extra("engine", ("torch", "safetensors"), purpose="a decode node")
+    from decode_node.service import DecodeService
+    from kvrelay.node.process import main
+
+    return main("decode", DecodeService, sys.argv[1:])
+
 
 if __name__ == "__main__":
-    sys.exit(main("decode", DecodeService, sys.argv[1:]))
+    sys.exit(run())

@@ -56,12 +56,15 @@ class _RouterStream:
         self._wake.set()
 
     async def updates(self) -> AsyncIterator[pb.DecodeUpdate]:
-        while not self.closed:
+        """Ends when closed, after everything that was sent before."""
+        while True:
             await self._wake.wait()
             self._wake.clear()
             events, self._events = self._events, []
             if events:
                 yield pb.DecodeUpdate(events=events)
+            if self.closed and not self._events:
+                return
 
 
 def _new_future() -> "asyncio.Future[tuple[TokenOutput, ...]]":
@@ -147,6 +150,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             _logger.error("request %s was admitted twice; the second one is ignored", admit.request_id)
             return
         try:
+            self._node.require_accepting()
             request = engine_request(
                 admit.request_id,
                 admit.prompt_token_ids,
@@ -162,6 +166,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             return
         self._active[request.request_id] = _Decode(stream, len(request.prompt_token_ids), request.sampling.n)
         stream.request_ids.add(request.request_id)
+        self._node.activity.begin(request.request_id)
         added = self._node.engine.submit(lambda engine: engine.add(request))
         added.add_done_callback(partial(self._on_added, request.request_id))
 
@@ -209,6 +214,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         if decode is None:
             return False
         decode.stream.request_ids.discard(request_id)
+        self._node.activity.end(request_id)
         if decode.reception is not None:
             decode.reception.cancel()
         return True

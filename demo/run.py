@@ -40,6 +40,9 @@ class DemoSettings(ProcessSettings):
     model: str = Field(default=str(Path(__file__).parent / "model"), description="Directory of the model.")
     prefill_nodes: int = Field(default=1, ge=0, description="Prefill nodes; 0: decode nodes prefill themselves.")
     decode_nodes: int = Field(default=1, ge=1, description="Decode nodes.")
+    connector: Literal["shared_memory", "ucx", "redis"] = Field(
+        default="shared_memory", description="How KV blocks travel; redis expects a server on its usual port."
+    )
 
 
 Message = tuple[str, str]
@@ -105,6 +108,7 @@ class Answer:
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(DemoSettings, argv, prog="demo/run.py")
     arguments = ["--prefill-nodes", str(settings.prefill_nodes), "--decode-nodes", str(settings.decode_nodes)]
+    arguments += ["--connector", settings.connector]
     arguments += ["--block-size", str(BLOCK_SIZE), "--log-level", "warning"]
     arguments += ["--served-model-name", "kvrelay-demo"]
     arguments += ["--local-prefill-max-tokens", "0"]  # short prompts, too, take the way over the prefill node

@@ -1,20 +1,17 @@
 """The connector for nodes that share a process: tests and the offline API. The same semantics as between processes.
 
-Invariant: a header is visible only while its block's content stands; a reader that overlaps a retraction sees the
-generation change.
+Invariant: a block is reported as fetched only if its generation (see `shared_pool.py`) was the same after the copy.
 """
 
 import asyncio
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
-from kv_connector.header import BlockHeader, Mismatch
+from kv_connector.header import Mismatch
 from kv_connector.pool import LocalPool, Slices, copy_payload
+from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, settle
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
@@ -27,47 +24,6 @@ class InProcessHub:
 
     def __init__(self) -> None:
         self.pools: dict[str, SharedPool] = {}
-
-
-@dataclass(slots=True)
-class SharedPool:
-    """A pool and what it has published."""
-
-    pool: LocalPool
-    epoch: int
-    headers: dict[int, BlockHeader] = field(default_factory=dict)  # by block id
-    holders: dict[BlockHash, set[int]] = field(default_factory=dict)
-    generations: list[int] = field(default_factory=list)  # per block, grows with every change
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held for dictionary updates only
-
-    def put(self, block_id: int, header: BlockHeader, generation: int) -> bool:
-        """Publishes unless the block was retracted since `generation` was read."""
-        with self.lock:
-            if self.generations[block_id] != generation:
-                return False
-            self._remove(block_id)
-            self.headers[block_id] = header
-            self.holders.setdefault(header.block_hash, set()).add(block_id)
-        return True
-
-    def remove(self, block_ids: Sequence[int]) -> None:
-        with self.lock:
-            for block_id in block_ids:
-                self._remove(block_id)
-
-    def find(self, name: BlockHash) -> list[tuple[int, int, BlockHeader]]:
-        """(block id, generation, header) of every block under this name."""
-        with self.lock:
-            return [(held, self.generations[held], self.headers[held]) for held in self.holders.get(name, ())]
-
-    def _remove(self, block_id: int) -> None:
-        self.generations[block_id] += 1
-        header = self.headers.pop(block_id, None)
-        if header is not None:
-            same_name = self.holders[header.block_hash]
-            same_name.discard(block_id)
-            if not same_name:
-                del self.holders[header.block_hash]
 
 
 class InProcessConnector:
@@ -85,7 +41,7 @@ class InProcessConnector:
     def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
         assert self._shared is None, "allocate is called once"
         pool = LocalPool.anonymous(layout, num_blocks)
-        self._shared = SharedPool(pool, epoch, generations=[0] * num_blocks)
+        self._shared = SharedPool(pool, epoch)
         self._endpoint = f"{node_id}-{epoch:016x}"
         self._hub.pools[self._endpoint] = self._shared
         return pool.buffer
@@ -98,8 +54,7 @@ class InProcessConnector:
         for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
             shared = self._require()
             for block in part:
-                generation = shared.generations[block.block_id]
-                published = shared.put(block.block_id, shared.pool.describe(block, shared.epoch), generation)
+                published = shared.publish(block)
                 self.stats.blocks_published += published
                 self.stats.bytes_published += published * shared.pool.block_bytes
             await asyncio.sleep(0)

@@ -22,6 +22,12 @@ def _redis(settings: ConnectorSettings) -> KVConnector:
     return RedisConnector(settings.redis)
 
 
+def _ucx(settings: ConnectorSettings) -> KVConnector:
+    from kv_connector.ucx_connector import UcxConnector
+
+    return UcxConnector(settings.ucx)
+
+
 def _in_process(settings: ConnectorSettings) -> KVConnector:
     """A hub of its own: for a node that is alone in its process. Nodes that share a process share a hub and
     construct directly.
@@ -32,9 +38,10 @@ def _in_process(settings: ConnectorSettings) -> KVConnector:
 
 
 _FACTORIES: Mapping[str, Callable[[ConnectorSettings], KVConnector]] = MappingProxyType(
-    {"shared_memory": _shared_memory, "redis": _redis, "in_process": _in_process}
+    {"shared_memory": _shared_memory, "redis": _redis, "ucx": _ucx, "in_process": _in_process}
 )
-_EXTRAS: Mapping[str, str] = MappingProxyType({"redis": "redis"})  # top-level module -> our extra that installs it
+# Top-level module -> our extra that installs it.
+_EXTRAS: Mapping[str, str] = MappingProxyType({"redis": "redis", "ucxx": "ucx"})
 
 CONNECTOR_NAMES = tuple(_FACTORIES)
 

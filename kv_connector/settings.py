@@ -28,8 +28,20 @@ class RedisSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class UcxSettings:
+    """`host`: IPv4 address or name under which peers reach this node. `cluster_secret`: what every node of the cluster
+    knows, and nobody else; it never travels. `net_devices`: which network devices UCX may use (its UCX_NET_DEVICES);
+    empty means all."""
+
+    cluster_secret: str = field(default="", repr=False)
+    host: str = "127.0.0.1"
+    net_devices: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectorSettings:
     """One branch per backend; only that of the backend in use is read."""
 
     shared_memory: SharedMemorySettings = field(default_factory=SharedMemorySettings)
     redis: RedisSettings = field(default_factory=RedisSettings)
+    ucx: UcxSettings = field(default_factory=UcxSettings)

@@ -2,8 +2,16 @@
 
 import sys
 
-from kvrelay.node.process import main
-from prefill_node.service import PrefillService
+from kvrelay.core.extras import require_extra
+
+
+def run() -> int:
+    require_extra("engine", ("torch", "safetensors"), purpose="a prefill node")
+    from kvrelay.node.process import main
+    from prefill_node.service import PrefillService
+
+    return main("prefill", PrefillService, sys.argv[1:])
+
 
 if __name__ == "__main__":
-    sys.exit(main("prefill", PrefillService, sys.argv[1:]))
+    sys.exit(run())

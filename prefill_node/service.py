@@ -79,13 +79,14 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     # -- the service -------------------------------------------------------------------------------------------------
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncGenerator[pb.PrefillEvent, None]:
-        self._node.require_alive()
+        self._node.require_accepting()
         asked = self._engine_request(request)
         num_blocks = -(-len(asked.prompt_token_ids) // self._node.engine_config.block_size)
         if asked.request_id in self._active or asked.request_id in self._leases:
             raise InvalidRequestError(f"request {asked.request_id} is running already", field="request_id")
         prefill = self._active[asked.request_id] = _Prefill(request, num_blocks)
         self._leases.open(asked.request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
+        self._node.activity.begin(asked.request_id)  # until its lease ends
         try:
             await self._node.engine.call(lambda engine: engine.add(asked))
             yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=asked.request_id))
@@ -126,6 +127,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             self._node.engine.post(lambda engine: engine.abort(request_id))
 
     def _end_lease(self, lease_id: str) -> None:
+        self._node.activity.end(lease_id)
         self._node.engine.post(lambda engine: engine.release_lease(lease_id))
 
     def _end_stall(self) -> None:

@@ -20,7 +20,7 @@ from kvrelay import __version__
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
-from kvrelay.core.lifecycle import announce_ready, stop_event
+from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.logs import configure_logging
 from kvrelay.core.rpc import (
     ErrorInterceptor,
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(settings: RouterSettings) -> None:
-    stop = stop_event(supervised=settings.supervised)
+    stop = StopSignals(supervised=settings.supervised).stop
     async with serve(settings, stop) as addresses:
         name = served_model_name(settings)
         announce_ready(role="router", http_address=addresses.http, grpc_address=addresses.grpc, model=name)

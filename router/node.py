@@ -21,6 +21,7 @@ class NodeRole(Enum):
 class NodeState(Enum):
     CONNECTING = "connecting"  # not reached yet
     LIVE = "live"  # described, accepted, watched
+    DRAINING = "draining"  # sees its requests through, takes no new ones
     REFUSED = "refused"  # reached, but does not fit the others
     LOST = "lost"  # was live; tried again
 

@@ -130,7 +130,7 @@ class Registry:
                 error = unusable
             except grpc.aio.AioRpcError as failure:
                 error = error_from_rpc(failure)
-            if node.state is NodeState.LIVE:
+            if node.state in (NodeState.LIVE, NodeState.DRAINING):
                 node.state = NodeState.LOST
                 backoff.reset()
                 complaint = ""
@@ -184,7 +184,7 @@ class Registry:
         source = node.description.source
         if message.epoch != source.epoch:
             raise UnavailableError(f"it was restarted: epoch {message.epoch:#x} after {source.epoch:#x}")
-        if node.state is not NodeState.LIVE:
+        if node.state not in (NodeState.LIVE, NodeState.DRAINING):
             self._check(node, node.description)  # another one may have become live since this one was described
         if message.reset:
             self.index.drop(source.node_id)
@@ -194,10 +194,14 @@ class Registry:
         if message.HasField("load"):  # the last message of an update
             node.watched = (message.epoch, message.sequence)
             node.load = load_from_wire(message.load)
-            if node.state is not NodeState.LIVE:
-                node.state = NodeState.LIVE
-                self._settled[node.address].set()
-                _logger.info("%s node %s is live", node.role.value, node.name)
+            self._enter(node, NodeState.DRAINING if message.draining else NodeState.LIVE)
+
+    def _enter(self, node: NodeHandle, state: NodeState) -> None:
+        """What the node says of itself, once it fits the others."""
+        if node.state is not state:
+            node.state = state
+            self._settled[node.address].set()
+            _logger.info("%s node %s is %s", node.role.value, node.name, state.value)
 
 
 def _handle(address: str, role: NodeRole) -> NodeHandle:

@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "paged_kernels": set[str](),
 }
 TORCH_FREE = ("kvrelay.core", "kvrelay.v1", "kvrelay.cli", "router")
-ENVIRONMENT_READERS = {"kvrelay.core.config", "kvrelay.cli.serve"}
+# The last one reads nothing of ours: it sets what UCX reads from there and nowhere else.
+ENVIRONMENT_READERS = {"kvrelay.core.config", "kvrelay.cli.serve", "kv_connector.ucx_transport"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}

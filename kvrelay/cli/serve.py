@@ -7,6 +7,7 @@ threads than cores between them are many times slower than with one thread each.
 import asyncio
 import json
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,12 +47,16 @@ class ServeSettings(ProcessSettings):
     model: CliPositionalArg[str] = Field(default="", description="Directory of the model, or its Hugging Face name.")
     prefill_nodes: int = Field(default=1, ge=0, description="Prefill nodes; with 0 decode nodes prefill themselves.")
     decode_nodes: int = Field(default=1, ge=1, description="Decode nodes.")
-    connector: Literal["shared_memory", "redis"] = Field(
+    connector: Literal["shared_memory", "ucx", "redis"] = Field(
         default="shared_memory", description="How KV blocks travel between nodes."
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
         description="For the redis connector. One with a password belongs into KVRELAY_REDIS_URL or the file.",
+    )
+    cluster_secret: SecretStr = Field(
+        default=SecretStr(""),
+        description="For the ucx connector; drawn for this run when empty. Belongs into KVRELAY_CLUSTER_SECRET.",
     )
     shared_memory_dir: str | None = Field(default=None, description="Where KV pools are mapped; unset: /dev/shm.")
     host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
@@ -145,10 +150,15 @@ def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, co
     shared = dict(environment)
     if settings.connector == "redis":  # not a flag: its password would be in the process list
         shared[f"{ENV_PREFIX}REDIS_URL"] = settings.redis_url.get_secret_value()
+    if settings.connector == "ucx":  # nor is this one
+        secret = settings.cluster_secret.get_secret_value() or secrets.token_hex(32)
+        shared[f"{ENV_PREFIX}CLUSTER_SECRET"] = secret
     commands: list[ChildCommand] = []
     for index, role in enumerate(roles):
         name = f"{role}-{index if role == 'prefill' else index - settings.prefill_nodes}"
         flags = ["--host", "127.0.0.1", "--port", "0", "--node-id", name, "--threads", str(threads)]
+        # The router is gone by then, so that only what nobody waits for could be left.
+        flags += ["--drain-timeout", str(settings.stop_timeout / 2)]
         if settings.gpu_memory_utilization is not None:
             flags += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization / num_nodes)]
         commands.append(

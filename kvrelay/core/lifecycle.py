@@ -11,14 +11,20 @@ import sys
 from collections.abc import Callable
 
 
-def stop_event(*, supervised: bool) -> asyncio.Event:
-    """Set by SIGINT, SIGTERM, and for a supervised process by the end of its standard input."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    if supervised:
-        on_stdin_closed(stop.set)
-    return stop
+class StopSignals:
+    """`stop` is set by SIGINT, SIGTERM, and for a supervised process by the end of its standard input; `hurry` by the
+    second of these."""
+
+    def __init__(self, *, supervised: bool) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        if supervised:
+            on_stdin_closed(self._on_signal)
+
+    def _on_signal(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
 
 
 def on_stdin_closed(action: Callable[[], object]) -> None:

@@ -50,6 +50,11 @@ class EventLog:
             self._sequence += 1
         self._wake_watchers()
 
+    def touch(self) -> None:
+        """Something else about the node has changed: watchers hear of it."""
+        self._version += 1
+        self._wake_watchers()
+
     def close(self) -> None:
         """Lets the watchers go."""
         self.closed = True

@@ -19,6 +19,7 @@ from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission, StepResult
+from kvrelay.node.activity import Activity
 from kvrelay.node.event_log import EventLog
 from kvrelay.node.publisher import Publisher
 from kvrelay.node.receiver import Receiver, posted_unpin
@@ -52,6 +53,8 @@ class Node:
         self.connector = connector
         self.event_log = EventLog(engine.load())
         self.crashed: asyncio.Event = asyncio.Event()
+        self.activity = Activity()
+        self.draining = False
         self.engine = EngineThread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
         self._publisher = Publisher(connector, posted_unpin(self.engine))
         self._fetch_timeout = fetch_timeout
@@ -86,6 +89,17 @@ class Node:
         await self.engine.stop(_STOP_SECONDS)
         await self._publisher.close()
         await self.connector.close()
+
+    async def drain(self) -> None:
+        """Takes no new requests from now on; returns when those it has are over and nobody holds a lease."""
+        self.draining = True
+        self.event_log.touch()
+        await self.activity.idle()
+
+    def require_accepting(self) -> None:
+        self.require_alive()
+        if self.draining:
+            raise UnavailableError(f"{self.identity.node_id} is draining")
 
     def require_alive(self) -> None:
         if self.crashed.is_set():

@@ -56,12 +56,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
             version = await log.changed(version)
             update = log.since(sequence)
             sequence = update.sequence
-            for message in _messages(epoch, update):
+            for message in _messages(epoch, update, draining=self._node.draining):
                 yield message
             await asyncio.sleep(_WATCH_INTERVAL_SECONDS)
 
 
-def _messages(epoch: int, update: LogUpdate) -> list[node_pb2.WatchResponse]:
+def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2.WatchResponse]:
     """Cut into messages of bounded size; only the last one carries the sequence, so that a cut stream is replayed from
     before.
     """
@@ -78,6 +78,7 @@ def _messages(epoch: int, update: LogUpdate) -> list[node_pb2.WatchResponse]:
             stored=stored,
             removed=update.removed,
             load=_load_to_wire(update.load),
+            draining=draining,
         )
     )
     return messages

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.lifecycle import announce_ready, stop_event
+from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.logs import configure_logging
 from kvrelay.node.node import Node
 from kvrelay.node.server import NodeServer, Service
@@ -29,7 +29,7 @@ def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]
 
 
 async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node], Service]) -> int:
-    stop = stop_event(supervised=settings.supervised)
+    signals = StopSignals(supervised=settings.supervised)
     node = build_node(settings, role)
     server = NodeServer(node, make_service(node))
     try:
@@ -37,7 +37,10 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
         address = f"{settings.host}:{port}"
         announce_ready(role=role, address=address, node_id=node.identity.node_id)
         _logger.info("%s is ready on %s", node.identity.node_id, address)
-        crashed = await _first(stop.wait(), node.crashed.wait()) == 1
+        crashed = await _first(signals.stop.wait(), node.crashed.wait()) == 1
+        if not crashed:
+            _logger.info("draining for at most %g s", settings.drain_timeout)
+            await _first(server.drain(settings.drain_timeout), signals.hurry.wait())
     finally:
         await server.close()
     return 1 if crashed else 0

@@ -3,6 +3,8 @@
 Invariant: it is SERVING exactly from when every service can answer until the first step of closing.
 """
 
+import asyncio
+import logging
 from typing import Protocol
 
 import grpc
@@ -12,6 +14,7 @@ from kvrelay.node.node import Node
 from kvrelay.node.node_service import NodeService
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 
+_logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 2.0
 _NODE_SERVICE = "kvrelay.v1.Node"
 
@@ -51,6 +54,17 @@ class NodeServer:
         bound = await serve_insecure(self._server, host, port)
         await set_serving(self._health, self._names, serving=True)
         return bound
+
+    async def drain(self, timeout: float) -> None:
+        """Not ready, no new requests; waits at most `timeout` seconds for what is under way."""
+        await set_serving(self._health, self._names, serving=False)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._node.drain()
+        except TimeoutError:
+            _logger.warning(
+                "%d requests or leases are cut off after %g s of draining", len(self._node.activity), timeout
+            )
 
     async def close(self) -> None:
         await set_serving(self._health, self._names, serving=False)

@@ -23,8 +23,17 @@ class NodeSettings(ProcessSettings):
     attention_backend: Literal["auto", "native", "reference"] = Field(
         default="auto", description="Attention kernels; auto takes the fastest that is installed."
     )
-    connector: Literal["shared_memory", "redis"] = Field(
-        default="shared_memory", description="How KV moves: shared_memory on one host, redis across hosts."
+    connector: Literal["shared_memory", "ucx", "redis"] = Field(
+        default="shared_memory", description="How KV moves: shared_memory on one host, ucx or redis across hosts."
+    )
+    cluster_secret: SecretStr = Field(
+        default=SecretStr(""),
+        description="What all nodes of the cluster know, at least 16 characters; needed by the ucx connector. Belongs "
+        "into KVRELAY_CLUSTER_SECRET or the file: arguments are visible to everybody on the machine.",
+    )
+    ucx_host: str = Field(default="", description="Where peers reach this node's ucx connector; host when empty.")
+    ucx_net_devices: str = Field(
+        default="", description="Network devices for UCX, such as mlx5_0:1,eth0; lo on loopback, otherwise all."
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
@@ -50,4 +59,9 @@ class NodeSettings(ProcessSettings):
         default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages that are logged.")
+    drain_timeout: float = Field(
+        default=30.0,
+        ge=0,
+        description="Seconds that requests and leases get to end at a stop; a second signal cuts it short.",
+    )
     supervised: bool = Field(default=False, description="Exit when standard input closes (used by kvrelay serve).")

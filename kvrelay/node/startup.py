@@ -16,7 +16,7 @@ from paged_kernels.registry import select_backend
 
 from kv_connector.base import KVConnector
 from kv_connector.registry import create_connector
-from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings
+from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
@@ -33,6 +33,7 @@ _logger = logging.getLogger(__name__)
 _DEFAULT_POOL_BYTES = 1 << 30
 _LARGEST_DEFAULT_SHARE = 0.5  # of free memory, for the pool that nobody asked to be larger
 _PROGRESS_SECONDS = 1.0
+_LOOPBACK_DEVICE = "lo"  # a node that listens on loopback opens no port to the network
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,13 @@ def _progress_logger() -> Callable[[int, int], None]:
 
 
 def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
+    ucx_host = settings.ucx_host or settings.host
     return ConnectorSettings(
+        ucx=UcxSettings(
+            cluster_secret=settings.cluster_secret.get_secret_value(),
+            host=ucx_host,
+            net_devices=settings.ucx_net_devices or (_LOOPBACK_DEVICE if ucx_host.startswith("127.") else ""),
+        ),
         shared_memory=SharedMemorySettings(directory=settings.shared_memory_dir or None),
         redis=RedisSettings(url=settings.redis_url.get_secret_value(), ttl_seconds=settings.redis_ttl),
     )

@@ -198,11 +198,14 @@ class WatchResponse(google.protobuf.message.Message):
     STORED_FIELD_NUMBER: builtins.int
     REMOVED_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     sequence: builtins.int
     """of the last change included"""
     reset: builtins.bool
     """forget everything known of this node first"""
+    draining: builtins.bool
+    """takes no new requests; those it has are seen through"""
     @property
     def stored(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """32-byte block hashes"""
@@ -220,8 +223,9 @@ class WatchResponse(google.protobuf.message.Message):
         stored: collections.abc.Iterable[builtins.bytes] | None = ...,
         removed: collections.abc.Iterable[builtins.bytes] | None = ...,
         load: global___NodeLoad | None = ...,
+        draining: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["load", b"load"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "load", b"load", "removed", b"removed", "reset", b"reset", "sequence", b"sequence", "stored", b"stored"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "epoch", b"epoch", "load", b"load", "removed", b"removed", "reset", b"reset", "sequence", b"sequence", "stored", b"stored"]) -> None: ...
 
 global___WatchResponse = WatchResponse

@@ -77,7 +77,7 @@ def test_nodes_understand_what_they_are_given() -> None:
 def test_what_is_not_set_is_left_to_the_node() -> None:
     node = child_settings(NodeSettings, node_commands(settings_of("m"), {}, cores=2)[0])
     defaults = NodeSettings(model="m")
-    same = set(NodeSettings.model_fields) - {"node_id", "threads", "supervised"}
+    same = set(NodeSettings.model_fields) - {"node_id", "threads", "supervised", "drain_timeout"}
     assert {name: getattr(node, name) for name in same} == {name: getattr(defaults, name) for name in same}
 
 
@@ -110,6 +110,19 @@ def test_the_redis_url_is_in_the_environment_of_the_nodes_only() -> None:
     router = router_command(settings, {}, prefill=["p:1"], decode=["d:1"])
     assert router.environment == {}
     assert not [argument for command in (*nodes, router) for argument in command.arguments if "hunter2" in argument]
+
+
+def test_nodes_share_a_secret_that_is_no_argument() -> None:
+    nodes = node_commands(settings_of("m", "--connector", "ucx"), {}, cores=2)
+    [drawn] = {node.environment["KVRELAY_CLUSTER_SECRET"] for node in nodes}
+    [another] = {
+        n.environment["KVRELAY_CLUSTER_SECRET"]
+        for n in node_commands(settings_of("m", "--connector", "ucx"), {}, cores=2)[:1]
+    }
+    assert len(drawn) == len(another) == 64 and drawn != another
+    assert not [argument for node in nodes for argument in node.arguments if drawn in argument]
+    given = settings_of("m", "--connector", "ucx", "--cluster-secret", "hunter2" * 3)
+    assert node_commands(given, {}, cores=2)[0].environment["KVRELAY_CLUSTER_SECRET"] == "hunter2" * 3
 
 
 def test_without_redis_no_node_hears_of_it() -> None:

@@ -48,6 +48,7 @@ class Cluster:
     relay: ClusterRelay
     registry: Registry
     nodes: list[Node]
+    servers: list[NodeServer]
     _number: int = 0
 
     async def generate(self, prompt: Sequence[int], *, cache_salt: bytes = b"", **sampling: Any) -> Served:
@@ -103,7 +104,14 @@ async def cluster(
     servers: list[NodeServer] = []
     nodes: list[Node] = []
     addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
-    values = {"model": str(model), "dtype": "float32", "num_blocks": 512, "max_num_batched_tokens": 256, **settings}
+    values = {
+        "model": str(model),
+        "dtype": "float32",
+        "num_blocks": 512,
+        "max_num_batched_tokens": 256,
+        "cluster_secret": "of a test's cluster",
+        **settings,
+    }
     try:
         for role, count in (("prefill", prefill_nodes), ("decode", decode_nodes)):
             for index in range(count):
@@ -120,7 +128,7 @@ async def cluster(
         assert len(registry.live(NodeRole.DECODE)) == decode_nodes
         policy = policy or make_policy("prefix_aware", local_prefill_max_tokens=0)
         relay = ClusterRelay(registry, policy, lease_ttl=lease_ttl)
-        running = Cluster(relay, registry, nodes)
+        running = Cluster(relay, registry, nodes, servers)
         try:
             yield running
             await running.wait_idle()

@@ -30,7 +30,7 @@ async def check(running: Cluster, reference: Reference, prompts: Sequence[Sequen
         assert result.how.prefill_node == "prefill-0"
 
 
-@pytest.mark.parametrize("connector", ["shared_memory", "redis"])
+@pytest.mark.parametrize("connector", ["shared_memory", "ucx", "redis"])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_every_family(family: str, connector: str, tmp_path: Path, redis_server: RedisServer) -> None:
     """Short prompts, exact multiples of the block size, many chunks; then all of them again as prefix hits."""
@@ -53,7 +53,7 @@ def reference(model: Path) -> Reference:
     return Reference(model)
 
 
-@pytest.fixture(params=["shared_memory", "redis"])
+@pytest.fixture(params=["shared_memory", "ucx", "redis"])
 async def running(request: pytest.FixtureRequest, model: Path, redis_server: RedisServer) -> AsyncIterator[Cluster]:
     async with cluster(model, connector=request.param, redis_url=redis_server.url) as started:
         yield started

@@ -10,13 +10,15 @@ from kv_connector.base import Block, KVConnector, PoolBuffer, Source
 from kv_connector.header import HEADER_BYTES
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.redis_store import RedisConnector
-from kv_connector.settings import RedisSettings, SharedMemorySettings
+from kv_connector.settings import RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.shared_memory import SharedMemoryConnector
+from kv_connector.ucx_connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=32, dtype="float32")  # 32 KiB a block
 OTHER_LAYOUT = KVLayout(num_kv_heads=4, num_layers=2, block_size=16, head_dim=32, dtype="float32")  # as many bytes
+CLUSTER_SECRET = "only the tests know this one"
 EPOCH = 0x1234_5678_9ABC_DEF0
 
 
@@ -67,6 +69,17 @@ class InProcessHarness:
 
     def connector(self) -> KVConnector:
         return InProcessConnector(self.hub)
+
+    def damage(self, owner: Node, block: Block) -> None:
+        owner.row(block.block_id)[-1] ^= 1
+
+
+class UcxHarness:
+    outlives_owner = False
+    has_source = True
+
+    def connector(self) -> KVConnector:
+        return UcxConnector(UcxSettings(CLUSTER_SECRET))
 
     def damage(self, owner: Node, block: Block) -> None:
         owner.row(block.block_id)[-1] ^= 1

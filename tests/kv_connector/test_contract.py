@@ -18,6 +18,7 @@ from tests.kv_connector.backends import (
     Node,
     RedisHarness,
     SharedMemoryHarness,
+    UcxHarness,
     blocks,
     content,
     moved,
@@ -29,11 +30,13 @@ FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 MakeNode = Callable[..., Node]
 
 
-@pytest.fixture(params=["shared_memory", "redis", "in_process"])
+@pytest.fixture(params=["shared_memory", "redis", "ucx", "in_process"])
 def harness(request: pytest.FixtureRequest) -> Harness:
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis_server")
         return RedisHarness(server.url, request.node.name)
+    if request.param == "ucx":
+        return UcxHarness()
     return SharedMemoryHarness() if request.param == "shared_memory" else InProcessHarness()
 
 

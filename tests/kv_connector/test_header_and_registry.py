@@ -8,9 +8,10 @@ import pytest
 
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, layout_digest, payload_digest
 from kv_connector.registry import CONNECTOR_NAMES, create_connector
+from kv_connector.settings import ConnectorSettings, UcxSettings
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError
-from tests.kv_connector.backends import LAYOUT
+from tests.kv_connector.backends import CLUSTER_SECRET, LAYOUT
 
 NAME = BlockHash(bytes(range(32)))
 HEADER = BlockHeader(NAME, layout_digest(LAYOUT), 1 << 40, 16, 2**64 - 1, payload_digest(b"payload"))
@@ -53,8 +54,10 @@ def test_verify_payload() -> None:
 
 
 def test_backends_by_name() -> None:
-    assert [create_connector(name).name for name in CONNECTOR_NAMES] == ["shared_memory", "redis", "in_process"]
-    with pytest.raises(ConfigurationError, match="'rdma'; there are: shared_memory, redis, in_process"):
+    settings = ConnectorSettings(ucx=UcxSettings(CLUSTER_SECRET))
+    names = [create_connector(name, settings).name for name in CONNECTOR_NAMES]
+    assert names == ["shared_memory", "redis", "ucx", "in_process"]
+    with pytest.raises(ConfigurationError, match="'rdma'; there are: shared_memory, redis, ucx, in_process"):
         create_connector("rdma")
 
 

@@ -1,0 +1,63 @@
+"""A pool and the table of what it has published, for backends whose peers are answered from the pool itself.
+
+Invariant: a header is visible only while its block's content stands; a reader that overlaps a retraction sees the
+generation change.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kv_connector.base import Block
+from kv_connector.header import BlockHeader
+from kv_connector.pool import LocalPool
+from kvrelay.core.block_hash import BlockHash
+
+
+@dataclass(slots=True)
+class SharedPool:
+    """`retract` comes from the engine thread, everything else from the node's asyncio loop."""
+
+    pool: LocalPool
+    epoch: int
+    headers: dict[int, BlockHeader] = field(default_factory=dict)  # by block id
+    holders: dict[BlockHash, set[int]] = field(default_factory=dict)
+    generations: list[int] = field(init=False)  # per block, grows with every change
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held for dictionary updates only
+
+    def __post_init__(self) -> None:
+        self.generations = [0] * self.pool.buffer.num_blocks
+
+    def publish(self, block: Block) -> bool:
+        """Digests the block and makes it visible, unless it is retracted meanwhile."""
+        generation = self.generations[block.block_id]
+        return self.put(block.block_id, self.pool.describe(block, self.epoch), generation)
+
+    def put(self, block_id: int, header: BlockHeader, generation: int) -> bool:
+        """Publishes unless the block was retracted since `generation` was read."""
+        with self.lock:
+            if self.generations[block_id] != generation:
+                return False
+            self._remove(block_id)
+            self.headers[block_id] = header
+            self.holders.setdefault(header.block_hash, set()).add(block_id)
+        return True
+
+    def remove(self, block_ids: Sequence[int]) -> None:
+        with self.lock:
+            for block_id in block_ids:
+                self._remove(block_id)
+
+    def find(self, name: BlockHash) -> list[tuple[int, int, BlockHeader]]:
+        """(block id, generation, header) of every block under this name."""
+        with self.lock:
+            return [(held, self.generations[held], self.headers[held]) for held in self.holders.get(name, ())]
+
+    def _remove(self, block_id: int) -> None:
+        self.generations[block_id] += 1
+        header = self.headers.pop(block_id, None)
+        if header is not None:
+            same_name = self.holders[header.block_hash]
+            same_name.discard(block_id)
+            if not same_name:
+                del self.holders[header.block_hash]

@@ -1,0 +1,62 @@
+"""Who may talk to whom over UCX: both sides prove that they know the cluster's secret, which never travels.
+
+HMAC-SHA256 over the role, both nonces and the facts the role states, with the secret as the key. The roles keep a proof
+from being played back to its maker, the nonces from being played back later. Invariant: nothing a peer states is used
+before its proof was compared, in constant time. The connection is authenticated when it is opened; it is not encrypted.
+"""
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass, field
+
+from kv_connector.ucx_protocol import NONCE_BYTES, Geometry, ProtocolError
+from kvrelay.core.errors import ConfigurationError
+
+MIN_SECRET_BYTES = 16
+_POSITION_BITS = 16  # the low bits of a tag count the blocks of an Ask
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def check_secret(secret: str) -> bytes:
+    """The key. Raises ConfigurationError when there is none or one that could be guessed."""
+    key = secret.encode()
+    if len(key) < MIN_SECRET_BYTES:
+        problem = "needs a cluster secret" if not key else f"needs a cluster secret of {MIN_SECRET_BYTES} characters"
+        raise ConfigurationError(
+            f"connector 'ucx' {problem}, the same on every node: set KVRELAY_CLUSTER_SECRET "
+            "or `cluster_secret:` in the --config file (for example to the output of `openssl rand -hex 32`)"
+        )
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One connection: the secret and the two fresh nonces."""
+
+    key: bytes = field(repr=False)
+    reader_nonce: bytes
+    holder_nonce: bytes
+
+    @property
+    def tag(self) -> int:
+        """The UCX tag of position 0: a number that only the two ends can know, with room for the positions."""
+        return int.from_bytes(self._mac(b"tag")[:8], "little") >> _POSITION_BITS << _POSITION_BITS
+
+    def reader_proof(self, geometry: Geometry) -> bytes:
+        return self._mac(b"reader" + geometry.encode())
+
+    def holder_proof(self, geometry: Geometry, epoch: int) -> bytes:
+        return self._mac(b"holder" + geometry.encode() + epoch.to_bytes(8, "little"))
+
+    def check(self, expected: bytes, received: bytes) -> None:
+        """Raises ProtocolError when the other side does not know the secret."""
+        if not hmac.compare_digest(expected, received):
+            raise ProtocolError("the peer has another cluster secret")
+
+    def _mac(self, statement: bytes) -> bytes:
+        message = b"kvrelay-ucx-1" + self.reader_nonce + self.holder_nonce + statement
+        return hmac.new(self.key, message, hashlib.sha256).digest()

@@ -1,0 +1,185 @@
+"""The connector for nodes on different hosts: a reader asks the holder by name, and UCX moves the blocks between pools.
+
+Runs on the node's asyncio loop alone; `retract`, from the engine thread, touches only the published table. The files
+around this one: `ucx_protocol` the messages, `ucx_auth` the proofs, `ucx_transport` UCX on the loop, `ucx_holder` and
+`ucx_reader` the two sides. Invariant: a peer that does not prove to know the cluster secret learns and gets nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
+from kv_connector.header import Mismatch
+from kv_connector.pool import LocalPool, Slices
+from kv_connector.settings import UcxSettings
+from kv_connector.shared_pool import SharedPool
+from kv_connector.stats import ConnectorStats
+from kv_connector.ucx_auth import check_secret
+from kv_connector.ucx_holder import Holder
+from kv_connector.ucx_protocol import ProtocolError
+from kv_connector.ucx_reader import LANES, Peer
+from kv_connector.ucx_transport import LinkLostError, Transport
+from kv_connector.verdict import Verdict, settle
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.kv_layout import KVLayout
+
+_SLICE_BYTES = 1 << 20  # digested on the loop, which gets a turn after each
+_WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Open:
+    """What exists between `allocate` and `close`."""
+
+    shared: SharedPool
+    transport: Transport
+    holder: Holder
+    peers: dict[str, Peer] = field(default_factory=dict)  # by endpoint
+    fetches: set["_Fetch"] = field(default_factory=set)  # under way
+
+
+class UcxConnector:
+    """Implements KVConnector. `allocate` needs the running loop. The endpoint is "host:port" of the listener."""
+
+    name = "ucx"
+
+    def __init__(self, settings: UcxSettings, *, clock: Clock | None = None) -> None:
+        """Raises ConfigurationError without a proper secret."""
+        self.stats = ConnectorStats()
+        self._settings = settings
+        self._key = check_secret(settings.cluster_secret)
+        if settings.host in _WILDCARDS:
+            raise ConfigurationError(
+                "connector 'ucx' needs the address under which other nodes reach this one: set --ucx-host"
+            )
+        self._clock: Clock = clock or MonotonicClock()
+        self._state: _Open | None = None
+
+    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
+        assert self._state is None, "allocate is called once"
+        transport = Transport(self._settings.net_devices)
+        shared = SharedPool(LocalPool.anonymous(layout, num_blocks), epoch)
+        holder = Holder(transport, shared, self._key, self.stats)
+        self._state = _Open(shared, transport, holder)
+        return shared.pool.buffer
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self._settings.host}:{self._require().holder.port}"
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        for part in Slices(blocks, self._require().shared.pool.block_bytes, _SLICE_BYTES):
+            shared = self._require().shared
+            published = sum(shared.publish(block) for block in part)
+            self.stats.blocks_published += published
+            self.stats.bytes_published += published * shared.pool.block_bytes
+            await asyncio.sleep(0)
+
+    def retract(self, block_ids: Sequence[int]) -> None:
+        state = self._state
+        if state is not None:
+            state.shared.remove(block_ids)
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        started = self._clock.now()
+        state = self._require()
+        verdicts: list[Verdict] = [FetchOutcome.MISSING if source is None else FetchOutcome.FAILED] * len(blocks)
+        if source is not None and blocks and timeout > 0:
+            await _forget_deserted(state)
+            peer = state.peers.get(source.endpoint)
+            if peer is None:
+                peer = Peer(source.endpoint, state.transport, state.shared.pool, self._key, self.stats)
+                state.peers[source.endpoint] = peer
+            fetch = _Fetch(peer, source, blocks, verdicts, timeout)
+            state.fetches.add(fetch)
+            try:
+                await fetch.run()
+            finally:
+                state.fetches.discard(fetch)
+        return settle(
+            verdicts,
+            stats=self.stats,
+            block_bytes=state.shared.pool.block_bytes,
+            seconds=self._clock.now() - started,
+            origin=source.node_id if source is not None else "nowhere",
+        )
+
+    async def close(self) -> None:
+        state, self._state = self._state, None
+        if state is None:
+            return
+        state.shared.remove(range(state.shared.pool.buffer.num_blocks))
+        for fetch in list(state.fetches):
+            await fetch.expire()
+        await state.holder.close()
+        for peer in state.peers.values():
+            await peer.close()
+        state.transport.close()
+        state.shared.pool.release()
+
+    def _require(self) -> _Open:
+        if self._state is None:
+            raise KVError("the UCX connector is not allocated, or closed")
+        return self._state
+
+
+async def _forget_deserted(state: _Open) -> None:
+    """A holder that comes back has another port; what is left of the old one goes at the first occasion."""
+    in_use = {fetch.peer for fetch in state.fetches}
+    for endpoint, peer in list(state.peers.items()):
+        if peer not in in_use and peer.is_deserted:
+            del state.peers[endpoint]
+            await peer.close()
+
+
+class _Fetch:
+    """One call of `fetch`: its blocks, cut into Asks, over as many lanes as there are."""
+
+    def __init__(
+        self, peer: Peer, source: Source, blocks: Sequence[Block], verdicts: list[Verdict], timeout: float
+    ) -> None:
+        self.peer = peer
+        self._source = source
+        self._blocks = blocks
+        self._verdicts = verdicts  # FAILED at first
+        self._parts: Iterator[int] = iter(range(0, len(blocks), peer.blocks_per_ask))
+        self._deadline = asyncio.timeout(timeout)
+        self._over = asyncio.Event()
+
+    async def expire(self) -> None:
+        """Ends it now; what has not arrived is FAILED."""
+        if not self._over.is_set():
+            if not self._deadline.expired():
+                self._deadline.reschedule(0.0)
+            await self._over.wait()
+
+    async def run(self) -> None:
+        """Fills in the verdicts. A group's children have ended before it ends, cancelled or not."""
+        try:
+            async with self._deadline, asyncio.TaskGroup() as group:
+                for _ in range(min(LANES, -(-len(self._blocks) // self.peer.blocks_per_ask))):
+                    group.create_task(self._work())
+        except TimeoutError:
+            _logger.warning("node %s did not send all blocks in time", self._source.node_id)
+        finally:
+            self._over.set()
+
+    async def _work(self) -> None:
+        for start in self._parts:
+            part = self._blocks[start : start + self.peer.blocks_per_ask]
+            try:
+                answer = await self.peer.ask(self._source, part)
+            except (LinkLostError, ProtocolError, TimeoutError, OSError) as error:
+                _logger.warning("fetching from node %s failed: %s", self._source.node_id, error or "no answer")
+                self._parts = iter(())
+                return
+            if isinstance(answer, Mismatch):
+                self._verdicts[:] = [answer] * len(self._blocks)
+                self._parts = iter(())
+                return
+            self._verdicts[start : start + len(part)] = answer

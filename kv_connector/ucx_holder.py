@@ -1,0 +1,147 @@
+"""The side that gives blocks out: admits readers and answers what they ask, straight from the pool's memory.
+
+A reader has one Ask under way on a connection, of at most `Geometry.blocks_per_ask` blocks; that bounds what it can put
+in flight, and UCX serves connections in turn. Nothing is pinned: the engine may retract a block while it is being sent.
+Invariant: a block is reported as SENT only if its generation was the same before the first and after the last byte.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import numpy as np
+
+from kv_connector.shared_pool import SharedPool
+from kv_connector.stats import ConnectorStats
+from kv_connector.ucx_auth import Session, new_nonce
+from kv_connector.ucx_protocol import (
+    ABSENT,
+    ASK_POSITION,
+    OPENING_BYTES,
+    PROOF_BYTES,
+    REPLY_POSITION,
+    Entry,
+    Geometry,
+    ProtocolError,
+    Status,
+    decode_ask,
+    decode_opening,
+    decode_proof,
+    encode_opening,
+    encode_reply,
+    encode_welcome,
+)
+from kv_connector.ucx_transport import Link, LinkLostError, Transport
+from kvrelay.core.block_hash import BlockHash
+
+HANDSHAKE_SECONDS = 5.0
+SEND_SECONDS = 30.0  # for one Ask, after which the reader is taken for lost
+IDLE_SECONDS = 600.0
+MAX_STRANGERS = 64  # connections that have not proved anything yet
+MAX_READERS = 1024
+
+_logger = logging.getLogger(__name__)
+
+
+class Holder:
+    """Serves a pool from construction until `close`."""
+
+    def __init__(self, transport: Transport, shared: SharedPool, key: bytes, stats: ConnectorStats) -> None:
+        self._shared = shared
+        self._geometry = Geometry(shared.pool.layout_digest, shared.pool.block_bytes)
+        self._key = key
+        self._stats = stats
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = 0
+        self._absent = np.frombuffer(ABSENT, np.uint8)
+        self._listener: Any
+        self._listener, self.port = transport.listen(self._admit)
+
+    async def close(self) -> None:
+        """Drops every reader; no memory of the pool is read any more."""
+        self._listener = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _admit(self, link: Link) -> None:
+        if self._listener is None or self._strangers >= MAX_STRANGERS or len(self._tasks) >= MAX_READERS:
+            self._stats.peers_refused += 1
+            link.cut()
+            return
+        task = asyncio.create_task(self._serve(link))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, link: Link) -> None:
+        """One reader, until it leaves or breaks a rule."""
+        try:
+            session = await self._meet(link)
+            while True:
+                await self._answer(link, session)
+        except LinkLostError:
+            pass  # readers come and go
+        except ProtocolError as error:
+            self._stats.peers_refused += 1
+            _logger.warning("dropped a UCX peer: %s", error)
+        except TimeoutError:
+            _logger.info("dropped a UCX peer that went silent")
+        finally:
+            await link.close()
+
+    async def _meet(self, link: Link) -> Session:
+        self._strangers += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                return await self._shake_hands(link)
+        except TimeoutError:
+            raise ProtocolError("no proof of membership in time") from None
+        finally:
+            self._strangers -= 1
+
+    async def _shake_hands(self, link: Link) -> Session:
+        session = Session(self._key, decode_opening(await link.greeting(OPENING_BYTES)), new_nonce())
+        link.greet(encode_opening(session.holder_nonce))
+        geometry, mac = decode_proof(await link.greeting(PROOF_BYTES))
+        session.check(session.reader_proof(geometry), mac)
+        epoch = self._shared.epoch
+        link.greet(encode_welcome(self._geometry, epoch, session.holder_proof(self._geometry, epoch)))
+        if geometry != self._geometry:
+            await link.greeting(1)  # until it has read the Welcome and left
+            raise ProtocolError("a reader with another KV layout stays nevertheless")
+        return session
+
+    async def _answer(self, link: Link, session: Session) -> None:
+        names = await self._next_ask(link, session)
+        chosen = [self._choose(name) for name in names]
+        async with asyncio.timeout(SEND_SECONDS):
+            for position, entry in enumerate(chosen):
+                payload = self._absent if entry is None else self._shared.pool.rows[entry[0]]
+                link.send(payload, session.tag + position)
+            await link.wait()
+            reply = encode_reply([self._conclude(entry) for entry in chosen])
+            link.send(np.frombuffer(reply, np.uint8), session.tag + REPLY_POSITION)
+            await link.wait()
+
+    async def _next_ask(self, link: Link, session: Session) -> list[BlockHash]:
+        ask = np.zeros(self._geometry.ask_bytes, np.uint8)
+        link.receive(ask, session.tag + ASK_POSITION)
+        async with asyncio.timeout(IDLE_SECONDS):
+            await link.wait()
+        return decode_ask(ask.tobytes(), self._geometry.blocks_per_ask)
+
+    def _choose(self, name: BlockHash) -> tuple[int, int, bytes] | None:
+        """Block id, generation and encoded header of one block under this name."""
+        found = self._shared.find(name)
+        if not found:
+            return None
+        block_id, generation, header = found[0]
+        return block_id, generation, header.encode()
+
+    def _conclude(self, chosen: tuple[int, int, bytes] | None) -> Entry:
+        if chosen is None:
+            return Entry(Status.MISSING)
+        block_id, generation, header = chosen
+        if self._shared.generations[block_id] != generation:
+            return Entry(Status.RETRACTED)
+        return Entry(Status.SENT, header)

@@ -1,0 +1,142 @@
+"""What two UCX connectors say to each other: fixed little-endian structs, every size known or bounded beforehand.
+
+    reader                                             holder
+      | -- Hello: magic, version, nonce ----------------> |
+      | <------------- Challenge: magic, version, nonce - |
+      | -- Proof: layout, payload bytes, HMAC ----------> |   wrong HMAC: dropped
+      | <----- Welcome: layout, payload bytes, epoch, HMAC |  other layout: dropped after this
+      |                                                   |
+      | -- Ask: number of names, names -----------------> |   again and again, one at a time
+      | <== one tagged message per name: the payload ==== |   one byte where there is none
+      | <-- Reply: one entry per name: status, header --- |   after the last payload has left
+
+The first four travel on the endpoint's stream, in fixed sizes; what follows is tagged (`Session.tag` + position,
+known to the two ends alone), so that payloads land where the reader has posted its receives. Invariant: nothing here
+trusts a length that came from the other side.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kv_connector.header import HEADER_BYTES
+from kvrelay.core.block_hash import HASH_BYTES, BlockHash
+from kvrelay.core.errors import KVError
+
+UCX_PROTOCOL_VERSION = 1
+NONCE_BYTES = 32
+MAC_BYTES = 32
+MAX_ASK_BYTES = 4 << 20  # payload of one Ask, unless a single block is larger
+MAX_ASK_BLOCKS = 128
+ASK_POSITION = 0xFFFE  # behind every block's
+REPLY_POSITION = 0xFFFF
+ABSENT = b"\0"  # stands for the payload of a block that is not there
+
+_MAGIC = b"KVRU"
+_OPENING = struct.Struct(f"<4sI{NONCE_BYTES}s")  # Hello and Challenge
+_PROOF = struct.Struct(f"<16sQ{MAC_BYTES}s")
+_WELCOME = struct.Struct(f"<16sQQ{MAC_BYTES}s")
+_COUNT = struct.Struct("<I")
+_ENTRY = struct.Struct(f"<I{HEADER_BYTES}s")
+
+OPENING_BYTES = _OPENING.size
+PROOF_BYTES = _PROOF.size
+WELCOME_BYTES = _WELCOME.size
+ENTRY_BYTES = _ENTRY.size
+
+
+class ProtocolError(KVError):
+    """The other side does not speak this protocol, or not this version, or does not know the cluster's secret."""
+
+
+class Status(IntEnum):
+    """What the holder says about one name, after its payload has left."""
+
+    SENT = 1
+    MISSING = 2
+    RETRACTED = 3  # while it was being sent: what arrived may be anything
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the blocks of a pool look like; both sides of a connection must have the same."""
+
+    layout_digest: bytes  # 16 bytes, see header.py
+    payload_bytes: int
+
+    @property
+    def blocks_per_ask(self) -> int:
+        return min(MAX_ASK_BLOCKS, max(1, MAX_ASK_BYTES // self.payload_bytes))
+
+    @property
+    def ask_bytes(self) -> int:
+        """Room for the largest Ask."""
+        return _COUNT.size + self.blocks_per_ask * HASH_BYTES
+
+    def encode(self) -> bytes:
+        return struct.pack("<16sQ", self.layout_digest, self.payload_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name's line in a Reply. `header` is meaningful with SENT only."""
+
+    status: Status
+    header: bytes = bytes(HEADER_BYTES)
+
+
+def encode_opening(nonce: bytes) -> bytes:
+    return _OPENING.pack(_MAGIC, UCX_PROTOCOL_VERSION, nonce)
+
+
+def decode_opening(data: bytes) -> bytes:
+    """The nonce."""
+    magic, version, nonce = _OPENING.unpack(data)
+    if magic != _MAGIC:
+        raise ProtocolError("not a kvrelay UCX peer")
+    if version != UCX_PROTOCOL_VERSION:
+        raise ProtocolError(f"UCX protocol version {version}, not {UCX_PROTOCOL_VERSION}")
+    return bytes(nonce)
+
+
+def encode_proof(geometry: Geometry, mac: bytes) -> bytes:
+    return _PROOF.pack(geometry.layout_digest, geometry.payload_bytes, mac)
+
+
+def decode_proof(data: bytes) -> tuple[Geometry, bytes]:
+    layout, payload_bytes, mac = _PROOF.unpack(data)
+    return Geometry(layout, payload_bytes), mac
+
+
+def encode_welcome(geometry: Geometry, epoch: int, mac: bytes) -> bytes:
+    return _WELCOME.pack(geometry.layout_digest, geometry.payload_bytes, epoch, mac)
+
+
+def decode_welcome(data: bytes) -> tuple[Geometry, int, bytes]:
+    """Geometry, epoch, HMAC."""
+    layout, payload_bytes, epoch, mac = _WELCOME.unpack(data)
+    return Geometry(layout, payload_bytes), epoch, mac
+
+
+def encode_ask(names: list[BlockHash]) -> bytes:
+    return _COUNT.pack(len(names)) + b"".join(names)
+
+
+def decode_ask(data: bytes, limit: int) -> list[BlockHash]:
+    """The names at the beginning of `data`, which has room for `limit`."""
+    (count,) = _COUNT.unpack_from(data)
+    if not 1 <= count <= limit:
+        raise ProtocolError(f"{count} blocks asked for at once, at most {limit} may be")
+    end = _COUNT.size + count * HASH_BYTES
+    return [BlockHash(data[start : start + HASH_BYTES]) for start in range(_COUNT.size, end, HASH_BYTES)]
+
+
+def encode_reply(entries: list[Entry]) -> bytes:
+    return b"".join(_ENTRY.pack(entry.status, entry.header) for entry in entries)
+
+
+def decode_reply(data: bytes) -> list[Entry]:
+    try:
+        return [Entry(Status(status), header) for status, header in _ENTRY.iter_unpack(data)]
+    except ValueError as error:
+        raise ProtocolError(f"a reply with an unknown status: {error}") from None

@@ -1,0 +1,187 @@
+"""The side that fetches: a few authenticated connections per holder, each with one Ask under way.
+
+Payloads land in the blocks the caller reserved, without a copy in between. Blocks of different fetches take turns, Ask
+by Ask, first come first served; `LANES` Asks are what a holder ever has to send to us at a time.
+Invariant: when `ask` has returned or raised, nothing writes to its destinations: either every receive has ended, or the
+connection was cut and UCX has given the buffers back (see `Link.close`).
+"""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kv_connector.base import Block, FetchOutcome, Source
+from kv_connector.header import BlockHeader, Mismatch, payload_digest
+from kv_connector.pool import LocalPool
+from kv_connector.stats import ConnectorStats
+from kv_connector.ucx_auth import Session, new_nonce
+from kv_connector.ucx_holder import HANDSHAKE_SECONDS
+from kv_connector.ucx_protocol import (
+    ASK_POSITION,
+    ENTRY_BYTES,
+    OPENING_BYTES,
+    REPLY_POSITION,
+    WELCOME_BYTES,
+    Entry,
+    Geometry,
+    ProtocolError,
+    Status,
+    decode_opening,
+    decode_reply,
+    decode_welcome,
+    encode_ask,
+    encode_opening,
+    encode_proof,
+)
+from kv_connector.ucx_transport import Buffer, Link, Transport
+from kv_connector.verdict import Verdict
+
+LANES = 2  # one Ask is verified while the next one travels
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """An authenticated connection, and what its holder proved to be."""
+
+    link: Link
+    tag: int
+    geometry: Geometry
+    epoch: int
+
+
+class Peer:
+    """One holder, by endpoint."""
+
+    def __init__(self, endpoint: str, transport: Transport, pool: LocalPool, key: bytes, stats: ConnectorStats) -> None:
+        self._endpoint = endpoint
+        self._transport = transport
+        self._pool = pool
+        self._geometry = Geometry(pool.layout_digest, pool.block_bytes)
+        self._key = key
+        self._stats = stats
+        self._turns = asyncio.Semaphore(LANES)
+        self._idle: list[Lane] = []
+        self._busy: set[Link] = set()
+
+    @property
+    def blocks_per_ask(self) -> int:
+        return self._geometry.blocks_per_ask
+
+    @property
+    def is_deserted(self) -> bool:
+        """No connection is left; meaningful while no fetch is under way."""
+        return not any(lane.link.alive for lane in self._idle)
+
+    async def ask(self, source: Source, blocks: Sequence[Block]) -> list[Verdict] | Mismatch:
+        """One verdict per block, or why nothing of this source will do. Raises LinkLostError, ProtocolError, or OSError
+        (TimeoutError is one of them)."""
+        async with self._turns:
+            lane = await self._lane()
+            mismatch = self._mismatch(lane, source)
+            if mismatch is not None:
+                self._idle.append(lane)
+                return mismatch
+            entries, digests = await self._exchange(lane, blocks)
+            self._idle.append(lane)
+        return [self._judge(*judged, source) for judged in zip(entries, digests, blocks, strict=True)]
+
+    async def close(self) -> None:
+        """Cuts every connection. A fetch that is under way fails."""
+        for link in [*(lane.link for lane in self._idle), *self._busy]:
+            await link.close()
+        self._idle.clear()
+
+    def _mismatch(self, lane: Lane, source: Source) -> Mismatch | None:
+        if lane.epoch != source.epoch:
+            return Mismatch.EPOCH
+        if lane.geometry.layout_digest != self._geometry.layout_digest:
+            return Mismatch.LAYOUT
+        return None if lane.geometry == self._geometry else Mismatch.LENGTH
+
+    async def _lane(self) -> Lane:
+        while self._idle:
+            lane = self._idle.pop()
+            if lane.link.alive:
+                return lane
+            await lane.link.close()  # the holder is gone, or was tired of waiting
+        address, port = await _resolve(self._endpoint)
+        link = self._transport.connect(address, port)
+        self._busy.add(link)
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                return await self._shake_hands(link)
+        except BaseException:
+            await link.close()
+            raise
+        finally:
+            self._busy.discard(link)
+
+    async def _shake_hands(self, link: Link) -> Lane:
+        nonce = new_nonce()
+        link.greet(encode_opening(nonce))
+        session = Session(self._key, nonce, decode_opening(await link.greeting(OPENING_BYTES)))
+        link.greet(encode_proof(self._geometry, session.reader_proof(self._geometry)))
+        geometry, epoch, mac = decode_welcome(await link.greeting(WELCOME_BYTES))
+        session.check(session.holder_proof(geometry, epoch), mac)
+        return Lane(link, session.tag, geometry, epoch)
+
+    async def _exchange(self, lane: Lane, blocks: Sequence[Block]) -> tuple[list[Entry], list[bytes]]:
+        """Ask, payloads, Reply: what the holder says of each block, and the digest of what arrived. However it ends,
+        the destinations are quiet."""
+        link = lane.link
+        digests: list[bytes] = []
+        self._busy.add(link)
+        try:
+            for position, block in enumerate(blocks):
+                row = self._pool.rows[block.block_id]
+                link.receive(row, lane.tag + position, partial(_digest, row, digests))
+            reply = np.zeros(len(blocks) * ENTRY_BYTES, np.uint8)
+            link.receive(reply, lane.tag + REPLY_POSITION)
+            ask = encode_ask([block.block_hash for block in blocks])
+            link.send(np.frombuffer(ask, np.uint8), lane.tag + ASK_POSITION)
+            await link.wait()
+            return decode_reply(reply.tobytes()), digests
+        except BaseException:
+            self._stats.quarantined += 0 if link.cut() else len(blocks)
+            await link.close()
+            raise
+        finally:
+            self._busy.discard(link)
+
+    def _judge(self, entry: Entry, digest: bytes, block: Block, source: Source) -> Verdict:
+        if entry.status is not Status.SENT:
+            return FetchOutcome.MISSING
+        header = BlockHeader.decode(entry.header)
+        mismatch = header.verify(
+            block_hash=block.block_hash,
+            layout_digest=self._pool.layout_digest,
+            payload_bytes=self._pool.block_bytes,
+            num_tokens=block.num_tokens,
+            epoch=source.epoch,
+        ) or header.verify_payload(digest)
+        return mismatch or FetchOutcome.FETCHED
+
+
+def _digest(row: Buffer, digests: list[bytes]) -> None:
+    digests.append(payload_digest(row.data))
+
+
+async def _resolve(endpoint: str) -> tuple[str, int]:
+    """Address and port of "host:port". Raises OSError when there is no such host."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ProtocolError(f"not a UCX endpoint: {endpoint!r}")
+    try:
+        return str(ipaddress.IPv4Address(host)), int(port)
+    except ValueError:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, int(port), family=socket.AF_INET, type=socket.SOCK_STREAM)
+        return str(found[0][4][0]), int(port)

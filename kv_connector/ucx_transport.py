@@ -1,0 +1,282 @@
+"""One UCX worker on the running asyncio loop, and the links (UCX endpoints) over it.
+
+ucxx's own asyncio layer polls while anything waits, and keeps one global context; this one sleeps in the loop's epoll
+and belongs to one connector. Everything runs on the loop's thread.
+
+Invariant: a buffer given to a link is neither freed nor reported as free before UCX has ended the operation on it.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.core.errors import ConfigurationError, KVError
+
+# ucxx sets variables of its own, of which UCX warns that it does not use them all; and UCX logs to standard output,
+# where a node says that it is ready. Both are read when the library is loaded, and only from there.
+os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+os.environ.setdefault("UCX_LOG_FILE", "stderr")
+
+from ucxx._lib.arr import Array
+from ucxx._lib.libucxx import (
+    Feature,
+    UCXContext,
+    UCXEndpoint,
+    UCXListener,
+    UCXWorker,
+    UCXXTag,
+    UCXXTagMaskFull,
+)
+from ucxx.exceptions import UCXError
+
+Buffer = NDArray[np.uint8]
+
+OPTIONS = {
+    # Both ends must agree: UCX does not check that what a peer sends in one piece fits. 8 KiB by default, and slow.
+    "TCP_TX_SEG_SIZE": "256k",
+    "TCP_RX_SEG_SIZE": "256k",
+    "TCP_PUT_ENABLE": "n",  # a peer never writes to an address of its choice
+    # Larger messages are transferred by rendezvous, which can be cut; one that comes in eager pieces can not.
+    "RNDV_THRESH": "8192",
+}
+# Without RDMA: UCX's own choice is slower over TCP.
+TCP_OPTIONS = {**OPTIONS, "RNDV_SCHEME": "am"}
+_TURN_SECONDS = 0.0003  # what the loop gives to UCX before others have a turn
+_GUARD_SECONDS = 1.0  # for a wake-up that UCX's event descriptor missed
+
+_logger = logging.getLogger(__name__)
+
+
+class LinkLostError(KVError):
+    """The peer closed the connection, died, or can not be reached."""
+
+
+class Transport:
+    """A UCX context with one worker, driven by the loop it was made on."""
+
+    def __init__(self, net_devices: str) -> None:
+        """Raises ConfigurationError when UCX does not start, for example without such a device."""
+        devices = {"NET_DEVICES": net_devices} if net_devices else {}
+        try:
+            self._context = _context({**OPTIONS, **devices})
+            if not _has_rdma(self._context):
+                self._context = _context({**TCP_OPTIONS, **devices})
+            self._worker: Any = UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
+        except UCXError as error:
+            raise ConfigurationError(
+                f"UCX does not start (network devices {net_devices or 'all'!r}): {error}"
+            ) from error
+        self._worker.init_blocking_progress_mode()
+        self._loop = asyncio.get_running_loop()
+        self._fd: int = self._worker.epoll_file_descriptor
+        self._loop.add_reader(self._fd, self._turn)
+        self._waiting: dict[Link, asyncio.Future[None]] = {}
+        self._next_turn: asyncio.Handle | None = None
+        self._guard: asyncio.TimerHandle | None = None
+        self.kick()
+
+    def listen(self, on_link: Callable[["Link"], None]) -> tuple[Any, int]:
+        """The listener, which lasts as long as the reference to it, and its port. `on_link` is called on the loop."""
+
+        def accept(endpoint: Any) -> None:
+            self._loop.call_soon(on_link, Link(self, endpoint))
+
+        listener: Any = UCXListener.create(worker=self._worker, port=0, cb_func=accept, deliver_endpoint=True)
+        return listener, int(listener.port)
+
+    def connect(self, address: str, port: int) -> "Link":
+        """Returns at once; whether there is anybody shows with the first operation."""
+        if self._worker is None:
+            raise LinkLostError("the connector was closed")
+        try:
+            endpoint = UCXEndpoint.create(self._worker, address, port, True)
+        except UCXError as error:
+            raise LinkLostError(f"can not connect to {address}:{port}: {error}") from error
+        return Link(self, endpoint)
+
+    def kick(self) -> None:
+        """Something was posted: UCX gets a turn soon."""
+        if self._next_turn is None and self._worker is not None:
+            self._next_turn = self._loop.call_soon(self._turn)
+
+    def flush(self) -> None:
+        """Lets UCX do everything it can do now, cancellations among it."""
+        if self._worker is not None:
+            self._worker.progress()
+
+    async def wait(self, link: "Link") -> None:
+        """Until every operation of the link has ended. Raises LinkLostError. One waiter per link."""
+        assert link not in self._waiting
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting[link] = future
+        self.kick()
+        try:
+            await future
+        finally:
+            self._waiting.pop(link, None)
+
+    def close(self) -> None:
+        """After every link was closed."""
+        for link, future in self._waiting.items():
+            link.settle(future)
+        self._loop.remove_reader(self._fd)
+        for handle in (self._next_turn, self._guard):
+            if handle is not None:
+                handle.cancel()
+        self._worker = self._context = None
+
+    def _turn(self) -> None:
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+            self._next_turn = None
+        worker = self._worker
+        if worker is None:
+            return
+        end = time.monotonic() + _TURN_SECONDS
+        idle = False
+        while not idle and time.monotonic() < end:
+            idle = not worker.progress_once()
+        for link, future in list(self._waiting.items()):
+            link.settle(future)
+        if not idle or not worker.arm():
+            self.kick()
+        elif self._guard is None and self._waiting:
+            self._guard = self._loop.call_later(_GUARD_SECONDS, self._guarded)
+
+    def _guarded(self) -> None:
+        self._guard = None
+        self._turn()
+
+
+def _context(options: dict[str, str]) -> Any:
+    return UCXContext(options, feature_flags=(Feature.STREAM, Feature.TAG, Feature.WAKEUP))
+
+
+def _has_rdma(context: Any) -> bool:
+    """Whether UCX found an InfiniBand or RoCE device among those it may use."""
+    return re.search(r"component\s+\d+\s*:\s*ib\b", str(context.info)) is not None
+
+
+class Link:
+    """One connection. Operations are posted, then awaited together with `wait`."""
+
+    def __init__(self, transport: Transport, endpoint: Any) -> None:
+        self._transport = transport
+        self._endpoint = endpoint
+        # Request, its buffer, and what to do when it has succeeded; oldest first.
+        self._posted: deque[tuple[Any, Any, Callable[[], None] | None]] = deque()
+        self._lost = False
+        endpoint.set_close_callback(self._on_close)
+
+    @property
+    def alive(self) -> bool:
+        return not self._lost
+
+    def greet(self, message: bytes) -> None:
+        """Sends on the stream: for what is said before there is a tag."""
+        array = Array(np.frombuffer(message, np.uint8))
+        self._post(lambda: self._endpoint.stream_send(array), array)
+
+    async def greeting(self, size: int) -> bytes:
+        """The next `size` bytes of the stream. Raises LinkLostError. For the handshake only: ucxx 0.52 never frees a
+        connection that was cut while such a receive was pending (it does with tagged ones)."""
+        message = np.empty(size, np.uint8)
+        array = Array(message)
+        self._post(lambda: self._endpoint.stream_recv(array), array)
+        await self.wait()
+        return message.tobytes()
+
+    def send(self, payload: Buffer, tag: int) -> None:
+        array = Array(payload)
+        self._post(lambda: self._endpoint.tag_send(array, UCXXTag(tag)), array)
+
+    def receive(self, destination: Buffer, tag: int, then: Callable[[], None] | None = None) -> None:
+        """Straight into `destination`. A longer message ends the link. `then` is called when all of this message and of
+        everything posted before is there, while it may still be in the cache."""
+        array = Array(destination)
+        self._post(lambda: self._endpoint.tag_recv(array, UCXXTag(tag), UCXXTagMaskFull), array, then)
+
+    async def wait(self) -> None:
+        """Until all that was posted has ended. Raises LinkLostError."""
+        await self._transport.wait(self)
+
+    def settle(self, future: "asyncio.Future[None]") -> None:
+        """Ends the wait if it is over."""
+        if future.done():
+            return
+        if self._endpoint is None:  # cut by somebody else: what has ended need not have succeeded
+            future.set_exception(LinkLostError("the connection was cut"))
+            return
+        try:
+            while self._posted and self._posted[0][0].completed:
+                request, _, then = self._posted.popleft()
+                request.check_error()
+                if then is not None:
+                    then()
+        except UCXError as error:
+            future.set_exception(LinkLostError(str(error)))
+            return
+        if not self._posted:
+            future.set_result(None)
+        elif self._lost:
+            future.set_exception(LinkLostError("the connection was lost"))
+
+    def cut(self) -> bool:
+        """Ends the connection now, whatever the peer does. True: every operation has ended and no buffer is touched
+        any more. Measured: UCX closes the socket and cancels what is under way, even with a stopped peer. Idempotent.
+        """
+        if self._endpoint is not None:
+            self._endpoint.close_blocking()
+            self._endpoint.remove_close_callback()
+            self._endpoint = None
+            self._lost = True
+            self._transport.flush()
+        while self._posted and self._posted[0][0].completed:
+            self._posted.popleft()
+        return not self._posted
+
+    async def close(self) -> None:
+        """`cut`, and returns when no buffer is touched any more. Cancelling the caller changes nothing of that."""
+        if self.cut():
+            return
+        waiter = asyncio.ensure_future(self._until_quiet())
+        cancelled = False
+        while not waiter.done():
+            try:
+                await asyncio.shield(waiter)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+
+    async def _until_quiet(self) -> None:
+        """Asks UCX again until it has given up the last buffer. Rather hold blocks for ever than have them overwritten
+        under their next owner."""
+        pause = 0.001
+        while not self.cut():
+            await asyncio.sleep(pause)
+            self._transport.flush()
+            if pause > 0.5:
+                _logger.warning("UCX still holds %d buffers of a connection that was cut", len(self._posted))
+            pause = min(2 * pause, 10.0)
+
+    def _post(self, operation: Callable[[], Any], array: Any, then: Callable[[], None] | None = None) -> None:
+        if self._endpoint is None or self._lost:
+            raise LinkLostError("the connection was lost")
+        try:
+            self._posted.append((operation(), array, then))
+        except UCXError as error:
+            raise LinkLostError(str(error)) from error
+        self._transport.kick()
+
+    def _on_close(self) -> None:
+        self._lost = True
+        self._transport.kick()

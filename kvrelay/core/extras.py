@@ -1,0 +1,13 @@
+"""What an installation lacks, said before an import fails deep inside."""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+
+def require_extra(extra: str, modules: Sequence[str], *, purpose: str) -> None:
+    """Ends the process with status 1 and the command that helps when one of `modules` is not installed."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        sys.stderr.write(f"{purpose} needs {' and '.join(missing)}: pip install 'kvrelay[{extra}]'\n")
+        sys.exit(1)

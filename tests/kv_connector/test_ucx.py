@@ -1,0 +1,330 @@
+"""UCX between real processes: what a dead, a stopped, a strange and a lying peer can do, and what they can not."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kv_connector.base import Block, FetchOutcome, Source
+from kv_connector.header import Mismatch
+from kv_connector.settings import UcxSettings
+from kv_connector.ucx_connector import UcxConnector
+from kv_connector.ucx_protocol import ASK_POSITION, OPENING_BYTES, PROOF_BYTES, encode_opening
+from kv_connector.ucx_reader import LANES, Peer
+from kv_connector.ucx_transport import Link, LinkLostError, Transport
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, content, moved, write_and_publish
+from tests.kv_connector.ucx_owner import LARGE_LAYOUT, NUM_BLOCKS
+
+FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
+
+
+class Child:
+    """A holder in another process, with blocks large enough to be stopped in the middle of one."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.kv_connector.ucx_owner"]
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        assert self.process.stdout is not None
+        self.source = Source("child/0", EPOCH, self.process.stdout.readline().strip())
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    started = Child()
+    yield started
+    started.end()
+
+
+def node(
+    node_id: str = "peer",
+    *,
+    secret: str = CLUSTER_SECRET,
+    layout: KVLayout = LARGE_LAYOUT,
+    num_blocks: int = NUM_BLOCKS,
+) -> Node:
+    return Node(UcxConnector(UcxSettings(secret)), node_id, num_blocks, layout, EPOCH)
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[Node]:
+    made = node()
+    yield made
+    await made.connector.close()
+
+
+@pytest.fixture
+async def holder() -> AsyncIterator[Node]:
+    made = node("holder", layout=LAYOUT, num_blocks=512)
+    await write_and_publish(made, blocks(512))
+    yield made
+    await made.connector.close()
+
+
+async def first_bytes(peer: Node, block_id: int) -> None:
+    """Returns when a block has begun to arrive."""
+    row = np.frombuffer(peer.row(block_id), np.uint8)
+    while not row[::4096].any():
+        await asyncio.sleep(0)
+
+
+def clear(peer: Node) -> None:
+    np.frombuffer(peer.pool.memory, np.uint8)[:] = 0
+
+
+def is_clear(peer: Node) -> bool:
+    return not np.frombuffer(peer.pool.memory, np.uint8).any()
+
+
+async def test_another_process_serves(child: Child, peer: Node) -> None:
+    result = await peer.connector.fetch(child.source, blocks(NUM_BLOCKS), timeout=30)
+    assert set(result.outcomes) == {FETCHED}
+    for block in blocks(NUM_BLOCKS):
+        assert peer.row(block.block_id) == content(block.block_hash, LARGE_LAYOUT.block_bytes)
+
+
+async def test_a_killed_holder_fails_at_once(child: Child, peer: Node) -> None:
+    fetch = asyncio.create_task(peer.connector.fetch(child.source, blocks(NUM_BLOCKS), timeout=60))
+    await first_bytes(peer, 1)
+    child.signal(signal.SIGKILL)
+    started = time.monotonic()
+    result = await fetch
+    assert result.outcomes[-1] is FAILED and time.monotonic() - started < 5
+    clear(peer)
+    result = await peer.connector.fetch(child.source, blocks(2), timeout=60)
+    assert set(result.outcomes) == {FAILED} and time.monotonic() - started < 10
+    assert is_clear(peer) and peer.connector.stats.quarantined == 0
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_stopped_holder_writes_nothing_later(child: Child, peer: Node, cancelled: bool) -> None:
+    """Stopped in the middle of a block; when it continues it finds its connections cut, and our memory stays ours."""
+    wanted = blocks(NUM_BLOCKS)
+    fetch = asyncio.create_task(peer.connector.fetch(child.source, wanted, timeout=30 if cancelled else 0.5))
+    await first_bytes(peer, 1)
+    child.signal(signal.SIGSTOP)
+    if cancelled:
+        fetch.cancel()
+        await asyncio.wait([fetch], timeout=5)
+        assert fetch.cancelled()
+    else:
+        assert (await asyncio.wait_for(fetch, 5)).outcomes[-1] is FAILED
+    clear(peer)
+    stopped = await asyncio.wait_for(peer.connector.fetch(child.source, wanted[:1], timeout=0.2), 5)
+    assert stopped.outcomes == (FAILED,)  # the kernel accepts for it, nobody answers
+    child.signal(signal.SIGCONT)
+    again = await peer.connector.fetch(child.source, moved(wanted[:1], NUM_BLOCKS - 1), timeout=30)
+    assert again.outcomes == (FETCHED,)  # behind whatever it had to send before
+    np.frombuffer(peer.row(NUM_BLOCKS - 1), np.uint8)[:] = 0
+    assert is_clear(peer) and peer.connector.stats.quarantined == 0
+
+
+async def test_one_slow_holder_does_not_hold_up_another(child: Child) -> None:
+    fast, reader = node("fast"), node("reader")
+    sent = blocks(2, tag="fast")
+    await write_and_publish(fast, sent)
+    child.signal(signal.SIGSTOP)
+    stuck = asyncio.create_task(reader.connector.fetch(child.source, blocks(4), timeout=60))
+    for _ in range(3):
+        assert set((await reader.connector.fetch(fast.source, moved(sent, 8), timeout=30)).outcomes) == {FETCHED}
+    assert not stuck.done()
+    await reader.connector.close()  # fails what is under way, and leaves nothing
+    assert set((await stuck).outcomes) == {FAILED}
+    await fast.connector.close()
+
+
+async def test_a_wrong_secret_gets_nothing(holder: Node) -> None:
+    stranger = node("stranger", secret="another cluster's secret", layout=LAYOUT)
+    result = await stranger.connector.fetch(holder.source, blocks(3), timeout=10)
+    assert set(result.outcomes) == {FAILED} and is_clear(stranger)
+    assert holder.connector.stats.peers_refused == 1
+    await stranger.connector.close()
+
+
+async def test_a_holder_that_can_not_prove_itself_is_not_believed(peer: Node) -> None:
+    """It plays back what it heard: with neither the secret nor our nonce that is no proof."""
+    transport = Transport("")
+    links: list[Link] = []
+
+    async def parrot(link: Link) -> None:
+        links.append(link)
+        link.greet(await link.greeting(OPENING_BYTES))
+        proof = await link.greeting(PROOF_BYTES)
+        link.greet(proof[:24] + EPOCH.to_bytes(8, "little") + proof[24:])
+
+    tasks: list[asyncio.Task[None]] = []
+    listener, port = transport.listen(lambda link: tasks.append(asyncio.create_task(parrot(link))))
+    result = await peer.connector.fetch(Source("parrot", EPOCH, f"127.0.0.1:{port}"), blocks(2), timeout=10)
+    assert set(result.outcomes) == {FAILED} and is_clear(peer)
+    await asyncio.gather(*tasks)
+    del listener
+    for link in links:
+        await link.close()
+    transport.close()
+
+
+@pytest.mark.parametrize("opening", [bytes(40), encode_opening(bytes(32))[:4] + b"\xff" * 36, bytes(1 << 20)])
+async def test_what_is_no_member_is_dropped_and_counted(holder: Node, opening: bytes) -> None:
+    transport = Transport("")
+    host, _, port = holder.source.endpoint.rpartition(":")
+    link = transport.connect(host, int(port))
+    link.greet(opening)
+    with pytest.raises(LinkLostError):
+        await asyncio.wait_for(link.greeting(OPENING_BYTES), 10)
+    assert holder.connector.stats.peers_refused == 1
+    await link.close()
+    transport.close()
+
+
+async def test_garbage_on_the_port_harms_nobody(holder: Node) -> None:
+    host, _, port = holder.source.endpoint.rpartition(":")
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" * 64, np.random.default_rng(0).bytes(100_000)):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(garbage)
+    reader = node("reader", layout=LAYOUT)
+    assert set((await reader.connector.fetch(holder.source, blocks(20), timeout=10)).outcomes) == {FETCHED}
+    await reader.connector.close()
+
+
+async def test_nobody_at_the_address(peer: Node) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"127.0.0.1:{free.getsockname()[1]}"
+    for endpoint in (closed, "", "nonsense", "127.0.0.1:0", "no-such-host.invalid:7"):
+        result = await asyncio.wait_for(peer.connector.fetch(Source("x", 1, endpoint), blocks(2), timeout=5), 20)
+        assert set(result.outcomes) == {FAILED}
+
+
+async def test_a_holder_that_restarted_is_refused_by_its_epoch(holder: Node) -> None:
+    reader = node("reader", layout=LAYOUT)
+    stale = Source("holder", EPOCH - 1, holder.source.endpoint)
+    assert set((await reader.connector.fetch(stale, blocks(9), timeout=10)).outcomes) == {REFUSED}
+    assert reader.connector.stats.refused[Mismatch.EPOCH] == 9 and is_clear(reader)
+    assert set((await reader.connector.fetch(holder.source, blocks(9), timeout=10)).outcomes) == {FETCHED}
+    await reader.connector.close()
+
+
+async def test_a_flipped_byte_in_the_holders_memory_is_refused(holder: Node) -> None:
+    reader = node("reader", layout=LAYOUT)
+    holder.row(5)[100] ^= 4
+    result = await reader.connector.fetch(holder.source, blocks(8), timeout=10)
+    assert [index for index, outcome in enumerate(result.outcomes) if outcome is REFUSED] == [5]
+    assert reader.connector.stats.refused[Mismatch.DIGEST] == 1
+    await reader.connector.close()
+
+
+async def test_a_small_fetch_overtakes_a_large_one(holder: Node) -> None:
+    reader = node("reader", layout=LAYOUT, num_blocks=512)
+    done: list[str] = []
+
+    async def fetch(name: str, wanted: list[Block]) -> None:
+        result = await reader.connector.fetch(holder.source, wanted, timeout=30)
+        assert set(result.outcomes) == {FETCHED}
+        done.append(name)
+
+    assert isinstance(reader.connector, UcxConnector)
+    large = asyncio.create_task(fetch("large", blocks(512)[:500]))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(fetch("small", blocks(512)[500:501]))
+    most = 0
+    while not large.done() or not small.done():
+        await asyncio.sleep(0)
+        most = max(most, *(len(peer._busy) for peer in peers_of(reader)), 0)
+    await asyncio.gather(large, small)
+    assert done == ["small", "large"]
+    assert most == LANES
+    await reader.connector.close()
+
+
+def peers_of(reader: Node) -> list[Peer]:
+    assert isinstance(reader.connector, UcxConnector)
+    return list(reader.connector._require().peers.values())
+
+
+async def test_an_ask_that_is_too_large_ends_the_connection(holder: Node) -> None:
+    reader = node("reader", layout=LAYOUT)
+    await reader.connector.fetch(holder.source, blocks(1), timeout=10)
+    [lane] = peers_of(reader)[0]._idle
+    lane.link.send(np.full(4, 0xFF, np.uint8), lane.tag + ASK_POSITION)
+    with pytest.raises(LinkLostError):
+        await asyncio.wait_for(lane.link.greeting(OPENING_BYTES), 10)
+    assert holder.connector.stats.peers_refused == 1
+    assert (await reader.connector.fetch(holder.source, blocks(1), timeout=10)).outcomes == (FETCHED,)
+    await reader.connector.close()
+
+
+async def test_holders_that_are_gone_are_forgotten(peer: Node) -> None:
+    for turn in range(3):
+        holder = node(f"holder-{turn}", num_blocks=2)
+        await write_and_publish(holder, blocks(2))
+        assert set((await peer.connector.fetch(holder.source, blocks(2), timeout=10)).outcomes) == {FETCHED}
+        await holder.connector.close()
+        assert set((await peer.connector.fetch(holder.source, blocks(2), timeout=10)).outcomes) == {FAILED}
+    assert len(peers_of(peer)) == 1
+
+
+class StubbornRequest:
+    """An operation that UCX has not ended when its connection was cut. Real UCX does not do this when asked to."""
+
+    completed = False
+
+
+async def test_what_ucx_does_not_let_go_is_waited_for(holder: Node) -> None:
+    reader = node("reader", layout=LAYOUT)
+    await reader.connector.fetch(holder.source, blocks(1), timeout=10)
+    [lane] = peers_of(reader)[0]._idle
+    stubborn = StubbornRequest()
+    lane.link._posted.append((stubborn, None, None))
+    result = asyncio.create_task(reader.connector.fetch(holder.source, blocks(3), timeout=0.05))
+    while not reader.connector.stats.quarantined:
+        await asyncio.sleep(0.001)
+    for _ in range(3):
+        result.cancel()
+        await asyncio.sleep(0.001)
+        assert not result.done()
+    stubborn.completed = True
+    await asyncio.wait([result], timeout=10)
+    assert result.cancelled() and reader.connector.stats.quarantined == 3
+    await reader.connector.close()
+
+
+async def test_closing_leaves_no_task_and_no_socket() -> None:
+    before = open_files()
+    for _ in range(3):
+        owner, reader = node("owner", layout=LAYOUT), node("reader", layout=LAYOUT)
+        await write_and_publish(owner, blocks(4))
+        assert set((await reader.connector.fetch(owner.source, blocks(4), timeout=10)).outcomes) == {FETCHED}
+        for each in (reader, owner, reader, owner):
+            await each.connector.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert open_files() == before
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_without_a_secret_or_an_address_it_does_not_start() -> None:
+    for secret in ("", "short"):
+        with pytest.raises(ConfigurationError, match="KVRELAY_CLUSTER_SECRET"):
+            UcxConnector(UcxSettings(secret))
+    with pytest.raises(ConfigurationError, match="--ucx-host"):
+        UcxConnector(UcxSettings(CLUSTER_SECRET, host="0.0.0.0"))
+    assert CLUSTER_SECRET not in repr(UcxSettings(CLUSTER_SECRET))
