@@ -20,7 +20,7 @@ from kvrelay.core.wire import logprobs_from_wire, output_from_wire, sampling_to_
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
 from router.node import KVSource, source_to_wire
-from router.request import RoutedRequest
+from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
 _RELEASE_ATTEMPTS = 2
@@ -80,7 +80,7 @@ class PrefillClient:
     def prefill(
         self,
         wire_id: str,
-        request: RoutedRequest,
+        asked: NodeRequest,
         sources: Sequence[HeldBlocks],
         *,
         timeout: float,
@@ -90,14 +90,16 @@ class PrefillClient:
         more is reported."""
         message = pb.PrefillRequest(
             request_id=wire_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling_params=sampling_to_wire(request.sampling),
-            priority=request.priority,
+            prompt_token_ids=asked.token_ids,
+            sampling_params=sampling_to_wire(asked.sampling),
+            priority=asked.priority,
             lease_ttl_ms=self._lease_ttl_ms,
-            cache_salt=request.cache_salt,
+            cache_salt=asked.cache_salt,
             sources=[
                 pb.BlockSource(source=source_to_wire(held.source), num_blocks=held.num_blocks) for held in sources
             ],
+            num_prior_output_tokens=asked.num_prior_output_tokens,
+            first_choice_index=asked.first_choice_index,
         )
         return self._spawn(self._stream(message, timeout, sink), name=f"prefill {wire_id}")
 
