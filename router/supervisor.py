@@ -208,16 +208,17 @@ class RequestSupervisor:
             return  # the client has had enough of it meanwhile
         if share.num_migrations >= self._max_attempts:
             raise UnavailableError(f"given up after {share.num_migrations} more placements: {lost}") from lost
-        share.num_migrations += 1
         asked = self._asked(share.choices, is_replay=True)
         try:
             placed = self._place(asked, lost=self._lost, last_resort=last_resort)
         except UnavailableError as error:
+            share.num_migrations += last_resort  # looking for an unspoilt node has cost nothing yet
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
             retry = partial(self._inbox.put_nowait, _Retry(share, lost))
             share.retry = asyncio.get_running_loop().call_later(share.backoff.next(), retry)
             return
         _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, placed.decode.source.node_id)
+        share.num_migrations += 1
         self._tally.migrated(asked, lost.cause.value)
         self._start(share, asked, placed)
 
