@@ -17,7 +17,6 @@ another one. Invariant: once closed, D has forgotten the request or was told to,
 released; nothing here waits, so that no cancellation can interrupt it.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from router.prefill_client import (
     PrefillEvent,
     PrefillFinished,
     PrefillProgress,
+    PrefillSession,
 )
 from router.request import NodeRequest, PromptLogprobs
 from router.tally import Tally
@@ -103,8 +103,7 @@ class Attempt:
         self._prefill = placed.prefill
         self._tally = tally
         self._session: DecodeSession | None = None
-        self._prefill_task: asyncio.Task[None] | None = None
-        self._lease_id: str | None = None
+        self._prefilling: PrefillSession | None = None
         self._num_published_blocks = 0
         self._has_first_tokens = False
         self._decoding: set[int] = set()  # outputs that D goes on with, whether or not somebody waits for them
@@ -121,7 +120,7 @@ class Attempt:
             return
         self._charged_tokens = self._prefill.num_uncached_tokens
         self._prefill.node.num_queued_tokens += self._charged_tokens
-        self._prefill_task = self._prefill.client.prefill(
+        self._prefilling = self._prefill.client.prefill(
             self._wire_id, self._asked, self._prefill.sources, timeout=timeout, sink=sink
         )
 
@@ -138,9 +137,8 @@ class Attempt:
         if self._session is not None:
             self._decode.node.num_sequences -= self._asked.sampling.n
             self._session.close(finished=self._decode_is_done)
-        if self._prefill_task is not None:
-            self._prefill_task.cancel()
-        self._release_lease()
+        if self._prefilling is not None:
+            self._prefilling.close()
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -150,8 +148,8 @@ class Attempt:
         match event:
             case TokenOutput():
                 return self._on_tokens(event)
-            case PrefillAccepted(lease_id):
-                self._on_lease(lease_id)
+            case PrefillAccepted():
+                self._tally.accepted()
             case PrefillProgress(num_published_blocks):
                 self._num_published_blocks = num_published_blocks
                 self._pull(final=False)
@@ -183,12 +181,6 @@ class Attempt:
         if output.finish_reason is not None:
             self.unfinished.discard(output.index)
         return (output,)
-
-    def _on_lease(self, lease_id: str) -> None:
-        assert self._prefill is not None
-        self._lease_id = lease_id
-        self._prefill.client.hold(lease_id)
-        self._tally.accepted()
 
     def _on_first_tokens(self, finished: PrefillFinished) -> Sequence[ClientEvent]:
         assert self._session is not None and self._prefill is not None
@@ -224,7 +216,8 @@ class Attempt:
             num_recomputed_tokens=ready.num_recomputed_tokens,
         )
         if self._has_first_tokens:  # before that the prefill still needs its blocks
-            self._release_lease()
+            assert self._prefilling is not None
+            self._prefilling.release()
 
     def _prefill_lost(self, error: KVRelayError) -> KVRelayError:
         """The error itself when no other node would do better."""
@@ -241,8 +234,3 @@ class Attempt:
         if self._prefill is not None:
             self._prefill.node.num_queued_tokens -= self._charged_tokens
         self._charged_tokens = 0
-
-    def _release_lease(self) -> None:
-        if self._lease_id is not None and self._prefill is not None:
-            self._prefill.client.release(self._lease_id)
-            self._lease_id = None

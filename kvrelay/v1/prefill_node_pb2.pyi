@@ -116,6 +116,7 @@ class PrefillAccepted(google.protobuf.message.Message):
 
     LEASE_ID_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
+    """the request's id, so that who cancels before this message arrives can release it too"""
     def __init__(
         self,
         *,
