@@ -145,7 +145,7 @@ async def test_replays_find_blocks_by_name(model: Path) -> None:
     async with cluster(model, decode_nodes=2, policy=make_policy("round_robin", local_prefill_max_tokens=0)) as running:
         served = await killed_after(running, 5, **GREEDY)
         assert served.how.num_migrations == 1
-        [metrics] = [running.relay._metrics]
+        metrics = running.relay._metrics
         recomputed = sum(
             sample.value
             for family in metrics._recomputed.collect()

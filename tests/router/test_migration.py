@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
+import grpc
 import pytest
 
 from kvrelay.core.errors import DeadlineError, UnavailableError
@@ -14,7 +15,7 @@ from kvrelay.v1 import common_pb2, prefill_node_pb2
 from router.node import NodeState
 from router.request import PromptLogprobs, RequestEvent
 from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, ScriptedDecode, cluster, soon, token
-from tests.router.test_supervisor import PROMPT, a_request, assert_idle, opened, take, take_trace
+from tests.router.test_supervisor import PROMPT, a_request, assert_idle, give_up, opened, take, take_trace
 
 
 def say(node: ScriptedDecode, request_id: str, *outputs: TokenOutput) -> None:
@@ -69,6 +70,32 @@ async def test_a_lost_decode_node_is_replaced_by_one_that_is_given_all_tokens() 
         assert nodes.metric("replayed_tokens_total") == 13
         assert nodes.metric("recomputed_tokens_total", cause="migration") == 1
         assert_idle(nodes)
+
+
+async def test_a_decode_node_that_answers_unavailable_is_lost_too() -> None:
+    async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        _, wire_id = await begun(nodes, events, token(7))
+        nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "crashed")
+        next_event = asyncio.create_task(take(events))
+        assert tuple((await nodes.decodes[1].admit()).prompt_token_ids) == (*PROMPT, 7)
+        nodes.decode.tokens(wire_id, token(8))  # too late to count
+        (await soon(nodes.prefill.calls)).finish(token(8, finish=FinishReason.STOP))
+        assert await next_event == token(8, finish=FinishReason.STOP)
+        await take_trace(events)
+
+
+async def test_a_lease_that_was_granted_unheard_is_released() -> None:
+    """The decode node is lost while the lease's grant is on its way, or waits to be read."""
+    async with cluster(num_decode_nodes=2) as nodes:
+        events = nodes.relay.run(a_request())
+        first = asyncio.create_task(take(events))
+        call = await soon(nodes.prefill.calls)
+        await nodes.decode.admit()
+        nodes.decode.end_stream()
+        await call.over.wait()
+        assert await soon(nodes.prefill.released) == (call.request.request_id,)
+        await nodes.decodes[1].admit()
+        await give_up(first)
 
 
 async def test_a_decode_node_lost_before_the_first_token_is_replaced_with_its_prefill() -> None:
