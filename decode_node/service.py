@@ -1,7 +1,8 @@
 """The decode service. Life of a request here:
 
-1. `Admit` hands the request to the engine. With `local_prefill` that is all: its tokens follow from the first one.
-2. Otherwise the engine reserves every block the prompt needs and finds what is here already; the router is told
+1. `Admit` hands the request to the engine, with its output so far if it began on another node. With `local_prefill`
+   that is all: its tokens follow from the first new one.
+2. Otherwise the engine reserves every block the given tokens need and finds what is here already; the router is told
    (`admitted`).
 3. `Pull` says what can be fetched; a `Receiver` fetches, and the connector verifies, while the prefill node computes
    the next chunk.
@@ -76,7 +77,8 @@ class _Decode:
     """A request on this node. `receiver` exists while its KV arrives from outside."""
 
     stream: _RouterStream
-    num_prompt_tokens: int
+    num_given_tokens: int
+    choices: range
     num_unfinished: int
     receiver: Receiver | None = None
     pulls: list[pb.Pull] = field(default_factory=list)
@@ -160,11 +162,15 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
                 cache_salt=admit.cache_salt,
                 role=role,
                 receive=role is KVRole.CONSUME,
+                num_prior_output_tokens=admit.num_prior_output_tokens,
+                first_choice_index=admit.first_choice_index,
             )
         except KVRelayError as error:
             stream.send(_failed(admit.request_id, error))
             return
-        self._active[request.request_id] = _Decode(stream, len(request.prompt_token_ids), request.sampling.n)
+        self._active[request.request_id] = _Decode(
+            stream, len(request.given_token_ids), request.choices, request.sampling.n
+        )
         stream.request_ids.add(request.request_id)
         self._node.activity.begin(request.request_id)
         added = self._node.engine.submit(lambda engine: engine.add(request))
@@ -192,7 +198,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         if decode is None or decode.first_tokens.done():
             return
         first_tokens = tuple(output_from_wire(output) for output in start.first_tokens)
-        if _can_start(first_tokens, n=decode.num_unfinished, vocab_size=self._node.identity.vocab_size):
+        if _can_start(first_tokens, choices=decode.choices, vocab_size=self._node.identity.vocab_size):
             decode.first_tokens.set_result(first_tokens)
         else:
             self._node.engine.post(lambda engine: engine.abort(start.request_id))
@@ -245,7 +251,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         ready = pb.KVReady(
             num_cached_tokens=admission.num_cached_tokens,
             num_fetched_tokens=fetched,
-            num_recomputed_tokens=decode.num_prompt_tokens - admission.num_cached_tokens - fetched,
+            num_recomputed_tokens=decode.num_given_tokens - admission.num_cached_tokens - fetched,
         )
         decode.stream.send(pb.DecodeEvent(request_id=request_id, kv_ready=ready))
 
@@ -280,12 +286,12 @@ def _announce(receiver: Receiver, pull: pb.Pull) -> None:
         receiver.end()
 
 
-def _can_start(first_tokens: Sequence[TokenOutput], *, n: int, vocab_size: int) -> bool:
+def _can_start(first_tokens: Sequence[TokenOutput], *, choices: range, vocab_size: int) -> bool:
     """One token each for different outputs of the request, and at least one that goes on."""
     indices = {output.index for output in first_tokens}
     return (
         len(indices) == len(first_tokens)
-        and all(0 <= index < n for index in indices)
+        and all(index in choices for index in indices)
         and all(len(output.token_ids) == 1 and output.token_ids[0] < vocab_size for output in first_tokens)
         and any(output.finish_reason is None for output in first_tokens)
     )

@@ -44,7 +44,7 @@ class _Prefill:
     """A request's stream: events to send; None ends it, an error fails it."""
 
     request: pb.PrefillRequest
-    num_blocks: int  # of the prompt, the partial tail counted
+    num_blocks: int  # of the given tokens, the partial tail counted
     events: asyncio.Queue[pb.PrefillEvent | KVRelayError | None] = field(default_factory=asyncio.Queue)
     prompt: PromptOutput | None = None
     first_tokens: list[TokenOutput] = field(default_factory=list)
@@ -81,7 +81,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncGenerator[pb.PrefillEvent, None]:
         self._node.require_accepting()
         asked = self._engine_request(request)
-        num_blocks = -(-len(asked.prompt_token_ids) // self._node.engine_config.block_size)
+        num_blocks = -(-len(asked.given_token_ids) // self._node.engine_config.block_size)
         if asked.request_id in self._active or asked.request_id in self._leases:
             raise InvalidRequestError(f"request {asked.request_id} is running already", field="request_id")
         prefill = self._active[asked.request_id] = _Prefill(request, num_blocks)
@@ -116,6 +116,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             cache_salt=request.cache_salt,
             role=KVRole.PRODUCE,
             receive=bool(request.sources) and not wants_prompt_logprobs,
+            num_prior_output_tokens=request.num_prior_output_tokens,
+            first_choice_index=request.first_choice_index,
         )
 
     def _close(self, request_id: str, prefill: _Prefill) -> None:

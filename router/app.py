@@ -36,6 +36,7 @@ from router.edge.metrics import RouterMetrics
 from router.edge.outputs import Edge
 from router.edge.tokenizer import Tokenizer
 from router.kv_index import KVIndex
+from router.migration_metrics import MigrationMetrics
 from router.node_metrics import NodeMetrics
 from router.policy import make_policy
 from router.registry import Registry
@@ -91,11 +92,12 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[
     index = KVIndex(settings.kv_index_capacity)
     registry = Registry(settings.prefill_nodes, settings.decode_nodes, index, timeout=settings.node_timeout)
     registry.start()
-    relay = _relay(settings, registry)
+    collectors = CollectorRegistry()
+    relay = _relay(settings, registry, collectors)
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
-        edge = _edge(settings, relay, tokenizer)
-        edge.metrics.registry.register(NodeMetrics(registry))
+        edge = _edge(settings, relay, tokenizer, collectors)
+        collectors.register(NodeMetrics(registry))
         await _wait_for_nodes(settings, registry, stop)
         async with _serve_grpc(settings, edge) as grpc_server, _serve_http(settings, edge, stop) as http_port:
             yield ServedAddresses(http=f"{settings.host}:{http_port}", grpc=f"{settings.host}:{grpc_server.port}")
@@ -111,20 +113,22 @@ def served_model_name(settings: RouterSettings) -> str:
     return settings.served_model_name or settings.model
 
 
-def _relay(settings: RouterSettings, registry: Registry) -> ClusterRelay:
+def _relay(settings: RouterSettings, registry: Registry, collectors: CollectorRegistry) -> ClusterRelay:
     policy = make_policy(settings.policy, local_prefill_max_tokens=settings.local_prefill_max_tokens)
     return ClusterRelay(
         registry,
         policy,
+        metrics=MigrationMetrics(served_model_name(settings), collectors),
         max_concurrent_requests=settings.max_concurrent_requests,
+        max_attempts=settings.max_attempts,
         lease_ttl=settings.lease_ttl,
         node_timeout=settings.node_timeout,
     )
 
 
-def _edge(settings: RouterSettings, relay: ClusterRelay, tokenizer: Tokenizer) -> Edge:
+def _edge(settings: RouterSettings, relay: ClusterRelay, tokenizer: Tokenizer, collectors: CollectorRegistry) -> Edge:
     name = served_model_name(settings)
-    metrics = RouterMetrics(name, CollectorRegistry())
+    metrics = RouterMetrics(name, collectors)
     return Edge(relay, tokenizer, name, metrics, MonotonicClock(), default_timeout=settings.request_timeout)
 
 

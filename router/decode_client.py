@@ -19,7 +19,7 @@ from kvrelay.core.wire import logprobs_from_wire, output_from_wire, output_to_wi
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
 from router.node import KVSource, source_to_wire
-from router.request import PromptLogprobs, RoutedRequest
+from router.request import NodeRequest, PromptLogprobs
 
 _logger = logging.getLogger(__name__)
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
@@ -115,14 +115,16 @@ class DecodeSession:
         self._stream = stream
         self._wire_id = wire_id
 
-    def admit(self, request: RoutedRequest, *, local_prefill: bool) -> None:
+    def admit(self, asked: NodeRequest, *, local_prefill: bool) -> None:
         admit = pb.Admit(
             request_id=self._wire_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling_params=sampling_to_wire(request.sampling),
-            priority=request.priority,
-            cache_salt=request.cache_salt,
+            prompt_token_ids=asked.token_ids,
+            sampling_params=sampling_to_wire(asked.sampling),
+            priority=asked.priority,
+            cache_salt=asked.cache_salt,
             local_prefill=local_prefill,
+            num_prior_output_tokens=asked.num_prior_output_tokens,
+            first_choice_index=asked.first_choice_index,
         )
         self._stream.send(pb.DecodeCommand(admit=admit))
 

@@ -1,7 +1,8 @@
 """The router's side of a prefill node: its streams, and the leases that outlive them.
 
-Invariant: a lease that was taken here is renewed until it is released; a release is tried twice, each time with a
-deadline, and is not undone by whoever is cancelled meanwhile. What fails is left to the lease's own expiry.
+Invariant: a lease is renewed from the moment we hear of it until its session releases it, also when nobody has taken
+note of it by then; a release is tried twice, each time with a deadline, and is not undone by whoever is cancelled
+meanwhile. What fails is left to the lease's own expiry.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from kvrelay.core.wire import logprobs_from_wire, output_from_wire, sampling_to_
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
 from router.node import KVSource, source_to_wire
-from router.request import RoutedRequest
+from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
 _RELEASE_ATTEMPTS = 2
@@ -29,7 +30,7 @@ _RENEWALS_PER_TTL = 3
 
 @dataclass(frozen=True, slots=True)
 class PrefillAccepted:
-    lease_id: str
+    """The node has taken the request and granted a lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,39 @@ class HeldBlocks:
     num_blocks: int
 
 
+class PrefillSession:
+    """One request on a prefill node: its stream, and its lease. All methods return at once."""
+
+    def __init__(self, client: "PrefillClient") -> None:
+        self._client = client
+        self._lease_id: str | None = None
+        self._released = False
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def has_lease(self) -> bool:
+        return self._lease_id is not None
+
+    def granted(self, lease_id: str) -> None:
+        """By the stream. A session that is over by then does not want it."""
+        self._lease_id = lease_id
+        self._client.hold(lease_id)
+        if self._released:
+            self._client.release(lease_id)
+
+    def release(self) -> None:
+        """The blocks are no longer needed. Idempotent."""
+        self._released = True
+        if self._lease_id is not None:
+            self._client.release(self._lease_id)
+
+    def close(self) -> None:
+        """Gives the prefill up if it is under way; nothing more is reported. Idempotent."""
+        if self.task is not None:
+            self.task.cancel()
+        self.release()
+
+
 class PrefillClient:
     """One per prefill node. `lease_ttl` and `timeout` (of a single small call) in seconds."""
 
@@ -80,26 +114,29 @@ class PrefillClient:
     def prefill(
         self,
         wire_id: str,
-        request: RoutedRequest,
+        asked: NodeRequest,
         sources: Sequence[HeldBlocks],
         *,
         timeout: float,
         sink: Callable[[PrefillEvent], None],
-    ) -> asyncio.Task[None]:
-        """Start a prefill; `sink` gets its events, `PrefillEnded` last. Cancel the task to give it up: then nothing
-        more is reported."""
+    ) -> PrefillSession:
+        """Start a prefill; `sink` gets its events, `PrefillEnded` last. `wire_id` is used once only."""
         message = pb.PrefillRequest(
             request_id=wire_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling_params=sampling_to_wire(request.sampling),
-            priority=request.priority,
+            prompt_token_ids=asked.token_ids,
+            sampling_params=sampling_to_wire(asked.sampling),
+            priority=asked.priority,
             lease_ttl_ms=self._lease_ttl_ms,
-            cache_salt=request.cache_salt,
+            cache_salt=asked.cache_salt,
             sources=[
                 pb.BlockSource(source=source_to_wire(held.source), num_blocks=held.num_blocks) for held in sources
             ],
+            num_prior_output_tokens=asked.num_prior_output_tokens,
+            first_choice_index=asked.first_choice_index,
         )
-        return self._spawn(self._stream(message, timeout, sink), name=f"prefill {wire_id}")
+        session = PrefillSession(self)
+        session.task = self._spawn(self._stream(session, message, timeout, sink), name=f"prefill {wire_id}")
+        return session
 
     def hold(self, lease_id: str) -> None:
         """Renew this lease from now on, until `release`."""
@@ -124,25 +161,37 @@ class PrefillClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stream(self, message: pb.PrefillRequest, timeout: float, sink: Callable[[PrefillEvent], None]) -> None:
+    async def _stream(
+        self,
+        session: PrefillSession,
+        message: pb.PrefillRequest,
+        timeout: float,
+        sink: Callable[[PrefillEvent], None],
+    ) -> None:
         error: KVRelayError | None = None
         try:
-            async with aclosing(self._events(message, timeout)) as events:
+            async with aclosing(self._events(session, message, timeout)) as events:
                 async for event in events:
                     sink(event)
+        except asyncio.CancelledError:
+            # The node may have finished, and its word of that be on its way. Its leases have their requests' ids.
+            if not session.has_lease:
+                session.granted(message.request_id)
+            raise
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure)
         sink(PrefillEnded(error))
 
     async def _events(
-        self, message: pb.PrefillRequest, timeout: float
+        self, session: PrefillSession, message: pb.PrefillRequest, timeout: float
     ) -> AsyncGenerator[PrefillAccepted | PrefillProgress | PrefillFinished, None]:
         call = self._stub.Prefill(message, timeout=timeout)
         try:
             async for event in call:
                 match event.WhichOneof("event"):
                     case "accepted":
-                        yield PrefillAccepted(event.accepted.lease_id)
+                        session.granted(event.accepted.lease_id)
+                        yield PrefillAccepted()
                     case "progress":
                         yield PrefillProgress(event.progress.num_published_blocks)
                     case "finished":

@@ -7,7 +7,6 @@ node belongs to the epoch in its description.
 
 import asyncio
 import logging
-import random
 from collections.abc import Sequence
 from typing import cast
 
@@ -17,6 +16,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
 from kvrelay.core.rpc import channel_options, error_from_rpc
 from kvrelay.v1 import node_pb2, node_pb2_grpc
+from router.backoff import Backoff
 from router.kv_index import KVIndex
 from router.node import (
     NodeDescription,
@@ -34,24 +34,6 @@ _logger = logging.getLogger(__name__)
 
 class NodeRefusedError(ConfigurationError):
     """A node that does not fit the others; the message says in what."""
-
-
-class Backoff:
-    """Waits between attempts: doubled each time, each drawn between half and all of it. Seconds."""
-
-    def __init__(self, *, first: float = 0.1, longest: float = 2.0) -> None:
-        self._first = first
-        self._longest = longest
-        self._current = first
-        self._random = random.Random()  # noqa: S311  (only spreads reconnecting routers)
-
-    def reset(self) -> None:
-        self._current = self._first
-
-    def next(self) -> float:
-        wait = self._current * self._random.uniform(0.5, 1.0)
-        self._current = min(2 * self._current, self._longest)
-        return wait
 
 
 class Registry:

@@ -1,4 +1,4 @@
-"""The router's inside as one object: places each request and runs its supervisor.
+"""The router's inside as one object: places each request, as often as it must, and runs its supervisor.
 
 Invariant: at most `max_concurrent_requests` supervisors, one per request id, and none outlives its generator.
 """
@@ -7,13 +7,17 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import aclosing
 
-from kvrelay.core.block_hash import BlockHash, block_hashes
+from prometheus_client import CollectorRegistry
+
+from kvrelay.core.block_hash import BlockHash, KVNamespace, block_hashes
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
+from router.attempt import DecodePlacement, Placed, PrefillPlacement
 from router.decode_client import DecodeClient
+from router.migration_metrics import MigrationMetrics
 from router.node import KVSource, NodeHandle, NodeRole
 from router.policy import (
     Candidates,
@@ -25,8 +29,9 @@ from router.policy import (
 )
 from router.prefill_client import HeldBlocks, PrefillClient
 from router.registry import Registry
-from router.request import RequestEvent, RoutedRequest, ServedModel
-from router.supervisor import DecodePlacement, PrefillPlacement, RequestSupervisor
+from router.request import NodeRequest, RequestEvent, RoutedRequest, ServedModel
+from router.supervisor import RequestSupervisor
+from router.tally import Tally
 
 _logger = logging.getLogger(__name__)
 _ABORT_SECONDS = 1.0  # for consumers to take the error of an aborted request
@@ -41,14 +46,18 @@ class ClusterRelay:
         registry: Registry,
         policy: Policy,
         *,
+        metrics: MigrationMetrics | None = None,
         max_concurrent_requests: int = 1024,
+        max_attempts: int = 3,
         lease_ttl: float = 30.0,
         node_timeout: float = 5.0,
         clock: Clock | None = None,
     ) -> None:
         self._registry = registry
         self._policy = policy
+        self._metrics = metrics or MigrationMetrics("", CollectorRegistry())
         self._max_concurrent_requests = max_concurrent_requests
+        self._max_attempts = max_attempts
         self._clock = clock or MonotonicClock()
         self._prefill_clients = {
             node.address: PrefillClient(node.channel, node.address, lease_ttl=lease_ttl, timeout=node_timeout)
@@ -59,7 +68,8 @@ class ClusterRelay:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # of placements
+        self._wire_numbers = itertools.count()
         # Request ids are the clients'; at the nodes they must differ over all routers and over time.
         self._tag = secrets.token_hex(4)
 
@@ -73,7 +83,7 @@ class ClusterRelay:
             raise InvalidRequestError(f"a request {request.request_id!r} is running already", field="request_id")
         if len(self._running) >= self._max_concurrent_requests:
             raise OverloadedError(f"{len(self._running)} requests are running, which is all that may; try again later")
-        supervisor = self._running[request.request_id] = self._place(request)
+        supervisor = self._running[request.request_id] = self._supervisor(request)
         self._idle.clear()
         try:
             async with aclosing(supervisor.run()) as events:
@@ -117,37 +127,49 @@ class ClusterRelay:
 
     # -- placement -----------------------------------------------------------------------------------------------------
 
-    def _place(self, request: RoutedRequest) -> RequestSupervisor:
-        namespace = self._registry.served_model().kv_namespace
-        number = next(self._numbers)
-        facts = RequestFacts(number, len(request.prompt_token_ids), request.sampling.n, namespace.block_size)
-        held = self._registry.index.leading(self._names(request))
-        nodes = {_node_id(node): node for role in NodeRole for node in self._registry.live(role)}
-        placement = self._policy.choose(facts, _candidates(list(nodes.values()), held))
-        _logger.debug("request %s: %s", request.request_id, placement)
-        decode = nodes[placement.decode]
+    def _supervisor(self, request: RoutedRequest) -> RequestSupervisor:
+        block_size = self._registry.served_model().kv_namespace.block_size
         return RequestSupervisor(
             request,
-            f"{request.request_id}.{self._tag}.{number}",
-            DecodePlacement(
-                decode,
-                self._decode_clients[decode.address],
-                placement.decode,
-                facts.uncached_tokens(held.get(placement.decode, 0)),
-            ),
-            self._prefill_placement(placement, facts, nodes, held),
-            block_size=namespace.block_size,
+            f"{request.request_id}.{self._tag}.{next(self._wire_numbers)}",
+            self._place,
+            Tally(request, block_size, self._clock, self._metrics),
+            max_attempts=self._max_attempts,
             clock=self._clock,
         )
 
-    def _names(self, request: RoutedRequest) -> Sequence[BlockHash]:
-        """Of the prompt's blocks, the partial tail included. A request for prompt logprobs computes its whole prompt,
-        so for it no block counts as held."""
-        if request.sampling.prompt_logprobs is not None:
-            return ()
+    def _place(self, asked: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> Placed:
+        """As `Place`."""
         namespace = self._registry.served_model().kv_namespace
-        root = namespace.root(cache_salt=request.cache_salt)
-        return block_hashes(root, request.prompt_token_ids, namespace.block_size, include_partial=True)
+        live = {role: self._registry.live(role) for role in NodeRole}
+        usable = [node for role in NodeRole for node in live[role] if _source(node) not in lost]
+        if not any(node.role is NodeRole.DECODE for node in usable):
+            if not last_resort:
+                raise UnavailableError("no decode node lives that this request has not lost")
+            usable += live[NodeRole.DECODE]
+        nodes = {_node_id(node): node for node in usable}
+        facts = RequestFacts(next(self._numbers), len(asked.token_ids), asked.sampling.n, namespace.block_size)
+        held = self._registry.index.leading(self._names(asked, namespace))
+        placement = self._policy.choose(facts, _candidates(usable, held))
+        _logger.debug("%d tokens: %s", len(asked.token_ids), placement)
+        decode = nodes[placement.decode]
+        return Placed(
+            DecodePlacement(
+                decode,
+                self._decode_clients[decode.address],
+                _source(decode),
+                facts.uncached_tokens(held.get(placement.decode, 0)),
+            ),
+            self._prefill_placement(placement, facts, nodes, held),
+        )
+
+    def _names(self, asked: NodeRequest, namespace: KVNamespace) -> Sequence[BlockHash]:
+        """Of the given tokens' blocks, the partial tail included. A request for prompt logprobs computes its whole
+        prompt, so for it no block counts as held."""
+        if asked.sampling.prompt_logprobs is not None:
+            return ()
+        root = namespace.root(cache_salt=asked.cache_salt)
+        return block_hashes(root, asked.token_ids, namespace.block_size, include_partial=True)
 
     def _prefill_placement(
         self, placement: Placement, facts: RequestFacts, nodes: dict[str, NodeHandle], held: dict[str, int]

@@ -28,6 +28,29 @@ class RoutedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeRequest:
+    """What one placement asks of its nodes: all outputs of a request, or, after a node was lost (`is_replay`), one of
+    them from where it stopped.
+
+    `token_ids`: the prompt and `num_prior_output_tokens` tokens the client has already; with any of these
+    `sampling.n` is 1. The outputs asked for are those from index `first_choice_index` on.
+    """
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: bytes = b""
+    num_prior_output_tokens: int = 0
+    first_choice_index: int = 0
+    is_replay: bool = False
+
+    @property
+    def choices(self) -> range:
+        """Indices of the outputs."""
+        return range(self.first_choice_index, self.first_choice_index + self.sampling.n)
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """For prompt tokens 1.., in order; comes before the first token when asked for."""
 
@@ -36,7 +59,11 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """How the request was served; always the last event. Times in seconds."""
+    """How the request was served; always the last event. Times in seconds.
+
+    `prefill_node` gave the first token, `decode_node` the last one; `num_migrations` counts the placements beyond the
+    first, because a node was lost.
+    """
 
     prefill_node: str | None
     decode_node: str
@@ -47,6 +74,7 @@ class RequestTrace:
     queue_seconds: float
     ttft_seconds: float
     e2e_seconds: float
+    num_migrations: int = 0
 
 
 RequestEvent = TokenOutput | PromptLogprobs | RequestTrace

@@ -50,6 +50,12 @@ class RouterSettings(ProcessSettings):
     max_concurrent_requests: int = Field(
         default=1024, ge=1, description="Requests served at a time; more are refused as overload."
     )
+    max_attempts: int = Field(
+        default=3,
+        ge=0,
+        description="Times that an output is placed again, with the tokens it has, when a node serving it is lost; "
+        "then its request fails.",
+    )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body that is read.")
     node_timeout: float = Field(default=5.0, gt=0, description="Seconds a node may take to answer a small question.")
     start_timeout: float = Field(

@@ -1,71 +1,78 @@
-"""The supervisor of one request: owns both of its legs, from placement to the trace. Life of a request here:
+"""The supervisor of one request: what its outputs are so far, and which attempts bring the rest. Life of a request
+here:
 
-1. The relay has chosen a decode node D and a prefill node P, or D alone (`local_prefill`).
-2. D is told to admit the request, P to prefill it, at the same time. P answers with a lease, which is renewed by
-   heartbeat from then on.
-3. P reports published blocks (`PrefillProgress`); each report goes on to D as a pull.
-4. P reports the first token of every output (`PrefillFinished`). They go to the client at once and to D as the start of
-   decoding; nothing waits for the transfer. Outputs that end with their first token are over; if all do, D is told to
-   forget the request.
-5. P's stream ends: everything is published, D hears that no more will come.
-6. D has its KV (`KVReady`): the lease is released.
-7. D's tokens go to the client until every output has a finish reason. The trace follows.
+1. The relay places all outputs together; an `Attempt` (see there) serves them from the nodes it chose.
+2. Tokens go to the client in the order in which they come, and are remembered: they are what another node needs.
+3. A node is lost (`NodeLostError`): its attempt is closed, and every output that is not finished is placed again on
+   nodes that this request has not lost, with the prompt and all tokens the client has. An output with tokens is placed
+   alone, since from its first token on it differs from the others.
+4. No such node lives: after a wait, growing and jittered, whatever lives is tried, the lost nodes too, which may have
+   come back. An output is placed at most `max_attempts` times again; then the request ends with UnavailableError.
+5. Every output has a finish reason, or the client has enough of it. The trace follows.
 
-When P fails before its first tokens, D prefills by itself (the first rung of the failure ladder). When it fails later,
-D computes what it could not fetch. Any other failure ends the request with one error.
+A token is a function of seed, output index and all tokens before it, never of where it is sampled: so the client sees
+neither gap nor repeat, and the tokens it would have had.
 
 Everything that happens, the deadline and an abort included, is a message in one inbox, taken in order. Invariant: the
-events end with exactly one of RequestTrace, a KVRelayError, or the consumer's close; after each of them D has forgotten
-the request or was told to, P's stream is over and its lease released. The clean-up waits for nothing, so that no
-cancellation can interrupt it.
+events end with exactly one of RequestTrace, a KVRelayError, or the consumer's close; after each of them every attempt
+is closed. The clean-up waits for nothing, so that no cancellation can interrupt it.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.errors import CancelledByPeerError, DeadlineError, InvalidRequestError, KVRelayError
+from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
 from kvrelay.core.outputs import TokenOutput
-from router.decode_client import Admitted, DecodeClient, DecodeEvent, DecodeFailed, DecodeSession, KVReady
-from router.node import KVSource, NodeHandle
-from router.prefill_client import (
-    HeldBlocks,
-    PrefillAccepted,
-    PrefillClient,
-    PrefillEnded,
-    PrefillEvent,
-    PrefillFinished,
-    PrefillProgress,
-)
-from router.request import PromptLogprobs, RequestEvent, RoutedRequest
+from router.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError, Placed
+from router.backoff import Backoff
+from router.node import KVSource
+from router.request import NodeRequest, RequestEvent, RoutedRequest
 from router.tally import Tally
 
 _logger = logging.getLogger(__name__)
 
 
+class Place(Protocol):
+    """The relay's choice of nodes for some outputs of a request."""
+
+    def __call__(self, asked: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> Placed:
+        """None of the `lost` nodes is chosen, unless as `last_resort` when no other decode node lives. Raises
+        UnavailableError when there is none."""
+        ...
+
+
+@dataclass(slots=True)
+class _Share:
+    """Outputs that are placed together."""
+
+    choices: tuple[int, ...]
+    num_migrations: int = 0
+    attempt: Attempt | None = None
+    backoff: Backoff = field(default_factory=Backoff)
+    retry: asyncio.TimerHandle | None = None
+
+
 @dataclass(frozen=True, slots=True)
-class DecodePlacement:
-    """Where to decode. `node_id` as it was when the request was placed. `num_uncached_tokens`: its work if it prefills
-    by itself."""
+class _Happened:
+    """An event of a share's attempt."""
 
-    node: NodeHandle
-    client: DecodeClient
-    node_id: str
-    num_uncached_tokens: int
+    share: _Share
+    attempt: Attempt
+    event: AttemptEvent
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlacement:
-    """Where to prefill. `source`: where D fetches from. `sources`: where P may fetch from. `num_uncached_tokens`: P's
-    share of work."""
+class _Retry:
+    """A share has waited for a node long enough."""
 
-    node: NodeHandle
-    client: PrefillClient
-    source: KVSource
-    sources: tuple[HeldBlocks, ...]
-    num_uncached_tokens: int
+    share: _Share
+    lost: NodeLostError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,36 +89,31 @@ class _Satisfied:
     index: int
 
 
-_Message = PrefillEvent | DecodeEvent | _Ended | _Satisfied
+_Message = _Happened | _Retry | _Ended | _Satisfied
 
 
 class RequestSupervisor:
-    """One request, one `run`. `wire_id` names it at the nodes and is never used twice; times are read from `clock`."""
+    """One request, one `run`. `wire_id` is the stem of its names at the nodes and is never used twice; times are read
+    from `clock`."""
 
     def __init__(
-        self,
-        request: RoutedRequest,
-        wire_id: str,
-        decode: DecodePlacement,
-        prefill: PrefillPlacement | None,
-        *,
-        block_size: int,
-        clock: Clock,
+        self, request: RoutedRequest, wire_id: str, place: Place, tally: Tally, *, max_attempts: int, clock: Clock
     ) -> None:
         self._request = request
         self._wire_id = wire_id
-        self._decode = decode
-        self._prefill = prefill  # None from the moment D prefills by itself
+        self._place = place
+        self._tally = tally
+        self._max_attempts = max_attempts
+        self._clock = clock
+        self._expires_at = clock.now() + request.timeout
         self._inbox: asyncio.Queue[_Message] = asyncio.Queue()
-        self._tally = Tally(request, block_size, clock)
-        self._unfinished = set(range(request.sampling.n))
-        self._session: DecodeSession | None = None
-        self._prefill_task: asyncio.Task[None] | None = None
-        self._lease_id: str | None = None
-        self._num_published_blocks = 0
-        self._has_first_tokens = False
-        self._decode_is_done = False
-        self._charged: tuple[NodeHandle, int] | None = None  # who computes the prompt, and how much of it
+        self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
+        self._unfinished = set(self._tokens)
+        self._shares: list[_Share] = []
+        self._lost: set[KVSource] = set()
+        self._num_attempts = 0
+        self._prefill_node: str | None = None  # of the first tokens of all
+        self._decode_node = ""  # of the last tokens of all
         self._deadline: asyncio.TimerHandle | None = None
 
     async def run(self) -> AsyncGenerator[RequestEvent, None]:
@@ -122,9 +124,7 @@ class RequestSupervisor:
                 message = await self._inbox.get()
                 for event in self._take(message):
                     yield event
-            yield self._tally.trace(
-                prefill_node=self._prefill.source.node_id if self._prefill else None, decode_node=self._decode.node_id
-            )
+            yield self._tally.trace(prefill_node=self._prefill_node, decode_node=self._decode_node)
         finally:
             self._close()
 
@@ -141,150 +141,131 @@ class RequestSupervisor:
     def _take(self, message: _Message) -> Sequence[RequestEvent]:
         """What a message means for the client. Raises the error that ends the request."""
         match message:
-            case PrefillAccepted() | PrefillProgress() | PrefillFinished() | PrefillEnded() if self._prefill is None:
-                pass  # was in the inbox already when the prefill was given up
-            case TokenOutput():
-                return self._on_tokens(message)
-            case PrefillAccepted(lease_id):
-                self._on_lease(lease_id)
-            case PrefillProgress(num_published_blocks):
-                self._num_published_blocks = num_published_blocks
-                self._pull(final=False)
-            case PrefillFinished():
-                return self._on_first_tokens(message)
-            case PrefillEnded(error):
-                self._on_prefill_ended(error)
-            case Admitted(num_cached_tokens):
-                self._tally.accepted()
-                if self._prefill is None:
-                    self._tally.prompt_computed(num_cached_tokens=num_cached_tokens)
-            case KVReady():
-                self._on_kv_ready(message)
-            case PromptLogprobs():
-                return (message,)
+            case _Happened(share, attempt, event):
+                return self._on_event(share, attempt, event)
+            case _Retry(share, lost):
+                self._migrate(share, lost, last_resort=True)
             case _Satisfied(index):
-                self._unfinished.discard(index)
-            case DecodeFailed(error) | _Ended(error):
+                self._on_satisfied(index)
+            case _Ended(error):
                 raise error
         return ()
 
-    def _on_tokens(self, output: TokenOutput) -> Sequence[RequestEvent]:
-        if output.index not in self._unfinished:
+    def _on_event(self, share: _Share, attempt: Attempt, event: AttemptEvent) -> Sequence[RequestEvent]:
+        if attempt.closed:
+            return ()  # was in the inbox already when the attempt was given up
+        try:
+            events = attempt.take(event)
+        except NodeLostError as lost:
+            self._on_lost(share, attempt, lost)
             return ()
-        self._uncharge()
-        self._tally.first_token()
-        if output.finish_reason is not None:
-            self._unfinished.discard(output.index)
-            self._decode_is_done = not self._unfinished
-        return (output,)
+        for output in events:
+            self._remember(attempt, output)
+        if not attempt.unfinished:
+            attempt.close()
+        return events
 
-    def _on_lease(self, lease_id: str) -> None:
-        assert self._prefill is not None
-        self._lease_id = lease_id
-        self._prefill.client.hold(lease_id)
-        self._tally.accepted()
-
-    def _on_first_tokens(self, finished: PrefillFinished) -> Sequence[RequestEvent]:
-        assert self._session is not None
-        if {output.index for output in finished.first_tokens} != self._unfinished:
-            self._fall_back(KVRelayError("the prefill node did not answer with the first token of every output"))
-            return ()
-        self._uncharge()
-        self._has_first_tokens = True
-        self._tally.first_token()
-        self._tally.prompt_computed(
-            num_cached_tokens=finished.num_cached_tokens, num_fetched_tokens=finished.num_fetched_tokens
-        )
-        self._unfinished = {output.index for output in finished.first_tokens if output.finish_reason is None}
-        if self._unfinished:
-            self._session.start(finished.first_tokens)
-        if self._request.sampling.prompt_logprobs is None:
-            return finished.first_tokens
-        return (PromptLogprobs(finished.prompt_logprobs), *finished.first_tokens)
-
-    def _on_prefill_ended(self, error: KVRelayError | None) -> None:
-        if not self._has_first_tokens:
-            self._fall_back(error or KVRelayError("the prefill node ended without a first token"))
+    def _remember(self, attempt: Attempt, event: ClientEvent) -> None:
+        if not isinstance(event, TokenOutput):
             return
-        if error is not None:
-            _logger.warning("request %s: the prefill node failed after its first token: %s", self._wire_id, error)
-        self._pull(final=True)
+        if not any(self._tokens.values()):
+            self._prefill_node = attempt.prefill_node
+        self._decode_node = attempt.decode_node
+        self._tokens[event.index].extend(event.token_ids)
+        if event.finish_reason is not None:
+            self._unfinished.discard(event.index)
 
-    def _on_kv_ready(self, ready: KVReady) -> None:
-        self._tally.accepted()
-        if self._prefill is None:
-            self._tally.prompt_computed(num_cached_tokens=ready.num_cached_tokens)
+    def _on_satisfied(self, index: int) -> None:
+        self._unfinished.discard(index)
+        for share in self._shares:
+            if share.attempt is not None and index in share.choices:
+                share.attempt.finish(index)
+                if not share.attempt.unfinished:
+                    share.attempt.close()
+
+    # -- placing and placing again -------------------------------------------------------------------------------------
+
+    def _on_lost(self, share: _Share, attempt: Attempt, lost: NodeLostError) -> None:
+        _logger.warning("request %s: lost %s: %s", self._wire_id, lost.source.node_id, lost)
+        attempt.close()
+        self._lost.add(lost.source)
+        self._shares.remove(share)
+        for choices in self._split(sorted(attempt.unfinished)):
+            again = _Share(choices, share.num_migrations)
+            self._shares.append(again)
+            self._migrate(again, lost, last_resort=False)
+
+    def _split(self, choices: Sequence[int]) -> list[tuple[int, ...]]:
+        """What can be placed together: all outputs while none has a token, otherwise each by itself."""
+        if len(choices) == self._request.sampling.n and not any(self._tokens.values()):
+            return [tuple(choices)]
+        return [(choice,) for choice in choices]
+
+    def _migrate(self, share: _Share, lost: NodeLostError, *, last_resort: bool) -> None:
+        """Places a share again, now or after a wait. Raises UnavailableError when it was tried often enough."""
+        share.retry = None
+        if not self._unfinished.intersection(share.choices):
+            return  # the client has had enough of it meanwhile
+        if share.num_migrations >= self._max_attempts:
+            raise UnavailableError(f"given up after {share.num_migrations} more placements: {lost}") from lost
+        asked = self._asked(share.choices, is_replay=True)
+        try:
+            placed = self._place(asked, lost=self._lost, last_resort=last_resort)
+        except UnavailableError as error:
+            share.num_migrations += last_resort  # looking for an unspoilt node has cost nothing yet
+            _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
+            retry = partial(self._inbox.put_nowait, _Retry(share, lost))
+            share.retry = asyncio.get_running_loop().call_later(share.backoff.next(), retry)
             return
-        self._tally.decode_ready(
-            num_fetched_tokens=ready.num_fetched_tokens, num_recomputed_tokens=ready.num_recomputed_tokens
+        _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, placed.decode.source.node_id)
+        share.num_migrations += 1
+        self._tally.migrated(asked, lost.cause.value)
+        self._start(share, asked, placed)
+
+    def _asked(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
+        tokens = self._tokens[choices[0]]
+        sampling = replace(self._request.sampling, n=len(choices))
+        if any(self._tokens.values()):
+            sampling = replace(sampling, prompt_logprobs=None)  # they have come before the first token
+        return NodeRequest(
+            token_ids=(*self._request.prompt_token_ids, *tokens),
+            sampling=sampling,
+            priority=self._request.priority,
+            cache_salt=self._request.cache_salt,
+            num_prior_output_tokens=len(tokens),
+            first_choice_index=choices[0],
+            is_replay=is_replay,
         )
-        if self._has_first_tokens:  # before that the prefill still needs its blocks
-            self._release_lease()
 
-    def _pull(self, *, final: bool) -> None:
-        assert self._prefill is not None and self._session is not None
-        self._session.pull(self._prefill.source, self._num_published_blocks, final=final)
+    def _start(self, share: _Share, asked: NodeRequest, placed: Placed) -> None:
+        suffix = f".{self._num_attempts}" if self._num_attempts else ""
+        self._num_attempts += 1
+        attempt = share.attempt = Attempt(asked, f"{self._wire_id}{suffix}", placed, self._tally)
 
-    def _fall_back(self, error: KVRelayError) -> None:
-        """The next rung after a prefill that failed before its first tokens: the decode node prefills. Raises what no
-        other node would do better."""
-        if isinstance(error, InvalidRequestError | DeadlineError):
-            raise error
-        assert self._session is not None
-        _logger.warning("request %s: %s prefills by itself: %s", self._wire_id, self._decode.node_id, error)
-        self._close_prefill()
-        self._prefill = None
-        self._charge(self._decode.node, self._decode.num_uncached_tokens)
-        self._session.close(finished=False)
-        self._admit(f"{self._wire_id}.local", local_prefill=True)
+        def sink(event: AttemptEvent) -> None:
+            self._inbox.put_nowait(_Happened(share, attempt, event))
+
+        attempt.open(sink, timeout=max(0.0, self._expires_at - self._clock.now()))
 
     # -- opening and closing -------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
+        """Raises UnavailableError when no node lives: a request that has not begun does not wait for one."""
         timeout = self._request.timeout
+        share = _Share(tuple(self._tokens))
+        asked = self._asked(share.choices, is_replay=False)
+        placed = self._place(asked, lost=self._lost, last_resort=False)
         error = DeadlineError(f"the request took longer than {timeout:g} seconds")
         self._deadline = asyncio.get_running_loop().call_later(timeout, self.abort, error)
-        self._decode.node.num_sequences += self._request.sampling.n
-        self._admit(self._wire_id, local_prefill=self._prefill is None)
-        if self._prefill is None:
-            self._charge(self._decode.node, self._decode.num_uncached_tokens)
-        else:
-            self._charge(self._prefill.node, self._prefill.num_uncached_tokens)
-            self._prefill_task = self._prefill.client.prefill(
-                self._wire_id, self._request, self._prefill.sources, timeout=timeout, sink=self._inbox.put_nowait
-            )
-
-    def _admit(self, wire_id: str, *, local_prefill: bool) -> None:
-        self._session = self._decode.client.open(wire_id, self._inbox.put_nowait)
-        self._session.admit(self._request, local_prefill=local_prefill)
+        self._shares.append(share)
+        self._start(share, asked, placed)
 
     def _close(self) -> None:
         """In every ending. Nothing here waits or fails."""
         if self._deadline is not None:
             self._deadline.cancel()
-            self._decode.node.num_sequences -= self._request.sampling.n
-        if self._session is not None:
-            self._session.close(finished=self._decode_is_done)
-        self._close_prefill()
-
-    def _close_prefill(self) -> None:
-        self._uncharge()
-        if self._prefill_task is not None:
-            self._prefill_task.cancel()
-        self._release_lease()
-
-    def _charge(self, node: NodeHandle, num_tokens: int) -> None:
-        """Until the first tokens are here, this much more is queued there."""
-        node.num_queued_tokens += num_tokens
-        self._charged = (node, num_tokens)
-
-    def _uncharge(self) -> None:
-        if self._charged is not None:
-            node, num_tokens = self._charged
-            node.num_queued_tokens -= num_tokens
-            self._charged = None
-
-    def _release_lease(self) -> None:
-        if self._lease_id is not None and self._prefill is not None:
-            self._prefill.client.release(self._lease_id)
-            self._lease_id = None
+        for share in self._shares:
+            if share.retry is not None:
+                share.retry.cancel()
+            if share.attempt is not None:
+                share.attempt.close()

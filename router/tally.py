@@ -1,25 +1,29 @@
 """What a request cost so far: counted as it happens, summed up in its trace.
 
-Invariant: computed and cached tokens together are the prompt, whatever nodes report.
+Invariant: computed and cached tokens together are the prompt, whatever nodes report. What placements after a lost node
+compute once more is no part of that; it is counted as recomputed.
 """
 
 from kvrelay.core.clock import Clock
-from router.request import RequestTrace, RoutedRequest
+from router.migration_metrics import MigrationMetrics
+from router.request import NodeRequest, RequestTrace, RoutedRequest
 
 
 class Tally:
     """One per request; times from `clock`, in seconds since it was made."""
 
-    def __init__(self, request: RoutedRequest, block_size: int, clock: Clock) -> None:
+    def __init__(self, request: RoutedRequest, block_size: int, clock: Clock, metrics: MigrationMetrics) -> None:
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._block_size = block_size
         self._clock = clock
+        self._metrics = metrics
         self._began = clock.now()
         self._accepted_after: float | None = None
         self._first_token_after: float | None = None
-        self._num_found_tokens = 0  # held or fetched where the prompt is computed
-        self._num_recomputed_tokens = 0  # could not be fetched by the decode node
+        self._num_found_tokens = 0  # of the prompt, held or fetched where it was computed
+        self._num_recomputed_tokens = 0  # of the prompt, could not be fetched by the decode node
         self._num_transferred_blocks = 0
+        self._num_migrations = 0
 
     def accepted(self) -> None:
         """A node has taken the request."""
@@ -31,15 +35,26 @@ class Tally:
         if self._first_token_after is None:
             self._first_token_after = self._clock.now() - self._began
 
-    def prompt_computed(self, *, num_cached_tokens: int, num_fetched_tokens: int = 0) -> None:
-        """By the node that prefills. Tokens it held, and tokens it fetched from others."""
-        self._num_found_tokens = num_cached_tokens + num_fetched_tokens
-        self._num_transferred_blocks += self._blocks(num_fetched_tokens)
+    def migrated(self, asked: NodeRequest, cause: str) -> None:
+        """Outputs were placed again."""
+        self._num_migrations += 1
+        self._metrics.migrated(cause, num_tokens=len(asked.token_ids))
 
-    def decode_ready(self, *, num_fetched_tokens: int, num_recomputed_tokens: int) -> None:
+    def computed(self, asked: NodeRequest, *, num_cached_tokens: int, num_fetched_tokens: int = 0) -> None:
+        """By the node that prefills. Tokens it held, and tokens it fetched from others."""
+        num_found_tokens = num_cached_tokens + num_fetched_tokens
+        self._num_transferred_blocks += self._blocks(num_fetched_tokens)
+        if asked.is_replay:
+            self._metrics.recomputed("migration", num_tokens=len(asked.token_ids) - num_found_tokens)
+        if asked.num_prior_output_tokens == 0:
+            self._num_found_tokens = num_found_tokens
+
+    def decode_ready(self, asked: NodeRequest, *, num_fetched_tokens: int, num_recomputed_tokens: int) -> None:
         """By a decode node that did not prefill."""
         self._num_transferred_blocks += self._blocks(num_fetched_tokens)
-        self._num_recomputed_tokens = num_recomputed_tokens
+        self._metrics.recomputed("transfer", num_tokens=num_recomputed_tokens)
+        if asked.num_prior_output_tokens == 0:
+            self._num_recomputed_tokens = num_recomputed_tokens
 
     def trace(self, *, prefill_node: str | None, decode_node: str) -> RequestTrace:
         elapsed = self._clock.now() - self._began
@@ -56,6 +71,7 @@ class Tally:
             queue_seconds=elapsed if self._accepted_after is None else self._accepted_after,
             ttft_seconds=elapsed if self._first_token_after is None else self._first_token_after,
             e2e_seconds=elapsed,
+            num_migrations=self._num_migrations,
         )
 
     def _blocks(self, num_tokens: int) -> int:

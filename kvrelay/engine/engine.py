@@ -93,7 +93,7 @@ class Engine:
         self._num_arrived += 1
         sequence = Sequence(
             request,
-            index=0,
+            index=request.first_choice_index,
             root=self._namespace.root(cache_salt=request.cache_salt),
             block_size=self.config.block_size,
             arrival=self._num_arrived,
@@ -113,7 +113,7 @@ class Engine:
         if sequence is not None:
             start = sequence.num_computed_tokens // self.config.block_size
             tokens = (start + num_blocks) * self.config.block_size
-            sequence.num_computed_tokens = min(tokens, sequence.num_prompt_tokens)
+            sequence.num_computed_tokens = min(tokens, sequence.num_given_tokens)
             self._name_full_blocks(sequence)
             self._extend_lease(sequence, sequence.num_named_blocks)
 
@@ -179,15 +179,15 @@ class Engine:
             sequence.num_computed_tokens += entry.num_scheduled_tokens
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
             self._name_full_blocks(sequence)
-            if entry.rows and sequence.num_output_tokens == 0:
-                self._finish_prompt(sequence, result)
+            if entry.rows and not sequence.has_new_tokens:
+                self._finish_given(sequence, result)
             elif entry.rows:
                 self._append(sequence, result.sampled[0])
             else:
                 self._extend_lease(sequence, sequence.num_named_blocks)
 
-    def _finish_prompt(self, sequence: Sequence, result: SequenceResult) -> None:
-        """The prompt's last logits are here: every output of the request gets its first token."""
+    def _finish_given(self, sequence: Sequence, result: SequenceResult) -> None:
+        """The last given token's logits are here: every output of the request gets its first new token."""
         request = sequence.request
         if not sequence.prompt_reported:
             sequence.prompt_reported = True
@@ -197,8 +197,9 @@ class Engine:
             self._name_tail(sequence)
             self._extend_lease(sequence, len(sequence.block_table))
         unfinished = []
-        for index, sampled in enumerate(result.sampled):
-            if self._report(sequence, index, sampled, num_output_tokens=1) is None:
+        num_output_tokens = sequence.num_output_tokens + 1
+        for index, sampled in zip(request.choices, result.sampled, strict=True):
+            if self._report(sequence, index, sampled, num_output_tokens=num_output_tokens) is None:
                 unfinished.append((index, sampled.token_id))
         if request.role is KVRole.PRODUCE or not unfinished:
             self._finish(sequence)
@@ -232,7 +233,7 @@ class Engine:
         return None, None
 
     def _branch(self, sequence: Sequence, tokens: list[tuple[int, int]]) -> None:
-        """The outputs (index, first token) go on as one sequence each, sharing the prompt's blocks."""
+        """The outputs (index, first new token) go on as one sequence each, sharing the given tokens' blocks."""
         siblings = [sequence.fork(index) for index, _ in tokens[1:]]
         for sibling in siblings:
             self.pool.acquire(sibling.block_table)
@@ -266,7 +267,7 @@ class Engine:
         sequence.num_named_blocks = num_full
 
     def _name_tail(self, sequence: Sequence) -> None:
-        tail = sequence.prompt_tail()
+        tail = sequence.given_tail()
         if tail is not None:
             self._name(sequence, len(sequence.block_table) - 1, *tail)
 
@@ -314,7 +315,7 @@ class Engine:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def _admission(self, sequence: Sequence) -> Admission:
-        """Pins the blocks that wait for KV: the last prompt token's own block is left out when it is computed here
+        """Pins the blocks that wait for KV: the last given token's own block is left out when it is computed here
         anyway.
         """
         num_cached = sequence.num_named_blocks
@@ -323,7 +324,7 @@ class Engine:
             ReservedBlock(sequence.block_table[num_cached + offset], name, self.config.block_size)
             for offset, name in enumerate(wanted)
         ]
-        if sequence.request.role is KVRole.CONSUME and (tail := sequence.prompt_tail()) is not None:
+        if sequence.request.role is KVRole.CONSUME and (tail := sequence.given_tail()) is not None:
             missing.append(ReservedBlock(sequence.block_table[-1], *tail))
         self.pool.pin([block.block_id for block in missing])
         return Admission(sequence.request.request_id, sequence.num_computed_tokens, tuple(missing))
@@ -370,14 +371,14 @@ class Engine:
 
     def _check_fits(self, request: EngineRequest) -> None:
         """A request that passes will run to its end even if it has to run alone."""
-        num_prompt = len(request.prompt_token_ids)
+        num_given = len(request.given_token_ids)
         if request.request_id in self._sequences or request.request_id in self._leases:
             raise InvalidRequestError(f"request {request.request_id} is running already", field="request_id")
-        if num_prompt == 0:
+        if not request.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", field="prompt")
-        if num_prompt >= self.config.max_model_len:
+        if num_given >= self.config.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens; with one output token that is more than max_model_len "
+                f"the prompt has {num_given} tokens; with one output token that is more than max_model_len "
                 f"({self.config.max_model_len})",
                 field="prompt",
             )

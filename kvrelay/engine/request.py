@@ -19,7 +19,10 @@ class KVRole(Enum):
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """`sampling.seed` is drawn. `receive`: blocks are reserved first and filled from outside before the engine
-    computes what is left (always so for CONSUME)."""
+    computes what is left (always so for CONSUME).
+
+    A request may have begun elsewhere: `prior_output_token_ids` are its output so far, `n` is 1 then. The outputs are
+    those from index `first_choice_index` on."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -28,11 +31,23 @@ class EngineRequest:
     cache_salt: bytes = b""
     role: KVRole = KVRole.LOCAL
     receive: bool = False
+    prior_output_token_ids: tuple[int, ...] = ()
+    first_choice_index: int = 0
+
+    @property
+    def given_token_ids(self) -> tuple[int, ...]:
+        """What this engine starts from: the prompt, and the output sampled elsewhere."""
+        return self.prompt_token_ids + self.prior_output_token_ids
+
+    @property
+    def choices(self) -> range:
+        """Indices of the outputs."""
+        return range(self.first_choice_index, self.first_choice_index + self.sampling.n)
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedBlock:
-    """A block of the local pool that waits for the KV of `num_tokens` prompt tokens. Pinned until `Engine.unpin`."""
+    """A block of the local pool that waits for the KV of `num_tokens` given tokens. Pinned until `Engine.unpin`."""
 
     block_id: int
     block_hash: BlockHash
@@ -41,8 +56,8 @@ class ReservedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A receiving request has all its prompt blocks: the leading `num_cached_tokens` are here, `missing` wait for
-    their KV, in order.
+    """A receiving request has blocks for all its given tokens: the leading `num_cached_tokens` are here, `missing`
+    wait for their KV, in order.
     """
 
     request_id: str
@@ -67,7 +82,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class PromptOutput:
-    """The prompt of a request is computed. `num_cached_tokens` were found by name when it was scheduled."""
+    """The given tokens of a request are computed. `num_cached_tokens` were found by name when it was scheduled."""
 
     request_id: str
     num_cached_tokens: int
@@ -101,8 +116,8 @@ class EngineLoad:
 class StepResult:
     """Everything that changed since the last result. Order inside each tuple is order of happening.
 
-    `progress`: (request id, leading prompt blocks that have their names) of PRODUCE requests. `stored` and `removed`
-    are names.
+    `progress`: (request id, leading blocks of the given tokens that have their names) of PRODUCE requests. `stored`
+    and `removed` are names.
     """
 
     admissions: tuple[Admission, ...]

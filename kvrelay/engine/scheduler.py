@@ -96,11 +96,11 @@ class Scheduler:
         self._free_blocks(sequence)
 
     def reserve(self) -> list[Sequence]:
-        """Gives receiving requests the blocks their prompts need, in order, as far as there are any."""
+        """Gives receiving requests the blocks their given tokens need, in order, as far as there are any."""
         admitted = []
         while self.reserving:
             sequence = self.reserving.peek()
-            if not self._has_room_for(sequence) or not self._take_prompt_blocks(sequence):
+            if not self._has_room_for(sequence) or not self._take_given_blocks(sequence):
                 break
             self.reserving.pop()
             sequence.state = SequenceState.RECEIVING
@@ -219,9 +219,9 @@ class Scheduler:
         if not sequence.prompt_reported:
             sequence.num_cached_tokens = sequence.num_computed_tokens
 
-    def _take_prompt_blocks(self, sequence: Sequence) -> bool:
+    def _take_given_blocks(self, sequence: Sequence) -> bool:
         self._take_cached_blocks(sequence)
-        num_blocks = -(-sequence.num_prompt_tokens // self.config.block_size)
+        num_blocks = -(-sequence.num_given_tokens // self.config.block_size)
         blocks = self._pool.allocate(num_blocks - len(sequence.block_table))
         if blocks is None:
             self._free_blocks(sequence)
@@ -244,7 +244,7 @@ def _entry(sequence: Sequence, count: int) -> ScheduledSequence:
     sampling = sequence.request.sampling
     rows: tuple[SamplingRow, ...] = ()
     if end == sequence.num_tokens:
-        choices = range(sampling.n) if sequence.num_output_tokens == 0 else (sequence.index,)
+        choices = (sequence.index,) if sequence.has_new_tokens else sequence.request.choices
         rows = tuple(_sampling_row(sequence, choice) for choice in choices)
     prompt_logprobs = None
     if sampling.prompt_logprobs is not None and not sequence.prompt_reported and start < sequence.num_prompt_tokens - 1:

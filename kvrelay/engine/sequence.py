@@ -12,7 +12,7 @@ from kvrelay.engine.request import EngineRequest, KVRole
 
 
 class SequenceState(Enum):
-    RESERVING = "reserving"  # waits for the blocks its prompt needs, KV will arrive from outside
+    RESERVING = "reserving"  # waits for the blocks its given tokens need, KV will arrive from outside
     RECEIVING = "receiving"  # holds its blocks, KV arrives
     WAITING = "waiting"
     RUNNING = "running"
@@ -20,7 +20,10 @@ class SequenceState(Enum):
 
 
 class Sequence:
-    """One output of a request. `index` 0 also computes the prompt for its siblings."""
+    """One output of a request; the first one also computes the given tokens for its siblings.
+
+    `token_ids` are the prompt, output tokens sampled elsewhere before the request came here, and new ones. The first
+    two are given: the prompt has `num_prompt_tokens`, both together `num_given_tokens`."""
 
     __slots__ = (
         "_names",
@@ -32,6 +35,7 @@ class Sequence:
         "index",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_given_tokens",
         "num_named_blocks",
         "num_prompt_tokens",
         "num_reported_blocks",
@@ -51,8 +55,9 @@ class Sequence:
         self.index = index
         self.arrival = arrival
         self.block_size = block_size
-        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.token_ids: list[int] = list(request.given_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_given_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.block_table: list[int] = []
@@ -71,7 +76,13 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
+        """Since the request's beginning, wherever they were sampled."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_new_tokens(self) -> bool:
+        """Whether this output goes on by itself: siblings are forked off with the first new token."""
+        return len(self.token_ids) > self.num_given_tokens
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -81,10 +92,10 @@ class Sequence:
     @property
     def num_cacheable_blocks(self) -> int:
         """Leading full blocks that may be taken as they are found: those before the last token, whose logits are
-        needed; with the first token known elsewhere (CONSUME) all of the prompt's; none when the logits of every
+        needed; with the next token known elsewhere (CONSUME) all of the given ones; none when the logits of every
         prompt token are wanted."""
-        if self.request.role is KVRole.CONSUME and self.num_output_tokens == 0:
-            return self.num_prompt_tokens // self.block_size
+        if self.request.role is KVRole.CONSUME and not self.has_new_tokens:
+            return self.num_given_tokens // self.block_size
         if self.request.sampling.prompt_logprobs is not None and not self.prompt_reported:
             return 0
         return (self.num_tokens - 1) // self.block_size
@@ -97,7 +108,7 @@ class Sequence:
     @property
     def width(self) -> int:
         """How many running sequences this one stands for: its siblings are forked off with the first token."""
-        return self.request.sampling.n if self.num_output_tokens == 0 else 1
+        return 1 if self.has_new_tokens else self.request.sampling.n
 
     def names(self, num_blocks: int) -> list[BlockHash]:
         """Names of the first `num_blocks` full blocks; their tokens must be known."""
@@ -108,15 +119,15 @@ class Sequence:
             self._names.append(next_block_hash(parent, self.token_ids[start : start + size]))
         return self._names[:num_blocks]
 
-    def prompt_tail(self) -> tuple[BlockHash, int] | None:
-        """Name of the prompt's partial tail block and its number of tokens; None when the prompt ends with a block."""
-        num_full, num_tail = divmod(self.num_prompt_tokens, self.block_size)
+    def given_tail(self) -> tuple[BlockHash, int] | None:
+        """Name of the given tokens' partial tail block and its number of tokens; None when they end with a block."""
+        num_full, num_tail = divmod(self.num_given_tokens, self.block_size)
         if num_tail == 0:
             return None
         names = self.names(num_full)
         parent = names[-1] if names else self._root
         start = num_full * self.block_size
-        return next_block_hash(parent, self.token_ids[start : self.num_prompt_tokens]), num_tail
+        return next_block_hash(parent, self.token_ids[start : self.num_given_tokens]), num_tail
 
     def fork(self, index: int) -> "Sequence":
         """A sibling with the same tokens and blocks; the caller takes the block references."""

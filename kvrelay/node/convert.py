@@ -19,23 +19,34 @@ def engine_request(
     cache_salt: bytes,
     role: KVRole,
     receive: bool = False,
+    num_prior_output_tokens: int = 0,
+    first_choice_index: int = 0,
 ) -> EngineRequest:
     """Routers validate; a node still does not let a request that could hurt others past its own edge."""
-    prompt = tuple(prompt_token_ids)
+    given = tuple(prompt_token_ids)
     if not request_id:
         raise InvalidRequestError("request_id is empty", field="request_id")
-    if prompt and max(prompt) >= vocab_size:
-        raise InvalidRequestError(f"token id {max(prompt)} is outside the vocabulary of {vocab_size}", field="prompt")
+    if given and max(given) >= vocab_size:
+        raise InvalidRequestError(f"token id {max(given)} is outside the vocabulary of {vocab_size}", field="prompt")
     sampling = sampling_from_wire(sampling_params)
     sampling.validate(vocab_size=vocab_size)
+    if num_prior_output_tokens >= len(given) > 0:
+        raise InvalidRequestError("there is no prompt before the prior output tokens", field="num_prior_output_tokens")
+    if num_prior_output_tokens >= sampling.max_tokens:
+        raise InvalidRequestError("max_tokens is reached already", field="num_prior_output_tokens")
+    if num_prior_output_tokens > 0 and sampling.n != 1:
+        raise InvalidRequestError("with prior output tokens n must be 1", field="n")
+    num_prompt_tokens = len(given) - num_prior_output_tokens
     return EngineRequest(
         request_id=request_id,
-        prompt_token_ids=prompt,
+        prompt_token_ids=given[:num_prompt_tokens],
         sampling=sampling,
         priority=priority,
         cache_salt=cache_salt,
         role=role,
         receive=receive,
+        prior_output_token_ids=given[num_prompt_tokens:],
+        first_choice_index=first_choice_index,
     )
 
 

@@ -57,10 +57,18 @@ class Admit(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: builtins.int
+    NUM_PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    FIRST_CHOICE_INDEX_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     priority: builtins.int
     cache_salt: builtins.bytes
     local_prefill: builtins.bool
+    num_prior_output_tokens: builtins.int
+    """A request that goes on after its node was lost: the last so many of prompt_token_ids are output tokens of it, sampled before
+    elsewhere. They count as output (penalties, min_tokens, max_tokens) and are not sent again. With any, n must be 1.
+    """
+    first_choice_index: builtins.int
+    """the outputs are those from this index on: it is their index in every event, and in what a seed means"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -74,9 +82,11 @@ class Admit(google.protobuf.message.Message):
         priority: builtins.int = ...,
         cache_salt: builtins.bytes = ...,
         local_prefill: builtins.bool = ...,
+        num_prior_output_tokens: builtins.int = ...,
+        first_choice_index: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling_params", b"sampling_params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "local_prefill", b"local_prefill", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "local_prefill", b"local_prefill", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]) -> None: ...
 
 global___Admit = Admit
 

@@ -45,6 +45,8 @@ class PrefillRequest(google.protobuf.message.Message):
     LEASE_TTL_MS_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
+    NUM_PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    FIRST_CHOICE_INDEX_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     priority: builtins.int
     """lower runs earlier"""
@@ -52,6 +54,10 @@ class PrefillRequest(google.protobuf.message.Message):
     """how long published blocks stay pinned without renewal"""
     cache_salt: builtins.bytes
     """part of the blocks' names; empty for none"""
+    num_prior_output_tokens: builtins.int
+    """As in Admit: the last so many of prompt_token_ids are output tokens of this request, sampled before elsewhere. With any, n must be 1."""
+    first_choice_index: builtins.int
+    """as in Admit"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -70,9 +76,11 @@ class PrefillRequest(google.protobuf.message.Message):
         lease_ttl_ms: builtins.int = ...,
         cache_salt: builtins.bytes = ...,
         sources: collections.abc.Iterable[global___BlockSource] | None = ...,
+        num_prior_output_tokens: builtins.int = ...,
+        first_choice_index: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling_params", b"sampling_params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "lease_ttl_ms", b"lease_ttl_ms", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "lease_ttl_ms", b"lease_ttl_ms", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources"]) -> None: ...
 
 global___PrefillRequest = PrefillRequest
 
@@ -108,6 +116,7 @@ class PrefillAccepted(google.protobuf.message.Message):
 
     LEASE_ID_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
+    """the request's id, so that who cancels before this message arrives can release it too"""
     def __init__(
         self,
         *,

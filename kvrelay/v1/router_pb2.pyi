@@ -281,6 +281,7 @@ class RequestTrace(google.protobuf.message.Message):
     TTFT_SECONDS_FIELD_NUMBER: builtins.int
     E2E_SECONDS_FIELD_NUMBER: builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: builtins.int
+    NUM_MIGRATIONS_FIELD_NUMBER: builtins.int
     prefill_node: builtins.str
     """empty when the decode node prefilled"""
     decode_node: builtins.str
@@ -295,6 +296,8 @@ class RequestTrace(google.protobuf.message.Message):
     e2e_seconds: builtins.float
     queue_seconds: builtins.float
     """until a node accepted it"""
+    num_migrations: builtins.int
+    """placements beyond the first, because a node was lost"""
     def __init__(
         self,
         *,
@@ -307,8 +310,9 @@ class RequestTrace(google.protobuf.message.Message):
         ttft_seconds: builtins.float = ...,
         e2e_seconds: builtins.float = ...,
         queue_seconds: builtins.float = ...,
+        num_migrations: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["decode_node", b"decode_node", "e2e_seconds", b"e2e_seconds", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_prompt_blocks", b"num_prompt_blocks", "num_transferred_blocks", b"num_transferred_blocks", "prefill_node", b"prefill_node", "queue_seconds", b"queue_seconds", "ttft_seconds", b"ttft_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["decode_node", b"decode_node", "e2e_seconds", b"e2e_seconds", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_migrations", b"num_migrations", "num_prompt_blocks", b"num_prompt_blocks", "num_transferred_blocks", b"num_transferred_blocks", "prefill_node", b"prefill_node", "queue_seconds", b"queue_seconds", "ttft_seconds", b"ttft_seconds"]) -> None: ...
 
 global___RequestTrace = RequestTrace
 

@@ -231,4 +231,5 @@ def _trace_to_wire(trace: RequestTrace) -> router_pb2.RequestTrace:
         ttft_seconds=trace.ttft_seconds,
         e2e_seconds=trace.e2e_seconds,
         queue_seconds=trace.queue_seconds,
+        num_migrations=trace.num_migrations,
     )

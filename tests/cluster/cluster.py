@@ -1,11 +1,12 @@
 """A whole cluster in one process, with real engines, gRPC and connectors: fast enough to run every model family.
 
-`Cluster.close` fails when anything is left: blocks, leases, requests.
+At the end it fails when anything is left: blocks, leases, requests.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,26 +46,59 @@ class Served:
 
 @dataclass(slots=True)
 class Cluster:
+    """`nodes` are those that live."""
+
     relay: ClusterRelay
     registry: Registry
     nodes: list[Node]
-    servers: list[NodeServer]
+    servers: dict[str, NodeServer]
     _number: int = 0
 
-    async def generate(self, prompt: Sequence[int], *, cache_salt: bytes = b"", **sampling: Any) -> Served:
+    async def kill(self, node_id: str) -> None:
+        """Its streams and its port are gone without a word, as when its process is killed."""
+        self.nodes.remove(self.node(node_id))
+        await self.servers[node_id]._server.stop(grace=None)
+
+    def node(self, node_id: str) -> Node:
+        return next(node for node in self.nodes if node.identity.node_id == node_id)
+
+    def hold(self, node_id: str) -> threading.Event:
+        """The node's engine does nothing from its next step on, until the event is set."""
+        gate = threading.Event()
+        self.node(node_id).engine.post(lambda engine: _wait(gate))
+        return gate
+
+    async def wait_admitted(self, node_id: str) -> None:
+        """Returns once the decode node holds blocks for a request."""
+        node = self.node(node_id)
+        async with asyncio.timeout(_IDLE_SECONDS):
+            while node.event_log.load.num_requests_running == 0:
+                await asyncio.sleep(0.002)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        cache_salt: bytes = b"",
+        on_tokens: Callable[[int], None] = lambda num_tokens: None,
+        **sampling: Any,
+    ) -> Served:
+        """`on_tokens` hears how many have come, over all outputs."""
         params = SamplingParams(**{"temperature": 0.0, "seed": 0, "ignore_eos": True, **sampling})
         self._number += 1
         request = RoutedRequest(f"r{self._number}", tuple(prompt), params, cache_salt=cache_salt, timeout=120.0)
         served = Served()
-        async for event in self.relay.run(request):
-            match event:
-                case RequestTrace():
-                    served.trace = event
-                case PromptLogprobs():
-                    served.prompt_logprobs = event.logprobs
-                case output:
-                    served.tokens.setdefault(output.index, []).extend(output.token_ids)
-                    served.logprobs.setdefault(output.index, []).extend(output.logprobs)
+        async with aclosing(self.relay.run(request)) as events:
+            async for event in events:
+                match event:
+                    case RequestTrace():
+                        served.trace = event
+                    case PromptLogprobs():
+                        served.prompt_logprobs = event.logprobs
+                    case output:
+                        served.tokens.setdefault(output.index, []).extend(output.token_ids)
+                        served.logprobs.setdefault(output.index, []).extend(output.logprobs)
+                        on_tokens(sum(map(len, served.tokens.values())))
         return served
 
     async def wait_idle(self) -> None:
@@ -90,6 +124,10 @@ class Cluster:
                 await asyncio.sleep(0.01)
 
 
+def _wait(gate: threading.Event) -> None:
+    assert gate.wait(_IDLE_SECONDS)
+
+
 @asynccontextmanager
 async def cluster(
     model: Path,
@@ -101,7 +139,7 @@ async def cluster(
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
     """`settings` are those of every node. Nothing is prefilled on decode nodes unless `policy` says so."""
-    servers: list[NodeServer] = []
+    servers: dict[str, NodeServer] = {}
     nodes: list[Node] = []
     addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
     values = {
@@ -118,7 +156,7 @@ async def cluster(
                 node = build_node(NodeSettings.model_validate({**values, "node_id": f"{role}-{index}"}), role)
                 service = PrefillService(node) if role == "prefill" else DecodeService(node)
                 server = NodeServer(node, service)
-                servers.append(server)
+                servers[node.identity.node_id] = server
                 nodes.append(node)
                 addresses[role].append(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
         registry = Registry(addresses["prefill"], addresses["decode"], KVIndex(capacity=100_000))
@@ -136,5 +174,5 @@ async def cluster(
             await relay.close(timeout=5.0)
             await registry.close()
     finally:
-        for server in servers:
+        for server in servers.values():
             await server.close()

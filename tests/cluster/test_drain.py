@@ -32,9 +32,7 @@ async def test_a_draining_node_ends_what_it_has_and_the_others_take_over(role: s
     async with cluster(model, prefill_nodes=2, decode_nodes=2) as running:
         prompts = [prompt_of(60, i) for i in range(4)]
         streams = [asyncio.create_task(running.generate(prompt, max_tokens=300)) for prompt in prompts]
-        server = next(
-            s for s, n in zip(running.servers, running.nodes, strict=True) if n.identity.node_id == f"{role}-0"
-        )
+        server = running.servers[f"{role}-0"]
         async with asyncio.timeout(20):
             while sum(len(node.activity) for node in running.nodes[2:]) < 4:
                 await asyncio.sleep(0.001)
@@ -52,10 +50,10 @@ async def test_draining_is_cut_off_in_time(model: Path) -> None:
     async with cluster(model) as running:
         stream = asyncio.create_task(running.generate(prompt_of(60), max_tokens=3000))
         async with asyncio.timeout(20):
-            while not running.nodes[1].activity:
+            while not running.node("decode-0").activity:
                 await asyncio.sleep(0.001)
         async with asyncio.timeout(10):
-            await running.servers[1].drain(timeout=0.05)
+            await running.servers["decode-0"].drain(timeout=0.05)
         running.relay.abort("r1")
         with pytest.raises(Exception, match="aborted"):
             await stream

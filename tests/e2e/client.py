@@ -43,6 +43,21 @@ class Router:
         assert status == 200, answer
         return answer
 
+    def stream_text(self, prompt: str, max_tokens: int) -> Iterator[Json]:
+        """Over HTTP: the events of a streamed completion, the last one with the trace."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        connection = http.client.HTTPConnection(self.http, timeout=PATIENCE_SECONDS)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200
+            for line in response:
+                if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+                    yield json.loads(line.removeprefix(b"data: "))
+        finally:
+            connection.close()
+
     def text(self, prompt: str | Sequence[int], max_tokens: int) -> str:
         text: str = self.complete(prompt, max_tokens)["choices"][0]["text"]
         return text

@@ -1,9 +1,11 @@
 """`kvrelay serve` on the demo model, and what transformers says about that model."""
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,13 @@ class Cluster:
     grpc_address: str
     program: Program
     model: Path
+    killed: set[str] = field(default_factory=set)
+
+    def kill_node(self, name: str) -> None:
+        """With SIGKILL."""
+        [process] = [number for number, arguments in processes_of(self.model).items() if name in arguments]
+        self.killed.add(name)
+        os.kill(process, signal.SIGKILL)
 
     def node_address(self, name: str) -> str:
         found = re.search(rf"{name} is ready on (\S+)", self.program.log.read_text())
@@ -34,7 +43,8 @@ class Cluster:
         return found[1]
 
     def wait_idle(self) -> None:
-        for name in set(re.findall(r"(\S+) is ready on", self.program.log.read_text())):
+        """All nodes that were not killed."""
+        for name in set(re.findall(r"(\S+) is ready on", self.program.log.read_text())) - self.killed:
             wait_idle(self.node_address(name))
 
 

@@ -115,6 +115,36 @@ async def test_an_abort_before_the_reception_has_begun_unpins_its_blocks() -> No
         await router.close()
 
 
+async def test_an_output_that_began_elsewhere_goes_on_under_its_index() -> None:
+    """Prefilled here, and from a next token that was sampled elsewhere."""
+    whole = expected_output(PROMPT, 3, choice_index=5)
+    async with serving(DecodeService, node := make_node()) as service:
+        router = Router(service)
+        for request_id, local_prefill in (("local", True), ("split", False)):
+            command = admit(request_id, local_prefill=local_prefill)
+            command.admit.prompt_token_ids.extend(whole[:1])
+            command.admit.num_prior_output_tokens = 1
+            command.admit.first_choice_index = 5
+            router.send(command)
+            if not local_prefill:
+                final = pb.Pull(request_id=request_id, final=True)
+                router.send(pb.DecodeCommand(pull=final), start(request_id, [TokenOutput(5, (whole[1],))]))
+            tokens: list[int] = []
+            finished = False
+            while not finished:
+                event = await router.event()
+                assert not event.HasField("failed"), event
+                if event.HasField("kv_ready"):
+                    assert event.kv_ready.num_cached_tokens + event.kv_ready.num_recomputed_tokens == len(PROMPT) + 1
+                if event.HasField("tokens"):
+                    assert event.tokens.index == 5
+                    tokens += event.tokens.token_ids
+                    finished = bool(event.tokens.finish_reason)
+            assert tokens == (whole[1:] if local_prefill else whole[2:])
+        await router.close()
+        await node.check_idle()
+
+
 @pytest.mark.parametrize(
     "outputs",
     [

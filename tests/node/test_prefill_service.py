@@ -12,6 +12,7 @@ from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
 from kvrelay.v1 import prefill_node_pb2 as pb
 from prefill_node.service import Context, PrefillService
+from tests.engine.fake_runner import expected_output
 from tests.node.fake_node import GatedRunner, make_node, serving
 
 PROMPT = list(range(100, 120))
@@ -19,14 +20,17 @@ NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
 PATIENCE = 10.0
 
 
+def prefill_request(request_id: str, prompt: Sequence[int]) -> pb.PrefillRequest:
+    sampling = sampling_to_wire(SamplingParams(max_tokens=3, temperature=0.0, seed=0))
+    return pb.PrefillRequest(
+        request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling, lease_ttl_ms=60_000
+    )
+
+
 def prefill(
     service: PrefillService, request_id: str, prompt: Sequence[int] = PROMPT
 ) -> AsyncGenerator[pb.PrefillEvent, None]:
-    sampling = sampling_to_wire(SamplingParams(max_tokens=3, temperature=0.0, seed=0))
-    request = pb.PrefillRequest(
-        request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling, lease_ttl_ms=60_000
-    )
-    return service.Prefill(request, NO_CONTEXT)
+    return service.Prefill(prefill_request(request_id, prompt), NO_CONTEXT)
 
 
 async def num_leases(service: PrefillService) -> int:
@@ -48,6 +52,22 @@ async def test_a_stream_whose_lease_has_ended_early_still_ends() -> None:
             rest = [event async for event in events]
         assert max(event.progress.num_published_blocks for event in rest) == 3
         assert sum(event.HasField("finished") for event in rest) == 1
+        await node.check_idle()
+
+
+async def test_an_output_that_began_elsewhere_gets_its_next_token() -> None:
+    whole = expected_output(PROMPT, 3, choice_index=5)
+    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
+        request = prefill_request("a", [*PROMPT, *whole[:2]])
+        request.num_prior_output_tokens = 2
+        request.first_choice_index = 5
+        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+            found = [event async for event in events]
+        [finished] = [event.finished for event in found if event.HasField("finished")]
+        [first] = finished.first_tokens
+        assert (first.index, list(first.token_ids)) == (5, whole[2:])
+        assert max(event.progress.num_published_blocks for event in found) == 3
+        await release(service, "a")
         await node.check_idle()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from kvrelay.core.block_hash import BlockHash, KVNamespace
 from kvrelay.core.errors import KVRelayError
@@ -23,6 +24,7 @@ from kvrelay.v1 import (
     prefill_node_pb2_grpc,
 )
 from router.kv_index import KVIndex
+from router.migration_metrics import MigrationMetrics
 from router.policy import PrefixAware
 from router.registry import Registry
 from router.relay import ClusterRelay
@@ -245,34 +247,58 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    prefill: ScriptedPrefill
-    decode: ScriptedDecode
+    """`prefill` and `decode` are the first ones of their kind."""
+
+    prefills: tuple[ScriptedPrefill, ...]
+    decodes: tuple[ScriptedDecode, ...]
     registry: Registry
     relay: ClusterRelay
+    collectors: CollectorRegistry
+
+    @property
+    def prefill(self) -> ScriptedPrefill:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> ScriptedDecode:
+        return self.decodes[0]
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.collectors.get_sample_value(f"kvrelay:{name}", {"model_name": "m", **labels}) or 0.0
 
 
 @asynccontextmanager
 async def cluster(
-    *, lease_ttl: float = 30.0, local_prefill_max_tokens: int = 0, max_concurrent_requests: int = 100
+    *,
+    num_prefill_nodes: int = 1,
+    num_decode_nodes: int = 1,
+    lease_ttl: float = 30.0,
+    local_prefill_max_tokens: int = 0,
+    max_concurrent_requests: int = 100,
+    max_attempts: int = 3,
 ) -> AsyncIterator[Cluster]:
-    """One node of each kind behind a relay."""
-    prefill, decode = ScriptedPrefill(), ScriptedDecode()
+    """One node of each kind behind a relay, unless told otherwise."""
+    prefills = tuple(ScriptedPrefill(f"prefill-{index}") for index in range(num_prefill_nodes))
+    decodes = tuple(ScriptedDecode(f"decode-{index}") for index in range(num_decode_nodes))
+    collectors = CollectorRegistry()
     async with AsyncExitStack() as stack:
-        for node in (prefill, decode):
+        for node in (*prefills, *decodes):
             await node.start()
             stack.push_async_callback(node.stop)
-        registry = Registry([prefill.address], [decode.address], KVIndex(1000))
+        registry = Registry([node.address for node in prefills], [node.address for node in decodes], KVIndex(1000))
         registry.start()
         stack.push_async_callback(registry.close)
         relay = ClusterRelay(
             registry,
             PrefixAware(local_prefill_max_tokens),
+            metrics=MigrationMetrics("m", collectors),
             max_concurrent_requests=max_concurrent_requests,
+            max_attempts=max_attempts,
             lease_ttl=lease_ttl,
         )
         stack.push_async_callback(relay.close, timeout=0.0)
         assert await registry.wait_settled(PATIENCE)
-        yield Cluster(prefill, decode, registry, relay)
+        yield Cluster(prefills, decodes, registry, relay, collectors)
 
 
 async def soon(queue: asyncio.Queue[_Item]) -> _Item:

@@ -19,6 +19,7 @@ from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from router.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
 from router.request import RequestEvent, RequestTrace, RoutedRequest
+from router.supervisor import _Happened
 from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, cluster, soon, token
 
 PROMPT = tuple(range(100, 110))  # two full blocks and a partial one
@@ -234,31 +235,18 @@ async def test_first_tokens_of_the_wrong_outputs_are_a_failed_prefill() -> None:
 
 async def test_what_a_given_up_prefill_still_had_to_say_is_ignored() -> None:
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request(n=2))) as events:
-        first, _, _ = await opened(nodes, events)
-        inbox = nodes.relay._running["r"]._inbox
+        first, call, _ = await opened(nodes, events)
+        supervisor = nodes.relay._running["r"]
+        [share] = supervisor._shares
+        assert share.attempt is not None
         for message in (PrefillFinished((token(7),), (), 0, 0), PrefillProgress(3), PrefillEnded(None)):
-            inbox.put_nowait(message)
+            supervisor._inbox.put_nowait(_Happened(share, share.attempt, message))
         await nodes.decode.aborted()
         admit = await nodes.decode.admit()
         assert admit.local_prefill
         nodes.decode.tokens(admit.request_id, token(8))
         assert await first == token(8)
-
-
-async def test_a_decode_stream_that_breaks_fails_its_requests_and_the_next_one_opens_another() -> None:
-    async with cluster() as nodes:
-        events = nodes.relay.run(a_request())
-        first, call, _ = await opened(nodes, events)
-        nodes.decode.end_stream()
-        with pytest.raises(UnavailableError, match="decode node"):
-            await first
         await call.over.wait()
-        assert_idle(nodes)
-        again = nodes.relay.run(a_request())
-        first, _, wire_id = await opened(nodes, again)
-        assert nodes.decode.num_streams == 2
-        await give_up(first)
-        assert await nodes.decode.aborted() == wire_id
 
 
 async def test_a_failure_at_the_decode_node_keeps_its_class() -> None:

@@ -1,0 +1,245 @@
+"""One attempt: some outputs of a request at one decode node D, and at one prefill node P or none. Its life:
+
+1. The relay has chosen D and P, or D alone (`local_prefill`).
+2. D is told to admit, P to prefill, at the same time. P answers with a lease, which is renewed by heartbeat from then
+   on.
+3. P reports published blocks (`PrefillProgress`); each report goes on to D as a pull.
+4. P reports the first new token of every output (`PrefillFinished`). They go to the client at once and to D as the
+   start of decoding; nothing waits for the transfer. Outputs that end with it are over; if all do, D is told to forget
+   the request.
+5. P's stream ends: everything is published, D hears that no more will come. When P fails only now, D computes what it
+   could not fetch.
+6. D has its KV (`KVReady`): the lease is released.
+7. D's tokens go to the client until every output has a finish reason or the client has enough of it.
+
+When P fails before step 4 or D is lost at any time, the attempt has failed (`NodeLostError`) and the supervisor makes
+another one. Invariant: once closed, D has forgotten the request or was told to, P's stream is over and its lease
+released; nothing here waits, so that no cancellation can interrupt it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, UnavailableError
+from kvrelay.core.outputs import TokenOutput
+from router.decode_client import Admitted, DecodeClient, DecodeEvent, DecodeFailed, DecodeSession, KVReady
+from router.node import KVSource, NodeHandle
+from router.prefill_client import (
+    HeldBlocks,
+    PrefillAccepted,
+    PrefillClient,
+    PrefillEnded,
+    PrefillEvent,
+    PrefillFinished,
+    PrefillProgress,
+    PrefillSession,
+)
+from router.request import NodeRequest, PromptLogprobs
+from router.tally import Tally
+
+_logger = logging.getLogger(__name__)
+
+AttemptEvent = PrefillEvent | DecodeEvent
+ClientEvent = TokenOutput | PromptLogprobs
+
+
+class LossCause(Enum):
+    DECODE_NODE = "decode_node_lost"
+    PREFILL_NODE = "prefill_node_lost"  # before its first token; later it is not missed
+
+
+class NodeLostError(UnavailableError):
+    """A node failed this attempt; another one without it may succeed."""
+
+    def __init__(self, source: KVSource, cause: LossCause, error: KVRelayError) -> None:
+        super().__init__(str(error))
+        self.source = source
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlacement:
+    """Where to decode. `source`: the node as it was when the request was placed. `num_uncached_tokens`: its work if it
+    prefills by itself."""
+
+    node: NodeHandle
+    client: DecodeClient
+    source: KVSource
+    num_uncached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlacement:
+    """Where to prefill. `source`: where D fetches from. `sources`: where P may fetch from. `num_uncached_tokens`: P's
+    share of work."""
+
+    node: NodeHandle
+    client: PrefillClient
+    source: KVSource
+    sources: tuple[HeldBlocks, ...]
+    num_uncached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Without `prefill` the decode node prefills by itself."""
+
+    decode: DecodePlacement
+    prefill: PrefillPlacement | None
+
+
+class Attempt:
+    """`open` it, `take` what its sink is given, `close` it. `wire_id` names it at the nodes and is never used twice.
+    `unfinished`: its outputs that the client still waits for."""
+
+    def __init__(self, asked: NodeRequest, wire_id: str, placed: Placed, tally: Tally) -> None:
+        self.closed = False
+        self.unfinished = set(asked.choices)
+        self.prefill_node: str | None = None  # that gave the first new tokens
+        self.decode_node = placed.decode.source.node_id
+        self._asked = asked
+        self._wire_id = wire_id
+        self._decode = placed.decode
+        self._prefill = placed.prefill
+        self._tally = tally
+        self._session: DecodeSession | None = None
+        self._prefilling: PrefillSession | None = None
+        self._num_published_blocks = 0
+        self._has_first_tokens = False
+        self._decoding: set[int] = set()  # outputs that D goes on with, whether or not somebody waits for them
+        self._decode_is_done = False
+        self._charged: tuple[NodeHandle, int] | None = None  # who computes the prompt, and how much of it
+
+    def open(self, sink: Callable[[AttemptEvent], None], *, timeout: float) -> None:
+        """`timeout` of the prefill, in seconds."""
+        self._decode.node.num_sequences += self._asked.sampling.n
+        self._session = self._decode.client.open(self._wire_id, sink)
+        self._session.admit(self._asked, local_prefill=self._prefill is None)
+        if self._prefill is None:
+            self._decoding = set(self._asked.choices)
+            self._charge(self._decode.node, self._decode.num_uncached_tokens)
+            return
+        self._charge(self._prefill.node, self._prefill.num_uncached_tokens)
+        self._prefilling = self._prefill.client.prefill(
+            self._wire_id, self._asked, self._prefill.sources, timeout=timeout, sink=sink
+        )
+
+    def finish(self, index: int) -> None:
+        """The client has enough of this output."""
+        self.unfinished.discard(index)
+
+    def close(self) -> None:
+        """In every ending. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self._uncharge()
+        if self._session is not None:
+            self._decode.node.num_sequences -= self._asked.sampling.n
+            self._session.close(finished=self._decode_is_done)
+        if self._prefilling is not None:
+            self._prefilling.close()
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def take(self, event: AttemptEvent) -> Sequence[ClientEvent]:
+        """What an event means for the client. Raises NodeLostError when the attempt has failed, any other KVRelayError
+        when the request has."""
+        match event:
+            case TokenOutput():
+                return self._on_tokens(event)
+            case PrefillAccepted():
+                self._tally.accepted()
+            case PrefillProgress(num_published_blocks):
+                self._num_published_blocks = num_published_blocks
+                self._pull(final=False)
+            case PrefillFinished():
+                return self._on_first_tokens(event)
+            case PrefillEnded(error):
+                self._on_prefill_ended(error)
+            case Admitted(num_cached_tokens):
+                self._tally.accepted()
+                if self._prefill is None:
+                    self._tally.computed(self._asked, num_cached_tokens=num_cached_tokens)
+            case KVReady():
+                self._on_kv_ready(event)
+            case PromptLogprobs():
+                return (event,)
+            case DecodeFailed(error):
+                if isinstance(error, UnavailableError):
+                    raise NodeLostError(self._decode.source, LossCause.DECODE_NODE, error)
+                raise error
+        return ()
+
+    def _on_tokens(self, output: TokenOutput) -> Sequence[ClientEvent]:
+        if output.finish_reason is not None:
+            self._decoding.discard(output.index)
+            self._decode_is_done = not self._decoding
+        if output.index not in self.unfinished:
+            return ()
+        self._uncharge()
+        self._tally.first_token()
+        if output.finish_reason is not None:
+            self.unfinished.discard(output.index)
+        return (output,)
+
+    def _on_first_tokens(self, finished: PrefillFinished) -> Sequence[ClientEvent]:
+        assert self._session is not None and self._prefill is not None
+        if {output.index for output in finished.first_tokens} != set(self._asked.choices):
+            raise self._prefill_lost(KVRelayError("the prefill node did not answer with a token of every output"))
+        self._uncharge()
+        self._has_first_tokens = True
+        self.prefill_node = self._prefill.source.node_id
+        self._tally.first_token()
+        self._tally.computed(
+            self._asked, num_cached_tokens=finished.num_cached_tokens, num_fetched_tokens=finished.num_fetched_tokens
+        )
+        self._decoding = {output.index for output in finished.first_tokens if output.finish_reason is None}
+        self.unfinished &= self._decoding
+        if self._decoding:
+            self._session.start(finished.first_tokens)
+        if self._asked.sampling.prompt_logprobs is None:
+            return finished.first_tokens
+        return (PromptLogprobs(finished.prompt_logprobs), *finished.first_tokens)
+
+    def _on_prefill_ended(self, error: KVRelayError | None) -> None:
+        if not self._has_first_tokens:
+            raise self._prefill_lost(error or KVRelayError("the prefill node ended without a first token"))
+        if error is not None:
+            _logger.warning("request %s: the prefill node failed after its first token: %s", self._wire_id, error)
+        self._pull(final=True)
+
+    def _on_kv_ready(self, ready: KVReady) -> None:
+        self._tally.accepted()
+        self._tally.decode_ready(
+            self._asked,
+            num_fetched_tokens=ready.num_fetched_tokens,
+            num_recomputed_tokens=ready.num_recomputed_tokens,
+        )
+        if self._has_first_tokens:  # before that the prefill still needs its blocks
+            assert self._prefilling is not None
+            self._prefilling.release()
+
+    def _prefill_lost(self, error: KVRelayError) -> KVRelayError:
+        """The error itself when no other node would do better."""
+        assert self._prefill is not None
+        if isinstance(error, InvalidRequestError | DeadlineError):
+            return error
+        return NodeLostError(self._prefill.source, LossCause.PREFILL_NODE, error)
+
+    def _pull(self, *, final: bool) -> None:
+        assert self._prefill is not None and self._session is not None
+        self._session.pull(self._prefill.source, self._num_published_blocks, final=final)
+
+    def _charge(self, node: NodeHandle, num_tokens: int) -> None:
+        """Until the first tokens are here, this much more is queued there."""
+        node.num_queued_tokens += num_tokens
+        self._charged = (node, num_tokens)
+
+    def _uncharge(self) -> None:
+        if self._charged is not None:
+            node, num_tokens = self._charged
+            node.num_queued_tokens -= num_tokens
+            self._charged = None

@@ -1,0 +1,222 @@
+"""Nodes die at any moment of a request; the client has exactly the tokens of an undisturbed run."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.core.errors import UnavailableError
+from router.policy import make_policy
+from tests.cluster.cluster import Cluster, Served, cluster
+from tests.cluster.test_equality import VOCAB_SIZE, prompt_of
+from tests.engine.tiny_models import make_tiny_model
+
+PROMPT = prompt_of(44)  # with 4 output tokens it fills three blocks
+GREEDY: dict[str, Any] = {"max_tokens": 60}
+SAMPLED: dict[str, Any] = {
+    "max_tokens": 60,
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "seed": 77,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.6,
+    "min_tokens": 50,
+    "ignore_eos": False,
+    "logprobs": 2,
+}
+PARALLEL: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 5, "n": 3}
+SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED, "parallel": PARALLEL}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> dict[str, Served]:
+    """What a cluster of one node says."""
+
+    async def serve() -> dict[str, Served]:
+        async with cluster(model, prefill_nodes=0) as running:
+            return {name: await running.generate(PROMPT, **sampling) for name, sampling in SAMPLINGS.items()}
+
+    return asyncio.run(serve())
+
+
+@asynccontextmanager
+async def two_of_each(model: Path, **settings: Any) -> AsyncIterator[Cluster]:
+    policy = make_policy("round_robin", local_prefill_max_tokens=0)
+    async with cluster(model, prefill_nodes=2, decode_nodes=2, policy=policy, **settings) as running:
+        yield running
+
+
+async def killed_after(running: Cluster, num_tokens: int, **sampling: Any) -> Served:
+    """The first request, whose decode node dies when the client has so many tokens; it generates hardly more."""
+    killing: list[asyncio.Task[None]] = []
+
+    async def kill() -> None:
+        gate = running.hold("decode-0")
+        await running.kill("decode-0")
+        gate.set()
+
+    def on_tokens(count: int) -> None:
+        if count >= num_tokens and not killing:
+            killing.append(asyncio.create_task(kill()))
+
+    served = await running.generate(PROMPT, on_tokens=on_tokens, **sampling)
+    await killing[0]
+    return served
+
+
+def check(served: Served, expected: Served) -> None:
+    assert served.tokens == expected.tokens
+    for index, entries in expected.logprobs.items():
+        assert [entry.token_id for entry in served.logprobs[index]] == [entry.token_id for entry in entries]
+        for found, entry in zip(served.logprobs[index], entries, strict=True):
+            assert found.logprob == pytest.approx(entry.logprob, abs=1e-4)
+            assert [token_id for token_id, _ in found.top] == [token_id for token_id, _ in entry.top]
+
+
+# 4 tokens fill a block of which the prompt has a part, 20 one that is generated.
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 11, 20])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+async def test_a_decode_node_that_dies_changes_no_token(
+    model: Path, undisturbed: dict[str, Served], sampling: str, num_tokens: int
+) -> None:
+    async with two_of_each(model) as running:
+        served = await killed_after(running, num_tokens, **SAMPLINGS[sampling])
+    check(served, undisturbed[sampling])
+    assert (served.how.decode_node, served.how.num_migrations) == ("decode-1", 1)
+    assert served.how.prefill_node == "prefill-0"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 10, 50])
+async def test_parallel_outputs_go_on_apart(model: Path, undisturbed: dict[str, Served], num_tokens: int) -> None:
+    async with two_of_each(model) as running:
+        served = await killed_after(running, num_tokens, **PARALLEL)
+    check(served, undisturbed["parallel"])
+    assert len(served.tokens) == 3 and served.how.num_migrations == 3
+
+
+async def test_a_decode_node_that_dies_after_it_admitted(model: Path, undisturbed: dict[str, Served]) -> None:
+    """Before any token: its prefill node is held meanwhile."""
+    async with two_of_each(model) as running:
+        gate = running.hold("prefill-0")
+        serving = asyncio.create_task(running.generate(PROMPT, **SAMPLED))
+        await running.wait_admitted("decode-0")
+        await running.kill("decode-0")
+        gate.set()
+        check(await serving, undisturbed["sampled"])
+
+
+async def test_eight_streams_survive_their_decode_node(model: Path) -> None:
+    prompts = [prompt_of(30 + 9 * number, number) for number in range(8)]
+    async with cluster(model, prefill_nodes=0) as single:
+        expected = [await single.generate(prompt, max_tokens=50) for prompt in prompts]
+    begun = set[int]()
+    killing: list[asyncio.Task[None]] = []
+    async with two_of_each(model) as running:
+
+        def watch(number: int) -> Callable[[int], None]:
+            def on_tokens(count: int) -> None:
+                begun.update([number] if count >= 5 else [])
+                if len(begun) >= 4 and not killing:
+                    killing.append(asyncio.create_task(running.kill("decode-0")))
+
+            return on_tokens
+
+        served = await asyncio.gather(
+            *(running.generate(prompt, max_tokens=50, on_tokens=watch(i)) for i, prompt in enumerate(prompts))
+        )
+        await killing[0]
+        await running.wait_idle()
+        for found, wanted in zip(served, expected, strict=True):
+            check(found, wanted)
+        assert sum(found.how.num_migrations for found in served) >= 1
+
+
+async def test_replays_find_blocks_by_name(model: Path) -> None:
+    """The prefill node holds the prompt's: of three blocks and a bit, only the output is computed again."""
+    async with cluster(model, decode_nodes=2, policy=make_policy("round_robin", local_prefill_max_tokens=0)) as running:
+        served = await killed_after(running, 5, **GREEDY)
+        assert served.how.num_migrations == 1
+        metrics = running.relay._metrics
+        recomputed = sum(
+            sample.value
+            for family in metrics._recomputed.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total") and sample.labels["cause"] == "migration"
+        )
+        assert 0 < recomputed < len(PROMPT)
+
+
+async def test_a_prefill_node_that_dies_before_its_first_token_is_replaced(
+    model: Path, undisturbed: dict[str, Served]
+) -> None:
+    async with two_of_each(model) as running:
+        gate = running.hold("prefill-0")
+        serving = asyncio.create_task(running.generate(PROMPT, **SAMPLED))
+        await running.wait_admitted("decode-0")
+        await running.kill("prefill-0")
+        gate.set()
+        served = await serving
+    check(served, undisturbed["sampled"])
+    assert (served.how.prefill_node, served.how.num_migrations) == ("prefill-1", 1)
+
+
+async def test_a_prefill_node_that_dies_after_its_first_token_is_not_missed(
+    model: Path, undisturbed: dict[str, Served]
+) -> None:
+    killing: list[asyncio.Task[None]] = []
+    async with two_of_each(model) as running:
+
+        def on_tokens(count: int) -> None:
+            if not killing:
+                killing.append(asyncio.create_task(running.kill("prefill-0")))
+
+        served = await running.generate(PROMPT, on_tokens=on_tokens, **SAMPLED)
+        await killing[0]
+    check(served, undisturbed["sampled"])
+    assert (served.how.prefill_node, served.how.num_migrations) == ("prefill-0", 0)
+
+
+async def test_every_prefill_node_dies_and_the_decode_node_prefills(
+    model: Path, undisturbed: dict[str, Served]
+) -> None:
+    async with two_of_each(model) as running:
+        gates = [running.hold(f"prefill-{index}") for index in range(2)]
+        serving = asyncio.create_task(running.generate(PROMPT, **GREEDY))
+        await running.wait_admitted("decode-0")
+        for index, gate in enumerate(gates):
+            await running.kill(f"prefill-{index}")
+            gate.set()
+        served = await serving
+    check(served, undisturbed["greedy"])
+    assert served.how.prefill_node is None
+
+
+async def test_without_a_decode_node_there_is_one_error_and_nothing_left(model: Path) -> None:
+    """`cluster` checks that the prefill nodes' leases are gone and their pools whole."""
+    killing: list[asyncio.Task[None]] = []
+    async with two_of_each(model) as running:
+
+        async def kill() -> None:
+            gates = [running.hold(f"decode-{index}") for index in range(2)]
+            for index, gate in enumerate(gates):
+                await running.kill(f"decode-{index}")
+                gate.set()
+
+        def on_tokens(count: int) -> None:
+            if count >= 3 and not killing:
+                killing.append(asyncio.create_task(kill()))
+
+        with pytest.raises(UnavailableError):
+            await running.generate(PROMPT, max_tokens=500, on_tokens=on_tokens)
+        await killing[0]
+        await running.wait_idle()
+        assert [node.event_log.load.num_leases for node in running.nodes] == [0, 0]

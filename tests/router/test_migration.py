@@ -1,0 +1,250 @@
+"""A node dies under a request, among nodes whose every move the test decides: what the next ones are told, and how
+often."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from kvrelay.core.errors import DeadlineError, UnavailableError
+from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.v1 import common_pb2, prefill_node_pb2
+from router.node import NodeState
+from router.request import PromptLogprobs, RequestEvent
+from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, ScriptedDecode, cluster, soon, token
+from tests.router.test_supervisor import PROMPT, a_request, assert_idle, give_up, opened, take, take_trace
+
+
+def say(node: ScriptedDecode, request_id: str, *outputs: TokenOutput) -> None:
+    """The node says these tokens."""
+    for output in outputs:
+        node.tokens(request_id, output)
+
+
+async def begun(
+    nodes: Cluster, events: AsyncGenerator[RequestEvent, None], *first_tokens: TokenOutput
+) -> tuple[PrefillCall, str]:
+    """The client has the first tokens; everything is published, and decode-0 has it."""
+    first, call, wire_id = await opened(nodes, events)
+    call.finish(*first_tokens)
+    call.end()
+    assert await first == first_tokens[0]
+    for output in first_tokens[1:]:
+        assert await take(events) == output
+    await nodes.decode.started()
+    nodes.decode.kv_ready(wire_id, fetched=10)
+    return call, wire_id
+
+
+async def test_a_lost_decode_node_is_replaced_by_one_that_is_given_all_tokens() -> None:
+    async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        call, wire_id = await begun(nodes, events, token(7))
+        say(nodes.decode, wire_id, TokenOutput(0, (8, 9)))
+        assert await take(events) == TokenOutput(0, (8, 9))
+        assert await soon(nodes.prefill.released) == ("lease",)
+        nodes.decode.end_stream()
+        next_event = asyncio.create_task(take(events))
+        admit = await nodes.decodes[1].admit()
+        again = await soon(nodes.prefill.calls)
+        for asked in (admit, again.request):
+            assert tuple(asked.prompt_token_ids) == (*PROMPT, 7, 8, 9)
+            assert (asked.num_prior_output_tokens, asked.first_choice_index) == (3, 0)
+            assert asked.request_id != wire_id
+            assert asked.sampling_params == call.request.sampling_params, "the bounds are those of the whole output"
+        again.accept("again")
+        again.finish(token(10), num_cached_tokens=12)
+        again.end()
+        assert await next_event == token(10)
+        await nodes.decodes[1].started()
+        nodes.decodes[1].kv_ready(admit.request_id, fetched=13)
+        say(nodes.decodes[1], admit.request_id, token(11, finish=FinishReason.LENGTH))
+        assert await take(events) == token(11, finish=FinishReason.LENGTH)
+        assert await soon(nodes.prefill.released) == ("again",)
+        trace = await take_trace(events)
+        assert (trace.prefill_node, trace.decode_node, trace.num_migrations) == ("prefill-0", "decode-1", 1)
+        assert trace.num_computed_tokens == 10, "of the prompt: what the replay computes is counted elsewhere"
+        assert nodes.metric("request_migrations_total", cause="decode_node_lost") == 1
+        assert nodes.metric("replayed_tokens_total") == 13
+        assert nodes.metric("recomputed_tokens_total", cause="migration") == 1
+        assert_idle(nodes)
+
+
+async def test_a_decode_node_that_answers_unavailable_is_lost_too() -> None:
+    async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        _, wire_id = await begun(nodes, events, token(7))
+        nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "crashed")
+        next_event = asyncio.create_task(take(events))
+        assert tuple((await nodes.decodes[1].admit()).prompt_token_ids) == (*PROMPT, 7)
+        nodes.decode.tokens(wire_id, token(8))  # too late to count
+        (await soon(nodes.prefill.calls)).finish(token(8, finish=FinishReason.STOP))
+        assert await next_event == token(8, finish=FinishReason.STOP)
+        await take_trace(events)
+
+
+async def test_a_lease_that_was_granted_unheard_is_released() -> None:
+    """The decode node is lost while the lease's grant is on its way, or waits to be read."""
+    async with cluster(num_decode_nodes=2) as nodes:
+        events = nodes.relay.run(a_request())
+        first = asyncio.create_task(take(events))
+        call = await soon(nodes.prefill.calls)
+        await nodes.decode.admit()
+        nodes.decode.end_stream()
+        await call.over.wait()
+        assert await soon(nodes.prefill.released) == (call.request.request_id,)
+        await nodes.decodes[1].admit()
+        await give_up(first)
+
+
+async def test_a_decode_node_lost_before_the_first_token_is_replaced_with_its_prefill() -> None:
+    async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(a_request(n=2))) as events:
+        first, call, _ = await opened(nodes, events)
+        call.publish(1)
+        await nodes.decode.pull()
+        nodes.decode.end_stream()
+        await call.over.wait()
+        assert await soon(nodes.prefill.released) == ("lease",)
+        admit = await nodes.decodes[1].admit()
+        assert (admit.sampling_params.n, admit.num_prior_output_tokens, tuple(admit.prompt_token_ids)) == (2, 0, PROMPT)
+        again = await soon(nodes.prefill.calls)
+        again.finish(token(7, finish=FinishReason.STOP), token(8, index=1, finish=FinishReason.STOP))
+        assert [await first, await take(events)] == [
+            token(7, finish=FinishReason.STOP),
+            token(8, index=1, finish=FinishReason.STOP),
+        ]
+        assert (await take_trace(events)).num_migrations == 1
+
+
+async def test_only_unfinished_outputs_go_on_each_under_its_index() -> None:
+    """Of four: one has ended, the client has had enough of another."""
+    async with cluster(num_decode_nodes=2, local_prefill_max_tokens=64) as nodes:
+        async with aclosing(nodes.relay.run(a_request(n=4))) as events:
+            first = asyncio.create_task(take(events))
+            wire_id = (await nodes.decode.admit()).request_id
+            said = [token(10), token(20, index=1, finish=FinishReason.STOP), token(30, index=2), token(40, index=3)]
+            say(nodes.decode, wire_id, *said)
+            assert [await first, *[await take(events) for _ in said[1:]]] == said
+            nodes.relay.finish("r", 0)
+            nodes.decode.end_stream()
+            next_event = asyncio.create_task(take(events))
+            admits = [await nodes.decodes[1].admit() for _ in range(2)]
+            found = {admit.first_choice_index: tuple(admit.prompt_token_ids) for admit in admits}
+            assert found == {2: (*PROMPT, 30), 3: (*PROMPT, 40)}
+            assert all((admit.sampling_params.n, admit.local_prefill) == (1, True) for admit in admits)
+            for admit in admits:
+                index = admit.first_choice_index
+                say(nodes.decodes[1], admit.request_id, token(50 + index, index=index, finish=FinishReason.STOP))
+            assert {(await next_event), await take(events)} == {
+                token(50 + index, index=index, finish=FinishReason.STOP) for index in (2, 3)
+            }
+            assert (await take_trace(events)).num_migrations == 2
+        assert nodes.decodes[1].commands.empty()
+        assert_idle(nodes)
+
+
+async def test_prompt_logprobs_are_not_computed_twice() -> None:
+    request = a_request()
+    request = replace(request, sampling=replace(request.sampling, prompt_logprobs=0))
+    async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(request)) as events:
+        first, call, _ = await opened(nodes, events)
+        entry = common_pb2.TokenLogprobs(token_id=101, logprob=-1.0, rank=1)
+        wire_token = common_pb2.TokenOutput(token_ids=[7], stop_token_id=-1)
+        finished = prefill_node_pb2.PrefillFinished(first_tokens=[wire_token], prompt_logprobs=[entry])
+        call.events.put_nowait(prefill_node_pb2.PrefillEvent(finished=finished))
+        assert await first == PromptLogprobs((TokenLogprobs(101, -1.0, 1),))
+        assert await take(events) == token(7)
+        nodes.decode.end_stream()
+        next_event = asyncio.create_task(take(events))
+        admit = await nodes.decodes[1].admit()
+        assert call.request.sampling_params.HasField("prompt_logprobs")
+        assert not admit.sampling_params.HasField("prompt_logprobs")
+        (await soon(nodes.prefill.calls)).finish(token(8, finish=FinishReason.STOP))
+        assert await next_event == token(8, finish=FinishReason.STOP)
+
+
+async def test_another_prefill_node_is_tried_before_the_decode_node_prefills() -> None:
+    async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.end(UnavailableError("out of luck"))
+        assert await nodes.decode.aborted() == wire_id
+        admit = await nodes.decode.admit()
+        assert not admit.local_prefill
+        second = await soon(nodes.prefills[1].calls)
+        second.end(UnavailableError("no luck either"))
+        assert await nodes.decode.aborted() == admit.request_id
+        admit = await nodes.decode.admit()
+        assert admit.local_prefill
+        say(nodes.decode, admit.request_id, token(7, finish=FinishReason.STOP))
+        assert await first == token(7, finish=FinishReason.STOP)
+        trace = await take_trace(events)
+        assert (trace.prefill_node, trace.num_migrations) == (None, 2)
+        assert nodes.metric("request_migrations_total", cause="prefill_node_lost") == 2
+
+
+async def test_a_decode_node_that_comes_back_is_used_again_when_no_other_lives() -> None:
+    """Its stream breaks, but the node lives."""
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        await begun(nodes, events, token(7))
+        nodes.decode.end_stream()
+        next_event = asyncio.create_task(take(events))
+        admit = await nodes.decode.admit()
+        assert tuple(admit.prompt_token_ids) == (*PROMPT, 7)
+        assert nodes.decode.num_streams == 2
+        (await soon(nodes.prefill.calls)).finish(token(8, finish=FinishReason.STOP))
+        assert await next_event == token(8, finish=FinishReason.STOP)
+        assert (await take_trace(events)).num_migrations == 1
+
+
+@pytest.mark.parametrize("max_attempts", [0, 2])
+async def test_the_number_of_placements_is_bounded(max_attempts: int) -> None:
+    async with cluster(max_attempts=max_attempts, local_prefill_max_tokens=64) as nodes:
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            first = asyncio.create_task(take(events))
+            for _ in range(1 + max_attempts):
+                await nodes.decode.admit()
+                nodes.decode.end_stream()
+            with pytest.raises(UnavailableError, match=f"after {max_attempts} more placements: decode node"):
+                await first
+        assert nodes.decode.num_streams == 1 + max_attempts
+        assert_idle(nodes)
+
+
+async def test_without_any_decode_node_a_request_ends_with_one_error() -> None:
+    async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, _ = await opened(nodes, events)
+        call.finish(token(7))
+        assert await first == token(7)
+        for node in nodes.decodes:
+            await node.stop()
+        with pytest.raises(UnavailableError):
+            await take(events)
+        with pytest.raises(StopAsyncIteration):
+            await take(events)
+        assert await soon(nodes.prefill.released) == ("lease",)
+        await call.over.wait()
+        assert_idle(nodes)
+
+
+async def test_the_deadline_holds_while_a_request_waits_for_a_node() -> None:
+    async with cluster(max_attempts=1000) as nodes, aclosing(nodes.relay.run(a_request(timeout=0.5))) as events:
+        first, _, _ = await opened(nodes, events)
+        await nodes.decode.stop()
+        with pytest.raises(DeadlineError):
+            await first
+        assert_idle(nodes)
+
+
+async def test_an_abort_while_a_request_waits_for_a_node_leaves_nothing() -> None:
+    async with cluster(max_attempts=1000) as nodes:
+        events = nodes.relay.run(a_request())
+        call, _ = await begun(nodes, events, token(7))
+        await nodes.decode.stop()
+        async with asyncio.timeout(PATIENCE):
+            while nodes.registry.decode[0].state is NodeState.LIVE:
+                await asyncio.sleep(0.005)
+        await events.aclose()
+        await call.over.wait()
+        assert nodes.relay._running == {}
+        assert_idle(nodes)
