@@ -24,10 +24,11 @@ from typing import Any
 
 import grpc
 
-from kvrelay.core.errors import KVRelayError, status_of
+from decode_node.router_stream import RouterStream
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.wire import logprobs_to_wire, output_from_wire, output_to_wire
-from kvrelay.engine.request import Admission, KVRole, PromptOutput, StepResult
+from kvrelay.core.wire import output_from_wire
+from kvrelay.engine.request import Admission, KVRole, StepResult
 from kvrelay.node.convert import engine_request, source_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver
@@ -39,35 +40,6 @@ _logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class _RouterStream:
-    """What is to be sent to one router: events of one loop turn travel in one message."""
-
-    def __init__(self) -> None:
-        self._events: list[pb.DecodeEvent] = []
-        self._wake = asyncio.Event()
-        self.closed = False
-        self.request_ids: set[str] = set()
-
-    def send(self, event: pb.DecodeEvent) -> None:
-        self._events.append(event)
-        self._wake.set()
-
-    def close(self) -> None:
-        self.closed = True
-        self._wake.set()
-
-    async def updates(self) -> AsyncIterator[pb.DecodeUpdate]:
-        """Ends when closed, after everything that was sent before."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            events, self._events = self._events, []
-            if events:
-                yield pb.DecodeUpdate(events=events)
-            if self.closed and not self._events:
-                return
-
-
 def _new_future() -> "asyncio.Future[tuple[TokenOutput, ...]]":
     return asyncio.get_running_loop().create_future()
 
@@ -76,7 +48,7 @@ def _new_future() -> "asyncio.Future[tuple[TokenOutput, ...]]":
 class _Decode:
     """A request on this node. `receiver` exists while its KV arrives from outside."""
 
-    stream: _RouterStream
+    stream: RouterStream
     num_given_tokens: int
     choices: range
     num_unfinished: int
@@ -95,7 +67,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     def __init__(self, node: Node) -> None:
         self._node = node
         self._active: dict[str, _Decode] = {}
-        self._streams: set[_RouterStream] = set()
+        self._streams: set[RouterStream] = set()
 
     def attach(self, server: grpc.aio.Server) -> None:
         decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(self, server)
@@ -115,7 +87,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context
     ) -> AsyncIterator[pb.DecodeUpdate]:
         self._node.require_alive()
-        stream = _RouterStream()
+        stream = RouterStream()
         self._streams.add(stream)
         reader = asyncio.get_running_loop().create_task(self._read(request_iterator, stream))
         try:
@@ -127,14 +99,14 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             for request_id in list(stream.request_ids):
                 self._abort(request_id)
 
-    async def _read(self, commands: AsyncIterator[pb.DecodeCommand], stream: _RouterStream) -> None:
+    async def _read(self, commands: AsyncIterator[pb.DecodeCommand], stream: RouterStream) -> None:
         try:
             async for command in commands:
                 self._handle(command, stream)
         finally:
             stream.close()
 
-    def _handle(self, command: pb.DecodeCommand, stream: _RouterStream) -> None:
+    def _handle(self, command: pb.DecodeCommand, stream: RouterStream) -> None:
         """Waits for nothing: a command that did would hold up those of all other requests."""
         match command.WhichOneof("command"):
             case "admit":
@@ -146,7 +118,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             case "abort":
                 self._abort(command.abort.request_id)
 
-    def _admit(self, admit: pb.Admit, stream: _RouterStream) -> None:
+    def _admit(self, admit: pb.Admit, stream: RouterStream) -> None:
         role = KVRole.LOCAL if admit.local_prefill else KVRole.CONSUME
         if admit.request_id in self._active:
             _logger.error("request %s was admitted twice; the second one is ignored", admit.request_id)
@@ -166,7 +138,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
                 first_choice_index=admit.first_choice_index,
             )
         except KVRelayError as error:
-            stream.send(_failed(admit.request_id, error))
+            stream.send_failure(admit.request_id, error)
             return
         self._active[request.request_id] = _Decode(
             stream, len(request.given_token_ids), request.choices, request.sampling.n
@@ -213,7 +185,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         decode = self._active.get(request_id)
         if decode is not None:
             self._forget(request_id)
-            decode.stream.send(_failed(request_id, error))
+            decode.stream.send_failure(request_id, error)
 
     def _forget(self, request_id: str) -> bool:
         decode = self._active.pop(request_id, None)
@@ -262,7 +234,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             self._receive(admission)
         for prompt in result.prompts:
             if (decode := self._active.get(prompt.request_id)) is not None:
-                _send_prompt(decode.stream, prompt)
+                decode.stream.send_prompt(prompt)
         for item in result.outputs:
             self._send_output(item.request_id, item.output)
         for failure in result.failures:
@@ -272,7 +244,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         decode = self._active.get(request_id)
         if decode is None:
             return
-        decode.stream.send(pb.DecodeEvent(request_id=request_id, tokens=output_to_wire(output)))
+        decode.stream.send_output(request_id, output)
         if output.finish_reason is not None:
             decode.num_unfinished -= 1
             if decode.num_unfinished == 0:
@@ -295,17 +267,3 @@ def _can_start(first_tokens: Sequence[TokenOutput], *, choices: range, vocab_siz
         and all(len(output.token_ids) == 1 and output.token_ids[0] < vocab_size for output in first_tokens)
         and any(output.finish_reason is None for output in first_tokens)
     )
-
-
-def _send_prompt(stream: _RouterStream, prompt: PromptOutput) -> None:
-    """A prompt that was computed here, before its first token."""
-    admitted = pb.Admitted(num_cached_tokens=prompt.num_cached_tokens)
-    stream.send(pb.DecodeEvent(request_id=prompt.request_id, admitted=admitted))
-    if prompt.prompt_logprobs:
-        logprobs = pb.PromptLogprobs(logprobs=[logprobs_to_wire(entry) for entry in prompt.prompt_logprobs])
-        stream.send(pb.DecodeEvent(request_id=prompt.request_id, prompt_logprobs=logprobs))
-
-
-def _failed(request_id: str, error: KVRelayError) -> pb.DecodeEvent:
-    code = status_of(error).grpc_code.value[0]
-    return pb.DecodeEvent(request_id=request_id, failed=pb.DecodeFailed(code=code, message=str(error)))

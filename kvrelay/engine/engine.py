@@ -18,11 +18,10 @@ from kvrelay.engine.request import (
     EngineLoad,
     EngineRequest,
     KVRole,
-    NamedBlock,
+    PinnedBlock,
     PromptOutput,
     RequestFailure,
     RequestOutput,
-    ReservedBlock,
     StepResult,
 )
 from kvrelay.engine.sampler import SampledToken
@@ -46,7 +45,7 @@ class _Changes:
     prompts: list[PromptOutput] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
-    named: list[NamedBlock] = field(default_factory=list)
+    named: list[PinnedBlock] = field(default_factory=list)
     progress: list[tuple[str, int]] = field(default_factory=list)
     load: bool = False  # the load changed without anything else to tell
 
@@ -287,7 +286,7 @@ class Engine:
         self.pool.register(block_id, block_hash)
         if self._publish:
             self.pool.pin([block_id])
-            self._changes.named.append(NamedBlock(block_id, block_hash, num_tokens))
+            self._changes.named.append(PinnedBlock(block_id, block_hash, num_tokens))
 
     def _extend_lease(self, sequence: Sequence, num_blocks: int) -> None:
         """The first `num_blocks` blocks of a PRODUCE request stay until its lease ends. One that has ended already
@@ -321,11 +320,11 @@ class Engine:
         num_cached = sequence.num_named_blocks
         wanted = sequence.names(sequence.num_cacheable_blocks)[num_cached:]
         missing = [
-            ReservedBlock(sequence.block_table[num_cached + offset], name, self.config.block_size)
+            PinnedBlock(sequence.block_table[num_cached + offset], name, self.config.block_size)
             for offset, name in enumerate(wanted)
         ]
         if sequence.request.role is KVRole.CONSUME and (tail := sequence.given_tail()) is not None:
-            missing.append(ReservedBlock(sequence.block_table[-1], *tail))
+            missing.append(PinnedBlock(sequence.block_table[-1], *tail))
         self.pool.pin([block.block_id for block in missing])
         return Admission(sequence.request.request_id, sequence.num_computed_tokens, tuple(missing))
 

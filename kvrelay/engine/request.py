@@ -46,8 +46,8 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ReservedBlock:
-    """A block of the local pool that waits for the KV of `num_tokens` given tokens. Pinned until `Engine.unpin`."""
+class PinnedBlock:
+    """A block of the local pool that a transfer may read or write until `Engine.unpin`; `num_tokens` slots count."""
 
     block_id: int
     block_hash: BlockHash
@@ -62,16 +62,7 @@ class Admission:
 
     request_id: str
     num_cached_tokens: int
-    missing: tuple[ReservedBlock, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NamedBlock:
-    """A block that just got its name, pinned until `Engine.unpin` so that it can be published unchanged."""
-
-    block_id: int
-    block_hash: BlockHash
-    num_tokens: int
+    missing: tuple[PinnedBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +115,7 @@ class StepResult:
     prompts: tuple[PromptOutput, ...]
     outputs: tuple[RequestOutput, ...]
     failures: tuple[RequestFailure, ...]
-    named: tuple[NamedBlock, ...]
+    named: tuple[PinnedBlock, ...]
     progress: tuple[tuple[str, int], ...]
     stored: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]

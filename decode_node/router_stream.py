@@ -1,0 +1,57 @@
+"""What is to be sent to one router: events of one loop turn travel in one message.
+
+Invariant: everything sent before `close` leaves before the stream ends.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from kvrelay.core.errors import KVRelayError, status_of
+from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.wire import logprobs_to_wire, output_to_wire
+from kvrelay.engine.request import PromptOutput
+from kvrelay.v1 import decode_node_pb2 as pb
+
+
+class RouterStream:
+    """`request_ids`: the requests that live and die with it."""
+
+    def __init__(self) -> None:
+        self.request_ids: set[str] = set()
+        self._events: list[pb.DecodeEvent] = []
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    def send(self, event: pb.DecodeEvent) -> None:
+        self._events.append(event)
+        self._wake.set()
+
+    def send_output(self, request_id: str, output: TokenOutput) -> None:
+        self.send(pb.DecodeEvent(request_id=request_id, tokens=output_to_wire(output)))
+
+    def send_prompt(self, prompt: PromptOutput) -> None:
+        """A prompt that was computed here, before its first token."""
+        admitted = pb.Admitted(num_cached_tokens=prompt.num_cached_tokens)
+        self.send(pb.DecodeEvent(request_id=prompt.request_id, admitted=admitted))
+        if prompt.prompt_logprobs:
+            logprobs = pb.PromptLogprobs(logprobs=[logprobs_to_wire(entry) for entry in prompt.prompt_logprobs])
+            self.send(pb.DecodeEvent(request_id=prompt.request_id, prompt_logprobs=logprobs))
+
+    def send_failure(self, request_id: str, error: KVRelayError) -> None:
+        code = status_of(error).grpc_code.value[0]
+        self.send(pb.DecodeEvent(request_id=request_id, failed=pb.DecodeFailed(code=code, message=str(error))))
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+
+    async def updates(self) -> AsyncIterator[pb.DecodeUpdate]:
+        """Ends when closed, after everything that was sent before."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            events, self._events = self._events, []
+            if events:
+                yield pb.DecodeUpdate(events=events)
+            if self._closed and not self._events:
+                return
