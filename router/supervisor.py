@@ -7,7 +7,8 @@ here:
    nodes that this request has not lost, with the prompt and all tokens the client has. An output with tokens is placed
    alone, since from its first token on it differs from the others.
 4. No such node lives: after a wait, growing and jittered, whatever lives is tried, the lost nodes too, which may have
-   come back. An output is placed at most `max_attempts` times again; then the request ends with UnavailableError.
+   come back. An output is placed at most `max_attempts` times again, vain searches included; then the request ends
+   with UnavailableError.
 5. Every output has a finish reason, or the client has enough of it. The trace follows.
 
 A token is a function of seed, output index and all tokens before it, never of where it is sampled: so the client sees
@@ -28,11 +29,10 @@ from typing import Protocol
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
-from kvrelay.core.outputs import TokenOutput
 from router.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError, Placed
 from router.backoff import Backoff
 from router.node import KVSource
-from router.request import NodeRequest, RequestEvent, RoutedRequest
+from router.request import NodeRequest, PromptLogprobs, RequestEvent, RoutedRequest
 from router.tally import Tally
 
 _logger = logging.getLogger(__name__)
@@ -49,10 +49,10 @@ class Place(Protocol):
 
 @dataclass(slots=True)
 class _Share:
-    """Outputs that are placed together."""
+    """Outputs that are placed together. `num_attempts`: beyond the first, those that found no node included."""
 
     choices: tuple[int, ...]
-    num_migrations: int = 0
+    num_attempts: int = 0
     attempt: Attempt | None = None
     backoff: Backoff = field(default_factory=Backoff)
     retry: asyncio.TimerHandle | None = None
@@ -110,8 +110,9 @@ class RequestSupervisor:
         self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._unfinished = set(self._tokens)
         self._shares: list[_Share] = []
+        self._has_prompt_logprobs = False
         self._lost: set[KVSource] = set()
-        self._num_attempts = 0
+        self._num_attempts = 0  # of all shares
         self._prefill_node: str | None = None  # of the first tokens of all
         self._decode_node = ""  # of the last tokens of all
         self._deadline: asyncio.TimerHandle | None = None
@@ -166,7 +167,8 @@ class RequestSupervisor:
         return events
 
     def _remember(self, attempt: Attempt, event: ClientEvent) -> None:
-        if not isinstance(event, TokenOutput):
+        if isinstance(event, PromptLogprobs):
+            self._has_prompt_logprobs = True
             return
         if not any(self._tokens.values()):
             self._prefill_node = attempt.prefill_node
@@ -191,7 +193,7 @@ class RequestSupervisor:
         self._lost.add(lost.source)
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
-            again = _Share(choices, share.num_migrations)
+            again = _Share(choices, share.num_attempts)
             self._shares.append(again)
             self._migrate(again, lost, last_resort=False)
 
@@ -206,27 +208,27 @@ class RequestSupervisor:
         share.retry = None
         if not self._unfinished.intersection(share.choices):
             return  # the client has had enough of it meanwhile
-        if share.num_migrations >= self._max_attempts:
-            raise UnavailableError(f"given up after {share.num_migrations} more placements: {lost}") from lost
+        if share.num_attempts >= self._max_attempts:
+            raise UnavailableError(f"given up after {share.num_attempts} more placements: {lost}") from lost
         asked = self._asked(share.choices, is_replay=True)
         try:
             placed = self._place(asked, lost=self._lost, last_resort=last_resort)
         except UnavailableError as error:
-            share.num_migrations += last_resort  # looking for an unspoilt node has cost nothing yet
+            share.num_attempts += last_resort  # looking for an unspoilt node has cost nothing yet
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
             retry = partial(self._inbox.put_nowait, _Retry(share, lost))
             share.retry = asyncio.get_running_loop().call_later(share.backoff.next(), retry)
             return
         _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, placed.decode.source.node_id)
-        share.num_migrations += 1
+        share.num_attempts += 1
         self._tally.migrated(asked, lost.cause.value)
         self._start(share, asked, placed)
 
     def _asked(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
         tokens = self._tokens[choices[0]]
         sampling = replace(self._request.sampling, n=len(choices))
-        if any(self._tokens.values()):
-            sampling = replace(sampling, prompt_logprobs=None)  # they have come before the first token
+        if self._has_prompt_logprobs:
+            sampling = replace(sampling, prompt_logprobs=None)
         return NodeRequest(
             token_ids=(*self._request.prompt_token_ids, *tokens),
             sampling=sampling,

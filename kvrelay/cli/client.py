@@ -144,11 +144,12 @@ def describe_trace(response: router_pb2.GenerateResponse) -> str:
     """How the request was served, on one line."""
     trace, usage = response.trace, response.usage
     nodes = f"{trace.prefill_node} -> {trace.decode_node}" if trace.prefill_node else trace.decode_node
+    migrated = f"; placed again {trace.num_migrations} times" if trace.num_migrations else ""
     return (
         f"{nodes}; prompt of {usage.prompt_tokens} tokens in {trace.num_prompt_blocks} blocks: "
         f"{trace.num_computed_tokens} tokens computed, {trace.num_cached_tokens} found by name, "
         f"{trace.num_transferred_blocks} blocks moved; {usage.completion_tokens} tokens, the first after "
-        f"{trace.ttft_seconds * 1000:.0f} ms, all after {trace.e2e_seconds * 1000:.0f} ms"
+        f"{trace.ttft_seconds * 1000:.0f} ms, all after {trace.e2e_seconds * 1000:.0f} ms{migrated}"
     )
 
 

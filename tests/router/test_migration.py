@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.core.errors import DeadlineError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
-from kvrelay.v1 import common_pb2, prefill_node_pb2
+from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
 from router.node import NodeState
 from router.request import PromptLogprobs, RequestEvent
 from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, ScriptedDecode, cluster, soon, token
@@ -162,6 +162,26 @@ async def test_prompt_logprobs_are_not_computed_twice() -> None:
         assert not admit.sampling_params.HasField("prompt_logprobs")
         (await soon(nodes.prefill.calls)).finish(token(8, finish=FinishReason.STOP))
         assert await next_event == token(8, finish=FinishReason.STOP)
+
+
+async def test_prompt_logprobs_that_came_before_the_loss_are_not_sent_twice() -> None:
+    """The decode node prefills, and is lost between them and the first token."""
+    request = a_request()
+    request = replace(request, sampling=replace(request.sampling, prompt_logprobs=0))
+    async with cluster(num_decode_nodes=2, local_prefill_max_tokens=64) as nodes:
+        async with aclosing(nodes.relay.run(request)) as events:
+            first = asyncio.create_task(take(events))
+            wire_id = (await nodes.decode.admit()).request_id
+            entry = common_pb2.TokenLogprobs(token_id=101, logprob=-1.0, rank=1)
+            logprobs = decode_node_pb2.PromptLogprobs(logprobs=[entry])
+            nodes.decode.send(decode_node_pb2.DecodeEvent(request_id=wire_id, prompt_logprobs=logprobs))
+            assert isinstance(await first, PromptLogprobs)
+            nodes.decode.end_stream()
+            next_event = asyncio.create_task(take(events))
+            admit = await nodes.decodes[1].admit()
+            assert not admit.sampling_params.HasField("prompt_logprobs")
+            nodes.decodes[1].tokens(admit.request_id, token(7, finish=FinishReason.STOP))
+            assert await next_event == token(7, finish=FinishReason.STOP)
 
 
 async def test_another_prefill_node_is_tried_before_the_decode_node_prefills() -> None:
