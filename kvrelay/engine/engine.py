@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.core.block_hash import BlockHash, KVNamespace
+from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.engine.block_pool import BlockPool
@@ -56,7 +57,8 @@ class _Changes:
 
 class Engine:
     """Requests in, `StepResult`s out. `publish`: newly named blocks are pinned and reported so that the node can
-    publish them.
+    publish them. `publish_hits`: so are blocks that a PRODUCE request has found by name, since what was published once
+    may be gone. `num_prefilled_tokens` in `prefill_seconds`: prompt chunks computed so far, and the steps they took.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Engine:
         *,
         eos_token_ids: SequenceOf[int],
         publish: bool,
+        publish_hits: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -75,12 +79,16 @@ class Engine:
         self._namespace = namespace
         self._eos_token_ids = frozenset(eos_token_ids)
         self._publish = publish
+        self._publish_hits = publish and publish_hits
+        self._clock: Clock = clock or MonotonicClock()
         self._scheduler = Scheduler(config, pool, on_preempt=self._restart_lease)
         self._sequences: dict[str, list[Sequence]] = {}
         self._leases: dict[str, list[int]] = {}
         self._changes = _Changes()
         self._num_arrived = 0
         self._num_steps = 0
+        self._num_prefilled_tokens = 0
+        self._prefill_seconds = 0.0
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -165,13 +173,22 @@ class Engine:
         plan, sequences = self._scheduler.schedule()
         if plan.scheduled:
             self._num_steps += 1
+            started = self._clock.now()
             try:
                 output = self._runner.run(plan)
             except KVRelayError as error:
                 self._fail(sequences, str(error))
             else:
+                self._count_prefill(plan, self._clock.now() - started)
                 self._update(plan, sequences, output)
         return self._take_result(), bool(plan.scheduled)
+
+    def _count_prefill(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Steps that also decode count in full: for these tokens they took that long."""
+        num_tokens = sum(entry.num_scheduled_tokens for entry in plan.scheduled if entry.num_scheduled_tokens > 1)
+        if num_tokens:
+            self._num_prefilled_tokens += num_tokens
+            self._prefill_seconds += seconds
 
     def _update(self, plan: SchedulerOutput, sequences: list[Sequence], output: ModelRunnerOutput) -> None:
         for entry, sequence, result in zip(plan.scheduled, sequences, output.results, strict=True):
@@ -276,17 +293,28 @@ class Engine:
         """
         block_id = sequence.block_table[index]
         holder = self.pool.find(block_hash)
-        if holder == block_id:
+        if holder is None:
+            self.pool.register(block_id, block_hash)
+            if self._publish:
+                self._offer(PinnedBlock(block_id, block_hash, num_tokens))
             return
-        if holder is not None:
+        if holder != block_id:
             self.pool.acquire([holder])
             self.pool.release([block_id])
             sequence.block_table[index] = holder
-            return
-        self.pool.register(block_id, block_hash)
-        if self._publish:
-            self.pool.pin([block_id])
-            self._changes.named.append(PinnedBlock(block_id, block_hash, num_tokens))
+        if self._publish_hits and sequence.request.role is KVRole.PRODUCE:
+            self._offer(PinnedBlock(holder, block_hash, num_tokens))
+
+    def _offer(self, block: PinnedBlock) -> None:
+        """Has the node publish a block; it unpins it."""
+        self.pool.pin([block.block_id])
+        self._changes.named.append(block)
+
+    def _offer_hits(self, sequence: Sequence) -> None:
+        """Before the first progress of a PRODUCE request: the blocks that were here already."""
+        num_hits = sequence.num_cached_tokens // self.config.block_size
+        for block_id, block_hash in zip(sequence.block_table, sequence.names(num_hits), strict=False):
+            self._offer(PinnedBlock(block_id, block_hash, self.config.block_size))
 
     def _extend_lease(self, sequence: Sequence, num_blocks: int) -> None:
         """The first `num_blocks` blocks of a PRODUCE request stay until its lease ends. One that has ended already
@@ -301,6 +329,8 @@ class Engine:
             self.pool.pin(blocks)
             lease.extend(blocks)
         if num_blocks > sequence.num_reported_blocks:
+            if self._publish_hits and sequence.num_reported_blocks == 0:
+                self._offer_hits(sequence)
             sequence.num_reported_blocks = num_blocks
             self._changes.progress.append((request.request_id, num_blocks))
 
@@ -360,6 +390,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_leases=len(self._leases),
             num_steps=self._num_steps,
+            num_prefilled_tokens=self._num_prefilled_tokens,
+            prefill_seconds=self._prefill_seconds,
         )
 
     def _receiving(self, request_id: str) -> Sequence | None:

@@ -15,7 +15,7 @@ from paged_kernels.base import AttentionBackend
 from paged_kernels.registry import select_backend
 
 from kv_connector.base import KVConnector
-from kv_connector.registry import create_connector
+from kv_connector.registry import create_tiers
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import ConfigurationError
@@ -26,7 +26,9 @@ from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.loader import LoadedModel, load_model
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig
+from kvrelay.node.connector_choice import choose_connectors, is_ucx_installed
 from kvrelay.node.node import Node, NodeIdentity
+from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.settings import NodeSettings
 
 _logger = logging.getLogger(__name__)
@@ -62,7 +64,8 @@ def build_node(settings: NodeSettings, role: str) -> Node:
     size = size_pool(settings, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
     epoch = secrets.randbits(63) | 1
-    connector = create_connector(settings.connector, _connector_settings(settings))
+    prefill_rate = PrefillRate()
+    connector = _connector(settings, prefill_rate)
     engine = _build_engine(settings, loaded, layout, size, connector, node_id=node_id, epoch=epoch)
     identity = NodeIdentity(
         node_id=node_id,
@@ -77,7 +80,7 @@ def build_node(settings: NodeSettings, role: str) -> Node:
         node_id, size.num_blocks, layout.block_size, size.num_blocks * layout.block_bytes / 2**30,
         size.max_model_len, attention.name, connector.name,
     )  # fmt: skip
-    return Node(identity, engine, connector)
+    return Node(identity, engine, connector, prefill_rate=prefill_rate)
 
 
 def _load(settings: NodeSettings, attention: AttentionBackend) -> LoadedModel:
@@ -105,6 +108,17 @@ def _progress_logger() -> Callable[[int, int], None]:
             _logger.info("loaded %.1f of %.1f GB (%d%%)", done / 1e9, total / 1e9, 100 * done // max(1, total))
 
     return progress
+
+
+def _connector(settings: NodeSettings, prefill_rate: PrefillRate) -> KVConnector:
+    choice = choose_connectors(
+        settings.connector,
+        host=settings.ucx_host or settings.host,
+        ucx_installed=is_ucx_installed(),
+        has_secret=bool(settings.cluster_secret.get_secret_value()),
+    )
+    _logger.info("connector %s: %s", ",".join(choice.names), choice.reason)
+    return create_tiers(choice.names, _connector_settings(settings), recompute_seconds=prefill_rate.seconds)
 
 
 def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
@@ -155,6 +169,7 @@ def _build_engine(
         _namespace(loaded, layout),
         eos_token_ids=loaded.config.eos_token_ids,
         publish=True,
+        publish_hits=connector.copies_expire,
     )
 
 
