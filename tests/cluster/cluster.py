@@ -140,8 +140,8 @@ async def cluster(
     decode_settings: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """`settings` are those of every node, `decode_settings` of decode nodes alone. Nothing
-    is prefilled on decode nodes unless `policy` says so."""
+    """`settings` are those of every node, `decode_settings` of decode nodes alone. Nothing is prefilled on decode nodes
+    unless `policy` says so."""
     servers: dict[str, NodeServer] = {}
     nodes: list[Node] = []
     addresses: dict[str, list[str]] = {"prefill": [], "decode": []}

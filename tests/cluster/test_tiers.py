@@ -1,6 +1,10 @@
 """What several connectors over one pool, and a store that forgets, mean for requests: the right tokens, few computed
 twice."""
 
+import asyncio
+import itertools
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +105,29 @@ async def test_nodes_of_different_tiers_serve_together(model: Path, reference: R
         assert [node.connector.name for node in running.nodes] == ["shared_memory,ucx", "ucx"]
         await check(running, reference, [prompt_of(length) for length in (1, 100)], 8)
         assert running.node("decode-0").connector.all_stats()["ucx"].blocks_fetched == 1 + NUM_BLOCKS
+
+
+async def test_a_redis_that_stops_and_goes_on(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Requests that run are not held up, new ones are computed where they are decoded, and then it is used again."""
+    server = RedisServer(tmp_path)
+    try:
+        async with cluster(model, connector="redis", redis_url=server.url) as running, asyncio.timeout(90):
+            begun = asyncio.Event()
+            stream = asyncio.create_task(
+                running.generate(PROMPT, max_tokens=200, on_tokens=lambda num_tokens: begun.set())
+            )
+            await begun.wait()
+            os.kill(server.pid, signal.SIGSTOP)
+            served = await asyncio.gather(*(running.generate(prompt_of(50, i), max_tokens=8) for i in range(3)))
+            assert (await stream).tokens[0] == reference.generate(PROMPT, 200)
+            for i, each in enumerate(served):
+                assert each.tokens[0] == reference.generate(prompt_of(50, i), 8)
+                assert each.how.num_transferred_blocks == 0
+            os.kill(server.pid, signal.SIGCONT)
+            for i in itertools.count(10):  # until both nodes have tried it again
+                again = await running.generate(prompt_of(50, i), max_tokens=2)
+                assert again.tokens[0] == reference.generate(prompt_of(50, i), 2)
+                if again.how.num_transferred_blocks:
+                    break
+    finally:
+        server.stop()

@@ -47,7 +47,7 @@ class Setup:
         self.behind = Node(TieredConnector(tiers), "behind", 64, LAYOUT, EPOCH)
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.server._process.pid, number)
+        os.kill(self.server.pid, number)
 
     async def fetch(self, wanted: list[Block], timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
         outcomes = (await self.node.connector.fetch(None, wanted, timeout=timeout)).outcomes
@@ -64,7 +64,6 @@ class Setup:
 def setup(tmp_path: Path) -> Iterator[Setup]:
     made = Setup(tmp_path)
     yield made
-    made.signal(signal.SIGCONT) if made.server._process.poll() is None else None
     made.server.stop()
 
 
