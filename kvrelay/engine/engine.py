@@ -5,7 +5,6 @@ the node was told about; `check_idle` says so when there are no requests.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.core.block_hash import BlockHash, KVNamespace
@@ -13,7 +12,9 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.changes import Changes
 from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput, SequenceResult
+from kvrelay.engine.prefill_meter import PrefillMeter
 from kvrelay.engine.request import (
     Admission,
     EngineLoad,
@@ -38,27 +39,10 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Changes:
-    """What has happened since the last result."""
-
-    admissions: list[Admission] = field(default_factory=list)
-    prompts: list[PromptOutput] = field(default_factory=list)
-    outputs: list[RequestOutput] = field(default_factory=list)
-    failures: list[RequestFailure] = field(default_factory=list)
-    named: list[PinnedBlock] = field(default_factory=list)
-    progress: list[tuple[str, int]] = field(default_factory=list)
-    load: bool = False  # the load changed without anything else to tell
-
-    def any(self) -> bool:
-        events = self.admissions or self.prompts or self.outputs or self.failures or self.named or self.progress
-        return bool(events) or self.load
-
-
 class Engine:
     """Requests in, `StepResult`s out. `publish`: newly named blocks are pinned and reported so that the node can
     publish them. `publish_hits`: so are blocks that a PRODUCE request has found by name, since what was published once
-    may be gone. `num_prefilled_tokens` in `prefill_seconds`: prompt chunks computed so far, and the steps they took.
+    may be gone.
     """
 
     def __init__(
@@ -84,11 +68,10 @@ class Engine:
         self._scheduler = Scheduler(config, pool, on_preempt=self._restart_lease)
         self._sequences: dict[str, list[Sequence]] = {}
         self._leases: dict[str, list[int]] = {}
-        self._changes = _Changes()
+        self._changes = Changes()
         self._num_arrived = 0
         self._num_steps = 0
-        self._num_prefilled_tokens = 0
-        self._prefill_seconds = 0.0
+        self._prefill = PrefillMeter()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -179,16 +162,9 @@ class Engine:
             except KVRelayError as error:
                 self._fail(sequences, str(error))
             else:
-                self._count_prefill(plan, self._clock.now() - started)
+                self._prefill.count(plan, self._clock.now() - started)
                 self._update(plan, sequences, output)
         return self._take_result(), bool(plan.scheduled)
-
-    def _count_prefill(self, plan: SchedulerOutput, seconds: float) -> None:
-        """Steps that also decode count in full: for these tokens they took that long."""
-        num_tokens = sum(entry.num_scheduled_tokens for entry in plan.scheduled if entry.num_scheduled_tokens > 1)
-        if num_tokens:
-            self._num_prefilled_tokens += num_tokens
-            self._prefill_seconds += seconds
 
     def _update(self, plan: SchedulerOutput, sequences: list[Sequence], output: ModelRunnerOutput) -> None:
         for entry, sequence, result in zip(plan.scheduled, sequences, output.results, strict=True):
@@ -363,7 +339,7 @@ class Engine:
         changes = self._changes
         if not (changes.any() or stored or removed):
             return None
-        self._changes = _Changes()
+        self._changes = Changes()
         return StepResult(
             admissions=tuple(changes.admissions),
             prompts=tuple(changes.prompts),
@@ -390,8 +366,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_leases=len(self._leases),
             num_steps=self._num_steps,
-            num_prefilled_tokens=self._num_prefilled_tokens,
-            prefill_seconds=self._prefill_seconds,
+            num_prefilled_tokens=self._prefill.num_tokens,
+            prefill_seconds=self._prefill.seconds,
         )
 
     def _receiving(self, request_id: str) -> Sequence | None:
