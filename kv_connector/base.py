@@ -5,7 +5,7 @@ and when it returns (or raises) nothing writes to them any more. Every block tra
 `header.py`); one that does not match what was asked for is never reported as fetched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -81,11 +81,24 @@ class KVConnector(Protocol):
     """
 
     name: str
-    stats: ConnectorStats
+    copies_expire: bool
+    """What was published may be gone while the pool still holds it: publish again what a request has found by name."""
 
-    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
-        """Memory for the pool, zeroed, that this connector can serve from. Raises ConfigurationError when there is not
-        enough.
+    @property
+    def stats(self) -> ConnectorStats:
+        """The counters over all backends in use."""
+        ...
+
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        """The counters of every backend in use, by the backend's name: its own, or those of each tier."""
+        ...
+
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
+        """Memory for the pool, zeroed, that this connector can serve from; or `buffer`, memory of that shape which
+        belongs to another connector, is served from and stays until after `close`. Raises ConfigurationError when there
+        is not enough, or when this backend can only serve from its own.
         """
         ...
 
@@ -97,8 +110,8 @@ class KVConnector(Protocol):
         ...
 
     async def publish(self, blocks: Sequence[Block]) -> None:
-        """Make blocks fetchable. The caller keeps them pinned and unchanged until this returns. Publishing a name
-        again is allowed. Raises KVError when none could be published."""
+        """Make blocks fetchable. The caller keeps them pinned and unchanged until this returns. Publishing a block
+        again is allowed and costs next to nothing. Raises KVError when none could be published."""
         ...
 
     def retract(self, block_ids: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ Invariant: a block is reported as fetched only if its generation (see `shared_po
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
 from kv_connector.header import Mismatch
@@ -30,6 +30,7 @@ class InProcessConnector:
     """Implements KVConnector among the connectors of one hub."""
 
     name = "in_process"
+    copies_expire = False
 
     def __init__(self, hub: InProcessHub, *, clock: Clock | None = None) -> None:
         self.stats = ConnectorStats()
@@ -38,9 +39,14 @@ class InProcessConnector:
         self._shared: SharedPool | None = None
         self._endpoint = ""
 
-    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        return {self.name: self.stats}
+
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
         assert self._shared is None, "allocate is called once"
-        pool = LocalPool.anonymous(layout, num_blocks)
+        pool = LocalPool.over(buffer) if buffer is not None else LocalPool.anonymous(layout, num_blocks)
         self._shared = SharedPool(pool, epoch)
         self._endpoint = f"{node_id}-{epoch:016x}"
         self._hub.pools[self._endpoint] = self._shared

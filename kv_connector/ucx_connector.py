@@ -7,7 +7,7 @@ around this one: `ucx_protocol` the messages, `ucx_auth` the proofs, `ucx_transp
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
@@ -47,6 +47,7 @@ class UcxConnector:
     """Implements KVConnector. `allocate` needs the running loop. The endpoint is "host:port" of the listener."""
 
     name = "ucx"
+    copies_expire = False
 
     def __init__(self, settings: UcxSettings, *, clock: Clock | None = None) -> None:
         """Raises ConfigurationError without a proper secret."""
@@ -60,10 +61,16 @@ class UcxConnector:
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
 
-    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        return {self.name: self.stats}
+
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
         assert self._state is None, "allocate is called once"
         transport = Transport(self._settings.net_devices)
-        shared = SharedPool(LocalPool.anonymous(layout, num_blocks), epoch)
+        pool = LocalPool.over(buffer) if buffer is not None else LocalPool.anonymous(layout, num_blocks)
+        shared = SharedPool(pool, epoch)
         holder = Holder(transport, shared, self._key, self.stats)
         self._state = _Open(shared, transport, holder)
         return shared.pool.buffer

@@ -73,9 +73,16 @@ class PreparedEngine:
             block_size=self.layout.block_size,
         )
 
-    def build(self, memory: memoryview, *, on_evict: Callable[[Sequence[int]], None], publish: bool) -> Engine:
+    def build(
+        self,
+        memory: memoryview,
+        *,
+        on_evict: Callable[[Sequence[int]], None],
+        publish: bool,
+        publish_hits: bool = False,
+    ) -> Engine:
         """`memory`: writable, zeroed, `size.num_blocks * layout.block_bytes` bytes. `on_evict` as BlockPool's,
-        `publish` as Engine's."""
+        `publish` and `publish_hits` as Engine's."""
         kv_pool = torch.frombuffer(memory, dtype=self.loaded.dtype).view(self.size.num_blocks, *self.layout.block_shape)
         eos_token_ids = self.loaded.config.eos_token_ids
         config = SchedulerConfig(
@@ -92,6 +99,7 @@ class PreparedEngine:
             self.namespace,
             eos_token_ids=eos_token_ids,
             publish=publish,
+            publish_hits=publish_hits,
         )
 
 

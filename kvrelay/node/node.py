@@ -21,6 +21,7 @@ from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission, StepResult
 from kvrelay.node.activity import Activity
 from kvrelay.node.event_log import EventLog
+from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.publisher import Publisher
 from kvrelay.node.receiver import Receiver, posted_unpin
 
@@ -45,7 +46,13 @@ class Node:
     request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone."""
 
     def __init__(
-        self, identity: NodeIdentity, engine: Engine, connector: KVConnector, *, fetch_timeout: float = 10.0
+        self,
+        identity: NodeIdentity,
+        engine: Engine,
+        connector: KVConnector,
+        *,
+        fetch_timeout: float = 10.0,
+        prefill_rate: PrefillRate | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.identity = identity
@@ -58,6 +65,7 @@ class Node:
         self.engine = EngineThread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
         self._publisher = Publisher(connector, posted_unpin(self.engine))
         self._fetch_timeout = fetch_timeout
+        self._prefill_rate = prefill_rate or PrefillRate()
         self._handler: Callable[[StepResult], None] = lambda result: None
         self._on_progress: Callable[[str, int], None] = lambda request_id, num_blocks: None
 
@@ -106,6 +114,7 @@ class Node:
             raise UnavailableError(f"{self.identity.node_id} has crashed")
 
     def _on_result(self, result: StepResult) -> None:
+        self._prefill_rate.observe(result.load)
         self.event_log.append(result.stored, result.removed, result.load)
         blocks = [Block(block.block_id, block.block_hash, block.num_tokens) for block in result.named]
         self._publisher.enqueue(blocks, [self._progress(*progress) for progress in result.progress])

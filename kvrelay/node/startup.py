@@ -5,10 +5,13 @@ import secrets
 import socket
 from dataclasses import fields
 
-from kv_connector.registry import create_connector
+from kv_connector.base import KVConnector
+from kv_connector.registry import create_tiers
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kvrelay.engine.startup import EngineOptions, prepare_engine
+from kvrelay.node.connector_choice import choose_connectors, is_ucx_installed
 from kvrelay.node.node import Node, NodeIdentity
+from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.settings import NodeSettings
 
 _logger = logging.getLogger(__name__)
@@ -23,9 +26,12 @@ def build_node(settings: NodeSettings, role: str) -> Node:
     layout, size = prepared.layout, prepared.size
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
     epoch = secrets.randbits(63) | 1
-    connector = create_connector(settings.connector, _connector_settings(settings))
+    prefill_rate = PrefillRate()
+    connector = _connector(settings, prefill_rate)
     buffer = connector.allocate(layout, size.num_blocks, node_id=node_id, epoch=epoch)
-    engine = prepared.build(buffer.memory, on_evict=connector.retract, publish=True)
+    engine = prepared.build(
+        buffer.memory, on_evict=connector.retract, publish=True, publish_hits=connector.copies_expire
+    )
     identity = NodeIdentity(
         node_id=node_id,
         epoch=epoch,
@@ -39,11 +45,22 @@ def build_node(settings: NodeSettings, role: str) -> Node:
         node_id, size.num_blocks, layout.block_size, size.num_blocks * layout.block_bytes / 2**30,
         size.max_model_len, prepared.attention, connector.name,
     )  # fmt: skip
-    return Node(identity, engine, connector)
+    return Node(identity, engine, connector, prefill_rate=prefill_rate)
 
 
 def _engine_options(settings: NodeSettings) -> EngineOptions:
     return EngineOptions(**{field.name: getattr(settings, field.name) for field in fields(EngineOptions)})
+
+
+def _connector(settings: NodeSettings, prefill_rate: PrefillRate) -> KVConnector:
+    choice = choose_connectors(
+        settings.connector,
+        host=settings.ucx_host or settings.host,
+        ucx_installed=is_ucx_installed(),
+        has_secret=bool(settings.cluster_secret.get_secret_value()),
+    )
+    _logger.info("connector %s: %s", ",".join(choice.names), choice.reason)
+    return create_tiers(choice.names, _connector_settings(settings), recompute_seconds=prefill_rate.seconds)
 
 
 def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
