@@ -42,16 +42,24 @@ class NodeIdentity:
 
 class Node:
     """`on_result` is the service's handler, called on the loop for each StepResult; `on_progress` when a PRODUCE
-    request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone."""
+    request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone.
+    `has_store`: the connector can fetch what all nodes share, from no node in particular."""
 
     def __init__(
-        self, identity: NodeIdentity, engine: Engine, connector: KVConnector, *, fetch_timeout: float = 10.0
+        self,
+        identity: NodeIdentity,
+        engine: Engine,
+        connector: KVConnector,
+        *,
+        fetch_timeout: float = 10.0,
+        has_store: bool = False,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.identity = identity
         self.engine_config = engine.config
         self.connector = connector
         self.event_log = EventLog(engine.load())
+        self.has_store = has_store
         self.crashed: asyncio.Event = asyncio.Event()
         self.activity = Activity()
         self.draining = False
@@ -71,13 +79,17 @@ class Node:
         self._publisher.start(self._on_crash)
         self.engine.start()
 
-    def receiver(self, admission: Admission) -> Receiver:
+    def receiver(
+        self, admission: Admission, *, on_missing: Callable[[int], None] = lambda num_tokens: None
+    ) -> Receiver:
         return Receiver(
             admission,
             self.connector,
             self.engine,
             block_size=self.engine_config.block_size,
             fetch_timeout=self._fetch_timeout,
+            patience=2 * self._fetch_timeout,
+            on_missing=on_missing,
         )
 
     async def check_idle(self) -> None:

@@ -77,7 +77,7 @@ def build_node(settings: NodeSettings, role: str) -> Node:
         node_id, size.num_blocks, layout.block_size, size.num_blocks * layout.block_bytes / 2**30,
         size.max_model_len, attention.name, connector.name,
     )  # fmt: skip
-    return Node(identity, engine, connector)
+    return Node(identity, engine, connector, has_store="redis" in connector.name)
 
 
 def _load(settings: NodeSettings, attention: AttentionBackend) -> LoadedModel:
