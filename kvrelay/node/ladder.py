@@ -50,10 +50,12 @@ class _Offer:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The next fetch: blocks by their place among the missing ones. `source` None asks the store."""
+    """The next fetch: blocks by their place among the missing ones. `source` None asks the store. `is_guess`: it
+    was only said to hold them; if it keeps us waiting, that holds up what others have."""
 
     source: Source | None
     indices: tuple[int, ...]
+    is_guess: bool
 
 
 class Ladder:
@@ -96,7 +98,8 @@ class Ladder:
             return None
         end = min(offer.available, len(self._origins))
         wanted = [i for i in range(self.num_leading, end) if self._origins[i] is None and offer.has(i)]
-        return Ask(offer.source, tuple(wanted[:_BLOCKS_PER_ASK]))
+        is_guess = offer.source in self._holders and offer.source not in self._announced
+        return Ask(offer.source, tuple(wanted[:_BLOCKS_PER_ASK]), is_guess)
 
     def settle(self, ask: Ask, outcomes: Sequence[FetchOutcome]) -> int:
         """Takes one outcome per block asked for; returns how many more leading blocks are here. Those that arrived

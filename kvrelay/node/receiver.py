@@ -16,6 +16,7 @@ from kvrelay.engine.request import Admission
 from kvrelay.node.ladder import Ask, FetchReport, Ladder
 
 _logger = logging.getLogger(__name__)
+_GUESS_SHARE = 0.2  # of the fetch timeout, for a holder that has not announced anything itself
 
 
 class Receiver:
@@ -123,8 +124,9 @@ class Receiver:
 
     async def _outcomes(self, ask: Ask) -> Sequence[FetchOutcome]:
         wanted = [self._missing[index] for index in ask.indices]
+        timeout = self._fetch_timeout * (_GUESS_SHARE if ask.is_guess else 1.0)
         try:
-            result = await self._connector.fetch(ask.source, wanted, timeout=self._fetch_timeout)
+            result = await self._connector.fetch(ask.source, wanted, timeout=timeout)
         except KVError as error:
             _logger.warning("request %s: nothing fetched: %s", self._request_id, error)
             return [FetchOutcome.FAILED] * len(wanted)

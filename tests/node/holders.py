@@ -21,9 +21,11 @@ class LadderConnector(InProcessConnector):
         self.hung: set[str] = set()
         self.store: Source | None = None
         self.asked: list[tuple[str, int]] = []  # node id or "" and number of blocks
+        self.timeouts: list[float] = []
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         self.asked.append(("" if source is None else source.node_id, len(blocks)))
+        self.timeouts.append(timeout)
         if source is not None and source.node_id in self.hung:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):

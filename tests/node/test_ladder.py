@@ -37,6 +37,21 @@ def test_the_announcing_source_goes_before_holders_and_these_before_the_store() 
     assert dict(ladder.report(24).in_vain) == {MISSING: 4}
 
 
+def test_only_holders_that_announced_nothing_are_guesses() -> None:
+    ladder = Ladder(2)
+    ladder.offer(H, 2)
+    ladder.offer(P, 2)
+    ask = ladder.next()
+    assert ask is not None and ask.is_guess
+    ladder.announce(P, 2)
+    ask = ladder.next()
+    assert ask is not None and (ask.source, ask.is_guess) == (P, False)
+    settle(ladder, MISSING, MISSING)
+    settle(ladder, MISSING, MISSING)
+    ask = ladder.next()
+    assert ask is not None and (ask.source, ask.is_guess) == (None, False)
+
+
 def test_one_bad_block_costs_one_block() -> None:
     ladder = Ladder(4)
     ladder.offer(H, 4)

@@ -152,6 +152,7 @@ async def test_a_holder_that_hangs_costs_one_timeout() -> None:
         report = await case.run()
         assert (report.num_tokens, report.in_vain) == (0, ((FetchOutcome.FAILED, 9),))
         assert case.connector.asked == [("p", 5), ("h", 4), ("", 5)]
+        assert case.connector.timeouts[1] < case.connector.timeouts[0], "less for who has not announced anything"
 
 
 async def test_what_no_holder_has_comes_from_the_store() -> None:
