@@ -1,7 +1,8 @@
 """`kvrelay serve MODEL`: a whole cluster on this machine, as real processes, ended together.
 
-Nodes first (each on a free port), then the router with their addresses. Cores are divided: two processes with more
-threads than cores between them are many times slower than with one thread each.
+Nodes first (each on a free port), then the router with their addresses; what ends by itself is started again where it
+was. Cores are divided: two processes with more threads than cores between them are many times slower than with one
+thread each.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -139,7 +141,7 @@ async def _run_cluster(settings: ServeSettings) -> None:
         router = router_command(settings, environment, prefill=addresses["prefill"], decode=addresses["decode"])
         [router_line] = await supervisor.start([router], timeout=settings.start_timeout)
         _announce(settings, router_line)
-        await supervisor.watch(on_loss=_say)
+        await supervisor.keep(again=at_its_address, timeout=settings.start_timeout, on_event=_say)
 
 
 def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, cores: int) -> list[ChildCommand]:
@@ -181,6 +183,16 @@ def router_command(
         nodes += ["--prefill-nodes", ",".join(prefill)]
     arguments = (*_python("router", settings), *nodes, *_flags(settings, ROUTER_SETTINGS))
     return ChildCommand(name="router", role="router", arguments=arguments, environment=environment)
+
+
+def at_its_address(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
+    """The same process at the ports that it has drawn: the others know it by them."""
+    ports = {"--port": ready.get("address") or ready.get("http_address"), "--grpc-port": ready.get("grpc_address")}
+    arguments = list(command.arguments)
+    for flag, address in ports.items():
+        if address is not None:
+            arguments[arguments.index(flag) + 1] = str(address).rpartition(":")[2]
+    return replace(command, arguments=tuple(arguments))
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
