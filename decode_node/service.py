@@ -5,7 +5,8 @@
 2. Otherwise the engine reserves every block the given tokens need and finds what is here already; the router is told
    (`admitted`).
 3. `Pull` says what can be fetched; a `Receiver` fetches, and the connector verifies, while the prefill node computes
-   the next chunk.
+   the next chunk. What does not arrive it asks of other holders, then of the store; what nobody has, it tells the
+   router (`kv_missing`), which names another prefill node or says that there will be no more.
 4. `Start` brings the first tokens. When every block is here, or nothing more will come, the engine goes on from them
    (`kv_ready`): what did not arrive is computed here.
 5. Each engine step sends each router one message with all its new tokens, until every output has a finish reason.
@@ -25,11 +26,12 @@ from typing import Any
 import grpc
 
 from decode_node.router_stream import RouterStream
-from kvrelay.core.errors import KVRelayError
+from kv_connector.base import Source
+from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.wire import output_from_wire
 from kvrelay.engine.request import Admission, KVRole, StepResult
-from kvrelay.node.convert import engine_request, source_from_wire
+from kvrelay.node.convert import engine_request, report_to_wire, source_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver
 from kvrelay.v1 import decode_node_pb2 as pb
@@ -52,6 +54,7 @@ class _Decode:
     num_given_tokens: int
     choices: range
     num_unfinished: int
+    sources: tuple[tuple[Source, int], ...] = ()
     receiver: Receiver | None = None
     pulls: list[pb.Pull] = field(default_factory=list)
     first_tokens: asyncio.Future[tuple[TokenOutput, ...]] = field(default_factory=_new_future)
@@ -112,19 +115,27 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             case "admit":
                 self._admit(command.admit, stream)
             case "pull":
-                self._pull(command.pull)
+                self._pull(command.pull, stream)
             case "start":
-                self._start(command.start)
+                self._start(command.start, stream)
             case "abort":
-                self._abort(command.abort.request_id)
+                if self._of(command.abort.request_id, stream) is not None:
+                    self._abort(command.abort.request_id)
+
+    def _of(self, request_id: str, stream: RouterStream) -> _Decode | None:
+        """None for a request that is over, or that another router has here."""
+        decode = self._active.get(request_id)
+        return decode if decode is not None and decode.stream is stream else None
 
     def _admit(self, admit: pb.Admit, stream: RouterStream) -> None:
         role = KVRole.LOCAL if admit.local_prefill else KVRole.CONSUME
-        if admit.request_id in self._active:
+        if self._of(admit.request_id, stream) is not None:
             _logger.error("request %s was admitted twice; the second one is ignored", admit.request_id)
             return
         try:
             self._node.require_accepting()
+            if admit.request_id in self._active:
+                raise InvalidRequestError(f"another router runs a request {admit.request_id}", field="request_id")
             request = engine_request(
                 admit.request_id,
                 admit.prompt_token_ids,
@@ -141,7 +152,11 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             stream.send_failure(admit.request_id, error)
             return
         self._active[request.request_id] = _Decode(
-            stream, len(request.given_token_ids), request.choices, request.sampling.n
+            stream,
+            len(request.given_token_ids),
+            request.choices,
+            request.sampling.n,
+            sources=tuple((source_from_wire(entry.source), entry.num_blocks) for entry in admit.sources),
         )
         stream.request_ids.add(request.request_id)
         self._node.activity.begin(request.request_id)
@@ -156,8 +171,8 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             _logger.error("request %s was not admitted", request_id, exc_info=error)
             self._fail(request_id, KVRelayError("internal error"))
 
-    def _pull(self, pull: pb.Pull) -> None:
-        decode = self._active.get(pull.request_id)
+    def _pull(self, pull: pb.Pull, stream: RouterStream) -> None:
+        decode = self._of(pull.request_id, stream)
         if decode is None:
             return
         if decode.receiver is None:
@@ -165,8 +180,8 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         else:
             _announce(decode.receiver, pull)
 
-    def _start(self, start: pb.Start) -> None:
-        decode = self._active.get(start.request_id)
+    def _start(self, start: pb.Start, stream: RouterStream) -> None:
+        decode = self._of(start.request_id, stream)
         if decode is None or decode.first_tokens.done():
             return
         first_tokens = tuple(output_from_wire(output) for output in start.first_tokens)
@@ -201,11 +216,13 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
 
     def _receive(self, admission: Admission) -> None:
         decode = self._active.get(admission.request_id)
-        receiver = self._node.receiver(admission)
+        receiver = self._node.receiver(admission, on_missing=partial(self._on_missing, admission.request_id))
         if decode is None:
             receiver.discard()
             return
         decode.receiver = receiver
+        for source, num_blocks in decode.sources:
+            receiver.offer(source, num_blocks)
         for pull in decode.pulls:
             _announce(receiver, pull)
         decode.pulls.clear()
@@ -214,16 +231,23 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         admitted = pb.Admitted(num_cached_tokens=admission.num_cached_tokens)
         decode.stream.send(pb.DecodeEvent(request_id=admission.request_id, admitted=admitted))
 
+    def _on_missing(self, request_id: str, num_tokens: int) -> None:
+        decode = self._active.get(request_id)
+        if decode is not None:
+            missing = pb.KVMissing(num_missing_tokens=num_tokens)
+            decode.stream.send(pb.DecodeEvent(request_id=request_id, kv_missing=missing))
+
     async def _run_reception(self, decode: _Decode, receiver: Receiver, admission: Admission) -> None:
         request_id = admission.request_id
-        fetched = await receiver.run()
+        fetches = await receiver.run()
         first_tokens = await decode.first_tokens
         decode.num_unfinished = sum(output.finish_reason is None for output in first_tokens)
         self._node.engine.post(lambda engine: engine.start(request_id, first_tokens))
         ready = pb.KVReady(
             num_cached_tokens=admission.num_cached_tokens,
-            num_fetched_tokens=fetched,
-            num_recomputed_tokens=decode.num_given_tokens - admission.num_cached_tokens - fetched,
+            num_fetched_tokens=fetches.num_tokens,
+            num_recomputed_tokens=decode.num_given_tokens - admission.num_cached_tokens - fetches.num_tokens,
+            fetches=report_to_wire(fetches),
         )
         decode.stream.send(pb.DecodeEvent(request_id=request_id, kv_ready=ready))
 
@@ -252,8 +276,8 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
 
 
 def _announce(receiver: Receiver, pull: pb.Pull) -> None:
-    if pull.num_blocks:
-        receiver.announce(source_from_wire(pull.source), pull.num_blocks)
+    if pull.HasField("source"):
+        receiver.announce(source_from_wire(pull.source), pull.num_blocks, ended=pull.ended)
     if pull.final:
         receiver.end()
 

@@ -81,8 +81,9 @@ class KVConnector(Protocol):
     """
 
     name: str
-    copies_expire: bool
-    """What was published may be gone while the pool still holds it: publish again what a request has found by name."""
+    has_store: bool
+    """Blocks are published to a store that all nodes share, too: a `fetch` without a source asks it. It forgets while
+    the pool still holds the block: publish again what a request has found by name."""
 
     @property
     def stats(self) -> ConnectorStats:

@@ -30,7 +30,7 @@ class InProcessConnector:
     """Implements KVConnector among the connectors of one hub."""
 
     name = "in_process"
-    copies_expire = False
+    has_store = False
 
     def __init__(self, hub: InProcessHub, *, clock: Clock | None = None) -> None:
         self.stats = ConnectorStats()

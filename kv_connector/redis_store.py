@@ -54,7 +54,7 @@ class RedisConnector:
     (`buffer`) it returns at once, and the blocks follow in the background, unpinned."""
 
     name = "redis"
-    copies_expire = True
+    has_store = True
 
     def __init__(self, settings: RedisSettings, *, clock: Clock | None = None) -> None:
         if settings.ttl_seconds < 1 or settings.batch_bytes < 1 or settings.max_connections < 1:

@@ -53,7 +53,7 @@ class SharedMemoryConnector:
     """
 
     name = "shared_memory"
-    copies_expire = False
+    has_store = False
 
     def __init__(self, settings: SharedMemorySettings, *, clock: Clock | None = None) -> None:
         self.stats = ConnectorStats()

@@ -45,13 +45,13 @@ class TieredConnector:
         store; `host`: the machine, when it is not this one."""
         assert tiers
         self.name = ",".join(tier.name for tier in tiers)
-        self.copies_expire = any(tier.copies_expire for tier in tiers)
+        self.has_store = any(tier.has_store for tier in tiers)
         self.tiers = tuple(tiers)
         self._clock: Clock = clock or MonotonicClock()
         self._host = host or this_host()
         self._block_bytes = 0  # before `allocate` and after `close`
         # Where a store is all there is, blocks have nowhere else to go: no gate.
-        self._gates = {tier.name: CostGate(recompute_seconds) for tier in self.tiers[1:] if tier.copies_expire}
+        self._gates = {tier.name: CostGate(recompute_seconds) for tier in self.tiers[1:] if tier.has_store}
 
     @property
     def stats(self) -> ConnectorStats:
@@ -113,7 +113,7 @@ class TieredConnector:
 
     def _route(self, source: Source | None) -> list[tuple[KVConnector, Source | None]]:
         """The tiers to ask, each with the source as it knows it."""
-        stores: list[tuple[KVConnector, Source | None]] = [(tier, source) for tier in self.tiers if tier.copies_expire]
+        stores: list[tuple[KVConnector, Source | None]] = [(tier, source) for tier in self.tiers if tier.has_store]
         if source is None:
             return stores
         try:

@@ -47,7 +47,7 @@ class UcxConnector:
     """Implements KVConnector. `allocate` needs the running loop. The endpoint is "host:port" of the listener."""
 
     name = "ucx"
-    copies_expire = False
+    has_store = False
 
     def __init__(self, settings: UcxSettings, *, clock: Clock | None = None) -> None:
         """Raises ConfigurationError without a proper secret."""

@@ -2,8 +2,8 @@
 
 1. `Prefill` opens a lease of the request's own id and hands the request to the engine, which names every block it
    computes.
-2. If other nodes hold leading blocks, these are reserved and fetched first (`Receiver`); the engine computes the rest
-   in chunks.
+2. If other nodes hold leading blocks, or a store may, these are reserved and fetched first (`Receiver`); the engine
+   computes the rest in chunks.
 3. As soon as a chunk's blocks are published, the stream says how many leading blocks can be fetched (`progress`).
 4. With the prompt's last logits come the first tokens (`finished`); they do not wait for publication.
 5. The stream ends when the last block is published. The engine is done with the request; the lease alone holds its
@@ -26,7 +26,8 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.wire import logprobs_to_wire, output_to_wire
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
-from kvrelay.node.convert import engine_request, source_from_wire
+from kvrelay.node.convert import engine_request, report_to_wire, source_from_wire
+from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver
 from kvrelay.v1 import node_pb2, prefill_node_pb2_grpc
@@ -48,7 +49,7 @@ class _Prefill:
     events: asyncio.Queue[pb.PrefillEvent | KVRelayError | None] = field(default_factory=asyncio.Queue)
     prompt: PromptOutput | None = None
     first_tokens: list[TokenOutput] = field(default_factory=list)
-    num_fetched_tokens: int = 0
+    fetches: FetchReport = NOTHING_FETCHED
     finished: bool = False
     published: bool = False
     reception: asyncio.Task[None] | None = None
@@ -115,7 +116,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             priority=request.priority,
             cache_salt=request.cache_salt,
             role=KVRole.PRODUCE,
-            receive=bool(request.sources) and not wants_prompt_logprobs,
+            receive=(bool(request.sources) or self._node.connector.has_store) and not wants_prompt_logprobs,
             num_prior_output_tokens=request.num_prior_output_tokens,
             first_choice_index=request.first_choice_index,
         )
@@ -170,7 +171,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             first_tokens=[output_to_wire(first) for first in prefill.first_tokens],
             prompt_logprobs=[logprobs_to_wire(entry) for entry in prefill.prompt.prompt_logprobs],
             num_cached_tokens=prefill.prompt.num_cached_tokens,
-            num_fetched_tokens=prefill.num_fetched_tokens,
+            num_fetched_tokens=prefill.fetches.num_tokens,
+            fetches=report_to_wire(prefill.fetches),
         )
         prefill.finished = True
         prefill.events.put_nowait(pb.PrefillEvent(finished=event))
@@ -198,14 +200,14 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             receiver.discard()
             return
         for entry in prefill.request.sources:
-            receiver.announce(source_from_wire(entry.source), entry.num_blocks)
+            receiver.offer(source_from_wire(entry.source), entry.num_blocks)
         receiver.end()
         reception = self._run_reception(admission.request_id, prefill, receiver)
         prefill.reception = asyncio.get_running_loop().create_task(reception)
         prefill.reception.add_done_callback(lambda _: receiver.discard())
 
     async def _run_reception(self, request_id: str, prefill: _Prefill, receiver: Receiver) -> None:
-        prefill.num_fetched_tokens = await receiver.run()
+        prefill.fetches = await receiver.run()
         self._node.engine.post(lambda engine: engine.start(request_id))
 
 

@@ -7,41 +7,43 @@
 4. P reports the first new token of every output (`PrefillFinished`). They go to the client at once and to D as the
    start of decoding; nothing waits for the transfer. Outputs that end with it are over; if all do, D is told to forget
    the request.
-5. P's stream ends: everything is published, D hears that no more will come. When P fails only now, D computes what it
-   could not fetch.
-6. D has its KV (`KVReady`): the lease is released.
+5. P's stream ends: everything is published, or P has failed; D hears that P will announce no more.
+   a. What D could not fetch from P, nor from the other holders and the store it knows of, it misses (`KVMissing`).
+   b. Once per attempt another prefill node is asked for it (`Refill`); its announcements go on to D as well.
+   c. When there is none, or that fails too, D is told that there will be no more and computes what it misses.
+6. D has its KV (`KVReady`): the leases are released.
 7. D's tokens go to the client until every output has a finish reason or the client has enough of it.
 
 When P fails before step 4 or D is lost at any time, the attempt has failed (`NodeLostError`) and the supervisor makes
 another one. Invariant: once closed, D has forgotten the request or was told to, P's stream is over and its lease
-released; nothing here waits, so that no cancellation can interrupt it.
+released, also those of a refill; nothing here waits, so that no cancellation can interrupt it.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, UnavailableError
 from kvrelay.core.outputs import TokenOutput
-from router.decode_client import Admitted, DecodeClient, DecodeEvent, DecodeFailed, DecodeSession, KVReady
+from router.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
 from router.node import KVSource, NodeHandle
+from router.placed import Placed, PrefillPlacement
 from router.prefill_client import (
-    HeldBlocks,
     PrefillAccepted,
-    PrefillClient,
     PrefillEnded,
     PrefillEvent,
     PrefillFinished,
     PrefillProgress,
     PrefillSession,
 )
+from router.refill import Refill
 from router.request import NodeRequest, PromptLogprobs
 from router.tally import Tally
 
 _logger = logging.getLogger(__name__)
 
-AttemptEvent = PrefillEvent | DecodeEvent
 ClientEvent = TokenOutput | PromptLogprobs
 
 
@@ -59,42 +61,30 @@ class NodeLostError(UnavailableError):
         self.cause = cause
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePlacement:
-    """Where to decode. `source`: the node as it was when the request was placed. `num_uncached_tokens`: its work if it
-    prefills by itself."""
+class PlaceRefill(Protocol):
+    """The choice of another prefill node than `source`, for blocks of so many tokens that nobody has; None when D shall
+    compute them."""
 
-    node: NodeHandle
-    client: DecodeClient
-    source: KVSource
-    num_uncached_tokens: int
+    def __call__(self, asked: NodeRequest, source: KVSource, *, num_missing_tokens: int) -> PrefillPlacement | None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlacement:
-    """Where to prefill. `source`: where D fetches from. `sources`: where P may fetch from. `num_uncached_tokens`: P's
-    share of work."""
+class RefillEvent:
+    """Of the second prefill node."""
 
-    node: NodeHandle
-    client: PrefillClient
-    source: KVSource
-    sources: tuple[HeldBlocks, ...]
-    num_uncached_tokens: int
+    event: PrefillEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Without `prefill` the decode node prefills by itself."""
-
-    decode: DecodePlacement
-    prefill: PrefillPlacement | None
+AttemptEvent = PrefillEvent | DecodeEvent | RefillEvent
 
 
 class Attempt:
     """`open` it, `take` what its sink is given, `close` it. `wire_id` names it at the nodes and is never used twice.
     `unfinished`: its outputs that the client still waits for."""
 
-    def __init__(self, asked: NodeRequest, wire_id: str, placed: Placed, tally: Tally) -> None:
+    def __init__(
+        self, asked: NodeRequest, wire_id: str, placed: Placed, tally: Tally, *, place_refill: PlaceRefill
+    ) -> None:
         self.closed = False
         self.unfinished = set(asked.choices)
         self.prefill_node: str | None = None  # that gave the first new tokens
@@ -104,6 +94,10 @@ class Attempt:
         self._decode = placed.decode
         self._prefill = placed.prefill
         self._tally = tally
+        self._place_refill = place_refill
+        self._sink: Callable[[AttemptEvent], None] = lambda event: None
+        self._timeout = 0.0
+        self._refill: Refill | None = None
         self._session: DecodeSession | None = None
         self._prefilling: PrefillSession | None = None
         self._num_published_blocks = 0
@@ -114,9 +108,11 @@ class Attempt:
 
     def open(self, sink: Callable[[AttemptEvent], None], *, timeout: float) -> None:
         """`timeout` of the prefill, in seconds."""
+        self._sink = sink
+        self._timeout = timeout
         self._decode.node.num_sequences += self._asked.sampling.n
         self._session = self._decode.client.open(self._wire_id, sink)
-        self._session.admit(self._asked, local_prefill=self._prefill is None)
+        self._session.admit(self._asked, local_prefill=self._prefill is None, sources=self._decode.sources)
         if self._prefill is None:
             self._decoding = set(self._asked.choices)
             self._charge(self._decode.node, self._decode.num_uncached_tokens)
@@ -141,6 +137,8 @@ class Attempt:
             self._session.close(finished=self._decode_is_done)
         if self._prefilling is not None:
             self._prefilling.close()
+        if self._refill is not None:
+            self._refill.close()
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -154,7 +152,7 @@ class Attempt:
                 self._tally.accepted()
             case PrefillProgress(num_published_blocks):
                 self._num_published_blocks = num_published_blocks
-                self._pull(final=False)
+                self._pull(ended=False)
             case PrefillFinished():
                 return self._on_first_tokens(event)
             case PrefillEnded(error):
@@ -163,6 +161,11 @@ class Attempt:
                 self._tally.accepted()
                 if self._prefill is None:
                     self._tally.computed(self._asked, num_cached_tokens=num_cached_tokens)
+            case KVMissing(num_missing_tokens):
+                self._on_kv_missing(num_missing_tokens)
+            case RefillEvent(refill_event):
+                if self._refill is not None and not self._refill.over:
+                    self._refill.take(refill_event)
             case KVReady():
                 self._on_kv_ready(event)
             case PromptLogprobs():
@@ -194,7 +197,10 @@ class Attempt:
         self.prefill_node = self._prefill.source.node_id
         self._tally.first_token()
         self._tally.computed(
-            self._asked, num_cached_tokens=finished.num_cached_tokens, num_fetched_tokens=finished.num_fetched_tokens
+            self._asked,
+            num_cached_tokens=finished.num_cached_tokens,
+            num_fetched_tokens=finished.num_fetched_tokens,
+            fetches=finished.fetches,
         )
         self._decoding = {output.index for output in finished.first_tokens if output.finish_reason is None}
         self.unfinished &= self._decoding
@@ -209,7 +215,23 @@ class Attempt:
             raise self._prefill_lost(error or KVRelayError("the prefill node ended without a first token"))
         if error is not None:
             _logger.warning("request %s: the prefill node failed after its first token: %s", self._wire_id, error)
-        self._pull(final=True)
+        self._pull(ended=True)
+
+    def _on_kv_missing(self, num_missing_tokens: int) -> None:
+        """D waits for an answer."""
+        assert self._session is not None
+        if self._refill is not None and not self._refill.over:
+            return  # the answer is on its way
+        placement = None
+        if self._refill is None and self._prefill is not None:
+            placement = self._place_refill(self._asked, self._prefill.source, num_missing_tokens=num_missing_tokens)
+        if placement is None:
+            _logger.warning("request %s: %d tokens have no source", self._wire_id, num_missing_tokens)
+            self._session.pull_no_more()
+            return
+        self._tally.refilling()
+        self._refill = Refill(self._asked, f"{self._wire_id}.refill", placement, self._session, self._tally)
+        self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._timeout)
 
     def _on_kv_ready(self, ready: KVReady) -> None:
         self._tally.accepted()
@@ -217,7 +239,11 @@ class Attempt:
             self._asked,
             num_fetched_tokens=ready.num_fetched_tokens,
             num_recomputed_tokens=ready.num_recomputed_tokens,
+            fetches=ready.fetches,
+            rungs=self._rungs(),
         )
+        if self._refill is not None:
+            self._refill.close()
         if self._has_first_tokens:  # before that the prefill still needs its blocks
             assert self._prefilling is not None
             self._prefilling.release()
@@ -229,9 +255,17 @@ class Attempt:
             return error
         return NodeLostError(self._prefill.source, LossCause.PREFILL_NODE, error)
 
-    def _pull(self, *, final: bool) -> None:
+    def _pull(self, *, ended: bool) -> None:
         assert self._prefill is not None and self._session is not None
-        self._session.pull(self._prefill.source, self._num_published_blocks, final=final)
+        self._session.pull(self._prefill.source, self._num_published_blocks, ended=ended)
+
+    def _rungs(self) -> dict[str, str]:
+        rungs = {}
+        if self._refill is not None:
+            rungs[self._refill.node_id] = "refill"
+        if self._prefill is not None:
+            rungs[self._prefill.source.node_id] = "prefill_node"
+        return rungs
 
     def _charge(self, node: NodeHandle, num_tokens: int) -> None:
         """Until the first tokens are here, this much more is queued there."""

@@ -6,7 +6,7 @@ error: a stream that breaks fails all of its sessions at once, and none of them 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,7 +18,8 @@ from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.wire import logprobs_from_wire, output_from_wire, output_to_wire, sampling_to_wire
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
-from router.node import KVSource, source_to_wire
+from router.fetch_report import NO_FETCHES, FetchReport, report_from_wire
+from router.node import HeldBlocks, KVSource, held_to_wire, source_to_wire
 from router.request import NodeRequest, PromptLogprobs
 
 _logger = logging.getLogger(__name__)
@@ -35,6 +36,14 @@ class KVReady:
     num_cached_tokens: int
     num_fetched_tokens: int
     num_recomputed_tokens: int
+    fetches: FetchReport = NO_FETCHES
+
+
+@dataclass(frozen=True, slots=True)
+class KVMissing:
+    """The node waits: nobody it knows of has the blocks of so many tokens."""
+
+    num_missing_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class DecodeFailed:
     error: KVRelayError
 
 
-DecodeEvent = Admitted | KVReady | TokenOutput | PromptLogprobs | DecodeFailed
+DecodeEvent = Admitted | KVMissing | KVReady | TokenOutput | PromptLogprobs | DecodeFailed
 Sink = Callable[[DecodeEvent], None]
 
 
@@ -115,7 +124,7 @@ class DecodeSession:
         self._stream = stream
         self._wire_id = wire_id
 
-    def admit(self, asked: NodeRequest, *, local_prefill: bool) -> None:
+    def admit(self, asked: NodeRequest, *, local_prefill: bool, sources: Sequence[HeldBlocks] = ()) -> None:
         admit = pb.Admit(
             request_id=self._wire_id,
             prompt_token_ids=asked.token_ids,
@@ -125,12 +134,16 @@ class DecodeSession:
             local_prefill=local_prefill,
             num_prior_output_tokens=asked.num_prior_output_tokens,
             first_choice_index=asked.first_choice_index,
+            sources=[held_to_wire(held) for held in sources],
         )
         self._stream.send(pb.DecodeCommand(admit=admit))
 
-    def pull(self, source: KVSource, num_blocks: int, *, final: bool) -> None:
-        pull = pb.Pull(request_id=self._wire_id, source=source_to_wire(source), num_blocks=num_blocks, final=final)
+    def pull(self, source: KVSource, num_blocks: int, *, ended: bool) -> None:
+        pull = pb.Pull(request_id=self._wire_id, source=source_to_wire(source), num_blocks=num_blocks, ended=ended)
         self._stream.send(pb.DecodeCommand(pull=pull))
+
+    def pull_no_more(self) -> None:
+        self._stream.send(pb.DecodeCommand(pull=pb.Pull(request_id=self._wire_id, final=True)))
 
     def start(self, first_tokens: tuple[TokenOutput, ...]) -> None:
         start = pb.Start(request_id=self._wire_id, first_tokens=[output_to_wire(output) for output in first_tokens])
@@ -172,7 +185,14 @@ def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
             return Admitted(message.admitted.num_cached_tokens)
         case "kv_ready":
             ready = message.kv_ready
-            return KVReady(ready.num_cached_tokens, ready.num_fetched_tokens, ready.num_recomputed_tokens)
+            return KVReady(
+                ready.num_cached_tokens,
+                ready.num_fetched_tokens,
+                ready.num_recomputed_tokens,
+                report_from_wire(ready.fetches),
+            )
+        case "kv_missing":
+            return KVMissing(message.kv_missing.num_missing_tokens)
         case "prompt_logprobs":
             return PromptLogprobs(tuple(logprobs_from_wire(entry) for entry in message.prompt_logprobs.logprobs))
         case "failed":

@@ -1,4 +1,4 @@
-"""What lost nodes cost: how often requests were placed again, and the tokens that took, for `/metrics`."""
+"""What lost nodes and lost blocks cost: placements, where blocks came from instead, and tokens computed again."""
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -22,10 +22,31 @@ class MigrationMetrics:
         ).labels(model_name)
         self._recomputed = Counter(
             "kvrelay:recomputed_tokens_total",
-            "Tokens computed again: of a replay (migration), or blocks that could not be fetched (transfer).",
+            "Tokens computed again: of a replay (migration), of blocks that could not be fetched, by another prefill "
+            "node (refill) or by the decode node (transfer).",
             ["model_name", "cause"],
             registry=registry,
         )
+        self._ladder_blocks = Counter(
+            "kvrelay:kv_ladder_blocks_total",
+            "KV blocks a request needed at a node (reader) that did not hold them, by the rung of the failure ladder "
+            "they came from: prefill_node, holder, store, refill, or local when they were computed there.",
+            ["model_name", "reader", "rung"],
+            registry=registry,
+        )
+        self._ladder_failures = Counter(
+            "kvrelay:kv_ladder_failures_total",
+            "KV blocks that a source was asked for in vain: it did not have them (missing), they did not verify "
+            "(refused), it could not be reached in time (failed).",
+            ["model_name", "reader", "cause"],
+            registry=registry,
+        )
+        self._refills = Counter(
+            "kvrelay:kv_refills_total",
+            "Prefills begun on another node because blocks did not arrive from the first.",
+            ["model_name"],
+            registry=registry,
+        ).labels(model_name)
 
     def migrated(self, cause: str, *, num_tokens: int) -> None:
         """A request was placed again with so many tokens."""
@@ -34,3 +55,14 @@ class MigrationMetrics:
 
     def recomputed(self, cause: str, *, num_tokens: int) -> None:
         self._recomputed.labels(self._model_name, cause).inc(max(0, num_tokens))
+
+    def came_from(self, reader: str, rung: str, *, num_blocks: int) -> None:
+        """Blocks that a node of this role did not hold."""
+        self._ladder_blocks.labels(self._model_name, reader, rung).inc(max(0, num_blocks))
+
+    def asked_in_vain(self, reader: str, cause: str, *, num_blocks: int) -> None:
+        self._ladder_failures.labels(self._model_name, reader, cause).inc(num_blocks)
+
+    def refilled(self) -> None:
+        """Another prefill node was asked for what did not arrive."""
+        self._refills.inc()

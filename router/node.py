@@ -36,6 +36,14 @@ class KVSource:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """`source` holds the prompt's first `num_blocks` blocks."""
+
+    source: KVSource
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDescription:
     """What a node answers to Describe; fixed for its epoch. `role` is None when the node is of a kind we do not
     know."""
@@ -99,6 +107,10 @@ _ROLES = {node_pb2.NODE_ROLE_PREFILL: NodeRole.PREFILL, node_pb2.NODE_ROLE_DECOD
 
 def source_to_wire(source: KVSource) -> common_pb2.KVSource:
     return common_pb2.KVSource(node_id=source.node_id, epoch=source.epoch, endpoint=source.endpoint)
+
+
+def held_to_wire(held: HeldBlocks) -> common_pb2.BlockSource:
+    return common_pb2.BlockSource(source=source_to_wire(held.source), num_blocks=held.num_blocks)
 
 
 def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription:

@@ -4,7 +4,7 @@ A simulator replays recorded facts through the same code, so nothing in here rea
 Invariant: the nodes of a placement are among the candidates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -83,13 +83,23 @@ class PlacementReason(Enum):
 @dataclass(frozen=True, slots=True)
 class Placement:
     """`prefill` None: the decode node computes the prompt. `sources`: nodes that hold more of the prompt than
-    `prefill`, best first, for it to fetch from. `decode_holds_all`: nothing needs to move."""
+    `prefill`, best first, for it to fetch from; `decode_sources` are those with more than `decode`, beside `prefill`.
+    `decode_holds_all`: nothing needs to move."""
 
     prefill: str | None
     decode: str
     reason: PlacementReason
     sources: tuple[SourceHint, ...] = ()
+    decode_sources: tuple[SourceHint, ...] = ()
     decode_holds_all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """A second prefill node for blocks that did not arrive from the first, and nodes for it to fetch from."""
+
+    prefill: str
+    sources: tuple[SourceHint, ...]
 
 
 _NodeT = TypeVar("_NodeT", PrefillCandidate, DecodeCandidate)
@@ -98,6 +108,11 @@ _NodeT = TypeVar("_NodeT", PrefillCandidate, DecodeCandidate)
 class Policy(Protocol):
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         """Same arguments, same placement. Cheap: called once per request on the router's loop."""
+        ...
+
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
+        """A prefill node among the candidates, for blocks of so many tokens that a decode node was to fetch and nobody
+        has; None when it shall compute them by itself."""
         ...
 
 
@@ -111,6 +126,11 @@ class RoundRobin:
         prefill = candidates.prefill[facts.number % len(candidates.prefill)]
         return _disaggregated(facts, prefill, decode, candidates)
 
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
+        if not candidates.prefill:
+            return None
+        return _refill(facts, candidates.prefill[facts.number % len(candidates.prefill)], candidates)
+
 
 class LeastLoaded:
     """The prefill node with the fewest queued tokens, the decode node with the fewest sequences; blind to what they
@@ -122,6 +142,11 @@ class LeastLoaded:
             return _local(facts, decode, PlacementReason.NO_PREFILL_NODE)
         prefill = min(candidates.prefill, key=lambda node: node.num_queued_tokens)
         return _disaggregated(facts, prefill, decode, candidates)
+
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
+        if not candidates.prefill:
+            return None
+        return _refill(facts, min(candidates.prefill, key=lambda node: node.num_queued_tokens), candidates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +202,15 @@ class PrefixAware:
         prefill = _cheapest(facts, candidates.prefill, costs)
         return _disaggregated(facts, prefill, decode, candidates)
 
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
+        """The cheapest prefill node, unless so few tokens are missing that they would be computed by the decode node in
+        the first place."""
+        if not candidates.prefill or num_missing_tokens <= self._local_prefill_max_tokens:
+            return None
+        most_held = max(node.num_held_blocks for node in candidates.all)
+        costs = [self._prefill_cost(facts, node, most_held) for node in candidates.prefill]
+        return _refill(facts, _cheapest(facts, candidates.prefill, costs), candidates)
+
     def _prefill_cost(self, facts: RequestFacts, node: PrefillCandidate, most_held: int) -> float:
         moved = (most_held - node.num_held_blocks) * facts.block_size
         return facts.uncached_tokens(most_held) + self._weights.moved_token * moved + node.num_queued_tokens
@@ -223,8 +257,13 @@ def _disaggregated(
         decode.node_id,
         PlacementReason.DISAGGREGATED,
         sources=_sources(facts, prefill, candidates),
+        decode_sources=_decode_sources(facts, decode, prefill, candidates),
         decode_holds_all=_holds_all(facts, decode),
     )
+
+
+def _refill(facts: RequestFacts, prefill: PrefillCandidate, candidates: Candidates) -> Refill:
+    return Refill(prefill.node_id, _sources(facts, prefill, candidates))
 
 
 def _holds_all(facts: RequestFacts, decode: DecodeCandidate) -> bool:
@@ -234,9 +273,23 @@ def _holds_all(facts: RequestFacts, decode: DecodeCandidate) -> bool:
 def _sources(facts: RequestFacts, prefill: PrefillCandidate, candidates: Candidates) -> tuple[SourceHint, ...]:
     """Only full blocks are fetched for a prefill: the rest is computed to get the logits."""
     num_full_blocks = facts.num_prompt_tokens // facts.block_size
-    holders = [
+    return _most_held(
         SourceHint(node.node_id, min(node.num_held_blocks, num_full_blocks))
         for node in candidates.all
         if min(node.num_held_blocks, num_full_blocks) > prefill.num_held_blocks
-    ]
+    )
+
+
+def _decode_sources(
+    facts: RequestFacts, decode: DecodeCandidate, prefill: PrefillCandidate, candidates: Candidates
+) -> tuple[SourceHint, ...]:
+    """The prefill node announces by itself what it has."""
+    return _most_held(
+        SourceHint(node.node_id, node.num_held_blocks)
+        for node in candidates.all
+        if node.num_held_blocks > decode.num_held_blocks and node.node_id != prefill.node_id
+    )
+
+
+def _most_held(holders: Iterable[SourceHint]) -> tuple[SourceHint, ...]:
     return tuple(sorted(holders, key=lambda hint: -hint.num_blocks)[:MAX_SOURCES])

@@ -14,13 +14,14 @@ from typing import cast
 
 import grpc
 
-from kvrelay.core.errors import KVRelayError
+from kvrelay.core.errors import DeadlineError, KVRelayError
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.wire import logprobs_from_wire, output_from_wire, sampling_to_wire
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
-from router.node import KVSource, source_to_wire
+from router.fetch_report import NO_FETCHES, FetchReport, report_from_wire
+from router.node import HeldBlocks, held_to_wire
 from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class PrefillFinished:
     prompt_logprobs: tuple[TokenLogprobs, ...]
     num_cached_tokens: int
     num_fetched_tokens: int
+    fetches: FetchReport = NO_FETCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +58,6 @@ class PrefillEnded:
 
 
 PrefillEvent = PrefillAccepted | PrefillProgress | PrefillFinished | PrefillEnded
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBlocks:
-    """`source` holds the prompt's first `num_blocks` full blocks."""
-
-    source: KVSource
-    num_blocks: int
 
 
 class PrefillSession:
@@ -128,9 +122,7 @@ class PrefillClient:
             priority=asked.priority,
             lease_ttl_ms=self._lease_ttl_ms,
             cache_salt=asked.cache_salt,
-            sources=[
-                pb.BlockSource(source=source_to_wire(held.source), num_blocks=held.num_blocks) for held in sources
-            ],
+            sources=[held_to_wire(held) for held in sources],
             num_prior_output_tokens=asked.num_prior_output_tokens,
             first_choice_index=asked.first_choice_index,
         )
@@ -180,14 +172,22 @@ class PrefillClient:
             raise
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure)
+        except TimeoutError:
+            error = DeadlineError(f"prefill node {self._address} did not publish all blocks in time")
         sink(PrefillEnded(error))
 
     async def _events(
         self, session: PrefillSession, message: pb.PrefillRequest, timeout: float
     ) -> AsyncGenerator[PrefillAccepted | PrefillProgress | PrefillFinished, None]:
         call = self._stub.Prefill(message, timeout=timeout)
+        events = aiter(call)
+        patience: float | None = None
         try:
-            async for event in call:
+            while True:
+                async with asyncio.timeout(patience):
+                    event = await anext(events, None)
+                if event is None:
+                    return
                 match event.WhichOneof("event"):
                     case "accepted":
                         session.granted(event.accepted.lease_id)
@@ -195,6 +195,7 @@ class PrefillClient:
                     case "progress":
                         yield PrefillProgress(event.progress.num_published_blocks)
                     case "finished":
+                        patience = self._lease_ttl_ms / 1000  # then it is no longer worth waiting for the rest
                         yield _finished_from_wire(event.finished)
         finally:
             call.cancel()
@@ -241,4 +242,5 @@ def _finished_from_wire(message: pb.PrefillFinished) -> PrefillFinished:
         prompt_logprobs=tuple(logprobs_from_wire(entry) for entry in message.prompt_logprobs),
         num_cached_tokens=message.num_cached_tokens,
         num_fetched_tokens=message.num_fetched_tokens,
+        fetches=report_from_wire(message.fetches),
     )

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence, Set
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence, Set
 from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry
@@ -15,19 +15,19 @@ from prometheus_client import CollectorRegistry
 from kvrelay.core.block_hash import BlockHash, KVNamespace, block_hashes
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
-from router.attempt import DecodePlacement, Placed, PrefillPlacement
 from router.decode_client import DecodeClient
 from router.migration_metrics import MigrationMetrics
-from router.node import KVSource, NodeHandle, NodeRole
+from router.node import HeldBlocks, KVSource, NodeHandle, NodeRole
+from router.placed import DecodePlacement, Placed, PrefillPlacement
 from router.policy import (
     Candidates,
     DecodeCandidate,
-    Placement,
     Policy,
     PrefillCandidate,
     RequestFacts,
+    SourceHint,
 )
-from router.prefill_client import HeldBlocks, PrefillClient
+from router.prefill_client import PrefillClient
 from router.registry import Registry
 from router.request import NodeRequest, RequestEvent, RoutedRequest, ServedModel
 from router.supervisor import RequestSupervisor
@@ -38,8 +38,8 @@ _ABORT_SECONDS = 1.0  # for consumers to take the error of an aborted request
 
 
 class ClusterRelay:
-    """Implements `Relay` over the nodes of a registry, which it does not own. `lease_ttl` and `node_timeout` in
-    seconds."""
+    """Implements `Relay`, and `Place` for its supervisors, over the nodes of a registry, which it does not own.
+    `lease_ttl` and `node_timeout` in seconds."""
 
     def __init__(
         self,
@@ -132,36 +132,56 @@ class ClusterRelay:
         return RequestSupervisor(
             request,
             f"{request.request_id}.{self._tag}.{next(self._wire_numbers)}",
-            self._place,
+            self,
             Tally(request, block_size, self._clock, self._metrics),
             max_attempts=self._max_attempts,
             clock=self._clock,
         )
 
-    def _place(self, asked: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> Placed:
+    def place(self, asked: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> Placed:
         """As `Place`."""
-        namespace = self._registry.served_model().kv_namespace
-        live = {role: self._registry.live(role) for role in NodeRole}
-        usable = [node for role in NodeRole for node in live[role] if _source(node) not in lost]
-        if not any(node.role is NodeRole.DECODE for node in usable):
+        usable = self._usable(lost)
+        if not any(node.role is NodeRole.DECODE for node in usable.values()):
             if not last_resort:
                 raise UnavailableError("no decode node lives that this request has not lost")
-            usable += live[NodeRole.DECODE]
-        nodes = {_node_id(node): node for node in usable}
-        facts = RequestFacts(next(self._numbers), len(asked.token_ids), asked.sampling.n, namespace.block_size)
-        held = self._registry.index.leading(self._names(asked, namespace))
-        placement = self._policy.choose(facts, _candidates(usable, held))
+            usable |= {_node_id(node): node for node in self._registry.live(NodeRole.DECODE)}
+        facts, held = self._facts(asked)
+        placement = self._policy.choose(facts, _candidates(usable.values(), held))
         _logger.debug("%d tokens: %s", len(asked.token_ids), placement)
-        decode = nodes[placement.decode]
+        decode = usable[placement.decode]
+        prefill = None
+        if placement.prefill is not None:
+            prefill = self._prefill_placement(placement.prefill, placement.sources, facts, usable, held)
         return Placed(
             DecodePlacement(
                 decode,
                 self._decode_clients[decode.address],
                 _source(decode),
                 facts.uncached_tokens(held.get(placement.decode, 0)),
+                _held_blocks(placement.decode_sources, usable),
             ),
-            self._prefill_placement(placement, facts, nodes, held),
+            prefill,
         )
+
+    def refill(self, asked: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int) -> PrefillPlacement | None:
+        """As `Place`."""
+        usable = self._usable(lost)
+        facts, held = self._facts(asked)
+        refill = self._policy.refill(facts, _candidates(usable.values(), held), num_missing_tokens)
+        if refill is None:
+            return None
+        return self._prefill_placement(refill.prefill, refill.sources, facts, usable, held)
+
+    def _usable(self, lost: Set[KVSource]) -> dict[str, NodeHandle]:
+        """Live nodes by id, prefill nodes first."""
+        live = (node for role in NodeRole for node in self._registry.live(role))
+        return {_node_id(node): node for node in live if _source(node) not in lost}
+
+    def _facts(self, asked: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
+        """And how many leading blocks each node holds."""
+        namespace = self._registry.served_model().kv_namespace
+        facts = RequestFacts(next(self._numbers), len(asked.token_ids), asked.sampling.n, namespace.block_size)
+        return facts, self._registry.index.leading(self._names(asked, namespace))
 
     def _names(self, asked: NodeRequest, namespace: KVNamespace) -> Sequence[BlockHash]:
         """Of the given tokens' blocks, the partial tail included. A request for prompt logprobs computes its whole
@@ -172,24 +192,26 @@ class ClusterRelay:
         return block_hashes(root, asked.token_ids, namespace.block_size, include_partial=True)
 
     def _prefill_placement(
-        self, placement: Placement, facts: RequestFacts, nodes: dict[str, NodeHandle], held: dict[str, int]
-    ) -> PrefillPlacement | None:
-        if placement.prefill is None:
-            return None
-        node = nodes[placement.prefill]
-        assert node.description is not None
-        sources = tuple(HeldBlocks(_source(nodes[hint.node_id]), hint.num_blocks) for hint in placement.sources)
-        most_held = max([held.get(placement.prefill, 0), *(source.num_blocks for source in sources)])
+        self,
+        node_id: str,
+        hints: Sequence[SourceHint],
+        facts: RequestFacts,
+        nodes: Mapping[str, NodeHandle],
+        held: Mapping[str, int],
+    ) -> PrefillPlacement:
+        node = nodes[node_id]
+        sources = _held_blocks(hints, nodes)
+        most_held = max([held.get(node_id, 0), *(source.num_blocks for source in sources)])
         return PrefillPlacement(
-            node,
-            self._prefill_clients[node.address],
-            node.description.source,
-            sources,
-            facts.uncached_tokens(most_held),
+            node, self._prefill_clients[node.address], _source(node), sources, facts.uncached_tokens(most_held)
         )
 
 
-def _candidates(nodes: Sequence[NodeHandle], held: dict[str, int]) -> Candidates:
+def _held_blocks(hints: Sequence[SourceHint], nodes: Mapping[str, NodeHandle]) -> tuple[HeldBlocks, ...]:
+    return tuple(HeldBlocks(_source(nodes[hint.node_id]), hint.num_blocks) for hint in hints)
+
+
+def _candidates(nodes: Collection[NodeHandle], held: Mapping[str, int]) -> Candidates:
     """A node's own report lags, ours knows nothing of other routers: the larger of the two is nearer to the truth."""
     return Candidates(
         prefill=tuple(

@@ -58,6 +58,20 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class KVOrigins:
+    """Blocks that no node had to compute where they were needed, by where they came from; and tokens that were computed
+    more than once: by a second prefill node, by the decode node, after a node was lost."""
+
+    num_prefill_node_blocks: int = 0
+    num_holder_blocks: int = 0
+    num_store_blocks: int = 0
+    num_refill_blocks: int = 0
+    num_refilled_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_replayed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RequestTrace:
     """How the request was served; always the last event. Times in seconds.
 
@@ -75,6 +89,7 @@ class RequestTrace:
     ttft_seconds: float
     e2e_seconds: float
     num_migrations: int = 0
+    kv: KVOrigins = KVOrigins()
 
 
 RequestEvent = TokenOutput | PromptLogprobs | RequestTrace

@@ -29,9 +29,10 @@ from typing import Protocol
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
-from router.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError, Placed
+from router.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
 from router.backoff import Backoff
 from router.node import KVSource
+from router.placed import Placed, PrefillPlacement
 from router.request import NodeRequest, PromptLogprobs, RequestEvent, RoutedRequest
 from router.tally import Tally
 
@@ -41,9 +42,16 @@ _logger = logging.getLogger(__name__)
 class Place(Protocol):
     """The relay's choice of nodes for some outputs of a request."""
 
-    def __call__(self, asked: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> Placed:
+    def place(self, asked: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> Placed:
         """None of the `lost` nodes is chosen, unless as `last_resort` when no other decode node lives. Raises
         UnavailableError when there is none."""
+        ...
+
+    def refill(
+        self, asked: NodeRequest, *, lost: AbstractSet[KVSource], num_missing_tokens: int
+    ) -> PrefillPlacement | None:
+        """A prefill node, none of the `lost` ones, for blocks of so many tokens that a decode node waits for in vain;
+        None when it shall compute them."""
         ...
 
 
@@ -212,7 +220,7 @@ class RequestSupervisor:
             raise UnavailableError(f"given up after {share.num_attempts} more placements: {lost}") from lost
         asked = self._asked(share.choices, is_replay=True)
         try:
-            placed = self._place(asked, lost=self._lost, last_resort=last_resort)
+            placed = self._place.place(asked, lost=self._lost, last_resort=last_resort)
         except UnavailableError as error:
             share.num_attempts += last_resort  # looking for an unspoilt node has cost nothing yet
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
@@ -242,12 +250,17 @@ class RequestSupervisor:
     def _start(self, share: _Share, asked: NodeRequest, placed: Placed) -> None:
         suffix = f".{self._num_attempts}" if self._num_attempts else ""
         self._num_attempts += 1
-        attempt = share.attempt = Attempt(asked, f"{self._wire_id}{suffix}", placed, self._tally)
+        attempt = share.attempt = Attempt(
+            asked, f"{self._wire_id}{suffix}", placed, self._tally, place_refill=self._refill
+        )
 
         def sink(event: AttemptEvent) -> None:
             self._inbox.put_nowait(_Happened(share, attempt, event))
 
         attempt.open(sink, timeout=max(0.0, self._expires_at - self._clock.now()))
+
+    def _refill(self, asked: NodeRequest, source: KVSource, *, num_missing_tokens: int) -> PrefillPlacement | None:
+        return self._place.refill(asked, lost=self._lost | {source}, num_missing_tokens=num_missing_tokens)
 
     # -- opening and closing -------------------------------------------------------------------------------------------
 
@@ -256,7 +269,7 @@ class RequestSupervisor:
         timeout = self._request.timeout
         share = _Share(tuple(self._tokens))
         asked = self._asked(share.choices, is_replay=False)
-        placed = self._place(asked, lost=self._lost, last_resort=False)
+        placed = self._place.place(asked, lost=self._lost, last_resort=False)
         error = DeadlineError(f"the request took longer than {timeout:g} seconds")
         self._deadline = asyncio.get_running_loop().call_later(timeout, self.abort, error)
         self._shares.append(share)

@@ -1,12 +1,16 @@
-"""What a request cost so far: counted as it happens, summed up in its trace.
+"""What a request cost so far, and where its KV came from: counted as it happens, summed up in its trace.
 
 Invariant: computed and cached tokens together are the prompt, whatever nodes report. What placements after a lost node
 compute once more is no part of that; it is counted as recomputed.
 """
 
+from collections import Counter
+from collections.abc import Mapping
+
 from kvrelay.core.clock import Clock
+from router.fetch_report import NO_FETCHES, FetchReport
 from router.migration_metrics import MigrationMetrics
-from router.request import NodeRequest, RequestTrace, RoutedRequest
+from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 
 
 class Tally:
@@ -24,6 +28,8 @@ class Tally:
         self._num_recomputed_tokens = 0  # of the prompt, could not be fetched by the decode node
         self._num_transferred_blocks = 0
         self._num_migrations = 0
+        self._rungs: Counter[str] = Counter()  # blocks of all nodes
+        self._recomputed: Counter[str] = Counter()  # tokens by cause
 
     def accepted(self) -> None:
         """A node has taken the request."""
@@ -35,26 +41,59 @@ class Tally:
         if self._first_token_after is None:
             self._first_token_after = self._clock.now() - self._began
 
+    def refilling(self) -> None:
+        """Another prefill node was asked for blocks that did not arrive."""
+        self._metrics.refilled()
+
     def migrated(self, asked: NodeRequest, cause: str) -> None:
         """Outputs were placed again."""
         self._num_migrations += 1
         self._metrics.migrated(cause, num_tokens=len(asked.token_ids))
 
-    def computed(self, asked: NodeRequest, *, num_cached_tokens: int, num_fetched_tokens: int = 0) -> None:
+    def computed(
+        self,
+        asked: NodeRequest,
+        *,
+        num_cached_tokens: int,
+        num_fetched_tokens: int = 0,
+        fetches: FetchReport = NO_FETCHES,
+    ) -> None:
         """By the node that prefills. Tokens it held, and tokens it fetched from others."""
         num_found_tokens = num_cached_tokens + num_fetched_tokens
         self._num_transferred_blocks += self._blocks(num_fetched_tokens)
+        self._came_from("prefill", fetches, {})
         if asked.is_replay:
-            self._metrics.recomputed("migration", num_tokens=len(asked.token_ids) - num_found_tokens)
+            self._recompute("migration", len(asked.token_ids) - num_found_tokens)
         if asked.num_prior_output_tokens == 0:
             self._num_found_tokens = num_found_tokens
 
-    def decode_ready(self, asked: NodeRequest, *, num_fetched_tokens: int, num_recomputed_tokens: int) -> None:
-        """By a decode node that did not prefill."""
+    def refilled(
+        self, asked: NodeRequest, *, num_cached_tokens: int, num_fetched_tokens: int, fetches: FetchReport
+    ) -> None:
+        """By a second prefill node, as the first one's blocks did not arrive."""
         self._num_transferred_blocks += self._blocks(num_fetched_tokens)
-        self._metrics.recomputed("transfer", num_tokens=num_recomputed_tokens)
+        self._came_from("prefill", fetches, {})
+        num_tokens = len(asked.token_ids) - num_cached_tokens - num_fetched_tokens
+        self._recompute("refill", num_tokens)
         if asked.num_prior_output_tokens == 0:
-            self._num_recomputed_tokens = num_recomputed_tokens
+            self._num_recomputed_tokens += num_tokens
+
+    def decode_ready(
+        self,
+        asked: NodeRequest,
+        *,
+        num_fetched_tokens: int,
+        num_recomputed_tokens: int,
+        fetches: FetchReport,
+        rungs: Mapping[str, str],
+    ) -> None:
+        """By a decode node that did not prefill. `rungs`: of the nodes that prefilled for it."""
+        self._num_transferred_blocks += self._blocks(num_fetched_tokens)
+        self._came_from("decode", fetches, rungs)
+        self._metrics.came_from("decode", "local", num_blocks=self._blocks(num_recomputed_tokens))
+        self._recompute("transfer", num_recomputed_tokens)
+        if asked.num_prior_output_tokens == 0:
+            self._num_recomputed_tokens += num_recomputed_tokens
 
     def trace(self, *, prefill_node: str | None, decode_node: str) -> RequestTrace:
         elapsed = self._clock.now() - self._began
@@ -72,7 +111,30 @@ class Tally:
             ttft_seconds=elapsed if self._first_token_after is None else self._first_token_after,
             e2e_seconds=elapsed,
             num_migrations=self._num_migrations,
+            kv=KVOrigins(
+                num_prefill_node_blocks=self._rungs["prefill_node"],
+                num_holder_blocks=self._rungs["holder"],
+                num_store_blocks=self._rungs["store"],
+                num_refill_blocks=self._rungs["refill"],
+                num_refilled_tokens=self._recomputed["refill"],
+                num_recomputed_tokens=self._recomputed["transfer"],
+                num_replayed_tokens=self._recomputed["migration"],
+            ),
         )
+
+    def _came_from(self, reader: str, fetches: FetchReport, rungs: Mapping[str, str]) -> None:
+        """A node that is on no rung of its own is another holder."""
+        for node_id, num_blocks in fetches.fetched:
+            rung = rungs.get(node_id, "holder") if node_id else "store"
+            self._rungs[rung] += num_blocks
+            self._metrics.came_from(reader, rung, num_blocks=num_blocks)
+        self._metrics.asked_in_vain(reader, "missing", num_blocks=fetches.num_missing)
+        self._metrics.asked_in_vain(reader, "refused", num_blocks=fetches.num_refused)
+        self._metrics.asked_in_vain(reader, "failed", num_blocks=fetches.num_failed)
+
+    def _recompute(self, cause: str, num_tokens: int) -> None:
+        self._recomputed[cause] += max(0, num_tokens)
+        self._metrics.recomputed(cause, num_tokens=num_tokens)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

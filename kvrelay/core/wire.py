@@ -96,7 +96,8 @@ def output_from_wire(message: common_pb2.TokenOutput) -> TokenOutput:
         index=message.index,
         token_ids=tuple(message.token_ids),
         logprobs=tuple(logprobs_from_wire(entry) for entry in message.logprobs),
-        finish_reason=_FINISH_FROM_WIRE[message.finish_reason],
+        # A reason of a newer protocol: over it is, and in no way that we know.
+        finish_reason=_FINISH_FROM_WIRE.get(message.finish_reason, FinishReason.ERROR),
         stop_token_id=None if message.stop_token_id < 0 else message.stop_token_id,
     )
 

@@ -96,10 +96,14 @@ class Scheduler:
         self._free_blocks(sequence)
 
     def reserve(self) -> list[Sequence]:
-        """Gives receiving requests the blocks their given tokens need, in order, as far as there are any."""
+        """Gives receiving requests the blocks their given tokens need, in order, as far as there are any. A sequence
+        that has lost its blocks gets them back before any that comes after it."""
         admitted = []
+        preempted = next((sequence for sequence in self.waiting if sequence.was_preempted), None)
         while self.reserving:
             sequence = self.reserving.peek()
+            if preempted is not None and preempted.order < sequence.order:
+                break
             if not self._has_room_for(sequence) or not self._take_given_blocks(sequence):
                 break
             self.reserving.pop()
@@ -180,6 +184,7 @@ class Scheduler:
         self._free_blocks(sequence)
         self._on_preempt(sequence)
         sequence.state = SequenceState.WAITING
+        sequence.was_preempted = True
         self.waiting.push(sequence)
         self.num_preemptions += 1
 

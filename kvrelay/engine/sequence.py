@@ -45,6 +45,7 @@ class Sequence:
         "request",
         "state",
         "token_ids",
+        "was_preempted",
     )
 
     def __init__(
@@ -64,6 +65,7 @@ class Sequence:
         self.num_named_blocks = 0
         self.num_reported_blocks = 0  # of a PRODUCE request: leading blocks its progress has told of
         self.state = SequenceState.RESERVING if request.receive else SequenceState.WAITING
+        self.was_preempted = False
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_reported = False

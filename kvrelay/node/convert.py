@@ -1,11 +1,12 @@
-"""Requests from the wire to the engine's values, for both node kinds."""
+"""Requests from the wire to the engine's values, and what nodes report back, for both node kinds."""
 
 from collections.abc import Iterable
 
-from kv_connector.base import Source
+from kv_connector.base import FetchOutcome, Source
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.wire import sampling_from_wire
 from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.node.ladder import FetchReport
 from kvrelay.v1 import common_pb2
 
 
@@ -52,3 +53,13 @@ def engine_request(
 
 def source_from_wire(message: common_pb2.KVSource) -> Source:
     return Source(node_id=message.node_id, epoch=message.epoch, endpoint=message.endpoint)
+
+
+def report_to_wire(report: FetchReport) -> common_pb2.FetchReport:
+    in_vain = dict(report.in_vain)
+    return common_pb2.FetchReport(
+        fetched=[common_pb2.FetchedBlocks(node_id=node_id, num_blocks=count) for node_id, count in report.fetched],
+        num_missing=in_vain.get(FetchOutcome.MISSING, 0),
+        num_refused=in_vain.get(FetchOutcome.REFUSED, 0),
+        num_failed=in_vain.get(FetchOutcome.FAILED, 0),
+    )

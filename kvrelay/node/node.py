@@ -79,13 +79,17 @@ class Node:
         self._publisher.start(self._on_crash)
         self.engine.start()
 
-    def receiver(self, admission: Admission) -> Receiver:
+    def receiver(
+        self, admission: Admission, *, on_missing: Callable[[int], None] = lambda num_tokens: None
+    ) -> Receiver:
         return Receiver(
             admission,
             self.connector,
             self.engine,
             block_size=self.engine_config.block_size,
             fetch_timeout=self._fetch_timeout,
+            patience=2 * self._fetch_timeout,
+            on_missing=on_missing,
         )
 
     async def check_idle(self) -> None:

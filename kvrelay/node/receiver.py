@@ -1,24 +1,29 @@
-"""Pulls the KV of one request into its reserved blocks, as sources announce it.
+"""Pulls the KV of one request into its reserved blocks, as sources announce it, and from others what does not arrive.
 
 Invariant: blocks are delivered to the engine in order and only after the connector verified them; every reserved block
-is unpinned exactly once, when nothing writes to it any more.
+is unpinned exactly once, when nothing writes to it any more. Every wait has a deadline or ends with the router's
+stream, whose node cancels `run`.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from kv_connector.base import Block, KVConnector, Source
+from kv_connector.base import Block, FetchOutcome, KVConnector, Source
 from kvrelay.core.errors import KVError
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission
+from kvrelay.node.ladder import Ask, FetchReport, Ladder
 
 _logger = logging.getLogger(__name__)
-_BLOCKS_PER_FETCH = 64  # the first blocks of a long prefix are delivered while the last ones still move
+_GUESS_SHARE = 0.2  # of the fetch timeout, for a holder that has not announced anything itself
 
 
 class Receiver:
-    """One receiving request: `announce` what becomes available, then `end`; `run` returns what arrived."""
+    """One receiving request: `offer` and `announce` what is available, then `end`; `run` returns what arrived.
+
+    `on_missing` is told the number of missing tokens when the announcing source has ended and nobody known has them;
+    then `run` waits for more, `patience` seconds from one word to the next. `fetch_timeout` in seconds."""
 
     def __init__(
         self,
@@ -28,26 +33,41 @@ class Receiver:
         *,
         block_size: int,
         fetch_timeout: float,
+        patience: float,
+        on_missing: Callable[[int], None] = lambda num_tokens: None,
     ) -> None:
         self._request_id = admission.request_id
         self._first = admission.num_cached_tokens // block_size  # blocks of the prompt that were here already
         self._missing = [Block(block.block_id, block.block_hash, block.num_tokens) for block in admission.missing]
+        self._ladder = Ladder(len(self._missing))
         self._connector = connector
         self._engine = engine
         self._fetch_timeout = fetch_timeout
-        self._sources: list[tuple[Source, int]] = []
+        self._patience = patience
+        self._on_missing = on_missing
+        self._quiet = False  # the source that was announcing has ended, and nobody was told of what is missing
+        self._deadline: float | None = None  # of the wait for more, once somebody was told
         self._ended = False
         self._pinned = True
         self._wake = asyncio.Event()
 
-    def announce(self, source: Source, num_blocks: int) -> None:
-        """`source` holds the prompt's first `num_blocks` blocks."""
-        self._sources.append((source, num_blocks - self._first))
+    def offer(self, source: Source, num_blocks: int) -> None:
+        """`source` holds the prompt's first `num_blocks` blocks, beside the one that will announce them."""
+        self._ladder.offer(source, num_blocks - self._first)
+        self._wake.set()
+
+    def announce(self, source: Source, num_blocks: int, *, ended: bool = False) -> None:
+        """`source` has published the prompt's first `num_blocks` blocks; `ended`: it will publish no more."""
+        self._ladder.announce(source, num_blocks - self._first)
+        self._quiet = ended
+        if ended:
+            self._ladder.ask_store()
         self._wake.set()
 
     def end(self) -> None:
-        """Nothing more will be announced."""
+        """Nothing more will be announced, by anybody."""
         self._ended = True
+        self._ladder.ask_store()
         self._wake.set()
 
     def discard(self) -> None:
@@ -58,56 +78,59 @@ class Receiver:
             block_ids = [block.block_id for block in self._missing]
             self._engine.post(lambda engine: engine.unpin(block_ids))
 
-    async def run(self) -> int:
-        """Returns the number of prompt tokens received. Cancel to give up. Once begun it unpins the blocks in any
-        case; whoever runs it as a task calls `discard` when that is done."""
-        received = 0
+    async def run(self) -> FetchReport:
+        """Returns what was received. Cancel to give up. Once begun it unpins the blocks in any case; whoever runs it as
+        a task calls `discard` when that is done."""
         try:
-            while received < len(self._missing):
-                await self._wake.wait()
-                self._wake.clear()
-                received = await self._fetch_announced(received)
-                if self._ended and not self._wake.is_set():
+            while not self._ladder.is_complete:
+                if (ask := self._ladder.next()) is not None:
+                    await self._fetch(ask)
+                elif self._ended:
                     break
+                else:
+                    await self._wait_for_more()
         finally:
             self.discard()
-        return sum(block.num_tokens for block in self._missing[:received])
+        arrived = self._missing[: self._ladder.num_leading]
+        return self._ladder.report(sum(block.num_tokens for block in arrived))
 
-    async def _fetch_announced(self, received: int) -> int:
-        """Fetches what has been announced behind the first `received` missing blocks; returns how many are here now."""
-        sources, self._sources = self._sources, []
-        for source, available in _latest(sources):
-            while received < min(available, len(self._missing)):
-                wanted = self._missing[received : min(available, received + _BLOCKS_PER_FETCH, len(self._missing))]
-                fetched = await self._fetch(source, wanted)
-                received += fetched
-                if fetched < len(wanted):
-                    break
-        return received
-
-    async def _fetch(self, source: Source, wanted: Sequence[Block]) -> int:
+    async def _wait_for_more(self) -> None:
+        if self._quiet:
+            self._quiet = False
+            self._on_missing(sum(block.num_tokens for block in self._missing[self._ladder.num_leading :]))
+            self._deadline = self._patience
+        self._wake.clear()
         try:
-            result = await self._connector.fetch(source, wanted, timeout=self._fetch_timeout)
-        except KVError as error:
-            _logger.warning("request %s: nothing fetched from %s: %s", self._request_id, source.node_id, error)
-            return 0
-        fetched = result.num_leading_fetched
-        if fetched:
+            async with asyncio.timeout(self._deadline):
+                await self._wake.wait()
+        except TimeoutError:
+            _logger.warning("request %s: nobody sent the missing blocks; they are computed here", self._request_id)
+            self.end()
+
+    async def _fetch(self, ask: Ask) -> None:
+        outcomes = await self._outcomes(ask)
+        num_fetched = self._ladder.settle(ask, outcomes)
+        if num_fetched:
             request_id = self._request_id
-            start = self._missing.index(wanted[0])
-            self._engine.post(lambda engine: engine.deliver(request_id, fetched))
-            _logger.debug("request %s: blocks %d..%d from %s", request_id, start, start + fetched, source.node_id)
-        if fetched < len(wanted):
-            outcome = result.outcomes[fetched]
+            self._engine.post(lambda engine: engine.deliver(request_id, num_fetched))
+        origin = "the store" if ask.source is None else ask.source.node_id
+        _logger.debug("request %s: %d more leading blocks from %s", self._request_id, num_fetched, origin)
+        in_vain = [outcome.value for outcome in outcomes if outcome is not FetchOutcome.FETCHED]
+        if in_vain and ask.source is not None:
             _logger.warning(
-                "request %s: block %d from %s: %s", self._request_id, fetched, source.node_id, outcome.value
-            )
-        return fetched
+                "request %s: %d of %d blocks did not arrive from %s: %s",
+                self._request_id, len(in_vain), len(outcomes), origin, in_vain[0],
+            )  # fmt: skip
 
-
-def _latest(sources: list[tuple[Source, int]]) -> list[tuple[Source, int]]:
-    """The last announcement of each source; counts only grow."""
-    return list({source: (source, available) for source, available in sources}.values())
+    async def _outcomes(self, ask: Ask) -> Sequence[FetchOutcome]:
+        wanted = [self._missing[index] for index in ask.indices]
+        timeout = self._fetch_timeout * (_GUESS_SHARE if ask.is_guess else 1.0)
+        try:
+            result = await self._connector.fetch(ask.source, wanted, timeout=timeout)
+        except KVError as error:
+            _logger.warning("request %s: nothing fetched: %s", self._request_id, error)
+            return [FetchOutcome.FAILED] * len(wanted)
+        return result.outcomes
 
 
 def posted_unpin(engine: EngineThread) -> Callable[[Sequence[int]], None]:

@@ -29,9 +29,7 @@ def build_node(settings: NodeSettings, role: str) -> Node:
     prefill_rate = PrefillRate()
     connector = _connector(settings, prefill_rate)
     buffer = connector.allocate(layout, size.num_blocks, node_id=node_id, epoch=epoch)
-    engine = prepared.build(
-        buffer.memory, on_evict=connector.retract, publish=True, publish_hits=connector.copies_expire
-    )
+    engine = prepared.build(buffer.memory, on_evict=connector.retract, publish=True, publish_hits=connector.has_store)
     identity = NodeIdentity(
         node_id=node_id,
         epoch=epoch,

@@ -250,3 +250,75 @@ class KVSource(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["endpoint", b"endpoint", "epoch", b"epoch", "node_id", b"node_id"]) -> None: ...
 
 global___KVSource = KVSource
+
+@typing.final
+class BlockSource(google.protobuf.message.Message):
+    """A holder of a request's blocks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    num_blocks: builtins.int
+    """it holds the prompt's first num_blocks blocks"""
+    @property
+    def source(self) -> global___KVSource: ...
+    def __init__(
+        self,
+        *,
+        source: global___KVSource | None = ...,
+        num_blocks: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks", "source", b"source"]) -> None: ...
+
+global___BlockSource = BlockSource
+
+@typing.final
+class FetchReport(google.protobuf.message.Message):
+    """What a node fetched for one request, and what it asked for in vain."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FETCHED_FIELD_NUMBER: builtins.int
+    NUM_MISSING_FIELD_NUMBER: builtins.int
+    NUM_REFUSED_FIELD_NUMBER: builtins.int
+    NUM_FAILED_FIELD_NUMBER: builtins.int
+    num_missing: builtins.int
+    """a source did not have the block (any more)"""
+    num_refused: builtins.int
+    """it did not pass verification"""
+    num_failed: builtins.int
+    """the source could not be reached in time"""
+    @property
+    def fetched(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FetchedBlocks]: ...
+    def __init__(
+        self,
+        *,
+        fetched: collections.abc.Iterable[global___FetchedBlocks] | None = ...,
+        num_missing: builtins.int = ...,
+        num_refused: builtins.int = ...,
+        num_failed: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fetched", b"fetched", "num_failed", b"num_failed", "num_missing", b"num_missing", "num_refused", b"num_refused"]) -> None: ...
+
+global___FetchReport = FetchReport
+
+@typing.final
+class FetchedBlocks(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    """empty: a store that all nodes share"""
+    num_blocks: builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        num_blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "num_blocks", b"num_blocks"]) -> None: ...
+
+global___FetchedBlocks = FetchedBlocks

@@ -59,6 +59,7 @@ class Admit(google.protobuf.message.Message):
     LOCAL_PREFILL_FIELD_NUMBER: builtins.int
     NUM_PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     FIRST_CHOICE_INDEX_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     priority: builtins.int
     cache_salt: builtins.bytes
@@ -73,6 +74,10 @@ class Admit(google.protobuf.message.Message):
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def sampling_params(self) -> kvrelay.v1.common_pb2.SamplingParams: ...
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvrelay.v1.common_pb2.BlockSource]:
+        """Other holders of leading blocks, best first: asked for what no pull has announced yet, and for what did not arrive."""
+
     def __init__(
         self,
         *,
@@ -84,16 +89,18 @@ class Admit(google.protobuf.message.Message):
         local_prefill: builtins.bool = ...,
         num_prior_output_tokens: builtins.int = ...,
         first_choice_index: builtins.int = ...,
+        sources: collections.abc.Iterable[kvrelay.v1.common_pb2.BlockSource] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling_params", b"sampling_params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "local_prefill", b"local_prefill", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "local_prefill", b"local_prefill", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources"]) -> None: ...
 
 global___Admit = Admit
 
 @typing.final
 class Pull(google.protobuf.message.Message):
-    """The prompt's first `num_blocks` blocks can be fetched from `source`. Counts only grow. After `final` there will be no more of them:
-    the node computes what it could not fetch.
+    """The prompt's first `num_blocks` blocks can be fetched from `source`. Counts only grow. With `ended` this source announces no more: a
+    node that still misses blocks, after it has asked all it knows, says `kv_missing` and waits for another source or for `final`. After
+    `final` there will be none: the node computes what it could not fetch.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -102,9 +109,11 @@ class Pull(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     FINAL_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     num_blocks: builtins.int
     final: builtins.bool
+    ended: builtins.bool
     @property
     def source(self) -> kvrelay.v1.common_pb2.KVSource: ...
     def __init__(
@@ -114,9 +123,10 @@ class Pull(google.protobuf.message.Message):
         source: kvrelay.v1.common_pb2.KVSource | None = ...,
         num_blocks: builtins.int = ...,
         final: builtins.bool = ...,
+        ended: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["final", b"final", "num_blocks", b"num_blocks", "request_id", b"request_id", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "final", b"final", "num_blocks", b"num_blocks", "request_id", b"request_id", "source", b"source"]) -> None: ...
 
 global___Pull = Pull
 
@@ -186,6 +196,7 @@ class DecodeEvent(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    KV_MISSING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
     def admitted(self) -> global___Admitted: ...
@@ -201,6 +212,8 @@ class DecodeEvent(google.protobuf.message.Message):
     def prompt_logprobs(self) -> global___PromptLogprobs:
         """local prefill only, before the first token"""
 
+    @property
+    def kv_missing(self) -> global___KVMissing: ...
     def __init__(
         self,
         *,
@@ -210,10 +223,11 @@ class DecodeEvent(google.protobuf.message.Message):
         tokens: kvrelay.v1.common_pb2.TokenOutput | None = ...,
         failed: global___DecodeFailed | None = ...,
         prompt_logprobs: global___PromptLogprobs | None = ...,
+        kv_missing: global___KVMissing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "kv_ready", b"kv_ready", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "kv_ready", b"kv_ready", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "tokens", b"tokens"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["admitted", "kv_ready", "tokens", "failed", "prompt_logprobs"] | None: ...
+    def HasField(self, field_name: typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "kv_missing", b"kv_missing", "kv_ready", b"kv_ready", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "kv_missing", b"kv_missing", "kv_ready", b"kv_ready", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "tokens", b"tokens"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["admitted", "kv_ready", "tokens", "failed", "prompt_logprobs", "kv_missing"] | None: ...
 
 global___DecodeEvent = DecodeEvent
 
@@ -234,6 +248,24 @@ class Admitted(google.protobuf.message.Message):
 global___Admitted = Admitted
 
 @typing.final
+class KVMissing(google.protobuf.message.Message):
+    """Nobody this node knows of has the rest of the blocks. It waits for an answer (`pull`), but not for ever: then it computes them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_MISSING_TOKENS_FIELD_NUMBER: builtins.int
+    num_missing_tokens: builtins.int
+    """would have to be computed"""
+    def __init__(
+        self,
+        *,
+        num_missing_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_missing_tokens", b"num_missing_tokens"]) -> None: ...
+
+global___KVMissing = KVMissing
+
+@typing.final
 class KVReady(google.protobuf.message.Message):
     """All KV that was going to arrive has arrived: the prefill node's lease is no longer needed."""
 
@@ -242,18 +274,23 @@ class KVReady(google.protobuf.message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_FETCHED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    FETCHES_FIELD_NUMBER: builtins.int
     num_cached_tokens: builtins.int
     num_fetched_tokens: builtins.int
     num_recomputed_tokens: builtins.int
     """could not be fetched: this node computes them itself"""
+    @property
+    def fetches(self) -> kvrelay.v1.common_pb2.FetchReport: ...
     def __init__(
         self,
         *,
         num_cached_tokens: builtins.int = ...,
         num_fetched_tokens: builtins.int = ...,
         num_recomputed_tokens: builtins.int = ...,
+        fetches: kvrelay.v1.common_pb2.FetchReport | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_recomputed_tokens", b"num_recomputed_tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["fetches", b"fetches"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_recomputed_tokens", b"num_recomputed_tokens"]) -> None: ...
 
 global___KVReady = KVReady
 

@@ -14,27 +14,6 @@ import typing
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
-class BlockSource(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SOURCE_FIELD_NUMBER: builtins.int
-    NUM_BLOCKS_FIELD_NUMBER: builtins.int
-    num_blocks: builtins.int
-    """this source holds the prompt's first num_blocks full blocks"""
-    @property
-    def source(self) -> kvrelay.v1.common_pb2.KVSource: ...
-    def __init__(
-        self,
-        *,
-        source: kvrelay.v1.common_pb2.KVSource | None = ...,
-        num_blocks: builtins.int = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks", "source", b"source"]) -> None: ...
-
-global___BlockSource = BlockSource
-
-@typing.final
 class PrefillRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -63,8 +42,8 @@ class PrefillRequest(google.protobuf.message.Message):
     @property
     def sampling_params(self) -> kvrelay.v1.common_pb2.SamplingParams: ...
     @property
-    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockSource]:
-        """other holders of leading blocks, best first"""
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvrelay.v1.common_pb2.BlockSource]:
+        """other holders of leading full blocks, best first"""
 
     def __init__(
         self,
@@ -75,7 +54,7 @@ class PrefillRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         lease_ttl_ms: builtins.int = ...,
         cache_salt: builtins.bytes = ...,
-        sources: collections.abc.Iterable[global___BlockSource] | None = ...,
+        sources: collections.abc.Iterable[kvrelay.v1.common_pb2.BlockSource] | None = ...,
         num_prior_output_tokens: builtins.int = ...,
         first_choice_index: builtins.int = ...,
     ) -> None: ...
@@ -151,6 +130,7 @@ class PrefillFinished(google.protobuf.message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_FETCHED_TOKENS_FIELD_NUMBER: builtins.int
+    FETCHES_FIELD_NUMBER: builtins.int
     num_cached_tokens: builtins.int
     """prompt tokens found by name on this node"""
     num_fetched_tokens: builtins.int
@@ -163,6 +143,8 @@ class PrefillFinished(google.protobuf.message.Message):
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvrelay.v1.common_pb2.TokenLogprobs]:
         """for prompt tokens 1.. when asked for"""
 
+    @property
+    def fetches(self) -> kvrelay.v1.common_pb2.FetchReport: ...
     def __init__(
         self,
         *,
@@ -170,8 +152,10 @@ class PrefillFinished(google.protobuf.message.Message):
         prompt_logprobs: collections.abc.Iterable[kvrelay.v1.common_pb2.TokenLogprobs] | None = ...,
         num_cached_tokens: builtins.int = ...,
         num_fetched_tokens: builtins.int = ...,
+        fetches: kvrelay.v1.common_pb2.FetchReport | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["first_tokens", b"first_tokens", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "prompt_logprobs", b"prompt_logprobs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["fetches", b"fetches"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "first_tokens", b"first_tokens", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "prompt_logprobs", b"prompt_logprobs"]) -> None: ...
 
 global___PrefillFinished = PrefillFinished
 

@@ -282,6 +282,7 @@ class RequestTrace(google.protobuf.message.Message):
     E2E_SECONDS_FIELD_NUMBER: builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: builtins.int
     NUM_MIGRATIONS_FIELD_NUMBER: builtins.int
+    KV_FIELD_NUMBER: builtins.int
     prefill_node: builtins.str
     """empty when the decode node prefilled"""
     decode_node: builtins.str
@@ -298,6 +299,8 @@ class RequestTrace(google.protobuf.message.Message):
     """until a node accepted it"""
     num_migrations: builtins.int
     """placements beyond the first, because a node was lost"""
+    @property
+    def kv(self) -> global___KVOrigins: ...
     def __init__(
         self,
         *,
@@ -311,10 +314,53 @@ class RequestTrace(google.protobuf.message.Message):
         e2e_seconds: builtins.float = ...,
         queue_seconds: builtins.float = ...,
         num_migrations: builtins.int = ...,
+        kv: global___KVOrigins | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["decode_node", b"decode_node", "e2e_seconds", b"e2e_seconds", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_migrations", b"num_migrations", "num_prompt_blocks", b"num_prompt_blocks", "num_transferred_blocks", b"num_transferred_blocks", "prefill_node", b"prefill_node", "queue_seconds", b"queue_seconds", "ttft_seconds", b"ttft_seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kv", b"kv"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["decode_node", b"decode_node", "e2e_seconds", b"e2e_seconds", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_migrations", b"num_migrations", "num_prompt_blocks", b"num_prompt_blocks", "num_transferred_blocks", b"num_transferred_blocks", "prefill_node", b"prefill_node", "queue_seconds", b"queue_seconds", "ttft_seconds", b"ttft_seconds"]) -> None: ...
 
 global___RequestTrace = RequestTrace
+
+@typing.final
+class KVOrigins(google.protobuf.message.Message):
+    """Where blocks came from that a node did not compute, over all nodes that worked on the request, and what was computed more than once."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_PREFILL_NODE_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_HOLDER_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_STORE_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_REFILL_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_REFILLED_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_REPLAYED_TOKENS_FIELD_NUMBER: builtins.int
+    num_prefill_node_blocks: builtins.int
+    num_holder_blocks: builtins.int
+    """another node that had them"""
+    num_store_blocks: builtins.int
+    """the store that all nodes share"""
+    num_refill_blocks: builtins.int
+    """a second prefill node, after the first one's did not arrive"""
+    num_refilled_tokens: builtins.int
+    """computed there"""
+    num_recomputed_tokens: builtins.int
+    """computed by the decode node, since they arrived from nowhere"""
+    num_replayed_tokens: builtins.int
+    """computed again because a node was lost"""
+    def __init__(
+        self,
+        *,
+        num_prefill_node_blocks: builtins.int = ...,
+        num_holder_blocks: builtins.int = ...,
+        num_store_blocks: builtins.int = ...,
+        num_refill_blocks: builtins.int = ...,
+        num_refilled_tokens: builtins.int = ...,
+        num_recomputed_tokens: builtins.int = ...,
+        num_replayed_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_holder_blocks", b"num_holder_blocks", "num_prefill_node_blocks", b"num_prefill_node_blocks", "num_recomputed_tokens", b"num_recomputed_tokens", "num_refill_blocks", b"num_refill_blocks", "num_refilled_tokens", b"num_refilled_tokens", "num_replayed_tokens", b"num_replayed_tokens", "num_store_blocks", b"num_store_blocks"]) -> None: ...
+
+global___KVOrigins = KVOrigins
 
 @typing.final
 class GenerateResponse(google.protobuf.message.Message):

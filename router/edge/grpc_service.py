@@ -6,6 +6,7 @@ Invariant: protobuf ends here; errors are raised as ours and become statuses in 
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -233,4 +234,5 @@ def _trace_to_wire(trace: RequestTrace) -> router_pb2.RequestTrace:
         e2e_seconds=trace.e2e_seconds,
         queue_seconds=trace.queue_seconds,
         num_migrations=trace.num_migrations,
+        kv=router_pb2.KVOrigins(**asdict(trace.kv)),
     )

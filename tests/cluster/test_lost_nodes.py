@@ -1,7 +1,7 @@
 """Nodes die at any moment of a request; the client has exactly the tokens of an undisturbed run."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ async def two_of_each(model: Path, **settings: Any) -> AsyncIterator[Cluster]:
         yield running
 
 
-async def killed_after(running: Cluster, num_tokens: int, **sampling: Any) -> Served:
+async def killed_after(running: Cluster, num_tokens: int, *, prompt: Sequence[int] = PROMPT, **sampling: Any) -> Served:
     """The first request, whose decode node dies when the client has so many tokens; it generates hardly more."""
     killing: list[asyncio.Task[None]] = []
 
@@ -68,7 +68,7 @@ async def killed_after(running: Cluster, num_tokens: int, **sampling: Any) -> Se
         if count >= num_tokens and not killing:
             killing.append(asyncio.create_task(kill()))
 
-    served = await running.generate(PROMPT, on_tokens=on_tokens, **sampling)
+    served = await running.generate(prompt, on_tokens=on_tokens, **sampling)
     await killing[0]
     return served
 

@@ -165,6 +165,25 @@ def test_preemption_recomputes_and_changes_nothing() -> None:
     harness.engine.check_idle()
 
 
+def test_a_preempted_sequence_gets_blocks_before_a_later_reservation() -> None:
+    harness = Harness(num_blocks=8)
+    for i in range(2):
+        harness.engine.add(request(str(i), prompt_of(9, i), 40))
+    while harness.engine.load().num_preemptions == 0:
+        assert harness.step()
+    assert harness.engine.load().num_free_blocks >= 2
+    harness.engine.add(request("late", prompt_of(9, 2), role=KVRole.CONSUME))
+    while ("0", 0) not in harness.finished:
+        assert harness.step()
+        assert not any(result.admissions for result in harness.results), "a preempted sequence waits for these blocks"
+    harness.run()
+    assert harness.tokens["1", 0] == expected_output(prompt_of(9, 1), 40)
+    harness.engine.abort("late")
+    harness.engine.unpin([block.block_id for block in harness.admission("late").missing])
+    harness.run()
+    harness.engine.check_idle()
+
+
 def test_parallel_outputs_share_the_prompt_and_copy_on_write() -> None:
     harness = Harness()
     prompt = prompt_of(20)

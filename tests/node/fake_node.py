@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from decode_node.service import DecodeService
+from kv_connector.base import KVConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_layout import KVLayout
@@ -36,19 +37,24 @@ class GatedRunner(FakeRunner):
         return super().run(plan)
 
 
-def make_node(runner: Runner | None = None) -> Node:
-    namespace = KVNamespace(b"fake", "float32", LAYOUT.layout_id, BLOCK_SIZE)
-    connector = InProcessConnector(InProcessHub())
+NAMESPACE = KVNamespace(b"fake", "float32", LAYOUT.layout_id, BLOCK_SIZE)
+
+
+def make_node(
+    runner: Runner | None = None, connector: KVConnector | None = None, *, fetch_timeout: float = 10.0
+) -> Node:
+    connector = connector or InProcessConnector(InProcessHub())
     connector.allocate(LAYOUT, NUM_BLOCKS, node_id="node", epoch=1)
     engine = Engine(
         SchedulerConfig(BLOCK_SIZE, max_num_batched_tokens=16, max_model_len=NUM_BLOCKS * BLOCK_SIZE),
         runner or FakeRunner(NUM_BLOCKS, BLOCK_SIZE),
         BlockPool(NUM_BLOCKS, on_evict=connector.retract),
-        namespace,
+        NAMESPACE,
         eos_token_ids=(),
         publish=True,
     )
-    return Node(NodeIdentity("node", 1, "fake", namespace, LAYOUT.block_bytes, VOCAB_SIZE), engine, connector)
+    identity = NodeIdentity("node", 1, "fake", NAMESPACE, LAYOUT.block_bytes, VOCAB_SIZE)
+    return Node(identity, engine, connector, fetch_timeout=fetch_timeout)
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import output_to_wire, sampling_to_wire
 from kvrelay.engine.request import StepResult
+from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 from tests.engine.fake_runner import VOCAB_SIZE, expected_output
 from tests.node.fake_node import BLOCK_SIZE, NUM_BLOCKS, GatedRunner, make_node, serving
@@ -181,5 +182,55 @@ async def test_a_request_that_the_engine_refuses_fails() -> None:
         router.send(too_long)
         event = await router.event()
         assert "max_model_len" in event.failed.message
+        await router.close()
+        await node.check_idle()
+
+
+async def test_a_request_obeys_its_own_router_only() -> None:
+    async with serving(DecodeService, node := make_node()) as service:
+        mine, other = Router(service), Router(service)
+        mine.send(admit("a"))
+        assert (await mine.event()).HasField("admitted")
+        other.send(
+            pb.DecodeCommand(abort=pb.Abort(request_id="a")),
+            pb.DecodeCommand(pull=pb.Pull(request_id="a", final=True)),
+            start("a", [TokenOutput(0, (999,))]),
+            admit("a"),
+        )
+        refused = await other.event()
+        assert "another router" in refused.failed.message
+        await other.close()
+        first, *rest = expected_output(PROMPT, 3)
+        final = pb.Pull(request_id="a", final=True)
+        mine.send(start("a", [TokenOutput(0, (first,))]), pb.DecodeCommand(pull=final))
+        assert (await mine.event()).kv_ready.num_recomputed_tokens == len(PROMPT)
+        tokens: list[int] = []
+        while len(tokens) < 2:
+            tokens += (await mine.event()).tokens.token_ids
+        assert tokens == rest
+        await mine.close()
+        await node.check_idle()
+
+
+async def test_the_router_decides_what_becomes_of_missing_blocks() -> None:
+    """Neither a holder nor the prefill node can be reached: the node says so, and computes when it is told to."""
+    async with serving(DecodeService, node := make_node()) as service:
+        router = Router(service)
+        command = admit("a")
+        command.admit.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
+        router.send(command)
+        gone = common_pb2.KVSource(node_id="p", epoch=1, endpoint="p")
+        router.send(pb.DecodeCommand(pull=pb.Pull(request_id="a", source=gone, num_blocks=3, ended=True)))
+        router.send(start("a", [TokenOutput(0, (expected_output(PROMPT, 1)[0],))]))
+        assert (await router.event()).HasField("admitted")
+        assert (await router.event()).kv_missing.num_missing_tokens == len(PROMPT)
+        router.send(pb.DecodeCommand(pull=pb.Pull(request_id="a", final=True)))
+        ready = (await router.event()).kv_ready
+        assert (ready.num_fetched_tokens, ready.num_recomputed_tokens) == (0, len(PROMPT))
+        assert ready.fetches.num_failed == 5 and not ready.fetches.fetched
+        tokens: list[int] = []
+        while len(tokens) < 2:
+            tokens += (await router.event()).tokens.token_ids
+        assert tokens == expected_output(PROMPT, 3)[1:]
         await router.close()
         await node.check_idle()

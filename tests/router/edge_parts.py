@@ -17,7 +17,7 @@ from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.metrics import RouterMetrics
 from router.edge.outputs import Edge
-from router.request import PromptLogprobs, RequestEvent, RequestTrace, RoutedRequest, ServedModel
+from router.request import KVOrigins, PromptLogprobs, RequestEvent, RequestTrace, RoutedRequest, ServedModel
 
 MODEL = "tiny-model"
 MAX_MODEL_LEN = 256
@@ -92,7 +92,8 @@ class ScriptedRelay:
                 ended = token_id == 1
                 reason = FinishReason.STOP if ended else FinishReason.LENGTH if i + 1 == num_tokens else None
                 yield TokenOutput(index, (token_id,), logprobs, reason, token_id if ended else None)
-        yield RequestTrace("prefill-0", "decode-0", 1, 3, 2, 1, 0.001, 0.002, 0.003)
+        kv = KVOrigins(num_holder_blocks=1, num_recomputed_tokens=3)
+        yield RequestTrace("prefill-0", "decode-0", 1, 3, 2, 1, 0.001, 0.002, 0.003, kv=kv)
 
 
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:

@@ -225,9 +225,21 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
         event = decode_node_pb2.Admitted(num_cached_tokens=num_cached_tokens)
         self.send(decode_node_pb2.DecodeEvent(request_id=request_id, admitted=event))
 
-    def kv_ready(self, request_id: str, *, fetched: int, cached: int = 0, recomputed: int = 0) -> None:
+    def kv_missing(self, request_id: str, num_tokens: int) -> None:
+        event = decode_node_pb2.KVMissing(num_missing_tokens=num_tokens)
+        self.send(decode_node_pb2.DecodeEvent(request_id=request_id, kv_missing=event))
+
+    def kv_ready(
+        self,
+        request_id: str,
+        *,
+        fetched: int,
+        cached: int = 0,
+        recomputed: int = 0,
+        fetches: common_pb2.FetchReport | None = None,
+    ) -> None:
         event = decode_node_pb2.KVReady(
-            num_cached_tokens=cached, num_fetched_tokens=fetched, num_recomputed_tokens=recomputed
+            num_cached_tokens=cached, num_fetched_tokens=fetched, num_recomputed_tokens=recomputed, fetches=fetches
         )
         self.send(decode_node_pb2.DecodeEvent(request_id=request_id, kv_ready=event))
 

@@ -96,6 +96,7 @@ async def test_openai_completion_streamed(gateway: Gateway) -> None:
     assert chunks[-1].usage is not None
     assert chunks[-1].model_extra is not None
     assert chunks[-1].model_extra["kvrelay"]["decode_node"] == "decode-0"
+    assert chunks[-1].model_extra["kvrelay"]["kv"]["num_holder_blocks"] == 1
 
 
 async def test_openai_chat(gateway: Gateway) -> None:

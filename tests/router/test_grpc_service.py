@@ -46,6 +46,7 @@ async def test_streaming(stub: Stub, relay: ScriptedRelay) -> None:
     assert last.usage.completion_tokens == sum(len(o.token_ids) for m in chunks for o in m.outputs)
     assert last.usage.cached_tokens == 2
     assert (last.trace.prefill_node, last.trace.decode_node) == ("prefill-0", "decode-0")
+    assert (last.trace.kv.num_holder_blocks, last.trace.kv.num_recomputed_tokens) == (1, 3)
     assert {message.request_id for message in messages} == {relay.requests[0].request_id}
 
 

@@ -1,6 +1,7 @@
 """Placements from given facts: no node, no network, no clock."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -163,3 +164,29 @@ def test_a_decode_node_helps_a_busy_prefill_node_unless_that_delays_its_decodes_
     assert PrefixAware().choose(facts(1000), candidates(p, d)).reason is expected
     placement = PrefixAware(local_prefill_max_tokens=0).choose(facts(1000), candidates(p, d))
     assert placement.reason is PlacementReason.DISAGGREGATED, "switched off"
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_aware"])
+def test_other_holders_are_told_to_the_decode_node_too(name: str) -> None:
+    """All but the prefill node, which announces by itself what it has, and those that hold no more than it does."""
+    nodes = candidates(prefill("p0", held=9), prefill("p1", held=9, queued=5000), decode("d0", held=3))
+    nodes = replace(nodes, decode=(*nodes.decode, decode("d1", held=7, sequences=99)))
+    placement = make_policy(name, local_prefill_max_tokens=0).choose(facts(), nodes)
+    assert (placement.prefill, placement.decode) == ("p0", "d0")
+    assert placement.decode_sources == (SourceHint("p1", 9), SourceHint("d1", 7))
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_aware"])
+def test_a_refill_goes_to_a_prefill_node_or_nowhere(name: str) -> None:
+    policy = make_policy(name, local_prefill_max_tokens=64)
+    nodes = candidates(prefill("p0", queued=10), prefill("p1", queued=900), decode("d0", held=5))
+    refill = policy.refill(facts(), nodes, 500)
+    assert refill is not None and refill.prefill == "p0"
+    assert refill.sources == (SourceHint("d0", 5),)
+    assert policy.refill(facts(), candidates(decode("d0")), 500) is None
+
+
+def test_few_missing_tokens_are_computed_where_they_are_missed() -> None:
+    nodes = candidates(prefill("p0"), decode("d0"))
+    assert PrefixAware(64).refill(facts(), nodes, 64) is None
+    assert PrefixAware(64).refill(facts(), nodes, 65) is not None

@@ -71,7 +71,7 @@ async def test_tokens_come_before_the_transfer_and_the_lease_goes_after_it() -> 
         first, call, wire_id = await opened(nodes, events)
         call.publish(1)
         pull = await nodes.decode.pull()
-        assert (pull.num_blocks, pull.final) == (1, False)
+        assert (pull.num_blocks, pull.ended) == (1, False)
         assert (pull.source.node_id, pull.source.epoch, pull.source.endpoint) == ("prefill-0", 1, "endpoint-prefill-0")
         call.finish(token(7), num_cached_tokens=4)
         assert await first == token(7)  # D has neither all blocks nor a word said
@@ -83,7 +83,7 @@ async def test_tokens_come_before_the_transfer_and_the_lease_goes_after_it() -> 
         assert (await nodes.decode.pull()).num_blocks == 3
         call.end()
         pull = await nodes.decode.pull()
-        assert (pull.num_blocks, pull.final) == (3, True)
+        assert (pull.num_blocks, pull.ended) == (3, True)
         assert nodes.prefill.released.empty()
         nodes.decode.admitted(wire_id, 0)
         nodes.decode.kv_ready(wire_id, fetched=10)
@@ -199,14 +199,14 @@ async def test_a_prefill_that_fails_after_its_first_token_leaves_the_rest_to_the
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first, call, wire_id = await opened(nodes, events)
         call.publish(2)
-        assert not (await nodes.decode.pull()).final
+        assert not (await nodes.decode.pull()).ended
         call.finish(token(7))
         await first
         await nodes.decode.started()
         call.end(UnavailableError("died"))
         second = asyncio.create_task(take(events))
         pull = await nodes.decode.pull()
-        assert (pull.num_blocks, pull.final) == (2, True)
+        assert (pull.num_blocks, pull.ended) == (2, True)
         nodes.decode.kv_ready(wire_id, fetched=8, recomputed=2)
         nodes.decode.tokens(wire_id, token(8, finish=FinishReason.STOP))
         assert await second == token(8, finish=FinishReason.STOP)

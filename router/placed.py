@@ -1,0 +1,39 @@
+"""Where a request was placed: which nodes work for it, with what the router needs to talk to them."""
+
+from dataclasses import dataclass
+
+from router.decode_client import DecodeClient
+from router.node import HeldBlocks, KVSource, NodeHandle
+from router.prefill_client import PrefillClient
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlacement:
+    """Where to decode. `source`: the node as it was when the request was placed. `num_uncached_tokens`: its work if it
+    prefills by itself. `sources`: other holders, beside the prefill node."""
+
+    node: NodeHandle
+    client: DecodeClient
+    source: KVSource
+    num_uncached_tokens: int
+    sources: tuple[HeldBlocks, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlacement:
+    """Where to prefill. `source`: where D fetches from. `sources`: where P may fetch from. `num_uncached_tokens`: P's
+    share of work."""
+
+    node: NodeHandle
+    client: PrefillClient
+    source: KVSource
+    sources: tuple[HeldBlocks, ...]
+    num_uncached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Without `prefill` the decode node prefills by itself."""
+
+    decode: DecodePlacement
+    prefill: PrefillPlacement | None

@@ -1,0 +1,86 @@
+"""A second prefill of what an attempt's decode node D waits for, on another node, because it did not arrive from the
+first one and nobody else has it.
+
+The same given tokens make the same blocks, so D fetches them under the same names; the first tokens are those that the
+client has, and are ignored. Invariant: once closed, the stream is over and its lease released; nothing here waits.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from router.decode_client import DecodeSession
+from router.placed import PrefillPlacement
+from router.prefill_client import (
+    PrefillEnded,
+    PrefillEvent,
+    PrefillFinished,
+    PrefillProgress,
+    PrefillSession,
+)
+from router.request import NodeRequest
+from router.tally import Tally
+
+_logger = logging.getLogger(__name__)
+
+
+class Refill:
+    """`open` it, `take` what its sink is given, `close` it. `session` is D's. `over`: the node has nothing more to
+    say."""
+
+    def __init__(
+        self, asked: NodeRequest, wire_id: str, placement: PrefillPlacement, session: DecodeSession, tally: Tally
+    ) -> None:
+        self.over = False
+        self.node_id = placement.source.node_id
+        self._asked = replace(asked, sampling=replace(asked.sampling, n=1, logprobs=None, prompt_logprobs=None))
+        self._wire_id = wire_id
+        self._placement = placement
+        self._session = session
+        self._tally = tally
+        self._prefilling: PrefillSession | None = None
+        self._num_published_blocks = 0
+        self._num_charged_tokens = 0
+
+    def open(self, sink: Callable[[PrefillEvent], None], *, timeout: float) -> None:
+        placement = self._placement
+        _logger.warning("request %s: what did not arrive is prefilled again by %s", self._wire_id, self.node_id)
+        self._num_charged_tokens = placement.num_uncached_tokens
+        placement.node.num_queued_tokens += self._num_charged_tokens
+        self._prefilling = placement.client.prefill(
+            self._wire_id, self._asked, placement.sources, timeout=timeout, sink=sink
+        )
+
+    def take(self, event: PrefillEvent) -> None:
+        match event:
+            case PrefillProgress(num_published_blocks):
+                self._num_published_blocks = num_published_blocks
+                self._pull(ended=False)
+            case PrefillFinished():
+                self._uncharge()
+                self._tally.refilled(
+                    self._asked,
+                    num_cached_tokens=event.num_cached_tokens,
+                    num_fetched_tokens=event.num_fetched_tokens,
+                    fetches=event.fetches,
+                )
+            case PrefillEnded(error):
+                if error is not None:
+                    _logger.warning("request %s: the prefill node failed: %s", self._wire_id, error)
+                self.over = True
+                self._uncharge()
+                self._pull(ended=True)
+
+    def close(self) -> None:
+        """In every ending, and as soon as D needs no more. Idempotent."""
+        self.over = True
+        self._uncharge()
+        if self._prefilling is not None:
+            self._prefilling.close()
+
+    def _pull(self, *, ended: bool) -> None:
+        self._session.pull(self._placement.source, self._num_published_blocks, ended=ended)
+
+    def _uncharge(self) -> None:
+        self._placement.node.num_queued_tokens -= self._num_charged_tokens
+        self._num_charged_tokens = 0

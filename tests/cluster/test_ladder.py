@@ -1,0 +1,243 @@
+"""KV that does not arrive, in clusters of real nodes: every rung of the ladder gives the tokens of an undisturbed run,
+and nothing is left (which `cluster` checks)."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from decode_node.service import DecodeService
+from kvrelay.core.block_hash import BlockHash
+from router.policy import make_policy
+from router.request import KVOrigins
+from tests.cluster.cluster import Cluster, Served, cluster
+from tests.cluster.interference import Interference
+from tests.cluster.test_equality import VOCAB_SIZE, prompt_of
+from tests.cluster.test_lost_nodes import PARALLEL, SAMPLED, check, killed_after
+from tests.engine.tiny_models import make_tiny_model
+from tests.redis_server import RedisServer
+
+PROMPT = prompt_of(100)
+NUM_BLOCKS = 7  # the last one is partial
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_tokens": 20},
+    "sampled": {**SAMPLED, "max_tokens": 30, "min_tokens": 20},
+    "parallel": {**PARALLEL, "max_tokens": 12},
+    "prompt_logprobs": {"max_tokens": 6, "prompt_logprobs": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> dict[str, Served]:
+    async def serve() -> dict[str, Served]:
+        async with cluster(model, prefill_nodes=0) as running:
+            return {name: await running.generate(PROMPT, **sampling) for name, sampling in SAMPLINGS.items()}
+
+    return asyncio.run(serve())
+
+
+@asynccontextmanager
+async def nodes(model: Path, prefill_nodes: int, decode_nodes: int, **settings: Any) -> AsyncIterator[Cluster]:
+    """The first request goes to prefill-0 and decode-0, the second one to the next ones."""
+    policy = make_policy("round_robin", local_prefill_max_tokens=0)
+    async with cluster(
+        model, prefill_nodes=prefill_nodes, decode_nodes=decode_nodes, policy=policy, **settings
+    ) as running:
+        yield running
+
+
+def num_refused(running: Cluster) -> float:
+    return sum(
+        sample.value
+        for family in running.relay._metrics._ladder_failures.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total") and sample.labels["cause"] == "refused"
+    )
+
+
+async def generate_late(running: Cluster, decode_node: str, **sampling: Any) -> Served:
+    """The decode node takes the request only when it was told that the prefill node has published everything."""
+    gate = running.hold(decode_node)
+    serving = asyncio.create_task(running.generate(PROMPT, **sampling))
+    service = running.servers[decode_node]._service
+    assert isinstance(service, DecodeService)
+    async with asyncio.timeout(20.0):
+        while not any(pull.ended for decode in service._active.values() for pull in decode.pulls):
+            await asyncio.sleep(0.002)
+    gate.set()
+    return await serving
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "sampled", "parallel"])
+async def test_corrupted_blocks_come_from_another_holder(
+    model: Path, undisturbed: dict[str, Served], sampling: str
+) -> None:
+    async with nodes(model, 2, 2) as running:
+        await running.generate(PROMPT, max_tokens=1)
+        await running.wait_idle()
+        await running.wait_indexed()
+        Interference(running.node("prefill-1"), corrupt=True)
+        served = await generate_late(running, "decode-1", **SAMPLINGS[sampling])
+        assert num_refused(running) == NUM_BLOCKS
+    check(served, undisturbed[sampling])
+    assert served.how.decode_node == "decode-1"
+    fetched_by_prefill = 6  # full blocks that prefill-0 had
+    assert served.how.kv == KVOrigins(num_holder_blocks=fetched_by_prefill + NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+async def test_corrupted_blocks_are_prefilled_by_another_node(
+    model: Path, undisturbed: dict[str, Served], sampling: str
+) -> None:
+    async with nodes(model, 2, 1) as running:
+        Interference(running.node("prefill-0"), corrupt=True)
+        served = await running.generate(PROMPT, **SAMPLINGS[sampling])
+        assert num_refused(running) == NUM_BLOCKS
+    check(served, undisturbed[sampling])
+    assert len(served.prompt_logprobs) == len(undisturbed[sampling].prompt_logprobs)
+    assert served.how.kv == KVOrigins(num_refill_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
+    assert (served.how.prefill_node, served.how.num_migrations) == ("prefill-0", 0)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+async def test_corrupted_blocks_are_computed_when_nobody_else_can(
+    model: Path, undisturbed: dict[str, Served], sampling: str
+) -> None:
+    async with nodes(model, 1, 1) as running:
+        Interference(running.node("prefill-0"), corrupt=True)
+        served = await running.generate(PROMPT, **SAMPLINGS[sampling])
+        assert num_refused(running) == NUM_BLOCKS
+    check(served, undisturbed[sampling])
+    assert served.how.kv == KVOrigins(num_recomputed_tokens=len(PROMPT))
+
+
+async def test_a_corrupted_refill_leaves_the_prompt_to_the_decode_node(
+    model: Path, undisturbed: dict[str, Served]
+) -> None:
+    async with nodes(model, 3, 1) as running:
+        for index in range(3):
+            Interference(running.node(f"prefill-{index}"), corrupt=True)
+        served = await running.generate(PROMPT, **SAMPLINGS["sampled"])
+        assert num_refused(running) == 2 * NUM_BLOCKS, "one refill per attempt"
+    check(served, undisturbed["sampled"])
+    assert served.how.kv == KVOrigins(num_refilled_tokens=len(PROMPT), num_recomputed_tokens=len(PROMPT))
+
+
+async def test_corrupted_blocks_come_from_the_store(model: Path, undisturbed: dict[str, Served]) -> None:
+    store: dict[BlockHash, bytes] = {}
+    async with nodes(model, 2, 1) as running:
+        Interference(running.node("prefill-0"), corrupt=True, store=store)
+        Interference(running.node("decode-0"), store=store)
+        served = await running.generate(PROMPT, **SAMPLINGS["sampled"])
+        assert num_refused(running) == NUM_BLOCKS
+    check(served, undisturbed["sampled"])
+    assert served.how.kv == KVOrigins(num_store_blocks=NUM_BLOCKS)
+
+
+async def test_a_prefill_node_takes_from_the_store_what_no_node_holds(
+    model: Path, undisturbed: dict[str, Served]
+) -> None:
+    """KV outlives the nodes that computed it."""
+    store: dict[BlockHash, bytes] = {}
+    for expected in (KVOrigins(num_prefill_node_blocks=NUM_BLOCKS), None):
+        async with nodes(model, 1, 1) as running:
+            Interference(running.node("prefill-0"), store=store)
+            served = await running.generate(PROMPT, **SAMPLINGS["greedy"])
+        check(served, undisturbed["greedy"])
+        if expected is not None:
+            assert served.how.kv == expected
+    assert served.how.kv == KVOrigins(num_prefill_node_blocks=NUM_BLOCKS, num_store_blocks=6)
+    assert served.how.num_computed_tokens == 4
+
+
+@pytest.mark.parametrize("prefill_nodes", [1, 2])
+async def test_a_prefill_node_that_dies_after_its_first_token_before_it_published(
+    model: Path, undisturbed: dict[str, Served], prefill_nodes: int
+) -> None:
+    killing: list[asyncio.Task[None]] = []
+    async with nodes(model, prefill_nodes, 1) as running:
+        dying = running.node("prefill-0")
+        interference = Interference(dying)
+        interference.open.clear()
+
+        def on_tokens(count: int) -> None:
+            if not killing:
+                killing.append(asyncio.create_task(running.kill("prefill-0")))
+
+        served = await running.generate(PROMPT, on_tokens=on_tokens, **SAMPLINGS["sampled"])
+        await killing[0]
+        interference.open.set()
+    check(served, undisturbed["sampled"])
+    assert served.how.num_migrations == 0
+    if prefill_nodes == 1:
+        assert served.how.kv == KVOrigins(num_recomputed_tokens=len(PROMPT))
+    else:
+        assert served.how.kv == KVOrigins(num_refill_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
+
+
+async def test_a_prefill_node_that_dies_after_it_published(model: Path, undisturbed: dict[str, Served]) -> None:
+    async with nodes(model, 2, 1) as running:
+        dying = running.node("prefill-0")
+        interference = Interference(dying)
+        gate = running.hold("decode-0")
+        serving = asyncio.create_task(running.generate(PROMPT, **SAMPLINGS["parallel"]))
+        await interference.has_published(NUM_BLOCKS)
+        await running.kill("prefill-0")
+        await dying.connector.close()
+        gate.set()
+        served = await serving
+    check(served, undisturbed["parallel"])
+    assert served.how.kv == KVOrigins(num_refill_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
+
+
+async def test_a_replay_climbs_the_ladder_too(model: Path, undisturbed: dict[str, Served]) -> None:
+    """The decode node dies, and the next prefill node's blocks are corrupted."""
+    async with nodes(model, 2, 2) as running:
+        Interference(running.node("prefill-1"), corrupt=True)
+        served = await killed_after(running, 5, prompt=PROMPT, **SAMPLINGS["sampled"])
+    check(served, undisturbed["sampled"])
+    assert (served.how.decode_node, served.how.num_migrations) == ("decode-1", 1)
+
+
+@pytest.mark.parametrize("wiped", [True, False])
+async def test_blocks_lost_in_redis_are_prefilled_by_another_node(
+    model: Path, undisturbed: dict[str, Served], redis_server: RedisServer, wiped: bool
+) -> None:
+    """With `redis` every block that is fetched comes from the store. One that is corrupted there is not written again:
+    the decode node computes from it on."""
+    async with nodes(model, 2, 1, connector="redis", redis_url=redis_server.url) as running:
+        gate = running.hold("decode-0")
+        serving = asyncio.create_task(running.generate(PROMPT, **SAMPLINGS["sampled"]))
+        with Redis.from_url(redis_server.url) as client:
+            async with asyncio.timeout(20.0):
+                while len(client.keys("*")) < NUM_BLOCKS:
+                    await asyncio.sleep(0.002)
+            if wiped:
+                client.flushall()
+            else:
+                for key in client.keys("*"):
+                    client.setrange(key, 500, b"\xff\x00\xff")
+            gate.set()
+            served = await serving
+            client.flushall()
+    check(served, undisturbed["sampled"])
+    if wiped:
+        assert served.how.kv == KVOrigins(num_store_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
+    else:
+        assert served.how.kv == KVOrigins(num_refilled_tokens=len(PROMPT), num_recomputed_tokens=len(PROMPT))

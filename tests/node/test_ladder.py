@@ -1,0 +1,133 @@
+"""Who is asked for which block, and that the asking ends."""
+
+from itertools import product
+
+from kv_connector.base import FetchOutcome, Source
+from kvrelay.node.ladder import Ask, Ladder
+
+P = Source("p", 1, "at-p")
+H = Source("h", 1, "at-h")
+FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
+
+
+def asked(ladder: Ladder) -> tuple[Source | None, tuple[int, ...]] | None:
+    ask = ladder.next()
+    return None if ask is None else (ask.source, ask.indices)
+
+
+def settle(ladder: Ladder, *outcomes: FetchOutcome) -> int:
+    ask = ladder.next()
+    assert ask is not None
+    return ladder.settle(ask, outcomes)
+
+
+def test_the_announcing_source_goes_before_holders_and_these_before_the_store() -> None:
+    ladder = Ladder(3)
+    ladder.offer(H, 2)
+    assert asked(ladder) == (H, (0, 1)), "nobody has announced anything yet"
+    ladder.announce(P, 3)
+    assert asked(ladder) == (P, (0, 1, 2))
+    settle(ladder, MISSING, MISSING, MISSING)
+    assert asked(ladder) == (H, (0, 1))
+    settle(ladder, MISSING, FETCHED)
+    assert asked(ladder) == (None, (0, 2)), "only what is not here"
+    settle(ladder, FETCHED, FETCHED)
+    assert ladder.is_complete
+    assert ladder.report(24).fetched == (("", 2), ("h", 1))
+    assert dict(ladder.report(24).in_vain) == {MISSING: 4}
+
+
+def test_only_holders_that_announced_nothing_are_guesses() -> None:
+    ladder = Ladder(2)
+    ladder.offer(H, 2)
+    ladder.offer(P, 2)
+    ask = ladder.next()
+    assert ask is not None and ask.is_guess
+    ladder.announce(P, 2)
+    ask = ladder.next()
+    assert ask is not None and (ask.source, ask.is_guess) == (P, False)
+    settle(ladder, MISSING, MISSING)
+    settle(ladder, MISSING, MISSING)
+    ask = ladder.next()
+    assert ask is not None and (ask.source, ask.is_guess) == (None, False)
+
+
+def test_one_bad_block_costs_one_block() -> None:
+    ladder = Ladder(4)
+    ladder.offer(H, 4)
+    ladder.announce(P, 4)
+    assert settle(ladder, FETCHED, REFUSED, FETCHED, FETCHED) == 1
+    assert asked(ladder) == (H, (1,))
+    assert settle(ladder, FETCHED) == 3
+    assert ladder.is_complete and ladder.report(0).fetched == (("p", 3), ("h", 1))
+
+
+def test_who_could_not_be_reached_is_not_asked_again() -> None:
+    ladder = Ladder(3)
+    ladder.offer(P, 1)
+    settle(ladder, FAILED)
+    ladder.announce(P, 3)
+    assert asked(ladder) == (None, (0, 1, 2))
+    settle(ladder, FAILED, FAILED, FAILED)
+    ladder.ask_store()
+    assert ladder.next() is None
+    restarted = Source("p", 2, "at-p")
+    ladder.announce(restarted, 2)
+    assert asked(ladder) == (restarted, (0, 1))
+
+
+def test_what_was_missing_is_asked_for_again_after_a_new_word_and_what_was_refused_is_not() -> None:
+    ladder = Ladder(2)
+    ladder.announce(P, 2)
+    settle(ladder, MISSING, REFUSED)
+    settle(ladder, MISSING, MISSING)  # the store
+    assert ladder.next() is None
+    ladder.announce(P, 2)
+    assert asked(ladder) == (P, (0,))
+
+
+def test_the_store_is_not_asked_for_what_is_still_being_computed() -> None:
+    ladder = Ladder(3)
+    assert ladder.next() is None
+    ladder.announce(P, 1)
+    assert settle(ladder, FETCHED) == 1
+    assert ladder.next() is None
+    ladder.ask_store()
+    assert asked(ladder) == (None, (1, 2))
+
+
+def test_sources_without_an_address_are_the_store() -> None:
+    ladder = Ladder(2)
+    ladder.offer(Source("a", 1, ""), 1)
+    assert asked(ladder) == (None, (0,))
+    settle(ladder, MISSING)
+    assert ladder.next() is None
+    ladder.announce(Source("b", 7, ""), 2)
+    assert asked(ladder) == (None, (0, 1))
+
+
+def test_long_prefixes_are_asked_for_in_parts() -> None:
+    ladder = Ladder(100)
+    ladder.announce(P, 1000)
+    assert settle(ladder, *[FETCHED] * 64) == 64
+    assert asked(ladder) == (P, tuple(range(64, 100)))
+
+
+def test_the_asking_ends_whatever_the_outcomes() -> None:
+    for first, second, third in product(FetchOutcome, repeat=3):
+        ladder = Ladder(4)
+        ladder.offer(H, 4)
+        ladder.announce(P, 3)
+        ladder.ask_store()
+        num_asks = 0
+        while (ask := ladder.next()) is not None:
+            ladder.settle(ask, [_outcome(ask, first, second, third)] * len(ask.indices))
+            num_asks += 1
+        assert num_asks <= 6
+        leading = sum(count for _, count in ladder.report(0).fetched)
+        assert leading == ladder.num_leading
+        assert ladder.is_complete == (FETCHED in (second, third))
+
+
+def _outcome(ask: Ask, p: FetchOutcome, h: FetchOutcome, store: FetchOutcome) -> FetchOutcome:
+    return {P: p, H: h, None: store}[ask.source]

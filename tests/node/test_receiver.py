@@ -1,0 +1,218 @@
+"""Blocks of one request from holders that fail in every way: what arrives is right, in order, and unpinned once."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from kv_connector.base import FetchOutcome
+from kv_connector.in_process import InProcessHub
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
+from kvrelay.node.ladder import FetchReport
+from kvrelay.node.node import Node
+from kvrelay.node.receiver import Receiver
+from tests.node.fake_node import BLOCK_SIZE, LAYOUT, make_node
+from tests.node.holders import Holder, LadderConnector, content
+
+PROMPT = tuple(range(100, 137))  # four full blocks and a partial one
+NUM_BLOCKS = 5
+PATIENCE = 10.0
+
+
+@dataclass(slots=True)
+class Reception:
+    """A request that waits for all its blocks, and two holders, P and H, of none of them yet."""
+
+    node: Node
+    connector: LadderConnector
+    admission: Admission
+    p: Holder
+    h: Holder
+    store: Holder
+    receiver: Receiver
+    missing: list[int] = field(default_factory=list)  # what the router was told
+
+    async def run(self) -> FetchReport:
+        async with asyncio.timeout(PATIENCE):
+            report = await self.receiver.run()
+        computed = await self.node.engine.call(lambda engine: engine._sequences["r"][0].num_computed_tokens)
+        assert computed == report.num_tokens, "what is reported was delivered"
+        memory = self.connector._require().pool.buffer.memory
+        num_blocks = sum(count for _, count in report.fetched)
+        for index, block in enumerate(self.admission.missing[:num_blocks]):
+            start = block.block_id * LAYOUT.block_bytes
+            assert bytes(memory[start : start + LAYOUT.block_bytes]) == content(index)
+        return report
+
+
+@asynccontextmanager
+async def reception(*, patience: float = PATIENCE, fetch_timeout: float = PATIENCE) -> AsyncIterator[Reception]:
+    hub = InProcessHub()
+    connector = LadderConnector(hub)
+    admissions: asyncio.Queue[Admission] = asyncio.Queue()
+
+    def on_result(result: StepResult) -> None:
+        for admission in result.admissions:
+            admissions.put_nowait(admission)
+
+    async with AsyncExitStack() as stack:
+        node = make_node(connector=connector)
+        node.start(on_result)
+        stack.push_async_callback(node.close)
+        p, h, store = (Holder(hub, node_id) for node_id in ("p", "h", "store"))
+        for holder in (p, h, store):
+            stack.push_async_callback(holder.close)
+        sampling = SamplingParams(max_tokens=3, seed=0)
+        request = EngineRequest("r", PROMPT, sampling, role=KVRole.CONSUME, receive=True)
+        await node.engine.call(lambda engine: engine.add(request))
+        async with asyncio.timeout(PATIENCE):
+            admission = await admissions.get()
+        assert len(admission.missing) == NUM_BLOCKS
+        missing: list[int] = []
+        receiver = Receiver(
+            admission,
+            connector,
+            node.engine,
+            block_size=BLOCK_SIZE,
+            fetch_timeout=fetch_timeout,
+            patience=patience,
+            on_missing=missing.append,
+        )
+        yield Reception(node, connector, admission, p, h, store, receiver, missing)
+        await node.engine.call(lambda engine: engine.abort("r"))
+        await node.check_idle()
+
+
+async def test_everything_from_the_source_that_announces() -> None:
+    async with reception() as case:
+        await case.p.hold(case.admission, 5)
+        case.receiver.announce(case.p.source, 5, ended=True)
+        report = await case.run()
+        assert report == FetchReport(37, (("p", 5),), ())
+        assert case.connector.asked == [("p", 5)] and case.missing == []
+
+
+async def test_holders_are_asked_before_anything_is_announced() -> None:
+    async with reception() as case:
+        await case.h.hold(case.admission, 3)
+        await case.p.hold(case.admission, 5)
+        case.receiver.offer(case.h.source, 3)
+        task = asyncio.create_task(case.run())
+        while case.connector.asked != [("h", 3)]:
+            await asyncio.sleep(0)
+        case.receiver.announce(case.p.source, 5)
+        assert (await task).fetched == (("h", 3), ("p", 2))
+
+
+Fault = Callable[[Reception], None]
+
+
+def _loses(case: Reception) -> None:
+    case.p.lose(1)
+
+
+def _corrupts(case: Reception) -> None:
+    case.p.corrupt(1)
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(_loses, FetchOutcome.MISSING), (_corrupts, FetchOutcome.REFUSED)])
+async def test_a_block_that_one_holder_has_not_comes_from_the_next(fault: Fault, outcome: FetchOutcome) -> None:
+    async with reception() as case:
+        await case.p.hold(case.admission, 5)
+        await case.h.hold(case.admission, 2)
+        fault(case)
+        case.receiver.announce(case.p.source, 5)
+        case.receiver.offer(case.h.source, 2)
+        report = await case.run()
+        assert (report.num_tokens, report.fetched, report.in_vain) == (37, (("p", 4), ("h", 1)), ((outcome, 1),))
+        assert case.connector.asked == [("p", 5), ("h", 1)], "the blocks behind the bad one were kept"
+
+
+async def test_a_holder_that_is_gone_is_asked_once() -> None:
+    async with reception() as case:
+        await case.p.close()
+        await case.h.hold(case.admission, 5)
+        case.receiver.announce(case.p.source, 2)
+        case.receiver.offer(case.h.source, 5)
+        case.receiver.announce(case.p.source, 5)
+        report = await case.run()
+        assert (report.fetched, report.in_vain) == ((("h", 5),), ((FetchOutcome.FAILED, 5),))
+        assert case.connector.asked == [("p", 5), ("h", 5)]
+
+
+async def test_a_holder_that_hangs_costs_one_timeout() -> None:
+    async with reception(fetch_timeout=0.02) as case:
+        case.connector.hung = {"p", "h"}
+        case.receiver.offer(case.h.source, 4)
+        case.receiver.announce(case.p.source, 5)
+        case.receiver.end()
+        report = await case.run()
+        assert (report.num_tokens, report.in_vain) == (0, ((FetchOutcome.FAILED, 9),))
+        assert case.connector.asked == [("p", 5), ("h", 4), ("", 5)]
+        assert case.connector.timeouts[1] < case.connector.timeouts[0], "less for who has not announced anything"
+
+
+async def test_what_no_holder_has_comes_from_the_store() -> None:
+    async with reception() as case:
+        await case.p.hold(case.admission, 5)
+        await case.store.hold(case.admission, 5)
+        case.connector.store = case.store.source
+        case.p.lose(0, 4)
+        case.receiver.announce(case.p.source, 5)
+        report = await case.run()
+        assert report.fetched == (("", 2), ("p", 3)) and case.missing == []
+
+
+async def test_the_router_is_told_what_nobody_has_and_may_name_another_source() -> None:
+    async with reception() as case:
+        await case.p.hold(case.admission, 2)
+        case.receiver.announce(case.p.source, 2, ended=True)
+        task = asyncio.create_task(case.run())
+        while not case.missing:
+            await asyncio.sleep(0)
+        assert case.missing == [21] and not task.done()
+        await case.h.hold(case.admission, 5)
+        case.receiver.announce(case.h.source, 3)
+        while case.connector.asked[-1][0] != "h":
+            await asyncio.sleep(0)
+        case.receiver.announce(case.h.source, 5, ended=True)
+        assert (await task).fetched == (("p", 2), ("h", 3))
+        assert case.missing == [21], "told once"
+
+
+async def test_a_second_source_that_fails_too_is_told_as_well() -> None:
+    async with reception() as case:
+        case.receiver.announce(case.p.source, 0, ended=True)
+        task = asyncio.create_task(case.run())
+        while len(case.missing) < 1:
+            await asyncio.sleep(0)
+        await case.h.hold(case.admission, 1)
+        case.receiver.announce(case.h.source, 1, ended=True)
+        while len(case.missing) < 2:
+            await asyncio.sleep(0)
+        assert case.missing == [37, 29] and not task.done()
+        case.receiver.end()
+        assert (await task).num_tokens == BLOCK_SIZE
+
+
+async def test_a_router_that_does_not_answer_is_not_waited_for() -> None:
+    async with reception(patience=0.02) as case:
+        await case.p.hold(case.admission, 1)
+        case.receiver.announce(case.p.source, 1, ended=True)
+        assert (await case.run()).num_tokens == BLOCK_SIZE
+        assert case.missing == [29]
+
+
+async def test_a_cancelled_reception_unpins_its_blocks() -> None:
+    async with reception() as case:
+        case.connector.hung = {"p"}
+        case.receiver.announce(case.p.source, 5)
+        task = asyncio.create_task(case.receiver.run())
+        while not case.connector.asked:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task

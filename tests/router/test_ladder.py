@@ -1,0 +1,236 @@
+"""Blocks that do not arrive at the decode node, among nodes whose every move the test decides: who is asked for them,
+how often, and what is counted."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.core.block_hash import block_hashes
+from kvrelay.core.errors import UnavailableError
+from kvrelay.core.outputs import FinishReason
+from kvrelay.v1 import common_pb2
+from router.request import KVOrigins, RequestEvent
+from tests.router.scripted_nodes import (
+    BLOCK_SIZE,
+    NAMESPACE,
+    PATIENCE,
+    Cluster,
+    PrefillCall,
+    ScriptedNode,
+    cluster,
+    soon,
+    token,
+)
+from tests.router.test_supervisor import PROMPT, a_request, assert_idle, opened, take, take_trace
+
+NAMES = block_hashes(NAMESPACE.root(cache_salt=b""), PROMPT, BLOCK_SIZE, include_partial=True)
+LAST = token(8, finish=FinishReason.LENGTH)
+
+
+def fetched(*origins: tuple[str, int], **in_vain: int) -> common_pb2.FetchReport:
+    blocks = [common_pb2.FetchedBlocks(node_id=node_id, num_blocks=count) for node_id, count in origins]
+    return common_pb2.FetchReport(fetched=blocks, **in_vain)
+
+
+async def holds(nodes: Cluster, node: ScriptedNode, num_blocks: int) -> None:
+    """The router knows that this node holds the prompt's first blocks."""
+    node.update(1, stored=NAMES[:num_blocks])
+    async with asyncio.timeout(PATIENCE):
+        while nodes.registry.index.leading(NAMES).get(node.node_id) != num_blocks:
+            await asyncio.sleep(0.001)
+
+
+async def published(
+    nodes: Cluster, events: AsyncGenerator[RequestEvent, None], *, num_blocks: int = 3
+) -> "tuple[asyncio.Task[RequestEvent], str]":
+    """The client has the first token and waits for the next one, decode-0 was told that prefill-0 has published what it
+    ever will."""
+    first, call, wire_id = await opened(nodes, events)
+    call.publish(num_blocks)
+    assert not (await nodes.decode.pull()).ended
+    call.finish(token(7), num_cached_tokens=4)
+    assert await first == token(7)
+    await nodes.decode.started()
+    call.end()
+    following = asyncio.create_task(take(events))
+    pull = await nodes.decode.pull()
+    assert (pull.num_blocks, pull.ended, pull.final) == (num_blocks, True, False)
+    return following, wire_id
+
+
+async def refill_call(nodes: Cluster, wire_id: str) -> PrefillCall:
+    call = await soon(nodes.prefills[1].calls)
+    assert call.request.request_id == f"{wire_id}.refill"
+    assert tuple(call.request.prompt_token_ids) == PROMPT
+    call.accept("second")
+    return call
+
+
+async def test_the_decode_node_is_told_who_else_holds_what() -> None:
+    async with cluster(num_decode_nodes=2) as nodes:
+        await holds(nodes, nodes.decodes[1], 2)
+        nodes.decodes[1].update(2, num_queued_tokens=5000)
+        async with asyncio.timeout(PATIENCE):
+            while nodes.registry.nodes[2].load.num_queued_tokens == 0:
+                await asyncio.sleep(0.001)
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            first = asyncio.create_task(take(events))
+            admit = await nodes.decode.admit()
+            [source] = admit.sources
+            assert (source.source.node_id, source.source.epoch, source.num_blocks) == ("decode-1", 1, 2)
+            call = await soon(nodes.prefill.calls)
+            call.finish(token(7, finish=FinishReason.STOP))
+            await first
+
+
+async def test_what_others_had_is_counted_by_rung() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        following, wire_id = await published(nodes, events)
+        report = fetched(("prefill-0", 1), ("decode-1", 1), ("", 1), num_refused=1, num_missing=2, num_failed=3)
+        nodes.decode.kv_ready(wire_id, fetched=10, fetches=report)
+        nodes.decode.tokens(wire_id, LAST)
+        assert await following == LAST
+        trace = await take_trace(events)
+        assert trace.kv == KVOrigins(num_prefill_node_blocks=1, num_holder_blocks=1, num_store_blocks=1)
+        for rung in ("prefill_node", "holder", "store"):
+            assert nodes.metric("kv_ladder_blocks_total", reader="decode", rung=rung) == 1
+        for cause, count in (("refused", 1), ("missing", 2), ("failed", 3)):
+            assert nodes.metric("kv_ladder_failures_total", reader="decode", cause=cause) == count
+
+
+async def test_missing_blocks_are_prefilled_by_another_node() -> None:
+    async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        following, wire_id = await published(nodes, events)
+        nodes.decode.kv_missing(wire_id, 10)
+        call = await refill_call(nodes, wire_id)
+        nodes.decode.kv_missing(wire_id, 10)  # asked again meanwhile: the answer is on its way
+        call.publish(2)
+        pull = await nodes.decode.pull()
+        assert (pull.source.node_id, pull.num_blocks, pull.ended, pull.final) == ("prefill-1", 2, False, False)
+        call.finish(token(7), num_cached_tokens=4)  # the client has it already
+        call.publish(3)
+        assert (await nodes.decode.pull()).num_blocks == 3
+        call.end()
+        assert (await nodes.decode.pull()).ended
+        assert nodes.prefill.released.empty()
+        nodes.decode.kv_ready(wire_id, fetched=10, fetches=fetched(("prefill-0", 1), ("prefill-1", 2)))
+        assert await soon(nodes.prefill.released) == ("lease",)
+        assert await soon(nodes.prefills[1].released) == ("second",)
+        nodes.decode.tokens(wire_id, LAST)
+        assert await following == LAST
+        trace = await take_trace(events)
+        assert trace.kv == KVOrigins(num_prefill_node_blocks=1, num_refill_blocks=2, num_refilled_tokens=6)
+        assert (trace.prefill_node, trace.num_migrations) == ("prefill-0", 0)
+        assert (trace.num_computed_tokens, trace.num_cached_tokens) == (10, 0), "6 on one node and 6 on the other"
+        assert nodes.metric("kv_refills_total") == 1
+        assert nodes.metric("recomputed_tokens_total", cause="refill") == 6
+        assert_idle(nodes)
+
+
+async def test_a_refill_is_asked_for_blocks_only() -> None:
+    """No log-probabilities, one output: prompt log-probabilities would compute the whole prompt once more."""
+    async with cluster(num_prefill_nodes=2) as nodes:
+        request = a_request(n=2)
+        request = replace(request, sampling=replace(request.sampling, prompt_logprobs=1, logprobs=2))
+        async with aclosing(nodes.relay.run(request)) as events:
+            first, call, wire_id = await opened(nodes, events)
+            call.finish(token(7), token(17, index=1))
+            call.end()
+            await first
+            assert [await take(events) for _ in range(2)] == [token(7), token(17, index=1)]
+            following = asyncio.create_task(take(events))
+            await nodes.decode.started()
+            await nodes.decode.pull()
+            nodes.decode.kv_missing(wire_id, 10)
+            refill = await refill_call(nodes, wire_id)
+            refill.publish(1)
+            await nodes.decode.pull()
+            sampling = refill.request.sampling_params
+            assert sampling.n == 1
+            assert not sampling.HasField("prompt_logprobs") and not sampling.HasField("logprobs")
+            nodes.decode.tokens(wire_id, token(8, finish=FinishReason.STOP))
+            nodes.decode.tokens(wire_id, token(18, index=1, finish=FinishReason.STOP))
+            await following
+            await take(events)
+            await take_trace(events)
+        assert await soon(nodes.prefills[1].released) == ("second",)
+
+
+async def test_a_refill_that_fails_leaves_the_rest_to_the_decode_node() -> None:
+    async with cluster(num_prefill_nodes=3) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        following, wire_id = await published(nodes, events)
+        nodes.decode.kv_missing(wire_id, 10)
+        async with asyncio.timeout(PATIENCE):
+            while all(node.calls.empty() for node in nodes.prefills[1:]):
+                await asyncio.sleep(0.001)
+        second = next(node for node in nodes.prefills[1:] if not node.calls.empty())
+        call = await soon(second.calls)
+        call.publish(1)
+        assert (await nodes.decode.pull()).num_blocks == 1
+        call.end(UnavailableError("died"))
+        pull = await nodes.decode.pull()
+        assert (pull.source.node_id, pull.ended, pull.final) == (second.node_id, True, False)
+        nodes.decode.kv_missing(wire_id, 6)
+        assert (await nodes.decode.pull()).final, "one refill per attempt"
+        nodes.decode.kv_ready(wire_id, fetched=4, recomputed=6, fetches=fetched((second.node_id, 1)))
+        nodes.decode.tokens(wire_id, LAST)
+        assert await following == LAST
+        trace = await take_trace(events)
+        assert trace.kv == KVOrigins(num_refill_blocks=1, num_recomputed_tokens=6)
+        assert nodes.metric("kv_ladder_blocks_total", reader="decode", rung="local") == 2
+        assert nodes.metric("recomputed_tokens_total", cause="transfer") == 6
+        assert_idle(nodes)
+
+
+@pytest.mark.parametrize(("num_prefill_nodes", "local_prefill_max_tokens"), [(1, 0), (2, 5)])
+async def test_without_another_node_or_for_a_few_tokens_the_decode_node_computes(
+    num_prefill_nodes: int, local_prefill_max_tokens: int
+) -> None:
+    async with (
+        cluster(num_prefill_nodes=num_prefill_nodes, local_prefill_max_tokens=local_prefill_max_tokens) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        following, wire_id = await published(nodes, events)
+        nodes.decode.kv_missing(wire_id, 5)
+        assert (await nodes.decode.pull()).final
+        nodes.decode.kv_ready(wire_id, fetched=5, recomputed=5)
+        nodes.decode.tokens(wire_id, LAST)
+        assert await following == LAST
+        assert (await take_trace(events)).kv.num_recomputed_tokens == 5
+        assert all(node.calls.empty() for node in nodes.prefills)
+
+
+async def test_closing_ends_the_refill_and_both_leases() -> None:
+    async with cluster(num_prefill_nodes=2) as nodes:
+        events = nodes.relay.run(a_request())
+        following, wire_id = await published(nodes, events)
+        nodes.decode.kv_missing(wire_id, 10)
+        call = await refill_call(nodes, wire_id)
+        call.publish(1)
+        await nodes.decode.pull()
+        following.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await following
+        await events.aclose()
+        assert await nodes.decode.aborted() == wire_id
+        assert await soon(nodes.prefill.released) == ("lease",)
+        assert await soon(nodes.prefills[1].released) == ("second",)
+        await call.over.wait()
+        assert_idle(nodes)
+
+
+async def test_a_prefill_node_that_stops_talking_after_its_first_token_is_given_up() -> None:
+    async with cluster(lease_ttl=0.05) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.finish(token(7))
+        assert await first == token(7)
+        await nodes.decode.started()
+        following = asyncio.create_task(take(events))
+        pull = await nodes.decode.pull()
+        assert (pull.num_blocks, pull.ended) == (0, True)
+        nodes.decode.tokens(wire_id, LAST)
+        assert await following == LAST
+        await call.over.wait()
