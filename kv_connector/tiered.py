@@ -1,8 +1,8 @@
 """Several connectors over one pool: the first that has a block wins, and what it can not give is asked of the next.
 
 The first tier allocates the pool, the others serve from the same memory. Tiers that reach the holder itself (shared
-memory, UCX) come before a store (Redis), which needs no holder and is the only one asked without a source. Nodes of one
-cluster may have different tiers: they exchange blocks through those that they share.
+memory, UCX) come before a store (Redis), which needs no holder: it is asked by a fetch without a source, and by no
+other. Nodes of one cluster may have different tiers: they exchange blocks through those that they share.
 
 Invariant: a fetch takes no longer than its timeout, and a tier that hangs leaves time for the next; publishing waits
 for the holder's tiers only, and fails only if all of them do.
@@ -71,8 +71,8 @@ class TieredConnector:
 
     @property
     def endpoint(self) -> str:
-        found = {tier.name: tier.endpoint for tier in self.tiers}
-        return Endpoints(self._host, {name: endpoint for name, endpoint in found.items() if endpoint}).encode()
+        found = {tier.name: tier.endpoint for tier in self.tiers if tier.endpoint}
+        return Endpoints(self._host, found).encode() if found else ""
 
     async def publish(self, blocks: Sequence[Block]) -> None:
         """A store behind other tiers takes what it is given into its own queue and returns at once."""
@@ -112,23 +112,22 @@ class TieredConnector:
                 stack.push_async_callback(tier.close)
 
     def _route(self, source: Source | None) -> list[tuple[KVConnector, Source | None]]:
-        """The tiers to ask, each with the source as it knows it."""
-        stores: list[tuple[KVConnector, Source | None]] = [(tier, source) for tier in self.tiers if tier.has_store]
-        if source is None:
-            return stores
+        """The tiers to ask, each with the source as it knows it. A store is another source, and the caller's to ask."""
+        if source is None or not source.endpoint:
+            return [(tier, source) for tier in self.tiers if tier.has_store]
         try:
             found = parse_endpoints(source.endpoint)
         except KVError as error:
             _logger.warning("node %s can not be asked: %s", source.node_id, error)
-            return stores
+            return []
         holders: list[tuple[KVConnector, Source | None]] = [
             (tier, replace(source, endpoint=found.by_name[tier.name]))
             for tier in self.tiers
             if tier.name in found.by_name and (tier.name not in _SAME_HOST or found.host == self._host)
         ]
-        if not holders and not stores:
-            _logger.warning("node %s can not be reached through %s from here", source.node_id, self.name)
-        return holders + stores
+        if not holders:
+            _logger.debug("node %s can not be reached through %s from here", source.node_id, self.name)
+        return holders
 
     async def _ask(
         self, tier: KVConnector, source: Source | None, blocks: Sequence[Block], timeout: float

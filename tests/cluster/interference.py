@@ -54,7 +54,7 @@ class Interference:
                 await asyncio.sleep(0.002)
 
     def _row(self, block: Block) -> Any:
-        return self._connector._require().pool.rows[block.block_id]
+        return self._connector.tiers[0]._require().pool.rows[block.block_id]
 
     def _publisher_of(self, node: Node) -> KVConnector:
         connector: Any = self

@@ -59,6 +59,8 @@ async def test_hits_that_redis_has_lost_are_offered_again(
 ) -> None:
     """The prefill node still has the whole prompt, the store nothing: the decode node fetches all of it all the
     same."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
     async with cluster(model, connector=connector, redis_url=redis_server.url) as running:
         first = await running.generate(PROMPT, max_tokens=8)
         assert first.how.num_transferred_blocks == NUM_BLOCKS

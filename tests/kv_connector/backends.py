@@ -48,8 +48,7 @@ class Node:
 class Harness(Protocol):
     outlives_owner: bool  # blocks stay fetchable after retract and close
     has_source: bool  # endpoint and epoch of the source matter
-    # Blocks of a store behind other tiers: there in spite of another epoch, and when nobody is named as the source.
-    has_store: bool
+    has_store: bool  # blocks are there when nobody is named as the source
 
     def connector(self) -> KVConnector: ...
 
@@ -121,7 +120,7 @@ class RedisHarness:
 class TieredHarness:
     """Damage is done in every tier: what a healthy second one makes of it is tested in `test_tiered.py`."""
 
-    outlives_owner = True
+    outlives_owner = False
     has_source = True
     has_store = True
 

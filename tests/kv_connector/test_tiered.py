@@ -203,7 +203,7 @@ def three(redis_url: str, prefix: str) -> list[KVConnector]:
 
 
 async def test_three_tiers_share_one_pool_and_leave_nothing(redis_server: RedisServer) -> None:
-    """The same block through each of them, by making the ones before it lose it."""
+    """The same block through each of them, by making the ones before it lose it, and from the store."""
     owner = Node(TieredConnector(three(redis_server.url, "three")), "owner", 16, LAYOUT, EPOCH)
     peer_tiers = three(redis_server.url, "three")
     peer = Node(TieredConnector(peer_tiers), "peer", 16, LAYOUT, EPOCH + 1)
@@ -212,7 +212,8 @@ async def test_three_tiers_share_one_pool_and_leave_nothing(redis_server: RedisS
     assert isinstance(owner.connector, TieredConnector)
     for position, tier in enumerate(owner.connector.tiers):
         peer.pool.memory[:] = bytes(len(peer.pool.memory))
-        result = await peer.connector.fetch(owner.source, moved(sent, 4), timeout=PATIENCE)
+        source = None if tier.has_store else owner.source
+        result = await peer.connector.fetch(source, moved(sent, 4), timeout=PATIENCE)
         assert set(result.outcomes) == {FETCHED}
         assert [each.stats.blocks_fetched for each in peer_tiers] == [6] * (position + 1) + [0] * (2 - position)
         for block in moved(sent, 4):
@@ -232,7 +233,9 @@ async def test_a_flipped_byte_in_shared_memory_is_made_good_by_redis(redis_serve
     await write_and_publish(owner, sent)
     owner.row(2)[77] ^= 1
     result = await peer.connector.fetch(owner.source, sent, timeout=PATIENCE)
-    assert set(result.outcomes) == {FETCHED}
+    assert result.outcomes == (FETCHED, FETCHED, REFUSED, FETCHED)
+    result = await peer.connector.fetch(None, [sent[2]], timeout=PATIENCE)
+    assert result.outcomes == (FETCHED,)
     assert peer.row(2) == content(sent[2].block_hash, LAYOUT.block_bytes)
     assert peer.first_stats.refused[Mismatch.DIGEST] == 1
     assert peer.connector.all_stats()["redis"].blocks_fetched == 1
