@@ -11,22 +11,12 @@ class RedisServer:
     """The constructor returns when the server accepts connections. A missing redis-server is an error."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         for _ in range(_ATTEMPTS):
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 self.port: int = probe.getsockname()[1]
-            command = [
-                "redis-server",
-                "--port",
-                str(self.port),
-                "--bind",
-                "127.0.0.1",
-                "--save",
-                "",
-                "--appendonly",
-                "no",
-            ]
-            self._process = subprocess.Popen([*command, "--dir", str(directory)], stdout=subprocess.PIPE, text=True)
+            self._process = self._spawn()
             if self._ready():
                 return
             self.stop()
@@ -42,6 +32,21 @@ class RedisServer:
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+    def restart(self) -> None:
+        """After `stop`: another one, empty, at the same address."""
+        self._process = self._spawn()
+        if not self._ready():
+            self.stop()
+            raise RuntimeError(f"redis-server did not start again on port {self.port}")
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def _spawn(self) -> "subprocess.Popen[str]":
+        address = ["--port", str(self.port), "--bind", "127.0.0.1"]
+        storage = ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
+        return subprocess.Popen(["redis-server", *address, *storage], stdout=subprocess.PIPE, text=True)
 
     def _ready(self) -> bool:
         assert self._process.stdout is not None

@@ -117,6 +117,12 @@ def grpc_request(prompt: str | Sequence[int], max_tokens: int, **sampling: Any) 
 
 def wait_idle(address: str) -> None:
     """Returns once the node at this address reports that nothing runs, waits, is leased, or keeps a block in use."""
+    load = load_when_idle(address)
+    assert is_idle(load), f"the node at {address} is not idle: {load}"
+
+
+def load_when_idle(address: str) -> node_pb2.NodeLoad:
+    """What the node reports once it is idle, or when our patience ends."""
     load = node_pb2.NodeLoad()
     with grpc.insecure_channel(address) as channel:
         watch = node_pb2_grpc.NodeStub(channel).Watch(node_pb2.WatchRequest(), timeout=PATIENCE_SECONDS)
@@ -125,11 +131,13 @@ def wait_idle(address: str) -> None:
                 if message.HasField("load"):
                     load = message.load
                     if is_idle(load):
-                        return
+                        break
         except grpc.RpcError as error:
-            raise AssertionError(f"the node at {address} is not idle: {load}") from error
+            if load.num_blocks == 0:
+                raise AssertionError(f"the node at {address} does not report its load") from error
         finally:
             watch.cancel()
+    return load
 
 
 def is_idle(load: node_pb2.NodeLoad) -> bool:

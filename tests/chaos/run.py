@@ -1,0 +1,140 @@
+"""One run of chaos: right answers from an undisturbed cluster, load and faults, peace, and a look at what is left."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.catalogue import catalogue
+from tests.chaos.faults import Injector, faults
+from tests.chaos.load import Load, undisturbed
+from tests.chaos.nodes import ChaosCluster, Setup, chaos_cluster
+from tests.chaos.report import Report
+from tests.chaos.streams import Answer, Ask
+from tests.chaos.verdict import Verdict
+from tests.e2e.client import is_idle
+from tests.e2e.cluster import link_model
+from tests.e2e.processes import processes_of
+from tests.redis_server import RedisServer
+
+_logger = logging.getLogger(__name__)
+_PROGRESS_SECONDS = 10.0
+_IDLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`seconds` of faults; at most `most_after` seconds between two of them, each at most `most_fault_seconds` long."""
+
+    connector: str
+    seed: int
+    seconds: float = 180.0
+    num_streams: int = 10
+    max_tokens: int = 160
+    aborts: float = 0.2
+    most_after: float = 3.0
+    most_fault_seconds: float = 10.0
+
+
+async def run_chaos(plan: Plan, directory: Path) -> Report:
+    """Logs stay in `directory`."""
+    report = Report(plan.connector, plan.seed)
+    began = time.monotonic()
+    asks = catalogue(max_tokens=plan.max_tokens)
+    model = link_model(directory)
+    with contextlib.ExitStack() as stack:
+        server = RedisServer(directory) if plan.connector == "redis" else None
+        if server is not None:
+            stack.callback(server.stop)
+        setup = Setup(model, directory, plan.connector, server)
+        async with chaos_cluster(setup) as cluster:
+            expected = await undisturbed(cluster.client, asks)
+            _logger.info("%s: undisturbed answers after %.1f s", plan.connector, time.monotonic() - began)
+            await _disturb(plan, cluster, asks, expected, report)
+            await look_around(cluster, report)
+            report.problems += [f"{name} ended with {code}" for name, code in (await cluster.stop()).items() if code]
+            report.processes_left = len(processes_of(model))
+        report.segments_left = len(list(setup.pools.iterdir()))
+    report.tracebacks = _tracebacks(directory)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+async def _disturb(
+    plan: Plan, cluster: ChaosCluster, asks: list[Ask], expected: dict[str, Answer], report: Report
+) -> None:
+    load = Load(cluster.client, asks, expected, seed=plan.seed, aborts=plan.aborts)
+    injector = Injector(cluster)
+    sequence = faults(
+        plan.seed,
+        with_redis=plan.connector == "redis",
+        most_after=plan.most_after,
+        most_seconds=plan.most_fault_seconds,
+    )
+    async with under_load(load, plan.num_streams):
+        await injector.run(sequence, seconds=plan.seconds)
+    note(load, report)
+    for name, answer in (await undisturbed(cluster.client, asks)).items():
+        if answer.outputs != expected[name].outputs:
+            report.problems.append(f"{name} has other tokens after the chaos")
+    report.faults = {kind.value: count for kind, count in injector.counts.items()}
+    report.problems += injector.problems
+
+
+@asynccontextmanager
+async def under_load(load: Load, num_streams: int) -> AsyncIterator[None]:
+    """At the end of the context no new request is begun, and the last ones are waited for."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(load.run(num_streams))
+        progress = group.create_task(_say_progress(load))
+        try:
+            yield
+        finally:
+            load.stop()
+            progress.cancel()
+
+
+async def _say_progress(load: Load) -> None:
+    while True:
+        await asyncio.sleep(_PROGRESS_SECONDS)
+        counts = ", ".join(f"{count} {verdict.value}" for verdict, count in load.report.verdicts.items())
+        _logger.info("%d requests: %s", load.report.requests, counts)
+
+
+def note(load: Load, report: Report) -> None:
+    """What the clients saw."""
+    found = load.report
+    report.requests = found.requests
+    report.aborted_by_clients = found.aborted
+    report.failed_requests = found.verdicts[Verdict.FAILED]
+    report.differing_streams = found.verdicts[Verdict.DIFFERENT]
+    report.duplicates_or_gaps = found.verdicts[Verdict.SHIFTED]
+    report.longest_stall = found.longest_gap
+    report.longest_wait_for_first_chunk = found.longest_first
+    report.examples = found.examples
+
+
+async def look_around(cluster: ChaosCluster, report: Report) -> None:
+    """What is left on nodes and router when nobody asks for anything any more."""
+    loads = await asyncio.gather(*(node.load_when_idle() for node in cluster.nodes.values()))
+    for node, load in zip(cluster.nodes.values(), loads, strict=True):
+        report.blocks_left += load.num_blocks - load.num_free_blocks
+        report.leases_left += load.num_leases
+        if not is_idle(load):
+            report.problems.append(f"{node.name} is not idle: {str(load).replace(chr(10), ' ')}")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_IDLE_SECONDS):
+            while await cluster.metric("kvrelay:num_requests_running"):
+                await asyncio.sleep(0.1)
+    report.requests_left = int(await cluster.metric("kvrelay:num_requests_running"))
+    report.migrations = int(await cluster.metric("kvrelay:request_migrations_total"))
+    report.recomputed_tokens = int(await cluster.metric("kvrelay:recomputed_tokens_total"))
+
+
+def _tracebacks(directory: Path) -> list[str]:
+    """Names of the logs that have one."""
+    return sorted(path.name for path in directory.glob("*.log") if "Traceback" in path.read_text())
