@@ -26,11 +26,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180.0, help="of faults, for each connector (180)")
     parser.add_argument("--seed", type=int, default=1, help="decides requests and faults (1)")
     parser.add_argument("--streams", type=int, default=10, help="concurrent clients (10)")
+    parser.add_argument("--keep-logs", action="store_true", help="those of the processes, also when all is well")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     reports = [
-        _run(Plan(connector, options.seed, seconds=options.seconds, num_streams=options.streams))
+        _run(
+            Plan(connector, options.seed, seconds=options.seconds, num_streams=options.streams),
+            keep_logs=options.keep_logs,
+        )
         for connector in ([options.connector] if options.connector else CONNECTORS)
     ]
     json.dump([dataclasses.asdict(report) for report in reports], sys.stdout, indent=2)
@@ -38,11 +42,11 @@ def main() -> int:
     return 1 if any(report.violations for report in reports) else 0
 
 
-def _run(plan: Plan) -> Report:
+def _run(plan: Plan, *, keep_logs: bool) -> Report:
     directory = Path(tempfile.mkdtemp(prefix="kvrelay-chaos-"))
     report = asyncio.run(run_chaos(plan, directory))
     _logger.info("%s", report.readable())
-    if report.violations:
+    if report.violations or keep_logs:
         _logger.info("  the logs of all processes are in %s", directory)
     else:
         shutil.rmtree(directory)

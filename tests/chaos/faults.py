@@ -21,6 +21,7 @@ from tests.chaos.nodes import ChaosCluster, ChaosNode
 _logger = logging.getLogger(__name__)
 _MOST_PAUSE_SECONDS = 10.0
 _HEAL_SECONDS = 90.0
+_MOST_WAITING = 4  # faults whose target is not whole yet
 
 
 class Kind(Enum):
@@ -75,30 +76,37 @@ class Injector:
         """Begins no fault after so many seconds; returns when the last one is healed."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
+            waiting = asyncio.Semaphore(_MOST_WAITING)
             for fault in sequence:
                 await asyncio.sleep(fault.after)
-                await self._wait_allowed(fault)
+                await waiting.acquire()
                 if time.monotonic() - began > seconds:
                     return
-                _logger.info("%5.1f s: %s: %s (%.1f s)", time.monotonic() - began, *_words(fault), fault.seconds)
-                self.counts[fault.kind] += 1
-                names = self._names(fault)
-                self._busy.update(names)
-                group.create_task(self._inflict(fault, names))
+                group.create_task(self._inflict_when_allowed(fault, waiting, began, began + seconds))
 
-    def _names(self, fault: Fault) -> list[str]:
-        if fault.target == "prefill":
-            return [node.name for node in self.cluster.of_role("prefill")]
-        return [fault.target]
-
-    async def _wait_allowed(self, fault: Fault) -> None:
-        """Until what it hurts is whole, and the other decode node is too if it hurts a decode node."""
-        needed = set(self._names(fault))
+    async def _inflict_when_allowed(self, fault: Fault, waiting: asyncio.Semaphore, began: float, end: float) -> None:
+        """A fault that has to wait lets those behind it pass."""
+        names = self._names(fault)
+        needed = set(names)
         if fault.target.startswith("decode"):
             needed |= {node.name for node in self.cluster.of_role("decode")}
         while needed & self._busy:
             self._freed.clear()
             await self._freed.wait()
+        waiting.release()
+        now = time.monotonic()
+        if now > end:
+            return
+        self._busy.update(names)
+        self.counts[fault.kind] += 1
+        _logger.info("%5.1f s: %s: %s (%.1f s)", now - began, fault.target, fault.kind.value, fault.seconds)
+        await self._inflict(fault, names)
+        _logger.info("%5.1f s: %s is whole again", time.monotonic() - began, fault.target)
+
+    def _names(self, fault: Fault) -> list[str]:
+        if fault.target == "prefill":
+            return [node.name for node in self.cluster.of_role("prefill")]
+        return [fault.target]
 
     async def _inflict(self, fault: Fault, names: list[str]) -> None:
         try:
@@ -178,7 +186,3 @@ async def _black_hole(fault: Fault, node: ChaosNode) -> None:
     node.proxy.silence()
     await asyncio.sleep(fault.seconds)
     node.proxy.speak()
-
-
-def _words(fault: Fault) -> tuple[str, str]:
-    return fault.target, fault.kind.value

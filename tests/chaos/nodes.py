@@ -32,6 +32,7 @@ from tests.redis_server import RedisServer
 CONNECTORS = ("shared_memory", "ucx", "redis")
 EXIT_SECONDS = 60.0
 LIVE_SECONDS = 60.0
+_NICENESS = 10
 _NODE_NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 _PORTS = range(20_000, 32_000)  # below those that the kernel hands out: a dead node's port is nobody's source port
 
@@ -94,6 +95,7 @@ class ChaosProcess:
         entered = program(*self._command, log=log, directory=self._directory, environment=self._environment)
         self._running = self._life.enter_context(entered)
         self.ready = await asyncio.to_thread(self._running.wait_ready)
+        _be_nice(self.pid)
 
     def send(self, number: int) -> None:
         self.running.process.send_signal(number)
@@ -234,6 +236,13 @@ def rss_of(pid: int) -> int:
     raise AssertionError(f"the kernel does not tell the memory of process {pid}")
 
 
+def _be_nice(pid: int) -> None:
+    """Those that serve give way to those that start: on a few cores a restart would otherwise take half a minute."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICENESS)
+
+
 def _free_port() -> int:
     while True:
         port = random.SystemRandom().choice(_PORTS)
@@ -241,11 +250,3 @@ def _free_port() -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return port
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
