@@ -10,13 +10,16 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 import redis
 
-from tests.chaos.nodes import ChaosCluster, ChaosNode
+from tests.chaos.nodes import NODE_NAMES, ChaosCluster, ChaosNode
+
+_Card = TypeVar("_Card")
 
 _logger = logging.getLogger(__name__)
 _MOST_PAUSE_SECONDS = 10.0
@@ -52,14 +55,19 @@ class Fault:
 
 
 def faults(seed: int, *, with_redis: bool, most_after: float, most_seconds: float) -> Iterator[Fault]:
-    """Without end. All kinds come before one comes again; decode and prefill nodes are hurt as often."""
+    """Without end. All kinds come before one comes again, and all nodes before one is hurt again."""
     chance = random.Random(seed)
-    kinds = [*_OF_NODES, *(OF_REDIS if with_redis else ())]
+    kinds = _dealt(chance, [*_OF_NODES, *(OF_REDIS if with_redis else ())])
+    nodes = _dealt(chance, NODE_NAMES)
+    for kind in kinds:
+        target = "redis" if kind in OF_REDIS else "prefill" if kind is Kind.NO_PREFILL else next(nodes)
+        yield Fault(kind, target, chance.uniform(0.2, most_after), chance.uniform(1.0, most_seconds))
+
+
+def _dealt(chance: random.Random, cards: Sequence[_Card]) -> Iterator[_Card]:
+    """Shuffled, dealt, and shuffled again."""
     while True:
-        for kind in chance.sample(kinds, len(kinds)):
-            node = f"{chance.choice(('prefill', 'decode'))}-{chance.randrange(2)}"
-            target = "redis" if kind in OF_REDIS else "prefill" if kind is Kind.NO_PREFILL else node
-            yield Fault(kind, target, chance.uniform(0.2, most_after), chance.uniform(1.0, most_seconds))
+        yield from chance.sample(cards, len(cards))
 
 
 @dataclass(slots=True)

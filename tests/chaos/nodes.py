@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ import httpx
 from kvrelay.v1 import node_pb2
 from tests.chaos.proxy import Proxy
 from tests.chaos.streams import DEADLINE_SECONDS, Client
-from tests.e2e.client import load_when_idle
+from tests.e2e.client import is_idle, load_when
 from tests.e2e.cluster import FREE_PORTS
 from tests.e2e.processes import Program, program
 from tests.redis_server import RedisServer
@@ -33,7 +33,7 @@ CONNECTORS = ("shared_memory", "ucx", "redis")
 EXIT_SECONDS = 60.0
 LIVE_SECONDS = 60.0
 _NICENESS = 10
-_NODE_NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+NODE_NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 _PORTS = range(20_000, 32_000)  # below those that the kernel hands out: a dead node's port is nobody's source port
 
 
@@ -45,7 +45,7 @@ class Setup:
     directory: Path
     connector: str = "shared_memory"
     redis: RedisServer | None = None
-    num_blocks: int = 256
+    num_blocks: int = 160
     lease_ttl: float = 10.0
     local_prefill_max_tokens: int = 0
 
@@ -133,8 +133,9 @@ class ChaosNode(ChaosProcess):
         """Its own, past the proxy."""
         return f"127.0.0.1:{self.port}"
 
-    async def load_when_idle(self) -> node_pb2.NodeLoad:
-        return await asyncio.to_thread(load_when_idle, self.address)
+    async def load_when(self, condition: Callable[[node_pb2.NodeLoad], bool] = is_idle) -> node_pb2.NodeLoad:
+        """As it is then, or when our patience ends."""
+        return await asyncio.to_thread(load_when, self.address, condition)
 
 
 class ChaosCluster:
@@ -207,7 +208,7 @@ class ChaosCluster:
 async def chaos_cluster(setup: Setup) -> AsyncIterator[ChaosCluster]:
     setup.pools.mkdir(parents=True, exist_ok=True)
     environment = setup.environment
-    nodes = [ChaosNode(name, setup, environment) for name in _NODE_NAMES]
+    nodes = [ChaosNode(name, setup, environment) for name in NODE_NAMES]
     for node in nodes:
         await node.proxy.start()
     lists: list[str] = []

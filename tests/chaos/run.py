@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from tests.chaos.faults import Injector, faults
 from tests.chaos.load import Load, undisturbed
 from tests.chaos.nodes import ChaosCluster, Setup, chaos_cluster
 from tests.chaos.report import Report
+from tests.chaos.storm import Storm
 from tests.chaos.streams import Answer, Ask
 from tests.chaos.verdict import Verdict
 from tests.e2e.client import is_idle
@@ -54,7 +55,7 @@ async def run_chaos(plan: Plan, directory: Path) -> Report:
         async with chaos_cluster(setup) as cluster:
             expected = await undisturbed(cluster.client, asks)
             _logger.info("%s: undisturbed answers after %.1f s", plan.connector, time.monotonic() - began)
-            await _disturb(plan, cluster, asks, expected, report)
+            await disturb(plan, cluster, asks, expected, report)
             await look_around(cluster, report)
             report.problems += [f"{name} ended with {code}" for name, code in (await cluster.stop()).items() if code]
             report.processes_left = len(processes_of(model))
@@ -64,9 +65,10 @@ async def run_chaos(plan: Plan, directory: Path) -> Report:
     return report
 
 
-async def _disturb(
-    plan: Plan, cluster: ChaosCluster, asks: list[Ask], expected: dict[str, Answer], report: Report
+async def disturb(
+    plan: Plan, cluster: ChaosCluster, asks: Sequence[Ask], expected: Mapping[str, Answer], report: Report
 ) -> None:
+    """Load and faults as planned, then every request once more in peace."""
     load = Load(cluster.client, asks, expected, seed=plan.seed, aborts=plan.aborts)
     injector = Injector(cluster)
     sequence = faults(
@@ -105,7 +107,7 @@ async def _say_progress(load: Load) -> None:
         _logger.info("%d requests: %s", load.report.requests, counts)
 
 
-def note(load: Load, report: Report) -> None:
+def note(load: Load | Storm, report: Report) -> None:
     """What the clients saw."""
     found = load.report
     report.requests = found.requests
@@ -120,7 +122,7 @@ def note(load: Load, report: Report) -> None:
 
 async def look_around(cluster: ChaosCluster, report: Report) -> None:
     """What is left on nodes and router when nobody asks for anything any more."""
-    loads = await asyncio.gather(*(node.load_when_idle() for node in cluster.nodes.values()))
+    loads = await asyncio.gather(*(node.load_when() for node in cluster.nodes.values()))
     for node, load in zip(cluster.nodes.values(), loads, strict=True):
         report.blocks_left += load.num_blocks - load.num_free_blocks
         report.leases_left += load.num_leases
