@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: chaos on real processes, one connector after the other. Exit status 1 if anything is wrong.
+"""`python -m tests.chaos`: the proofs on real processes, for each connector in turn. Exit status 1 if one fails.
 
 The readable reports go to standard error with the progress, all of them as one JSON array to standard output.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.chaos.nodes import CONNECTORS
 from tests.chaos.report import Report
-from tests.chaos.run import Plan, run_chaos
+from tests.chaos.run import Plan, run_chaos, run_rolling_restart, run_storm
 
 _logger = logging.getLogger("chaos")
 
@@ -26,27 +26,30 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180.0, help="of faults, for each connector (180)")
     parser.add_argument("--seed", type=int, default=1, help="decides requests and faults (1)")
     parser.add_argument("--streams", type=int, default=10, help="concurrent clients (10)")
+    parser.add_argument("--storm", type=int, default=0, help="instead of chaos: so many requests whose clients leave")
+    parser.add_argument("--rolling-restart", action="store_true", help="instead of chaos: every node once, in turn")
     parser.add_argument("--keep-logs", action="store_true", help="those of the processes, also when all is well")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    reports = [
-        _run(
-            Plan(connector, options.seed, seconds=options.seconds, num_streams=options.streams),
-            keep_logs=options.keep_logs,
-        )
-        for connector in ([options.connector] if options.connector else CONNECTORS)
-    ]
+    connectors = [options.connector] if options.connector else CONNECTORS
+    reports = [_run(connector, options) for connector in connectors]
     json.dump([dataclasses.asdict(report) for report in reports], sys.stdout, indent=2)
     sys.stdout.write("\n")
     return 1 if any(report.violations for report in reports) else 0
 
 
-def _run(plan: Plan, *, keep_logs: bool) -> Report:
+def _run(connector: str, options: argparse.Namespace) -> Report:
+    plan = Plan(connector, options.seed, seconds=options.seconds, num_streams=options.streams)
     directory = Path(tempfile.mkdtemp(prefix="kvrelay-chaos-"))
-    report = asyncio.run(run_chaos(plan, directory))
+    if options.storm:
+        report = asyncio.run(run_storm(plan, options.storm, directory))
+    elif options.rolling_restart:
+        report = asyncio.run(run_rolling_restart(plan, directory))
+    else:
+        report = asyncio.run(run_chaos(plan, directory))
     _logger.info("%s", report.readable())
-    if report.violations or keep_logs:
+    if report.violations or options.keep_logs:
         _logger.info("  the logs of all processes are in %s", directory)
     else:
         shutil.rmtree(directory)

@@ -53,10 +53,6 @@ class Setup:
     def pools(self) -> Path:
         return self.directory / "pools"
 
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": "1", "KVRELAY_CLUSTER_SECRET": secrets.token_hex(16)}
-
     def node_arguments(self) -> list[str]:
         arguments = ["--dtype", "float32", "--threads", "1", "--num-blocks", str(self.num_blocks)]
         arguments += ["--connector", self.connector, "--shared-memory-dir", str(self.pools)]
@@ -207,8 +203,9 @@ class ChaosCluster:
 @asynccontextmanager
 async def chaos_cluster(setup: Setup) -> AsyncIterator[ChaosCluster]:
     setup.pools.mkdir(parents=True, exist_ok=True)
-    environment = setup.environment
-    nodes = [ChaosNode(name, setup, environment) for name in NODE_NAMES]
+    environment = {"OMP_NUM_THREADS": "1"}
+    secret = {"KVRELAY_CLUSTER_SECRET": secrets.token_hex(16)} if setup.connector == "ucx" else {}
+    nodes = [ChaosNode(name, setup, environment | secret) for name in NODE_NAMES]
     for node in nodes:
         await node.proxy.start()
     lists: list[str] = []

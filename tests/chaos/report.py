@@ -1,4 +1,4 @@
-"""What a run of chaos found, for people and for programs."""
+"""What a proof found, for people and for programs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class Report:
-    """The fields of `MUST_BE_ZERO` decide; the others inform. Times in seconds."""
+    """The fields of `MUST_BE_ZERO` decide; the others inform. Times in seconds, `growth` in bytes by process."""
 
+    proof: str
     connector: str
     seed: int
     seconds: float = 0.0
@@ -27,6 +28,7 @@ class Report:
     faults: dict[str, int] = field(default_factory=dict)
     migrations: int = 0
     recomputed_tokens: int = 0
+    growth: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
 
@@ -36,7 +38,7 @@ class Report:
         return {name: getattr(self, name) for name in MUST_BE_ZERO if getattr(self, name)}
 
     def readable(self) -> str:
-        lines = [f"chaos over {self.connector}, seed {self.seed}, {self.seconds:.0f} s"]
+        lines = [f"{self.proof} over {self.connector}, seed {self.seed}, {self.seconds:.0f} s"]
         for name in MUST_BE_ZERO:
             value = getattr(self, name)
             count = len(value) if isinstance(value, list) else value
@@ -47,6 +49,7 @@ class Report:
             f"  longest stall a client saw: {self.longest_stall:.1f} s between two chunks, "
             f"{self.longest_wait_for_first_chunk:.1f} s before the first"
         )
+        lines += [f"  {name} has grown by {grown / 2**20:.1f} MiB" for name, grown in self.growth.items()]
         lines += [f"  {count} x {kind}" for kind, count in self.faults.items()]
         lines += [f"  - {line}" for line in (*self.problems, *self.examples, *self.tracebacks)]
         return "\n".join(lines)

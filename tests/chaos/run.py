@@ -1,4 +1,4 @@
-"""One run of chaos: right answers from an undisturbed cluster, load and faults, peace, and a look at what is left."""
+"""The proofs on real processes: the right answers first, then what is done to the cluster, then what is left of it."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,8 @@ from tests.chaos.faults import Injector, faults
 from tests.chaos.load import Load, undisturbed
 from tests.chaos.nodes import ChaosCluster, Setup, chaos_cluster
 from tests.chaos.report import Report
-from tests.chaos.storm import Storm
+from tests.chaos.rolling import rolling_restart
+from tests.chaos.storm import TOLERANCE_BYTES, Storm
 from tests.chaos.streams import Answer, Ask
 from tests.chaos.verdict import Verdict
 from tests.e2e.client import is_idle
@@ -41,36 +42,75 @@ class Plan:
     most_fault_seconds: float = 10.0
 
 
-async def run_chaos(plan: Plan, directory: Path) -> Report:
-    """Logs stay in `directory`."""
-    report = Report(plan.connector, plan.seed)
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A cluster, and what it has answered before anything happened to it."""
+
+    cluster: ChaosCluster
+    asks: Sequence[Ask]
+    expected: Mapping[str, Answer]
+
+    def load(self, *, seed: int, aborts: float = 0.0) -> Load:
+        return Load(self.cluster.client, self.asks, self.expected, seed=seed, aborts=aborts)
+
+
+@asynccontextmanager
+async def stage(directory: Path, report: Report, *, max_tokens: int) -> AsyncIterator[Stage]:
+    """A fresh cluster over the report's connector. At the end all of it is stopped, and what is left is reported.
+    Logs stay in `directory`."""
     began = time.monotonic()
-    asks = catalogue(max_tokens=plan.max_tokens)
+    asks = catalogue(max_tokens=max_tokens)
     model = link_model(directory)
     with contextlib.ExitStack() as stack:
-        server = RedisServer(directory) if plan.connector == "redis" else None
+        server = RedisServer(directory) if report.connector == "redis" else None
         if server is not None:
             stack.callback(server.stop)
-        setup = Setup(model, directory, plan.connector, server)
+        setup = Setup(model, directory, report.connector, server)
         async with chaos_cluster(setup) as cluster:
             expected = await undisturbed(cluster.client, asks)
-            _logger.info("%s: undisturbed answers after %.1f s", plan.connector, time.monotonic() - began)
-            await disturb(plan, cluster, asks, expected, report)
+            _logger.info("%s: undisturbed answers after %.1f s", report.connector, time.monotonic() - began)
+            yield Stage(cluster, asks, expected)
             await look_around(cluster, report)
             report.problems += [f"{name} ended with {code}" for name, code in (await cluster.stop()).items() if code]
             report.processes_left = len(processes_of(model))
         report.segments_left = len(list(setup.pools.iterdir()))
     report.tracebacks = _tracebacks(directory)
     report.seconds = time.monotonic() - began
+
+
+async def run_chaos(plan: Plan, directory: Path) -> Report:
+    report = Report("chaos", plan.connector, plan.seed)
+    async with stage(directory, report, max_tokens=plan.max_tokens) as on:
+        await disturb(plan, on, report)
     return report
 
 
-async def disturb(
-    plan: Plan, cluster: ChaosCluster, asks: Sequence[Ask], expected: Mapping[str, Answer], report: Report
-) -> None:
+async def run_storm(plan: Plan, num_requests: int, directory: Path) -> Report:
+    """Clients that leave, and the memory of every process before and after the second half of them."""
+    report = Report("abort storm", plan.connector, plan.seed)
+    async with stage(directory, report, max_tokens=plan.max_tokens) as on:
+        storm = Storm(on.cluster, on.asks, on.expected, plan.seed)
+        report.growth = await storm.run(num_requests)
+        report.problems += [f"{name} has grown" for name, grown in report.growth.items() if grown > TOLERANCE_BYTES]
+        note(storm, report)
+    return report
+
+
+async def run_rolling_restart(plan: Plan, directory: Path) -> Report:
+    report = Report("rolling restart", plan.connector, plan.seed)
+    async with stage(directory, report, max_tokens=plan.max_tokens) as on:
+        load = on.load(seed=plan.seed)
+        async with under_load(load, plan.num_streams):
+            statuses = await rolling_restart(on.cluster)
+        report.problems += [f"{name} has drained with exit code {code}" for name, code in statuses.items() if code]
+        note(load, report)
+    return report
+
+
+async def disturb(plan: Plan, on: Stage, report: Report) -> None:
     """Load and faults as planned, then every request once more in peace."""
-    load = Load(cluster.client, asks, expected, seed=plan.seed, aborts=plan.aborts)
-    injector = Injector(cluster)
+    load = on.load(seed=plan.seed, aborts=plan.aborts)
+    injector = Injector(on.cluster)
     sequence = faults(
         plan.seed,
         with_redis=plan.connector == "redis",
@@ -80,8 +120,8 @@ async def disturb(
     async with under_load(load, plan.num_streams):
         await injector.run(sequence, seconds=plan.seconds)
     note(load, report)
-    for name, answer in (await undisturbed(cluster.client, asks)).items():
-        if answer.outputs != expected[name].outputs:
+    for name, answer in (await undisturbed(on.cluster.client, on.asks)).items():
+        if answer.outputs != on.expected[name].outputs:
             report.problems.append(f"{name} has other tokens after the chaos")
     report.faults = {kind.value: count for kind, count in injector.counts.items()}
     report.problems += injector.problems

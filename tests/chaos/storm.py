@@ -9,6 +9,7 @@ from tests.chaos.load import LoadReport
 from tests.chaos.nodes import ChaosCluster, rss_of
 from tests.chaos.streams import Answer, Ask, Leave
 
+TOLERANCE_BYTES = 4 << 20  # of growth; a leak of some kilobytes per request is several times that
 _SENDING_SECONDS = 0.004  # a request that is given up in this time has hardly been read
 _PREFILL_SECONDS = 0.05
 _MOST_CHUNKS = 60

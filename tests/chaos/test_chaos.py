@@ -2,17 +2,17 @@
 
 import pytest
 
-from tests.chaos.conftest import MAX_TOKENS, Ready
+from tests.chaos.conftest import MAX_TOKENS
 from tests.chaos.report import Report
-from tests.chaos.run import Plan, disturb, look_around
+from tests.chaos.run import Plan, Stage, disturb, look_around
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
 
-async def test_nothing_is_lost_in_chaos(ready: Ready) -> None:
+async def test_nothing_is_lost_in_chaos(on: Stage) -> None:
     plan = Plan("shared_memory", seed=3, seconds=10, max_tokens=MAX_TOKENS, most_after=1.0, most_fault_seconds=2.0)
-    report = Report(plan.connector, plan.seed)
-    await disturb(plan, ready.cluster, ready.asks, ready.expected, report)
-    await look_around(ready.cluster, report)
+    report = Report("chaos", plan.connector, plan.seed)
+    await disturb(plan, on, report)
+    await look_around(on.cluster, report)
     assert report.violations == {}, report.readable()
     assert report.requests > 0 and report.aborted_by_clients > 0 and sum(report.faults.values()) > 2

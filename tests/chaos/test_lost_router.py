@@ -5,22 +5,21 @@ import signal
 
 import pytest
 
-from tests.chaos.conftest import Ready
 from tests.chaos.load import undisturbed
 from tests.chaos.report import Report
-from tests.chaos.run import look_around
+from tests.chaos.run import Stage, look_around
 from tests.chaos.streams import Protocol
 from tests.e2e.processes import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
 
-async def test_a_router_dies(ready: Ready) -> None:
+async def test_a_router_dies(on: Stage) -> None:
     """While leases are held: the decode nodes are stopped, so that they can not have fetched what was prefilled."""
-    cluster = ready.cluster
+    cluster = on.cluster
     for node in cluster.of_role("decode"):
         node.send(signal.SIGSTOP)
-    asks = [ask for ask in ready.asks if ask.sampling.get("n", 1) == 1][:6]
+    asks = [ask for ask in on.asks if ask.sampling.get("n", 1) == 1][:6]
     assert {ask.protocol for ask in asks} == set(Protocol)
     streams = [asyncio.create_task(cluster.client.ask(ask, salt=f"router {i}")) for i, ask in enumerate(asks)]
     while sum([(await node.load_when(bool)).num_leases for node in cluster.of_role("prefill")]) < len(asks):
@@ -33,10 +32,10 @@ async def test_a_router_dies(ready: Ready) -> None:
         node.send(signal.SIGCONT)
 
     await cluster.start_router()
-    again = await undisturbed(cluster.client, ready.asks)
+    again = await undisturbed(cluster.client, on.asks)
     assert {name: answer.outputs for name, answer in again.items()} == {
-        name: answer.outputs for name, answer in ready.expected.items()
+        name: answer.outputs for name, answer in on.expected.items()
     }
-    report = Report("shared_memory", 0)
+    report = Report("lost router", "shared_memory", seed=0)
     await look_around(cluster, report)
     assert report.violations == {}, report.readable()

@@ -2,20 +2,19 @@
 
 import pytest
 
-from tests.chaos.conftest import Ready
 from tests.chaos.report import Report
 from tests.chaos.rolling import rolling_restart
-from tests.chaos.run import look_around, note, under_load
+from tests.chaos.run import Stage, look_around, note, under_load
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
 
-async def test_a_rolling_restart_loses_nothing(ready: Ready) -> None:
-    load, report = ready.load(seed=5), Report("shared_memory", 5)
+async def test_a_rolling_restart_loses_nothing(on: Stage) -> None:
+    load, report = on.load(seed=5), Report("rolling restart", "shared_memory", seed=5)
     async with under_load(load, 8):
-        statuses = await rolling_restart(ready.cluster)
-    assert statuses == dict.fromkeys(ready.cluster.nodes, 0)
+        statuses = await rolling_restart(on.cluster)
+    assert statuses == dict.fromkeys(on.cluster.nodes, 0)
     note(load, report)
-    await look_around(ready.cluster, report)
+    await look_around(on.cluster, report)
     assert report.violations == {}, report.readable()
-    assert report.requests > len(ready.asks)
+    assert report.requests > len(on.asks)
