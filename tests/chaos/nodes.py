@@ -11,6 +11,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -97,8 +98,12 @@ class ChaosProcess:
         self.running.process.send_signal(number)
 
     async def wait(self) -> int:
-        """Its exit status, which it has in time."""
-        return await asyncio.to_thread(self.running.process.wait, EXIT_SECONDS)
+        """Its exit status; that of SIGKILL if it does not end in time."""
+        try:
+            return await asyncio.to_thread(self.running.process.wait, EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.running.kill()
+            return -signal.SIGKILL
 
     async def terminate(self) -> int:
         """SIGTERM and its exit status."""
