@@ -30,7 +30,7 @@ class Report:
     recomputed_tokens: int = 0
     growth: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
-    tracebacks: list[str] = field(default_factory=list)
+    errors_logged: list[str] = field(default_factory=list)
 
     @property
     def violations(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Report:
         )
         lines += [f"  {name} has grown by {grown / 2**20:.1f} MiB" for name, grown in self.growth.items()]
         lines += [f"  {count} x {kind}" for kind, count in self.faults.items()]
-        lines += [f"  - {line}" for line in (*self.problems, *self.examples, *self.tracebacks)]
+        lines += [f"  - {line}" for line in (*self.problems, *self.examples, *self.errors_logged)]
         return "\n".join(lines)
 
 
@@ -65,5 +65,5 @@ MUST_BE_ZERO = (
     "processes_left",
     "segments_left",
     "problems",
-    "tracebacks",
+    "errors_logged",
 )
