@@ -15,4 +15,4 @@ async def test_nothing_is_lost_in_chaos(on: Stage) -> None:
     await disturb(plan, on, report)
     await look_around(on.cluster, report)
     assert report.violations == {}, report.readable()
-    assert report.requests > 0 and report.aborted_by_clients > 0 and sum(report.faults.values()) > 2
+    assert report.requests > 0 and report.aborted_by_clients > 0 and report.faults
