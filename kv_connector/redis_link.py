@@ -71,7 +71,9 @@ def _client(settings: RedisSettings) -> Redis:
             settings.url,
             max_connections=settings.max_connections,
             timeout=settings.operation_timeout_seconds,
-            socket_timeout=settings.operation_timeout_seconds,
+            # None: redis-py would wait with `asyncio.wait_for`, which before Python 3.12 loses a cancellation now and
+            # then, and our own deadlines with it. Those are around every operation here.
+            socket_timeout=None,
             socket_connect_timeout=settings.operation_timeout_seconds,
             retry=Retry(NoBackoff(), 1),  # once: the server may have closed an idle connection
         )

@@ -64,7 +64,7 @@ class _Stream:
         self.broken = False
         self._address = address
         self._sinks: dict[str, Sink] = {}
-        self._commands: asyncio.Queue[pb.DecodeCommand] = asyncio.Queue()
+        self._commands: asyncio.Queue[pb.DecodeCommand | None] = asyncio.Queue()  # None ends them
         self._call = stub.Serve(self._outgoing())
         self.task = asyncio.get_running_loop().create_task(self._read(), name=f"decode stream {address}")
 
@@ -82,8 +82,8 @@ class _Stream:
             self._commands.put_nowait(command)
 
     async def _outgoing(self) -> AsyncIterator[pb.DecodeCommand]:
-        while True:
-            yield await self._commands.get()
+        while (command := await self._commands.get()) is not None:
+            yield command
 
     async def _read(self) -> None:
         error: KVRelayError = UnavailableError(f"decode node {self._address} has closed its stream")
@@ -110,6 +110,7 @@ class _Stream:
 
     def _break(self, error: KVRelayError) -> None:
         self.broken = True
+        self._commands.put_nowait(None)  # gRPC does not cancel who waits for them when a call has ended by itself
         sinks, self._sinks = self._sinks, {}
         if sinks:
             _logger.warning("%s; %d requests were on it", error, len(sinks))

@@ -12,20 +12,10 @@ class RedisServer:
 
     def __init__(self, directory: Path, *, port: int = 0) -> None:
         """`port` 0 takes a free one."""
+        self._directory = directory
         for _ in range(_ATTEMPTS):
             self.port = port or _free_port()
-            command = [
-                "redis-server",
-                "--port",
-                str(self.port),
-                "--bind",
-                "127.0.0.1",
-                "--save",
-                "",
-                "--appendonly",
-                "no",
-            ]
-            self._process = subprocess.Popen([*command, "--dir", str(directory)], stdout=subprocess.PIPE, text=True)
+            self._process = self._spawn()
             if self._ready():
                 return
             self.stop()
@@ -45,6 +35,21 @@ class RedisServer:
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+    def restart(self) -> None:
+        """After `stop`: another one, empty, at the same address."""
+        self._process = self._spawn()
+        if not self._ready():
+            self.stop()
+            raise RuntimeError(f"redis-server did not start again on port {self.port}")
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def _spawn(self) -> "subprocess.Popen[str]":
+        address = ["--port", str(self.port), "--bind", "127.0.0.1"]
+        storage = ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
+        return subprocess.Popen(["redis-server", *address, *storage], stdout=subprocess.PIPE, text=True)
 
     def _ready(self) -> bool:
         assert self._process.stdout is not None

@@ -21,6 +21,7 @@ from kvrelay.node.settings import NodeSettings
 from kvrelay.node.startup import build_node
 from prefill_node.service import PrefillService
 from router.kv_index import KVIndex
+from router.migration_metrics import MigrationMetrics
 from router.node import NodeRole
 from router.policy import Policy, make_policy
 from router.registry import Registry
@@ -138,6 +139,7 @@ async def cluster(
     policy: Policy | None = None,
     lease_ttl: float = 30.0,
     decode_settings: Mapping[str, Any] = MappingProxyType({}),
+    metrics: MigrationMetrics | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
     """`settings` are those of every node, `decode_settings` of decode nodes alone. Nothing is prefilled on decode nodes
@@ -169,7 +171,7 @@ async def cluster(
         assert len(registry.live(NodeRole.PREFILL)) == prefill_nodes
         assert len(registry.live(NodeRole.DECODE)) == decode_nodes
         policy = policy or make_policy("prefix_aware", local_prefill_max_tokens=0)
-        relay = ClusterRelay(registry, policy, lease_ttl=lease_ttl)
+        relay = ClusterRelay(registry, policy, lease_ttl=lease_ttl, metrics=metrics)
         running = Cluster(relay, registry, nodes, servers)
         try:
             yield running

@@ -3,7 +3,7 @@
 import http.client
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +117,12 @@ def grpc_request(prompt: str | Sequence[int], max_tokens: int, **sampling: Any) 
 
 def wait_idle(address: str) -> None:
     """Returns once the node at this address reports that nothing runs, waits, is leased, or keeps a block in use."""
+    load = load_when(address, is_idle)
+    assert is_idle(load), f"the node at {address} is not idle: {load}"
+
+
+def load_when(address: str, condition: Callable[[node_pb2.NodeLoad], bool]) -> node_pb2.NodeLoad:
+    """What the node reports once that meets the condition, or when our patience ends."""
     load = node_pb2.NodeLoad()
     with grpc.insecure_channel(address) as channel:
         watch = node_pb2_grpc.NodeStub(channel).Watch(node_pb2.WatchRequest(), timeout=PATIENCE_SECONDS)
@@ -124,12 +130,14 @@ def wait_idle(address: str) -> None:
             for message in watch:
                 if message.HasField("load"):
                     load = message.load
-                    if is_idle(load):
-                        return
+                    if condition(load):
+                        break
         except grpc.RpcError as error:
-            raise AssertionError(f"the node at {address} is not idle: {load}") from error
+            if load.num_blocks == 0:
+                raise AssertionError(f"the node at {address} does not report its load") from error
         finally:
             watch.cancel()
+    return load
 
 
 def is_idle(load: node_pb2.NodeLoad) -> bool:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,17 @@ PATIENCE_SECONDS = 30.0
 
 class Program:
     """A running `kvrelay ARGUMENTS`, in a process group of its own, as a shell gives it one. `log` gets its standard
-    error."""
+    error. `environment` comes on top of ours."""
 
-    def __init__(self, arguments: Sequence[str], *, log: Path, directory: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, log: Path, directory: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.log = log
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [str(KVRELAY), *arguments],
                 cwd=directory,
+                env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -63,9 +66,11 @@ class Program:
 
 
 @contextmanager
-def program(*arguments: str, log: Path, directory: Path) -> Iterator[Program]:
+def program(
+    *arguments: str, log: Path, directory: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Program]:
     """Killed at the end if it still runs, and its pipes are closed."""
-    running = Program(arguments, log=log, directory=directory)
+    running = Program(arguments, log=log, directory=directory, environment=environment)
     with running.process:
         try:
             yield running

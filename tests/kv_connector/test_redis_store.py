@@ -72,6 +72,24 @@ async def test_a_server_that_never_answers_costs_no_more_than_the_deadline() -> 
         await peer.connector.close()
 
 
+async def test_no_cancellation_is_lost(redis_server: RedisServer) -> None:
+    """Wherever it strikes: a node that stops, and a request that ends, rely on it."""
+    owner = node(RedisHarness(redis_server.url, "cancelled").settings)
+
+    async def publish_for_ever() -> None:
+        while True:
+            await owner.connector.publish(blocks(4))
+
+    for num_turns in range(150):
+        publishing = asyncio.create_task(publish_for_ever())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        publishing.cancel()
+        await asyncio.wait({publishing}, timeout=5)
+        assert publishing.cancelled(), f"cancelled after {num_turns} turns of the loop, it goes on"
+    await owner.connector.close()
+
+
 async def test_the_password_is_in_no_message(caplog: pytest.LogCaptureFixture) -> None:
     settings = RedisSettings(url="redis://user:hunter2@127.0.0.1:1/0")
     assert "hunter2" not in repr(settings)

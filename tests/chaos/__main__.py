@@ -1,0 +1,60 @@
+"""`python -m tests.chaos`: the proofs on real processes, for each connector in turn. Exit status 1 if one fails.
+
+The readable reports go to standard error with the progress, all of them as one JSON array to standard output.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.chaos.nodes import CONNECTORS
+from tests.chaos.report import Report
+from tests.chaos.run import Plan, run_chaos, run_rolling_restart, run_storm
+
+_logger = logging.getLogger("chaos")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--connector", choices=CONNECTORS, help="only this one; otherwise all in turn")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of faults, for each connector (180)")
+    parser.add_argument("--seed", type=int, default=1, help="decides requests and faults (1)")
+    parser.add_argument("--streams", type=int, default=10, help="concurrent clients (10)")
+    parser.add_argument("--storm", type=int, default=0, help="instead of chaos: so many requests whose clients leave")
+    parser.add_argument("--rolling-restart", action="store_true", help="instead of chaos: every node once, in turn")
+    parser.add_argument("--keep-logs", action="store_true", help="those of the processes, also when all is well")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    connectors = [options.connector] if options.connector else CONNECTORS
+    reports = [_run(connector, options) for connector in connectors]
+    json.dump([dataclasses.asdict(report) for report in reports], sys.stdout, indent=2)
+    sys.stdout.write("\n")
+    return 1 if any(report.violations for report in reports) else 0
+
+
+def _run(connector: str, options: argparse.Namespace) -> Report:
+    plan = Plan(connector, options.seed, seconds=options.seconds, num_streams=options.streams)
+    directory = Path(tempfile.mkdtemp(prefix="kvrelay-chaos-"))
+    if options.storm:
+        report = asyncio.run(run_storm(plan, options.storm, directory))
+    elif options.rolling_restart:
+        report = asyncio.run(run_rolling_restart(plan, directory))
+    else:
+        report = asyncio.run(run_chaos(plan, directory))
+    _logger.info("%s", report.readable())
+    if report.violations or options.keep_logs:
+        _logger.info("  the logs of all processes are in %s", directory)
+    else:
+        shutil.rmtree(directory)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

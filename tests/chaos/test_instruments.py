@@ -1,0 +1,117 @@
+"""The instruments themselves: a judge that can not say no, or a cable that can not be cut, would prove nothing."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from itertools import islice
+
+import pytest
+
+from tests.chaos.faults import OF_REDIS, Kind, faults
+from tests.chaos.proxy import Proxy
+from tests.chaos.streams import Answer
+from tests.chaos.verdict import Verdict, judge
+
+TOKENS = random.Random(1).sample(range(2000), 40)
+
+
+def answer(tokens: list[int], *, finish: str = "LENGTH", **fields: object) -> Answer:
+    found = Answer(outputs={0: list(tokens)}, finish_reasons={0: finish} if finish else {}, complete=True)
+    for name, value in fields.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (answer(TOKENS), Verdict.RIGHT),
+        (answer(TOKENS[:17], finish="", left=True), Verdict.RIGHT),
+        (answer([], finish="", left=True, outputs={}), Verdict.RIGHT),
+        (answer(TOKENS, error="UNAVAILABLE"), Verdict.FAILED),
+        (answer([*TOKENS[:20], 2001, *TOKENS[21:]]), Verdict.DIFFERENT),
+        (answer([*TOKENS[:20], *TOKENS[18:38]]), Verdict.SHIFTED),
+        (answer([*TOKENS[:20], *TOKENS[21:]]), Verdict.SHIFTED),
+        (answer([*TOKENS, 5]), Verdict.SHIFTED),
+        (answer(TOKENS[:39]), Verdict.SHIFTED),
+        (answer(TOKENS, finish="STOP"), Verdict.SHIFTED),
+        (answer(TOKENS, logprobs={0: [-1.0] * 40}), Verdict.DIFFERENT),
+    ],
+)
+def test_judge(found: Answer, verdict: Verdict) -> None:
+    assert judge(found, answer(TOKENS))[0] is verdict
+
+
+def test_logprobs_are_compared() -> None:
+    expected = answer(TOKENS, logprobs={0: [-1.0] * 40})
+    assert judge(answer(TOKENS, logprobs={0: [-1.0001] * 40}), expected)[0] is Verdict.RIGHT
+    assert judge(answer(TOKENS, logprobs={0: [-1.0] * 39 + [-1.1]}), expected)[0] is Verdict.DIFFERENT
+    assert judge(answer(TOKENS, logprobs={0: [-1.0] * 39}), expected)[0] is Verdict.SHIFTED
+
+
+def test_an_output_that_goes_on_after_its_end_has_failed() -> None:
+    found = answer(TOKENS)
+    found.add(0, [1], "")
+    assert judge(found, answer(TOKENS))[0] is Verdict.FAILED
+
+
+@pytest.mark.parametrize("with_redis", [False, True])
+def test_a_seed_decides_the_faults(with_redis: bool) -> None:
+    def deal(seed: int) -> list[object]:
+        return list(islice(faults(seed, with_redis=with_redis, most_after=1.0, most_seconds=5.0), 40))
+
+    assert deal(1) == deal(1) != deal(2)
+    kinds = set(Kind) if with_redis else set(Kind) - set(OF_REDIS)
+    first = islice(faults(1, with_redis=with_redis, most_after=1.0, most_seconds=5.0), len(kinds))
+    assert Counter(fault.kind for fault in first) == dict.fromkeys(kinds, 1)
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[int]:
+    """Port of a server that says everything again."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_the_proxy_passes_on_falls_silent_and_cuts(echo: int) -> None:
+    proxy = Proxy(echo)
+    await proxy.start()
+    host, port = proxy.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(10):
+        writer.write(b"one")
+        assert await reader.readexactly(3) == b"one"
+        proxy.silence()
+        writer.write(b"two")
+        answered = asyncio.create_task(reader.readexactly(3))
+        assert not (await asyncio.wait({answered}, timeout=0.1))[0]
+        proxy.speak()
+        assert await answered == b"two"
+        proxy.cut()
+        assert await reader.read() == b""
+        again, other = await asyncio.open_connection(host, int(port))
+        other.write(b"three")
+        assert await again.readexactly(5) == b"three"
+    for end in (writer, other):
+        end.close()
+    await proxy.close()
+
+
+async def test_behind_the_proxy_of_a_dead_node_is_nobody() -> None:
+    async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0) as server:
+        port: int = server.sockets[0].getsockname()[1]
+    proxy = Proxy(port)
+    await proxy.start()
+    host, listening = proxy.address.split(":")
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection(host, int(listening))
+        assert await reader.read() == b""
+    writer.close()
+    await proxy.close()

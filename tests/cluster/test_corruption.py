@@ -1,0 +1,102 @@
+"""One byte of one published block is flipped where it lies, before the decode node fetches it: the block is refused and
+counted, what is missing is computed again, and the client's tokens are right.
+
+In Redis the value is written back, in shared memory the holder's file is changed, over UCX the memory it answers from.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from kv_connector.header import Mismatch
+from kv_connector.segment import PeerSegment
+from kv_connector.ucx_connector import UcxConnector
+from kvrelay.core.block_hash import BlockHash, block_hashes
+from kvrelay.node.node import Node
+from router.migration_metrics import MigrationMetrics
+from tests.cluster.cluster import cluster
+from tests.cluster.reference import Reference
+from tests.cluster.test_equality import VOCAB_SIZE, prompt_of
+from tests.engine.tiny_models import make_tiny_model
+from tests.redis_server import RedisServer
+
+PROMPT = prompt_of(90)  # five full blocks and a tail
+NUM_BLOCKS = 6
+DAMAGED = 2  # the two before it arrive
+BLOCK_SIZE = 16
+
+Damage = Callable[[Node, BlockHash], None]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB_SIZE)
+
+
+async def serve_with(damage: Damage, model: Path, **settings: Any) -> None:
+    """A request whose blocks are damaged while its decode node stands still, between publication and fetch."""
+    counted = CollectorRegistry()
+    async with cluster(model, metrics=MigrationMetrics("m", counted), **settings) as running:
+        prefill, decode = running.node("prefill-0"), running.node("decode-0")
+        names = block_hashes(prefill.identity.kv_namespace.root(), PROMPT, BLOCK_SIZE, include_partial=True)
+        gate = running.hold("decode-0")
+        serving = asyncio.create_task(running.generate(PROMPT, max_tokens=20))
+        async with asyncio.timeout(10):
+            while prefill.connector.stats.blocks_published < NUM_BLOCKS:
+                await asyncio.sleep(0.002)
+        await asyncio.to_thread(damage, prefill, names[DAMAGED])
+        gate.set()
+        served = await serving
+        assert served.tokens[0] == Reference(model).generate(PROMPT, 20)
+        assert decode.connector.stats.refused[Mismatch.DIGEST] >= 1
+        assert sum(decode.connector.stats.refused.values()) == decode.connector.stats.refused[Mismatch.DIGEST]
+        assert DAMAGED <= served.how.num_transferred_blocks < NUM_BLOCKS
+        labels = {"model_name": "m", "cause": "transfer"}
+        recomputed = counted.get_sample_value("kvrelay:recomputed_tokens_total", labels)
+        assert recomputed is not None and recomputed >= BLOCK_SIZE
+
+
+async def test_a_byte_in_redis(model: Path, redis_server: RedisServer) -> None:
+    def damage(holder: Node, name: BlockHash) -> None:
+        with redis.Redis.from_url(redis_server.url) as store:
+            key = f"kvrelay:{name.hex()}"
+            value = store.get(key)
+            assert isinstance(value, bytes)
+            store.set(key, _flipped(value), keepttl=True)
+
+    await serve_with(damage, model, connector="redis", redis_url=redis_server.url)
+
+
+async def test_a_byte_in_the_shared_segment(model: Path, tmp_path: Path) -> None:
+    def damage(holder: Node, name: BlockHash) -> None:
+        [path] = tmp_path.glob("kvrelay-prefill-0-*.kv")
+        segment = PeerSegment(tmp_path, path.name)
+        [slot] = segment.find([name])[name]
+        place, size = segment.preamble.pool_offset, segment.preamble.block_bytes
+        segment.close()
+        with path.open("r+b") as file:
+            file.seek(place + slot * size)
+            payload = file.read(size)
+            file.seek(place + slot * size)
+            file.write(_flipped(payload))
+
+    await serve_with(damage, model, connector="shared_memory", shared_memory_dir=str(tmp_path))
+
+
+async def test_a_byte_in_a_ucx_reply(model: Path) -> None:
+    def damage(holder: Node, name: BlockHash) -> None:
+        assert isinstance(holder.connector, UcxConnector)
+        shared = holder.connector._require().shared
+        [(block_id, _, _)] = shared.find(name)
+        shared.pool.rows[block_id][-1] ^= 1
+
+    await serve_with(damage, model, connector="ucx")
+
+
+def _flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
