@@ -5,7 +5,7 @@ and when it returns (or raises) nothing writes to them any more. Every block tra
 `header.py`); one that does not match what was asked for is never reported as fetched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -82,6 +82,10 @@ class KVConnector(Protocol):
 
     name: str
     stats: ConnectorStats
+
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        """The counters of every backend in use, by the backend's name: its own, or those of each tier."""
+        ...
 
     def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
         """Memory for the pool, zeroed, that this connector can serve from. Raises ConfigurationError when there is not

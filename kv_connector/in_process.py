@@ -4,7 +4,7 @@ Invariant: a block is reported as fetched only if its generation (see `shared_po
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
 from kv_connector.header import Mismatch
@@ -37,6 +37,9 @@ class InProcessConnector:
         self._clock: Clock = clock or MonotonicClock()
         self._shared: SharedPool | None = None
         self._endpoint = ""
+
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        return {self.name: self.stats}
 
     def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
         assert self._shared is None, "allocate is called once"

@@ -10,7 +10,7 @@ step of the loop.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,9 @@ class RedisConnector:
         self._settings = settings
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
+
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        return {self.name: self.stats}
 
     def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
         assert self._state is None, "allocate is called once"

@@ -5,7 +5,7 @@ Invariant: only the worker thread touches peers' mappings, and only `retract` to
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +59,9 @@ class SharedMemoryConnector:
         self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
+
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        return {self.name: self.stats}
 
     def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
         assert self._state is None, "allocate is called once"

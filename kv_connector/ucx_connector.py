@@ -7,7 +7,7 @@ around this one: `ucx_protocol` the messages, `ucx_auth` the proofs, `ucx_transp
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
@@ -59,6 +59,9 @@ class UcxConnector:
             )
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
+
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        return {self.name: self.stats}
 
     def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
         assert self._state is None, "allocate is called once"

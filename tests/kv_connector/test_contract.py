@@ -68,6 +68,7 @@ async def test_fetches_what_was_published(node: MakeNode) -> None:
         assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
     assert not any(peer.row(2)) and not any(peer.row(43))
     assert owner.connector.stats.blocks_published == 40
+    assert peer.connector.all_stats() == {peer.connector.name: peer.connector.stats}
     assert peer.connector.stats.blocks_fetched == 40
     assert peer.connector.stats.bytes_fetched == owner.connector.stats.bytes_published == 40 * LAYOUT.block_bytes
 
