@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.errors import CancelledByPeerError, KVRelayError, UnavailableError
+from kvrelay.core.errors import CancelledByPeerError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from router.edge.metrics import RouterMetrics
 from router.edge.outputs import Edge
@@ -79,6 +79,7 @@ class ScriptedRelay:
     fail_at: int = 0
     hang_at: int | None = None
     available: bool = True
+    has_capacity: bool = True
     requests: list[RoutedRequest] = field(default_factory=list)
     num_running: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,6 +95,10 @@ class ScriptedRelay:
             raise UnavailableError("no decode node is known")
         namespace = KVNamespace(b"fingerprint", "float32", "layout", 16)
         return ServedModel(MAX_MODEL_LEN, self.tokenizer.vocab_size, namespace)
+
+    def check_capacity(self, num_admitting: int = 0) -> None:
+        if not self.has_capacity:
+            raise OverloadedError("the queue is full")
 
     async def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
         self.requests.append(request)

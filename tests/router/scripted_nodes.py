@@ -32,6 +32,7 @@ from router.relay import ClusterRelay
 BLOCK_SIZE = 4
 NAMESPACE = KVNamespace(b"\x01" * 32, "float32", "test-layout", BLOCK_SIZE)
 PATIENCE = 20.0
+HEARTBEAT = 0.2
 
 _Item = TypeVar("_Item")
 
@@ -50,6 +51,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self.port = 0
+        self.is_silent = False  # as a stopped process
         self.update(0, reset=True)
 
     @property
@@ -105,8 +107,17 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
 
     async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.WatchResponse]:
         self.watch_requests.put_nowait(request)
+        last = node_pb2.WatchResponse()
         while True:
-            yield await self.updates.get()
+            try:
+                async with asyncio.timeout(HEARTBEAT):
+                    last = await self.updates.get()
+            except TimeoutError:
+                if self.is_silent or not last.HasField("load"):
+                    continue
+                yield node_pb2.WatchResponse(epoch=last.epoch, sequence=last.sequence, load=last.load)
+            else:
+                yield last
 
 
 @dataclass(slots=True)
