@@ -30,10 +30,10 @@ class Silence:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         if self._handle is not None:
             self._handle.cancel()
-        return await self._timeout.__aexit__(kind, error, traceback)
+        await self._timeout.__aexit__(kind, error, traceback)
 
     def _wait(self) -> None:
         self._handle = asyncio.get_running_loop().call_later(self._tick, self._on_tick)

@@ -33,9 +33,20 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """With SIGKILL."""
-        [process] = [number for number, arguments in processes_of(self.model).items() if name in arguments]
+        process = self._process(name)
         self.killed.add(name)
         os.kill(process, signal.SIGKILL)
+
+    def stop_node(self, name: str) -> None:
+        """With SIGSTOP: its connections stay open, and it says nothing. `continue_node` ends that."""
+        os.kill(self._process(name), signal.SIGSTOP)
+
+    def continue_node(self, name: str) -> None:
+        os.kill(self._process(name), signal.SIGCONT)
+
+    def _process(self, name: str) -> int:
+        [process] = [number for number, arguments in processes_of(self.model).items() if name in arguments]
+        return process
 
     def node_address(self, name: str) -> str:
         found = re.search(rf"{name} is ready on (\S+)", self.program.log.read_text())

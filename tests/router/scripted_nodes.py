@@ -287,6 +287,7 @@ async def cluster(
     local_prefill_max_tokens: int = 0,
     max_concurrent_requests: int = 100,
     max_attempts: int = 3,
+    silence: float = 5.0,
 ) -> AsyncIterator[Cluster]:
     """One node of each kind behind a relay, unless told otherwise."""
     prefills = tuple(ScriptedPrefill(f"prefill-{index}") for index in range(num_prefill_nodes))
@@ -296,7 +297,12 @@ async def cluster(
         for node in (*prefills, *decodes):
             await node.start()
             stack.push_async_callback(node.stop)
-        registry = Registry([node.address for node in prefills], [node.address for node in decodes], KVIndex(1000))
+        registry = Registry(
+            [node.address for node in prefills],
+            [node.address for node in decodes],
+            KVIndex(1000),
+            silence=silence,
+        )
         registry.start()
         stack.push_async_callback(registry.close)
         relay = ClusterRelay(

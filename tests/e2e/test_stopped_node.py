@@ -1,0 +1,84 @@
+"""SIGSTOP: nodes that are stopped, not dead. Clients see a stall of seconds; who continues is taken back."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import SMALL, Cluster, Oracle, link_model, served
+
+pytestmark = pytest.mark.timeout(180)
+
+PROMPT = "Once upon a time"
+MAX_TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def two_of_each(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[Cluster]:
+    model = link_model(tmp_path_factory.mktemp("cluster"))
+    counts = ("--prefill-nodes", "2", "--decode-nodes", "2", "--local-prefill-max-tokens", "0")
+    with served(model, *SMALL, *counts, directory=directory) as running:
+        yield running
+
+
+def busy_node(cluster: Cluster, role: str) -> str:
+    [name] = [
+        name
+        for name in (f"{role}-0", f"{role}-1")
+        if cluster.router.metric("kvrelay:node_requests_running", node=name) > 0
+    ]
+    return name
+
+
+def wait_state(cluster: Cluster, name: str, state: str) -> None:
+    cluster.router.wait_metric(1, "kvrelay:node_state", node=name, state=state)
+
+
+def test_a_stream_goes_on_without_the_decode_node_that_was_stopped(two_of_each: Cluster, oracle: Oracle) -> None:
+    cluster, stopped = two_of_each, ""
+    pieces: list[str] = []
+    traces: list[dict[str, Any]] = []
+    for event in cluster.router.stream_text(PROMPT, MAX_TOKENS):
+        pieces.extend(choice["text"] for choice in event["choices"])
+        traces.extend([event["kvrelay"]] if event.get("kvrelay") else [])
+        if len(pieces) == 20:
+            stopped = busy_node(cluster, "decode")
+            cluster.stop_node(stopped)
+    assert "".join(pieces) == oracle.text(PROMPT, MAX_TOKENS)
+    [trace] = traces
+    assert trace["num_migrations"] == 1 and trace["decode_node"] != stopped
+    wait_state(cluster, stopped, "lost")
+    assert cluster.router.metric("kvrelay:node_heartbeat_age_seconds", node=stopped) > 1
+    assert cluster.router.text(PROMPT, 20) == oracle.text(PROMPT, 20)
+    cluster.continue_node(stopped)
+    wait_state(cluster, stopped, "live")
+    cluster.wait_idle()  # the one that continues has let go of the request it lost
+    assert cluster.router.metric("kvrelay:request_errors_total") == 0
+
+
+def test_a_prefill_node_that_is_stopped_before_its_prefill_is_replaced(two_of_each: Cluster, oracle: Oracle) -> None:
+    """Requests that were given to it before anybody could know, and those that come after that."""
+    cluster = two_of_each
+    cluster.stop_node("prefill-0")
+    prompts = [f"{PROMPT} there were {number} little pigs" for number in range(4)]
+    answers: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = cluster.router.text(prompts[number], 20)
+
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert answers == {number: oracle.text(prompt, 20) for number, prompt in enumerate(prompts)}
+    wait_state(cluster, "prefill-0", "lost")
+    assert cluster.router.metric("kvrelay:request_migrations_total", cause="prefill_node_lost") >= 1
+    response = cluster.router.generate(f"{PROMPT} in a land far away", 5)
+    assert response.trace.prefill_node == "prefill-1"
+    cluster.continue_node("prefill-0")
+    wait_state(cluster, "prefill-0", "live")
+    cluster.wait_idle()
+    assert cluster.router.metric("kvrelay:request_errors_total") == 0
