@@ -208,9 +208,11 @@ class Attempt:
         return (PromptLogprobs(finished.prompt_logprobs), *finished.first_tokens)
 
     def _on_prefill_ended(self, error: KVRelayError | None) -> None:
+        assert self._prefill is not None
         if not self._has_first_tokens:
             raise self._prefill_lost(error or KVRelayError("the prefill node ended without a first token"))
         if error is not None:
+            self._prefill.node.outlier.failed(error)
             _logger.warning("request %s: the prefill node failed after its first token: %s", self._wire_id, error)
         self._pull(final=True)
 

@@ -66,7 +66,7 @@ class NodeSettings(ProcessSettings):
     )
     step_timeout: float = Field(
         default=60.0,
-        gt=0,
+        ge=5.0,
         description="Seconds that an engine step may take; a node that hangs for longer ends with an error, to be "
         "restarted.",
     )

@@ -1,5 +1,6 @@
 """SIGSTOP: nodes that are stopped, not dead. Clients see a stall of seconds; who continues is taken back."""
 
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import SMALL, Cluster, Oracle, link_model, served
+from tests.e2e.client import router_at
+from tests.e2e.cluster import BLOCK_SIZE, FREE_PORTS, SMALL, Cluster, Oracle, link_model, served, some_token_ids
+from tests.e2e.processes import Program, free_port, program
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -82,3 +85,44 @@ def test_a_prefill_node_that_is_stopped_before_its_prefill_is_replaced(two_of_ea
     wait_state(cluster, "prefill-0", "live")
     cluster.wait_idle()
     assert cluster.router.metric("kvrelay:request_errors_total") == 0
+
+
+def test_a_node_that_is_replaced_at_its_address(model: Path, directory: Path, tmp_path: Path, oracle: Oracle) -> None:
+    """Stopped, then killed, then started again: another epoch, of whose predecessor nothing is remembered."""
+    address = f"127.0.0.1:{free_port()}"
+    pools = tmp_path / "pools"  # the killed one's remains there
+    pools.mkdir()
+    prompt = some_token_ids(4 * BLOCK_SIZE + 1, seed=9)
+
+    def decode(name: str) -> tuple[str, ...]:
+        port = address.rpartition(":")[2]
+        return ("decode", str(model), "--node-id", name, "--port", port, "--shared-memory-dir", str(pools), *SMALL)
+
+    with (
+        program(*decode("first"), log=tmp_path / "first.log", directory=directory) as first,
+        program("router", str(model), *FREE_PORTS, "--decode-nodes", address, "--start-timeout", "30",
+                log=tmp_path / "router.log", directory=directory) as running,
+    ):  # fmt: skip
+        first.wait_ready()
+        with router_at(running.wait_ready()) as router:
+            router.wait_metric(1, "kvrelay:node_up", node="first")
+            assert router.generate(prompt, 8).trace.num_cached_tokens == 0
+            assert router.generate(prompt, 8).trace.num_cached_tokens == 4 * BLOCK_SIZE
+            first.process.send_signal(signal.SIGSTOP)
+            router.wait_metric(1, "kvrelay:node_state", node="first", state="lost")
+            status, answer = router.health()
+            assert status == 503
+            assert f"first ({address}) is lost" in answer["error"]["message"]
+            first.kill()
+            with program(*decode("second"), log=tmp_path / "second.log", directory=directory) as second:
+                second.wait_ready()
+                router.wait_metric(1, "kvrelay:node_state", node="second", state="live")
+                assert router.health()[0] == 200
+                response = router.generate(prompt, 8)
+                assert list(response.outputs[0].token_ids) == oracle.tokens(prompt, 8)
+                assert (response.trace.decode_node, response.trace.num_cached_tokens) == ("second", 0)
+                end_all(running, second)
+
+
+def end_all(*programs: Program) -> None:
+    assert [ended.interrupt() for ended in programs] == [0] * len(programs)

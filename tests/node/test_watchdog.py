@@ -68,8 +68,8 @@ async def test_a_node_whose_engine_hangs_says_so_and_lets_its_watchers_go() -> N
             assert await health_of(channel, WHOLE_SERVER) == "NOT_SERVING"
             assert await health_of(channel, service.name) == "NOT_SERVING"
     finally:
+        await server.close()  # waits for the hanging step no longer
         gate.set()
-        await server.close()
 
 
 async def test_an_idle_engine_does_not_hang() -> None:
