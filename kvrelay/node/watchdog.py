@@ -49,4 +49,9 @@ class Watchdog:
             if not self.look():
                 break
             await asyncio.sleep(self._interval)
-        self._on_hang(EngineHungError(f"the engine has made no step for {self._timeout:g} seconds"))
+        self._on_hang(
+            EngineHungError(
+                f"the engine has made no step for {self._timeout:g} seconds; if its steps may take that long, raise "
+                "--step-timeout or lower --max-num-batched-tokens"
+            )
+        )

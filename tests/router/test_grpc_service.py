@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import grpc
 import pytest
@@ -69,7 +69,7 @@ async def test_what_can_not_be_served_now_says_when_to_come_back(stub: Stub, rel
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Generate(prompt())
         assert caught.value.code() is code
-        status = rpc_status.from_call(caught.value)
+        status = rpc_status.from_call(cast(grpc.Call, caught.value))
         assert status is not None
         retry = error_details_pb2.RetryInfo()
         [found] = [detail for detail in status.details if detail.Is(retry.DESCRIPTOR)]
