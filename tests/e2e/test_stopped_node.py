@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.client import router_at
 from tests.e2e.cluster import BLOCK_SIZE, FREE_PORTS, SMALL, Cluster, Oracle, link_model, served, some_token_ids
-from tests.e2e.processes import Program, free_port, program
+from tests.e2e.processes import Program, free_port, program, wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -22,7 +22,8 @@ MAX_TOKENS = 400
 def two_of_each(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[Cluster]:
     model = link_model(tmp_path_factory.mktemp("cluster"))
     counts = ("--prefill-nodes", "2", "--decode-nodes", "2", "--local-prefill-max-tokens", "0")
-    with served(model, *SMALL, *counts, directory=directory) as running:
+    small_steps = ("--max-num-batched-tokens", "16")  # so that a long prefill can be caught in the middle
+    with served(model, *SMALL, *counts, *small_steps, directory=directory) as running:
         yield running
 
 
@@ -85,6 +86,32 @@ def test_a_prefill_node_that_is_stopped_before_its_prefill_is_replaced(two_of_ea
     wait_state(cluster, "prefill-0", "live")
     cluster.wait_idle()
     assert cluster.router.metric("kvrelay:request_errors_total") == 0
+
+
+def test_a_prefill_node_that_is_stopped_during_its_prefill_is_replaced(two_of_each: Cluster, oracle: Oracle) -> None:
+    cluster = two_of_each
+    prompt = some_token_ids(2500, seed=11)
+    traces: list[Any] = []
+
+    def ask() -> None:
+        response = cluster.router.generate(prompt, 5)
+        assert list(response.outputs[0].token_ids) == oracle.tokens(prompt, 5)
+        traces.append(response.trace)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(
+        lambda: cluster.router.metric("kvrelay:node_requests_running", role="prefill") > 0,
+        lambda: "no prefill has begun",
+    )
+    stopped = busy_node(cluster, "prefill")
+    cluster.stop_node(stopped)
+    asking.join()
+    [trace] = traces
+    assert trace.num_migrations == 1 and trace.prefill_node != stopped
+    cluster.continue_node(stopped)
+    wait_state(cluster, stopped, "live")
+    cluster.wait_idle()
 
 
 def test_a_node_that_is_replaced_at_its_address(model: Path, directory: Path, tmp_path: Path, oracle: Oracle) -> None:
