@@ -81,15 +81,24 @@ class KVConnector(Protocol):
     """
 
     name: str
-    stats: ConnectorStats
+    copies_expire: bool
+    """What was published may be gone while the pool still holds it: publish again what a request has found by name."""
+
+    @property
+    def stats(self) -> ConnectorStats:
+        """The counters over all backends in use."""
+        ...
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
         """The counters of every backend in use, by the backend's name: its own, or those of each tier."""
         ...
 
-    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
-        """Memory for the pool, zeroed, that this connector can serve from. Raises ConfigurationError when there is not
-        enough.
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
+        """Memory for the pool, zeroed, that this connector can serve from; or `buffer`, memory of that shape which
+        belongs to another connector, is served from and stays until after `close`. Raises ConfigurationError when there
+        is not enough, or when this backend can only serve from its own.
         """
         ...
 
@@ -101,8 +110,8 @@ class KVConnector(Protocol):
         ...
 
     async def publish(self, blocks: Sequence[Block]) -> None:
-        """Make blocks fetchable. The caller keeps them pinned and unchanged until this returns. Publishing a name
-        again is allowed. Raises KVError when none could be published."""
+        """Make blocks fetchable. The caller keeps them pinned and unchanged until this returns. Publishing a block
+        again is allowed and costs next to nothing. Raises KVError when none could be published."""
         ...
 
     def retract(self, block_ids: Sequence[int]) -> None:

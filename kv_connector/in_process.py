@@ -30,6 +30,7 @@ class InProcessConnector:
     """Implements KVConnector among the connectors of one hub."""
 
     name = "in_process"
+    copies_expire = False
 
     def __init__(self, hub: InProcessHub, *, clock: Clock | None = None) -> None:
         self.stats = ConnectorStats()
@@ -41,9 +42,11 @@ class InProcessConnector:
     def all_stats(self) -> Mapping[str, ConnectorStats]:
         return {self.name: self.stats}
 
-    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
         assert self._shared is None, "allocate is called once"
-        pool = LocalPool.anonymous(layout, num_blocks)
+        pool = LocalPool.over(buffer) if buffer is not None else LocalPool.anonymous(layout, num_blocks)
         self._shared = SharedPool(pool, epoch)
         self._endpoint = f"{node_id}-{epoch:016x}"
         self._hub.pools[self._endpoint] = self._shared

@@ -4,6 +4,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import xxhash
@@ -15,21 +16,31 @@ from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 
 Rows = NDArray[np.uint8]
+T = TypeVar("T")
 
 _COPY_CHUNK_BYTES = 256 << 10  # small enough to be read again from cache by the digest
 
 
 class LocalPool:
-    """A pool inside a mapping. Owns the mapping; `rows` is `[num_blocks, block_bytes]`, writable."""
+    """A pool's memory as `rows`, `[num_blocks, block_bytes]`, writable. Owns the mapping, if it was given one."""
 
-    def __init__(self, mapping: mmap.mmap, offset: int, layout: KVLayout, num_blocks: int) -> None:
-        size = num_blocks * layout.block_bytes
-        memory = memoryview(mapping)[offset : offset + size]
-        self.buffer = PoolBuffer(memory, layout, num_blocks)
-        self.rows: Rows = np.frombuffer(memory, np.uint8).reshape(num_blocks, layout.block_bytes)
-        self.block_bytes = layout.block_bytes
-        self.layout_digest = layout_digest(layout)
+    def __init__(self, buffer: PoolBuffer, mapping: mmap.mmap | None) -> None:
+        self.buffer = buffer
+        self.block_bytes = buffer.layout.block_bytes
+        self.rows: Rows = np.frombuffer(buffer.memory, np.uint8).reshape(buffer.num_blocks, self.block_bytes)
+        self.layout_digest = layout_digest(buffer.layout)
         self._mapping = mapping
+
+    @classmethod
+    def inside(cls, mapping: mmap.mmap, offset: int, layout: KVLayout, num_blocks: int) -> "LocalPool":
+        """The part of a mapping from `offset` on; the pool owns all of it."""
+        memory = memoryview(mapping)[offset : offset + num_blocks * layout.block_bytes]
+        return cls(PoolBuffer(memory, layout, num_blocks), mapping)
+
+    @classmethod
+    def over(cls, buffer: PoolBuffer) -> "LocalPool":
+        """Memory that belongs to another connector."""
+        return cls(buffer, None)
 
     @classmethod
     def anonymous(cls, layout: KVLayout, num_blocks: int) -> "LocalPool":
@@ -41,7 +52,7 @@ class LocalPool:
             raise ConfigurationError(
                 f"no memory for a KV pool of {num_blocks} blocks ({size} bytes): {error}; ask for fewer blocks"
             ) from error
-        return cls(mapping, 0, layout, num_blocks)
+        return cls.inside(mapping, 0, layout, num_blocks)
 
     def describe(self, block: Block, epoch: int) -> BlockHeader:
         """The header of a block as its content is now; reads all of it."""
@@ -57,20 +68,23 @@ class LocalPool:
     def release(self) -> None:
         """Unmaps the memory, or leaves that to the last tensor that still looks at it: never under a live view."""
         self.rows = np.empty((0, 0), np.uint8)
+        if self._mapping is None:
+            return
         with suppress(BufferError):
             self.buffer.memory.release()
             self._mapping.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
-    """Blocks in runs of about `slice_bytes`, so that no run holds a thread or the loop for long."""
+class Slices(Generic[T]):
+    """Blocks (or what stands for one each) in runs of about `slice_bytes`, so that no run holds a thread or the loop
+    for long."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[T]
     block_bytes: int
     slice_bytes: int
 
-    def __iter__(self) -> Iterator[Sequence[Block]]:
+    def __iter__(self) -> Iterator[Sequence[T]]:
         count = max(1, self.slice_bytes // self.block_bytes)
         for start in range(0, len(self.blocks), count):
             yield self.blocks[start : start + count]

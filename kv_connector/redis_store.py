@@ -1,28 +1,26 @@
 """Blocks in Redis: the fallback between hosts, and KV that outlives its node.
 
 One value per block, header then payload, under `<prefix>:<block hash in hex>` with a TTL. Any node may have written
-it: the name says
-what it must be and the digest whether it still is, so the epoch in the header is information only and `Source` is
-ignored.
-Invariant: every round trip has a deadline, and a value enters the pool only after it passed verification, in one
-step of the loop.
+it: the name says what it must be and the digest whether it still is, so the epoch in the header is information only and
+`Source` is ignored.
+Invariant: every round trip has a deadline, a server that keeps failing is left alone for a while (`redis_link.py`), a
+value enters the pool only after it passed verification, in one step of the loop, and a block that was retracted
+meanwhile is not stored.
 """
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError
 
+from kv_connector.backlog import Backlog, Claim
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
 from kv_connector.pool import LocalPool, Slices
+from kv_connector.redis_link import UNREACHABLE, LeftAloneError, RedisLink
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, settle
@@ -31,24 +29,32 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 
-_UNREACHABLE = (RedisError, OSError, TimeoutError)
-
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Open:
     """What exists between `allocate` and `close`."""
 
-    client: Redis
+    link: RedisLink
     pool: LocalPool
     epoch: int
+    backlog: Backlog | None  # when another connector serves the same blocks meanwhile
+    generations: list[int] = field(init=False)  # per block, grows when it is retracted; the engine thread writes
+
+    def __post_init__(self) -> None:
+        self.generations = [0] * self.pool.buffer.num_blocks
+
+    def stands(self, claim: Claim) -> bool:
+        return self.generations[claim.block.block_id] == claim.generation
 
 
 class RedisConnector:
-    """Implements KVConnector. `retract` does nothing: the copies live in Redis and stay true."""
+    """Implements KVConnector. Over its own pool `publish` returns when Redis has the blocks; over somebody else's
+    (`buffer`) it returns at once, and the blocks follow in the background, unpinned."""
 
     name = "redis"
+    copies_expire = True
 
     def __init__(self, settings: RedisSettings, *, clock: Clock | None = None) -> None:
         if settings.ttl_seconds < 1 or settings.batch_bytes < 1 or settings.max_connections < 1:
@@ -65,11 +71,13 @@ class RedisConnector:
     def all_stats(self) -> Mapping[str, ConnectorStats]:
         return {self.name: self.stats}
 
-    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
         assert self._state is None, "allocate is called once"
-        client = _client(self._settings)
-        pool = LocalPool.anonymous(layout, num_blocks)
-        self._state = _Open(client, pool, epoch)
+        link = RedisLink(self._settings, self._clock)
+        pool = LocalPool.over(buffer) if buffer is not None else LocalPool.anonymous(layout, num_blocks)
+        self._state = _Open(link, pool, epoch, Backlog(self._offer) if buffer is not None else None)
         return pool.buffer
 
     @property
@@ -78,20 +86,18 @@ class RedisConnector:
 
     async def publish(self, blocks: Sequence[Block]) -> None:
         state = self._require()
-        done = 0
-        try:
-            absent = await self._absent(state.client, blocks)
-            done = len(blocks) - len(absent)
-            for part in Slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
-                done += await self._store(self._require(), part)
-        except _UNREACHABLE as error:
-            _logger.warning("publishing to Redis failed: %s", type(error).__name__)
-        self.stats.failed += len(blocks) - done
-        if blocks and done == 0:
+        claims = [Claim(block, state.generations[block.block_id]) for block in blocks]
+        if state.backlog is not None:
+            state.backlog.add(claims)
+        elif await self._offer(claims) == 0 and blocks:
             raise KVError(f"none of {len(blocks)} blocks could be published to Redis")
 
     def retract(self, block_ids: Sequence[int]) -> None:
-        return
+        """The copies in Redis stay true; what is not there yet does not get there any more."""
+        state = self._state
+        if state is not None:
+            for block_id in block_ids:
+                state.generations[block_id] += 1
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         started = self._clock.now()
@@ -103,21 +109,31 @@ class RedisConnector:
                 break
             try:
                 verdicts += await self._load(self._require(), part, remaining)
-            except _UNREACHABLE as error:
+            except LeftAloneError:
+                self.stats.skipped += len(blocks) - len(verdicts)
+                break
+            except UNREACHABLE as error:
                 _logger.warning("fetching from Redis failed: %s", type(error).__name__)
                 break
         verdicts += [FetchOutcome.FAILED] * (len(blocks) - len(verdicts))
         seconds = self._clock.now() - started
         return settle(verdicts, stats=self.stats, block_bytes=block_bytes, seconds=seconds, origin="Redis")
 
+    async def settled(self) -> None:
+        """Returns when everything published so far was offered to Redis."""
+        backlog = self._require().backlog
+        if backlog is not None:
+            await backlog.settle()
+
     async def close(self) -> None:
         state, self._state = self._state, None
         if state is None:
             return
         try:
-            async with asyncio.timeout(self._settings.operation_timeout_seconds):
-                await state.client.aclose()
-        except _UNREACHABLE as error:
+            if state.backlog is not None:
+                await state.backlog.close()
+            await state.link.close()
+        except UNREACHABLE as error:
             _logger.info("closing the connection to Redis failed: %s", type(error).__name__)
         finally:
             state.pool.release()
@@ -130,49 +146,109 @@ class RedisConnector:
     def _key(self, name: BlockHash) -> str:
         return f"{self._settings.key_prefix}:{name.hex()}"
 
-    async def _absent(self, client: Redis, blocks: Sequence[Block]) -> list[Block]:
-        """Those that Redis does not hold; the TTL of the others starts again."""
-        async with (
-            asyncio.timeout(self._settings.operation_timeout_seconds),
-            client.pipeline(transaction=False) as pipe,
-        ):
-            for block in blocks:
-                pipe.expire(self._key(block.block_hash), self._settings.ttl_seconds)
-            held: list[Any] = await pipe.execute(raise_on_error=False)
-        return [block for block, answer in zip(blocks, held, strict=True) if answer not in (1, True)]
+    # -- storing -----------------------------------------------------------------------------------------------------
 
-    async def _store(self, state: _Open, blocks: Sequence[Block]) -> int:
-        """One round of SETs; how many Redis took (it refuses when its memory is full)."""
-        async with asyncio.timeout(self._settings.operation_timeout_seconds):
-            async with state.client.pipeline(transaction=False) as pipe:
-                for block in blocks:
-                    # The digest first and the copy second: a block that changes in between fails verification later.
-                    header = state.pool.describe(block, state.epoch).encode()
-                    value = header + state.pool.rows[block.block_id].tobytes()
-                    pipe.set(self._key(block.block_hash), value, ex=self._settings.ttl_seconds)
-                answers: list[Any] = await pipe.execute(raise_on_error=False)
+    async def _offer(self, claims: Sequence[Claim]) -> int:
+        """How many of these Redis has now. What has lost its content meanwhile is passed over."""
+        state = self._require()
+        held = retracted = 0
+        try:
+            absent = await self._absent(state, claims)
+            held = len(claims) - len(absent)
+            for part in Slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
+                if not state.link.room.admit():
+                    self.stats.skipped += len(claims) - held - retracted
+                    break
+                stored, gone = await self._store(state, part)
+                held += stored
+                retracted += gone
+        except LeftAloneError:
+            self.stats.skipped += len(claims) - held - retracted
+        except UNREACHABLE as error:
+            _logger.warning("publishing to Redis failed: %s", type(error).__name__)
+        self.stats.retracted += retracted
+        self.stats.failed += len(claims) - held - retracted
+        return held
+
+    async def _absent(self, state: _Open, claims: Sequence[Claim]) -> list[Claim]:
+        """Those that Redis does not hold; the TTL of the others starts again."""
+        async with state.link.exchange() as client, client.pipeline(transaction=False) as pipe:
+            for claim in claims:
+                pipe.expire(self._key(claim.block.block_hash), self._settings.ttl_seconds)
+            held: list[Any] = await pipe.execute(raise_on_error=False)
+        return [claim for claim, answer in zip(claims, held, strict=True) if answer not in (1, True)]
+
+    async def _store(self, state: _Open, claims: Sequence[Claim]) -> tuple[int, int]:
+        """One round of SETs; how many Redis took (it refuses when its memory is full), and how many were retracted
+        before it could."""
+        answers: list[Any] = []
+        try:
+            async with state.link.exchange() as client, client.pipeline(transaction=False) as pipe:
+                offered = 0
+                for claim in claims:
+                    value = _value(state, claim)
+                    if value is not None:
+                        pipe.set(self._key(claim.block.block_hash), value, ex=self._settings.ttl_seconds)
+                        offered += 1
+                answers = await pipe.execute(raise_on_error=False)
+        finally:
+            self._note_room(state, answers)
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         if refused:
-            _logger.warning("Redis refused %d of %d blocks: %s", len(refused), len(blocks), refused[0])
-        stored = len(blocks) - len(refused)
+            _logger.warning("Redis refused %d of %d blocks: %s", len(refused), offered, refused[0])
+        stored = offered - len(refused)
         self.stats.blocks_published += stored
         self.stats.bytes_published += stored * state.pool.block_bytes
-        return stored
+        return stored, len(claims) - offered
+
+    def _note_room(self, state: _Open, answers: Sequence[object]) -> None:
+        if any(isinstance(answer, OutOfMemoryError) for answer in answers):
+            state.link.room.failed()
+        elif answers:
+            state.link.room.succeeded()
+        else:
+            state.link.room.abandoned()
+
+    # -- loading -----------------------------------------------------------------------------------------------------
 
     async def _load(self, state: _Open, blocks: Sequence[Block], timeout: float) -> list[Verdict]:
         """One MGET. Values are verified and copied without giving up the loop, so a cancelled fetch writes nothing
         later.
         """
-        async with asyncio.timeout(min(timeout, self._settings.operation_timeout_seconds)):
-            values: list[Any] = await state.client.mget([self._key(block.block_hash) for block in blocks])
+        async with state.link.exchange(timeout) as client:
+            values: list[Any] = await client.mget([self._key(block.block_hash) for block in blocks])
         if self._state is not state:
             raise KVError("the Redis connector was closed during a fetch")
         verdicts = [_accept(state.pool, block, value) for block, value in zip(blocks, values, strict=True)]
-        damaged = [block for block, verdict in zip(blocks, verdicts, strict=True) if verdict is Mismatch.DIGEST]
-        if damaged:  # out of the way of the next publisher, who would otherwise find the name taken
-            async with asyncio.timeout(min(timeout, self._settings.operation_timeout_seconds)):
-                await state.client.unlink(*(self._key(block.block_hash) for block in damaged))
+        await self._remove(
+            state, [block for block, verdict in zip(blocks, verdicts, strict=True) if verdict in _USELESS_TO_ALL]
+        )
         return verdicts
+
+    async def _remove(self, state: _Open, damaged: Sequence[Block]) -> None:
+        """Out of the way of the next publisher, who would otherwise find the name taken."""
+        if not damaged:
+            return
+        try:
+            async with state.link.exchange() as client:
+                await client.unlink(*(self._key(block.block_hash) for block in damaged))
+        except UNREACHABLE as error:
+            _logger.warning("%d damaged values stay in Redis: %s", len(damaged), type(error).__name__)
+
+
+# What is not the block of that name for anybody, as far as we can tell. Two versions of kvrelay over one Redis replace
+# each other's values, which costs no more than that.
+_USELESS_TO_ALL = frozenset({Mismatch.HASH, Mismatch.LENGTH, Mismatch.DIGEST, Mismatch.VERSION})
+
+
+def _value(state: _Open, claim: Claim) -> bytes | None:
+    """Header and payload, copied; None when the content is gone, before or while it was read."""
+    block = claim.block
+    if not state.stands(claim):
+        return None
+    header = state.pool.describe(block, state.epoch).encode()
+    value = header + state.pool.rows[block.block_id].tobytes()
+    return value if state.stands(claim) else None
 
 
 def _accept(pool: LocalPool, block: Block, value: bytes | None) -> Verdict:
@@ -197,19 +273,3 @@ def _accept(pool: LocalPool, block: Block, value: bytes | None) -> Verdict:
         return Mismatch.LENGTH
     np.copyto(pool.rows[block.block_id], payload)
     return header.verify_payload(payload_digest(pool.rows[block.block_id].data)) or FetchOutcome.FETCHED
-
-
-def _client(settings: RedisSettings) -> Redis:
-    """A client that connects at its first command. Errors do not repeat the URL: it may hold a password."""
-    try:
-        connections = BlockingConnectionPool.from_url(
-            settings.url,
-            max_connections=settings.max_connections,
-            timeout=settings.operation_timeout_seconds,
-            socket_timeout=settings.operation_timeout_seconds,
-            socket_connect_timeout=settings.operation_timeout_seconds,
-            retry=Retry(NoBackoff(), 1),  # once: the server may have closed an idle connection
-        )
-    except ValueError:
-        raise ConfigurationError("redis.url is not valid: use redis://, rediss:// or unix://") from None
-    return Redis.from_pool(connections)

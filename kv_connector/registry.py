@@ -2,11 +2,13 @@
 before.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from kv_connector.base import KVConnector
+from kv_connector.cost_gate import RecomputeSeconds
 from kv_connector.settings import ConnectorSettings
+from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError
 
 
@@ -62,3 +64,11 @@ def create_connector(name: str, settings: ConnectorSettings | None = None) -> KV
         raise ConfigurationError(
             f"connector {name!r} needs the package {module!r}: pip install 'kvrelay[{_EXTRAS[module]}]'"
         ) from error
+
+
+def create_tiers(
+    names: Sequence[str], settings: ConnectorSettings, *, recompute_seconds: RecomputeSeconds = lambda num_tokens: None
+) -> TieredConnector:
+    """What a node runs on: one backend or more, in the order of asking. A node of one tier has them too, so that
+    nodes with different ones understand each other. Raises as `create_connector` does."""
+    return TieredConnector([create_connector(name, settings) for name in names], recompute_seconds=recompute_seconds)

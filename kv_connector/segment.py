@@ -145,6 +145,12 @@ class OwnedSegment:
         """Changes whenever the slot does; read it before the payload is digested."""
         return int(self._slots["sequence"][block_id])
 
+    def holds(self, block: Block) -> bool:
+        """Whether the slot has this block already."""
+        with self._lock:
+            header = BlockHeader.decode(self._slots["header"][block.block_id].tobytes())
+        return (header.block_hash, header.num_tokens) == (block.block_hash, block.num_tokens)
+
     def write(self, block_id: int, header: BlockHeader, sequence: int) -> bool:
         """Fills the slot, unless it was cleared since `sequence` was read: then the header is about content that is
         gone.

@@ -53,6 +53,7 @@ class SharedMemoryConnector:
     """
 
     name = "shared_memory"
+    copies_expire = False
 
     def __init__(self, settings: SharedMemorySettings, *, clock: Clock | None = None) -> None:
         self.stats = ConnectorStats()
@@ -63,15 +64,19 @@ class SharedMemoryConnector:
     def all_stats(self) -> Mapping[str, ConnectorStats]:
         return {self.name: self.stats}
 
-    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
         assert self._state is None, "allocate is called once"
+        if buffer is not None:
+            raise ConfigurationError("connector 'shared_memory' must come first: peers map the pool that it allocates")
         if not self._directory.is_dir():
             raise ConfigurationError(f"shared_memory.directory {str(self._directory)!r} is not a directory")
         swept = sweep(self._directory)
         if swept:
             _logger.info("removed %d shared-memory segments of dead nodes from %s", swept, self._directory)
         segment = OwnedSegment(self._directory, node_id, epoch, layout, num_blocks)
-        pool = LocalPool(segment.mapping, segment.preamble.pool_offset, layout, num_blocks)
+        pool = LocalPool.inside(segment.mapping, segment.preamble.pool_offset, layout, num_blocks)
         self._state = _Open(segment, pool, epoch, Worker("kv-shared-memory"))
         return pool.buffer
 
@@ -159,6 +164,8 @@ def _publish(state: _Open, blocks: Sequence[Block]) -> int:
     """Worker thread: how many slots were filled; one retracted meanwhile stays empty."""
     published = 0
     for block in blocks:
+        if state.segment.holds(block):
+            continue
         sequence = state.segment.sequence(block.block_id)
         header = state.pool.describe(block, state.epoch)
         published += state.segment.write(block.block_id, header, sequence)

@@ -29,8 +29,11 @@ class SharedPool:
         self.generations = [0] * self.pool.buffer.num_blocks
 
     def publish(self, block: Block) -> bool:
-        """Digests the block and makes it visible, unless it is retracted meanwhile."""
+        """Digests the block and makes it visible, unless it is already or is retracted meanwhile."""
         generation = self.generations[block.block_id]
+        held = self.headers.get(block.block_id)
+        if held is not None and (held.block_hash, held.num_tokens) == (block.block_hash, block.num_tokens):
+            return False
         return self.put(block.block_id, self.pool.describe(block, self.epoch), generation)
 
     def put(self, block_id: int, header: BlockHeader, generation: int) -> bool:

@@ -47,6 +47,7 @@ class UcxConnector:
     """Implements KVConnector. `allocate` needs the running loop. The endpoint is "host:port" of the listener."""
 
     name = "ucx"
+    copies_expire = False
 
     def __init__(self, settings: UcxSettings, *, clock: Clock | None = None) -> None:
         """Raises ConfigurationError without a proper secret."""
@@ -63,10 +64,13 @@ class UcxConnector:
     def all_stats(self) -> Mapping[str, ConnectorStats]:
         return {self.name: self.stats}
 
-    def allocate(self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int) -> PoolBuffer:
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
         assert self._state is None, "allocate is called once"
         transport = Transport(self._settings.net_devices)
-        shared = SharedPool(LocalPool.anonymous(layout, num_blocks), epoch)
+        pool = LocalPool.over(buffer) if buffer is not None else LocalPool.anonymous(layout, num_blocks)
+        shared = SharedPool(pool, epoch)
         holder = Holder(transport, shared, self._key, self.stats)
         self._state = _Open(shared, transport, holder)
         return shared.pool.buffer

@@ -30,12 +30,12 @@ from kvrelay.core.rpc import (
     server_options,
     set_serving,
 )
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2_grpc
 from router.edge.gateway import create_app
 from router.edge.grpc_service import SERVICE_NAME, RouterService
 from router.edge.metrics import RouterMetrics
 from router.edge.outputs import Edge
-from router.edge.tokenizer import Tokenizer
 from router.kv_index import KVIndex
 from router.migration_metrics import MigrationMetrics
 from router.node_metrics import NodeMetrics

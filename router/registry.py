@@ -21,6 +21,7 @@ import grpc
 
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.connectors import can_exchange
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
 from kvrelay.core.rpc import channel_options, error_from_rpc
 from kvrelay.v1 import node_pb2, node_pb2_grpc
@@ -282,7 +283,11 @@ def _difference(found: NodeDescription, expected: NodeDescription) -> str | None
         ("model fingerprint", ours.model_fingerprint.hex()[:16], theirs.model_fingerprint.hex()[:16]),
         ("block size", ours.block_size, theirs.block_size),
         ("KV layout", ours.layout_id, theirs.layout_id),
-        ("connector", found.connector, expected.connector),
         ("vocabulary size", found.vocab_size, expected.vocab_size),
     )
-    return next((f"{name} is {one}, not {other}" for name, one, other in fields if one != other), None)
+    for name, one, other in fields:
+        if one != other:
+            return f"{name} is {one}, not {other}"
+    if not can_exchange(found.connector, expected.connector):
+        return f"connector is {found.connector}, not {expected.connector}"
+    return None

@@ -17,14 +17,16 @@ MAY_IMPORT = {
     # The node chooses the attention backend for its engine.
     "kvrelay.node": {"kvrelay", "kvrelay.engine", "kv_connector", "paged_kernels", "kvrelay.core", "kvrelay.v1"},
     "kvrelay.cli": {"kvrelay", "kvrelay.core", "kvrelay.v1"},
-    "kvrelay": {"kvrelay.core"},
-    "router": {"kvrelay", "kvrelay.core", "kvrelay.v1"},
+    "kvrelay.text": {"kvrelay.core"},
+    "kvrelay.offline": {"kvrelay.engine", "kvrelay.text", "kvrelay.core"},
+    "kvrelay": {"kvrelay.offline", "kvrelay.core"},
+    "router": {"kvrelay", "kvrelay.core", "kvrelay.text", "kvrelay.v1"},
     "prefill_node": {"kvrelay", "kvrelay.node", "kvrelay.engine", "kv_connector", "kvrelay.core", "kvrelay.v1"},
     "decode_node": {"kvrelay", "kvrelay.node", "kvrelay.engine", "kv_connector", "kvrelay.core", "kvrelay.v1"},
     "kv_connector": {"kvrelay.core"},
     "paged_kernels": set[str](),
 }
-TORCH_FREE = ("kvrelay.core", "kvrelay.v1", "kvrelay.cli", "router")
+TORCH_FREE = ("kvrelay.core", "kvrelay.v1", "kvrelay.text", "kvrelay.cli", "router")
 # The last one reads nothing of ours: it sets what UCX reads from there and nowhere else.
 ENVIRONMENT_READERS = {"kvrelay.core.config", "kvrelay.cli.serve", "kv_connector.ucx_transport"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}

@@ -1,7 +1,8 @@
 """`kvrelay serve MODEL`: a whole cluster on this machine, as real processes, ended together.
 
-Nodes first (each on a free port), then the router with their addresses. Cores are divided: two processes with more
-threads than cores between them are many times slower than with one thread each.
+Nodes first (each on a free port), then the router with their addresses; what ends by itself is started again where it
+was. Cores are divided: two processes with more threads than cores between them are many times slower than with one
+thread each.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +21,7 @@ from pydantic_settings import CliPositionalArg
 
 from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
 from kvrelay.core.config import ENV_PREFIX, ProcessSettings, flag_of, load_settings
+from kvrelay.core.connectors import AUTO, ConnectorSetting, parse_connectors
 from kvrelay.core.lifecycle import on_stdin_closed
 from kvrelay.core.logs import LogLevel
 
@@ -26,6 +29,7 @@ from kvrelay.core.logs import LogLevel
 NODE_SETTINGS = (
     "dtype",
     "connector",
+    "redis_ttl",
     "shared_memory_dir",
     "num_blocks",
     "block_size",
@@ -35,7 +39,19 @@ NODE_SETTINGS = (
     "attention_backend",
     "log_level",
 )
-ROUTER_SETTINGS = ("host", "port", "grpc_port", "served_model_name", "policy", "local_prefill_max_tokens", "log_level")
+ROUTER_SETTINGS = (
+    "host",
+    "port",
+    "grpc_port",
+    "served_model_name",
+    "policy",
+    "local_prefill_max_tokens",
+    "lease_ttl",
+    "request_timeout",
+    "max_concurrent_requests",
+    "max_attempts",
+    "log_level",
+)
 
 
 class ServeSettings(ProcessSettings):
@@ -47,12 +63,17 @@ class ServeSettings(ProcessSettings):
     model: CliPositionalArg[str] = Field(default="", description="Directory of the model, or its Hugging Face name.")
     prefill_nodes: int = Field(default=1, ge=0, description="Prefill nodes; with 0 decode nodes prefill themselves.")
     decode_nodes: int = Field(default=1, ge=1, description="Decode nodes.")
-    connector: Literal["shared_memory", "ucx", "redis"] = Field(
-        default="shared_memory", description="How KV blocks travel between nodes."
+    connector: ConnectorSetting = Field(
+        default=AUTO,
+        description="How KV blocks travel between nodes: shared_memory, ucx, redis, or several in that order, such as "
+        "shared_memory,redis: what one can not give is asked of the next. auto: shared_memory, this being one host.",
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
         description="For the redis connector. One with a password belongs into KVRELAY_REDIS_URL or the file.",
+    )
+    redis_ttl: int | None = Field(
+        default=None, gt=0, description="Seconds a block stays in Redis; unset: the nodes' default."
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),
@@ -72,6 +93,24 @@ class ServeSettings(ProcessSettings):
         default=None,
         ge=0,
         description="A decode node prefills itself when it misses no more tokens than this; unset: router's default.",
+    )
+    lease_ttl: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds a prefill node keeps a request's blocks without hearing of it; unset: router's default.",
+    )
+    request_timeout: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds a request may take when the client says nothing; unset: router's default.",
+    )
+    max_concurrent_requests: int | None = Field(
+        default=None, ge=1, description="Requests served at a time, more are refused; unset: router's default."
+    )
+    max_attempts: int | None = Field(
+        default=None,
+        ge=0,
+        description="Times that an output is placed again when a node serving it is lost; unset: router's default.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Of weights and KV.")
     threads: int | Literal["auto"] = Field(default="auto", description="Per node; auto divides the cores.")
@@ -139,7 +178,7 @@ async def _run_cluster(settings: ServeSettings) -> None:
         router = router_command(settings, environment, prefill=addresses["prefill"], decode=addresses["decode"])
         [router_line] = await supervisor.start([router], timeout=settings.start_timeout)
         _announce(settings, router_line)
-        await supervisor.watch(on_loss=_say)
+        await supervisor.keep(again=at_its_address, timeout=settings.start_timeout, on_event=_say)
 
 
 def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, cores: int) -> list[ChildCommand]:
@@ -148,9 +187,10 @@ def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, co
     threads = max(1, cores // num_nodes) if settings.threads == "auto" else settings.threads
     roles = ["prefill"] * settings.prefill_nodes + ["decode"] * settings.decode_nodes
     shared = dict(environment)
-    if settings.connector == "redis":  # not a flag: its password would be in the process list
+    connectors = parse_connectors(settings.connector)
+    if "redis" in connectors:  # not a flag: its password would be in the process list
         shared[f"{ENV_PREFIX}REDIS_URL"] = settings.redis_url.get_secret_value()
-    if settings.connector == "ucx":  # nor is this one
+    if "ucx" in connectors:  # nor is this one
         secret = settings.cluster_secret.get_secret_value() or secrets.token_hex(32)
         shared[f"{ENV_PREFIX}CLUSTER_SECRET"] = secret
     commands: list[ChildCommand] = []
@@ -181,6 +221,16 @@ def router_command(
         nodes += ["--prefill-nodes", ",".join(prefill)]
     arguments = (*_python("router", settings), *nodes, *_flags(settings, ROUTER_SETTINGS))
     return ChildCommand(name="router", role="router", arguments=arguments, environment=environment)
+
+
+def at_its_address(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
+    """The same process at the ports that it has drawn: the others know it by them."""
+    ports = {"--port": ready.get("address") or ready.get("http_address"), "--grpc-port": ready.get("grpc_address")}
+    arguments = list(command.arguments)
+    for flag, address in ports.items():
+        if address is not None:
+            arguments[arguments.index(flag) + 1] = str(address).rpartition(":")[2]
+    return replace(command, arguments=tuple(arguments))
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:

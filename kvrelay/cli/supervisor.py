@@ -1,4 +1,4 @@
-"""Child processes of one local cluster: started, awaited until ready, watched, and ended in order.
+"""Child processes of one local cluster: started, awaited until ready, started again when they end, ended in order.
 
 What to start is data (`ChildCommand`); nothing here knows what a node is. A child says that it serves by one JSON line
 on its standard output, `{"event": "ready", ...}`; its standard error is passed on, each line under its name.
@@ -16,15 +16,20 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvrelay.core.errors import KVRelayError
 
 TAIL_LINES = 12
+MAX_RESTARTS = 5  # in a row; a child that has served for a while begins anew
+_SETTLED_SECONDS = 60.0
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0  # before a restart, doubled from one to the next
 _MAX_LINE_BYTES = 1 << 16
 _LINE_END = re.compile(rb"[\r\n]+")  # progress bars rewrite their line with \r
 
 ReadyLine = Mapping[str, object]
+Again = Callable[["ChildCommand", ReadyLine], "ChildCommand"]
+"""The command for a child's successor, which has to answer where the first one did."""
 
 
 class ChildFailedError(KVRelayError):
@@ -33,7 +38,7 @@ class ChildFailedError(KVRelayError):
 
 @dataclass(frozen=True, slots=True)
 class ChildCommand:
-    """One process. `role` groups those that can stand in for each other; `environment` is the whole of it."""
+    """One process. `environment` is the whole of it."""
 
     name: str
     role: str
@@ -141,19 +146,52 @@ class Supervisor:
                 raise ChildFailedError(f"not ready after {timeout:g} seconds: {names}")
         return [child.ready.result() for child in group]
 
-    async def watch(self, *, on_loss: Callable[[str], None]) -> NoReturn:
-        """Until the last child of a role has ended: then ChildFailedError. `on_loss` hears of the others that end."""
-        watched = list(self.children)
+    async def keep(self, *, again: Again, timeout: float, on_event: Callable[[str], None]) -> NoReturn:
+        """Starts every child again that ends, with growing waits; a successor has `timeout` seconds to be ready.
+        `on_event` hears of it. Raises ChildFailedError when a child has ended too often in a row."""
+        keepers = [
+            asyncio.create_task(self._keep(child, again, timeout, on_event), name=f"keep {child.command.name}")
+            for child in self.children
+        ]
+        try:
+            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+            for keeper in done:
+                await keeper
+            raise AssertionError("a keeper ends only by an error")
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+    async def _keep(self, child: Child, again: Again, timeout: float, on_event: Callable[[str], None]) -> NoReturn:
+        clock = asyncio.get_running_loop().time
+        command = again(child.command, child.ready.result())
+        num_restarts, wait = 0, _FIRST_WAIT_SECONDS
+        serves_since = clock()
         while True:
-            await asyncio.wait({child.ended for child in watched}, return_when=asyncio.FIRST_COMPLETED)
-            lost = [child for child in watched if child.ended.done()]
-            watched = [child for child in watched if child not in lost]
-            for child in lost:
-                role = child.command.role
-                others = sum(other.command.role == role for other in watched)
-                if not others:
-                    raise ChildFailedError(_obituary(child, f"and no other {role} process is left"))
-                on_loss(_obituary(child, f"but {others} more of its role {'goes' if others == 1 else 'go'} on"))
+            await asyncio.wait({child.ended})
+            if clock() - serves_since >= _SETTLED_SECONDS:
+                num_restarts, wait = 0, _FIRST_WAIT_SECONDS
+            if num_restarts == MAX_RESTARTS:
+                raise ChildFailedError(_obituary(child, f"again, after {MAX_RESTARTS} restarts"))
+            on_event(_obituary(child, f"and is started again in {wait:g} s"))
+            await asyncio.sleep(wait)
+            num_restarts, wait = num_restarts + 1, min(2 * wait, _LONGEST_WAIT_SECONDS)
+            child = await self._replace(child, command)
+            waits: set[asyncio.Future[Any]] = {child.ready, child.ended}
+            await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            serves_since = clock()
+            if child.ready.done():
+                on_event(f"{command.name} serves again.")
+            else:
+                child.kill()  # of no effect on one that has ended
+
+    async def _replace(self, child: Child, command: ChildCommand) -> Child:
+        successor = await self._spawn(command)
+        for group in self._groups:
+            if child in group:
+                group[group.index(child)] = successor
+        return successor
 
     async def stop(self) -> None:
         """Ends the groups, last started first: SIGTERM, after the stop timeout SIGKILL. Idempotent. Cancelled while it

@@ -5,14 +5,16 @@ the node was told about; `check_idle` says so when there are no requests.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.core.block_hash import BlockHash, KVNamespace
+from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.changes import Changes
 from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput, SequenceResult
+from kvrelay.engine.prefill_meter import PrefillMeter
 from kvrelay.engine.request import (
     Admission,
     EngineLoad,
@@ -37,26 +39,10 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Changes:
-    """What has happened since the last result."""
-
-    admissions: list[Admission] = field(default_factory=list)
-    prompts: list[PromptOutput] = field(default_factory=list)
-    outputs: list[RequestOutput] = field(default_factory=list)
-    failures: list[RequestFailure] = field(default_factory=list)
-    named: list[PinnedBlock] = field(default_factory=list)
-    progress: list[tuple[str, int]] = field(default_factory=list)
-    load: bool = False  # the load changed without anything else to tell
-
-    def any(self) -> bool:
-        events = self.admissions or self.prompts or self.outputs or self.failures or self.named or self.progress
-        return bool(events) or self.load
-
-
 class Engine:
     """Requests in, `StepResult`s out. `publish`: newly named blocks are pinned and reported so that the node can
-    publish them.
+    publish them. `publish_hits`: so are blocks that a PRODUCE request has found by name, since what was published once
+    may be gone.
     """
 
     def __init__(
@@ -68,6 +54,8 @@ class Engine:
         *,
         eos_token_ids: SequenceOf[int],
         publish: bool,
+        publish_hits: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -75,12 +63,15 @@ class Engine:
         self._namespace = namespace
         self._eos_token_ids = frozenset(eos_token_ids)
         self._publish = publish
+        self._publish_hits = publish and publish_hits
+        self._clock: Clock = clock or MonotonicClock()
         self._scheduler = Scheduler(config, pool, on_preempt=self._restart_lease)
         self._sequences: dict[str, list[Sequence]] = {}
         self._leases: dict[str, list[int]] = {}
-        self._changes = _Changes()
+        self._changes = Changes()
         self._num_arrived = 0
         self._num_steps = 0
+        self._prefill = PrefillMeter()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -165,11 +156,13 @@ class Engine:
         plan, sequences = self._scheduler.schedule()
         if plan.scheduled:
             self._num_steps += 1
+            started = self._clock.now()
             try:
                 output = self._runner.run(plan)
             except KVRelayError as error:
                 self._fail(sequences, str(error))
             else:
+                self._prefill.count(plan, self._clock.now() - started)
                 self._update(plan, sequences, output)
         return self._take_result(), bool(plan.scheduled)
 
@@ -276,17 +269,28 @@ class Engine:
         """
         block_id = sequence.block_table[index]
         holder = self.pool.find(block_hash)
-        if holder == block_id:
+        if holder is None:
+            self.pool.register(block_id, block_hash)
+            if self._publish:
+                self._offer(PinnedBlock(block_id, block_hash, num_tokens))
             return
-        if holder is not None:
+        if holder != block_id:
             self.pool.acquire([holder])
             self.pool.release([block_id])
             sequence.block_table[index] = holder
-            return
-        self.pool.register(block_id, block_hash)
-        if self._publish:
-            self.pool.pin([block_id])
-            self._changes.named.append(PinnedBlock(block_id, block_hash, num_tokens))
+        if self._publish_hits and sequence.request.role is KVRole.PRODUCE:
+            self._offer(PinnedBlock(holder, block_hash, num_tokens))
+
+    def _offer(self, block: PinnedBlock) -> None:
+        """Has the node publish a block; it unpins it."""
+        self.pool.pin([block.block_id])
+        self._changes.named.append(block)
+
+    def _offer_hits(self, sequence: Sequence) -> None:
+        """Before the first progress of a PRODUCE request: the blocks that were here already."""
+        num_hits = sequence.num_cached_tokens // self.config.block_size
+        for block_id, block_hash in zip(sequence.block_table, sequence.names(num_hits), strict=False):
+            self._offer(PinnedBlock(block_id, block_hash, self.config.block_size))
 
     def _extend_lease(self, sequence: Sequence, num_blocks: int) -> None:
         """The first `num_blocks` blocks of a PRODUCE request stay until its lease ends. One that has ended already
@@ -301,6 +305,8 @@ class Engine:
             self.pool.pin(blocks)
             lease.extend(blocks)
         if num_blocks > sequence.num_reported_blocks:
+            if self._publish_hits and sequence.num_reported_blocks == 0:
+                self._offer_hits(sequence)
             sequence.num_reported_blocks = num_blocks
             self._changes.progress.append((request.request_id, num_blocks))
 
@@ -333,7 +339,7 @@ class Engine:
         changes = self._changes
         if not (changes.any() or stored or removed):
             return None
-        self._changes = _Changes()
+        self._changes = Changes()
         return StepResult(
             admissions=tuple(changes.admissions),
             prompts=tuple(changes.prompts),
@@ -360,6 +366,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_leases=len(self._leases),
             num_steps=self._num_steps,
+            num_prefilled_tokens=self._prefill.num_tokens,
+            prefill_seconds=self._prefill.seconds,
         )
 
     def _receiving(self, request_id: str) -> Sequence | None:

@@ -101,6 +101,8 @@ class EngineLoad:
     num_preemptions: int
     num_leases: int
     num_steps: int
+    num_prefilled_tokens: int = 0  # computed in chunks of more than one token, since the start
+    prefill_seconds: float = 0.0  # that these steps took
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,8 @@ class StepResult:
     """Everything that changed since the last result. Order inside each tuple is order of happening.
 
     `progress`: (request id, leading blocks of the given tokens that have their names) of PRODUCE requests. `stored`
-    and `removed` are names.
+    and `removed` are names. `named` are pinned, to be published: new blocks, and hits where the engine was asked for
+    those.
     """
 
     admissions: tuple[Admission, ...]

@@ -22,6 +22,7 @@ from kvrelay.engine.request import Admission, StepResult
 from kvrelay.node.activity import Activity
 from kvrelay.node.event_log import EventLog
 from kvrelay.node.lease_counts import LeaseCounts
+from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.publisher import Publisher
 from kvrelay.node.receiver import Receiver, posted_unpin
 from kvrelay.node.watchdog import EngineHungError, Watchdog
@@ -48,7 +49,13 @@ class Node:
     hangs."""
 
     def __init__(
-        self, identity: NodeIdentity, engine: Engine, connector: KVConnector, *, fetch_timeout: float = 10.0
+        self,
+        identity: NodeIdentity,
+        engine: Engine,
+        connector: KVConnector,
+        *,
+        fetch_timeout: float = 10.0,
+        prefill_rate: PrefillRate | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.identity = identity
@@ -64,6 +71,7 @@ class Node:
         self._fetch_timeout = fetch_timeout
         self._watchdog: Watchdog | None = None
         self._hangs = False
+        self._prefill_rate = prefill_rate or PrefillRate()
         self._handler: Callable[[StepResult], None] = lambda result: None
         self._on_progress: Callable[[str, int], None] = lambda request_id, num_blocks: None
 
@@ -119,6 +127,7 @@ class Node:
             raise UnavailableError(f"{self.identity.node_id} has crashed")
 
     def _on_result(self, result: StepResult) -> None:
+        self._prefill_rate.observe(result.load)
         self.event_log.append(result.stored, result.removed, result.load)
         blocks = [Block(block.block_id, block.block_hash, block.num_tokens) for block in result.named]
         self._publisher.enqueue(blocks, [self._progress(*progress) for progress in result.progress])

@@ -6,6 +6,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings
+from kvrelay.core.connectors import AUTO, ConnectorSetting
 from kvrelay.core.logs import LogLevel
 
 
@@ -23,8 +24,11 @@ class NodeSettings(ProcessSettings):
     attention_backend: Literal["auto", "native", "reference"] = Field(
         default="auto", description="Attention kernels; auto takes the fastest that is installed."
     )
-    connector: Literal["shared_memory", "ucx", "redis"] = Field(
-        default="shared_memory", description="How KV moves: shared_memory on one host, ucx or redis across hosts."
+    connector: ConnectorSetting = Field(
+        default=AUTO,
+        description="How KV moves: shared_memory (nodes of one host), ucx or redis (any hosts), or several in that "
+        "order, such as ucx,redis: what one can not give is asked of the next. auto: shared_memory on loopback, "
+        "otherwise shared_memory,ucx where ucxx is installed and there is a cluster secret, otherwise redis.",
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),

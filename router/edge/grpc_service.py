@@ -13,8 +13,9 @@ import grpc
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
+from kvrelay.text.choice import TextChunk
 from kvrelay.v1 import router_pb2, router_pb2_grpc
-from router.edge.outputs import Edge, GenerationEvent, TextChunk
+from router.edge.outputs import Edge, GenerationEvent
 from router.edge.validation import ChatPrompt, ClientRequest, Prompt, TextPrompt, TokenPrompt, check_token_ids
 from router.request import PromptLogprobs, RequestTrace, RoutedRequest
 

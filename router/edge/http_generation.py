@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from kvrelay.core.errors import KVRelayError
+from kvrelay.text.choice import TextChunk
 from router.edge.fan_in import merged
 from router.edge.openai_format import (
     DONE,
@@ -21,7 +22,7 @@ from router.edge.openai_format import (
     prompt_logprobs_as_json,
     whole_response,
 )
-from router.edge.outputs import Edge, GenerationEvent, TextChunk
+from router.edge.outputs import Edge, GenerationEvent
 from router.request import RequestTrace, RoutedRequest
 
 logger = logging.getLogger(__name__)

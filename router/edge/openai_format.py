@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from kvrelay.core.outputs import TokenLogprobs
-from router.edge.outputs import TextChunk
-from router.edge.tokenizer import Tokenizer
+from kvrelay.text.choice import TextChunk
+from kvrelay.text.tokenizer import Tokenizer
 from router.request import RequestTrace
 
 # JSON has no infinity; OpenAI writes this for a token that can not occur.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvrelay.core.errors import InvalidRequestError, UnknownModelError
 from kvrelay.core.sampling_params import SamplingParams
-from router.edge.tokenizer import ChatMessage, Tokenizer
+from kvrelay.text.tokenizer import ChatMessage, Tokenizer
 from router.request import Relay, RoutedRequest, ServedModel
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -65,13 +65,15 @@ def test_nodes_understand_what_they_are_given() -> None:
     settings = settings_of(
         *("m", "--dtype", "bfloat16", "--num-blocks", "99", "--block-size", "32", "--max-model-len", "512"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--attention-backend", "reference"),
-        *("--gpu-memory-utilization", "0.5", "--log-level", "debug", "--connector", "redis"),
+        *("--gpu-memory-utilization", "0.5", "--log-level", "debug", "--connector", "ucx,redis"),
+        *("--redis-ttl", "60"),
     )
     node = child_settings(NodeSettings, node_commands(settings, {}, cores=2)[1])
     assert (node.model, node.node_id, node.host, node.port, node.supervised) == ("m", "decode-0", "127.0.0.1", 0, True)
     assert (node.dtype, node.num_blocks, node.block_size, node.max_model_len) == ("bfloat16", 99, 32, 512)
     assert (node.max_num_seqs, node.max_num_batched_tokens, node.attention_backend) == (4, 128, "reference")
-    assert (node.gpu_memory_utilization, node.log_level, node.connector) == (0.25, "debug", "redis")
+    assert (node.gpu_memory_utilization, node.log_level, node.connector) == (0.25, "debug", "ucx,redis")
+    assert node.redis_ttl == 60
 
 
 def test_what_is_not_set_is_left_to_the_node() -> None:
@@ -83,13 +85,23 @@ def test_what_is_not_set_is_left_to_the_node() -> None:
 
 def test_router_understands_what_it_is_given() -> None:
     settings = settings_of(
-        "m", "--port", "1", "--grpc-port", "2", "--served-model-name", "n", "--policy", "round_robin"
+        *("m", "--port", "1", "--grpc-port", "2", "--served-model-name", "n", "--policy", "round_robin"),
+        *("--lease-ttl", "7.5", "--request-timeout", "90", "--max-concurrent-requests", "12", "--max-attempts", "0"),
     )
     command = router_command(settings, {}, prefill=["p:1"], decode=["d:1", "d:2"])
     router = child_settings(RouterSettings, command)
     assert (router.model, router.port, router.grpc_port, router.served_model_name) == ("m", 1, 2, "n")
     assert (router.prefill_nodes, router.decode_nodes) == (("p:1",), ("d:1", "d:2"))
     assert (router.policy, router.supervised) == ("round_robin", True)
+    assert (router.lease_ttl, router.request_timeout) == (7.5, 90.0)
+    assert (router.max_concurrent_requests, router.max_attempts) == (12, 0)
+
+
+def test_what_is_not_set_is_left_to_the_router() -> None:
+    router = child_settings(RouterSettings, router_command(settings_of("m"), {}, prefill=[], decode=["d:1"]))
+    defaults = RouterSettings(model="m")
+    same = set(RouterSettings.model_fields) - {"decode_nodes", "supervised"}
+    assert {name: getattr(router, name) for name in same} == {name: getattr(defaults, name) for name in same}
 
 
 def test_aggregated_mode_has_no_prefill_nodes() -> None:
@@ -121,6 +133,8 @@ def test_nodes_share_a_secret_that_is_no_argument() -> None:
     }
     assert len(drawn) == len(another) == 64 and drawn != another
     assert not [argument for node in nodes for argument in node.arguments if drawn in argument]
+    tiered = node_commands(settings_of("m", "--connector", "ucx,redis", "--redis-url", SECRET), {}, cores=2)
+    assert {"KVRELAY_CLUSTER_SECRET", "KVRELAY_REDIS_URL"} < set(tiered[0].environment)
     given = settings_of("m", "--connector", "ucx", "--cluster-secret", "hunter2" * 3)
     assert node_commands(given, {}, cores=2)[0].environment["KVRELAY_CLUSTER_SECRET"] == "hunter2" * 3
 
@@ -130,7 +144,9 @@ def test_without_redis_no_node_hears_of_it() -> None:
         assert set(node.environment) == {"OMP_NUM_THREADS"}
 
 
-@pytest.mark.parametrize("argv", [("--threads", "0"), ("--threads", "many"), ("--decode-nodes", "0")])
+@pytest.mark.parametrize(
+    "argv", [("--threads", "0"), ("--threads", "many"), ("--decode-nodes", "0"), ("--connector", "redis,ucx")]
+)
 def test_wrong_settings(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         settings_of("m", *argv)

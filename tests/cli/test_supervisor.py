@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, Supervisor
+from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
 
 # Says that it is ready and ends with its standard input, as nodes do. The address tells who it is.
 SERVE = """
@@ -125,25 +126,49 @@ async def test_cancelling_the_orderly_end_kills_at_once() -> None:
     assert supervisor.children[0].ended.result() == -signal.SIGKILL
 
 
-async def test_losing_one_of_several_goes_on_losing_the_last_does_not() -> None:
-    losses: list[str] = []
-    heard = asyncio.Event()
+SAY_WHICH = """
+import json, sys
+print(json.dumps({"event": "ready", "address": sys.argv[1]}), flush=True)
+sys.stdin.buffer.read()
+"""
 
-    def on_loss(message: str) -> None:
-        losses.append(message)
-        heard.set()
 
+def second(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
+    assert ready["address"] == "first"
+    return replace(command, arguments=(*command.arguments[:-1], "second"))
+
+
+async def test_what_ends_is_started_again() -> None:
+    events: asyncio.Queue[str] = asyncio.Queue()
     async with Supervisor(stop_timeout=5) as supervisor:
-        await supervisor.start([child("decode-0", SERVE), child("decode-1", SERVE)], timeout=20)
-        first, second = supervisor.children
-        watching = asyncio.create_task(supervisor.watch(on_loss=on_loss))
-        first.kill()
-        await heard.wait()
-        assert losses == ["decode-0 was killed by SIGKILL but 1 more of its role goes on."]
-        assert not watching.done()
-        second.kill()
-        with pytest.raises(ChildFailedError, match="decode-1 was killed by SIGKILL and no other node process is left"):
-            await watching
+        commands = [child(name, SAY_WHICH, arguments=["first"]) for name in ("decode-0", "decode-1")]
+        await supervisor.start(commands, timeout=20)
+        keeping = asyncio.create_task(supervisor.keep(again=second, timeout=20, on_event=events.put_nowait))
+        for wait in ("0.25", "0.5"):
+            supervisor.children[0].kill()
+            assert await events.get() == f"decode-0 was killed by SIGKILL and is started again in {wait} s."
+            assert await events.get() == "decode-0 serves again."
+            assert [one.ready.result()["address"] for one in supervisor.children] == ["second", "first"]
+        assert not keeping.done()
+        keeping.cancel()
+        process_ids = [one.process.pid for one in supervisor.children]
+    assert all(not _is_running(pid) for pid in process_ids)
+
+
+async def test_what_never_stays_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.cli.supervisor._LONGEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("kvrelay.cli.supervisor._FIRST_WAIT_SECONDS", 0.01)
+
+    def dies(command: ChildCommand, _: ReadyLine) -> ChildCommand:
+        return replace(command, arguments=child("", DIE_AT_START).arguments)
+
+    events: list[str] = []
+    async with Supervisor(stop_timeout=5) as supervisor:
+        await supervisor.start([child("decode-0", SERVE)], timeout=20)
+        supervisor.children[0].kill()
+        with pytest.raises(ChildFailedError, match=r"(?s)exit code 3 again, after 5 restarts.*model.norm is missing"):
+            await supervisor.keep(again=dies, timeout=20, on_event=events.append)
+    assert len(events) == 5
 
 
 async def test_output_is_passed_on_line_by_line() -> None:

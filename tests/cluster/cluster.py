@@ -5,10 +5,11 @@ At the end it fails when anything is left: blocks, leases, requests.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from decode_node.service import DecodeService
@@ -136,9 +137,11 @@ async def cluster(
     decode_nodes: int = 1,
     policy: Policy | None = None,
     lease_ttl: float = 30.0,
+    decode_settings: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """`settings` are those of every node. Nothing is prefilled on decode nodes unless `policy` says so."""
+    """`settings` are those of every node, `decode_settings` of decode nodes alone. Nothing is prefilled on decode nodes
+    unless `policy` says so."""
     servers: dict[str, NodeServer] = {}
     nodes: list[Node] = []
     addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
@@ -153,7 +156,8 @@ async def cluster(
     try:
         for role, count in (("prefill", prefill_nodes), ("decode", decode_nodes)):
             for index in range(count):
-                node = build_node(NodeSettings.model_validate({**values, "node_id": f"{role}-{index}"}), role)
+                own = {"node_id": f"{role}-{index}", **(decode_settings if role == "decode" else {})}
+                node = build_node(NodeSettings.model_validate({**values, **own}), role)
                 service = PrefillService(node) if role == "prefill" else DecodeService(node)
                 server = NodeServer(node, service)
                 servers[node.identity.node_id] = server

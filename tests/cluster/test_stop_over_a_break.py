@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.outputs import FinishReason
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.text.choice import TextChunk
+from kvrelay.text.tokenizer import Tokenizer
 from router.edge.metrics import RouterMetrics
-from router.edge.outputs import Edge, TextChunk
-from router.edge.tokenizer import Tokenizer
+from router.edge.outputs import Edge
 from router.policy import make_policy
 from router.request import RequestTrace, RoutedRequest
 from tests.cluster.cluster import Cluster, cluster

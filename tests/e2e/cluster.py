@@ -5,7 +5,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,10 @@ class Cluster:
     grpc_address: str
     program: Program
     model: Path
-    killed: set[str] = field(default_factory=set)
 
-    def kill_node(self, name: str) -> None:
-        """With SIGKILL."""
-        process = self._process(name)
-        self.killed.add(name)
-        os.kill(process, signal.SIGKILL)
+    def kill(self, name: str) -> None:
+        """With SIGKILL; `kvrelay serve` starts it again."""
+        os.kill(self._process(name), signal.SIGKILL)
 
     def stop_node(self, name: str) -> None:
         """With SIGSTOP: its connections stay open, and it says nothing. `continue_node` ends that."""
@@ -54,8 +51,8 @@ class Cluster:
         return found[1]
 
     def wait_idle(self) -> None:
-        """All nodes that were not killed."""
-        for name in set(re.findall(r"(\S+) is ready on", self.program.log.read_text())) - self.killed:
+        """All nodes."""
+        for name in set(re.findall(r"(\S+) is ready on", self.program.log.read_text())):
             wait_idle(self.node_address(name))
 
 

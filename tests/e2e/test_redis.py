@@ -1,4 +1,4 @@
-"""`kvrelay serve --connector redis` against a real Redis: blocks travel through it and stay in it, by name."""
+"""`kvrelay serve` with a real Redis: blocks travel through it and stay in it, by name; as a second tier it may die."""
 
 from pathlib import Path
 
@@ -27,3 +27,20 @@ def test_blocks_travel_through_redis(model: Path, directory: Path, oracle: Oracl
         assert len(blocks) >= 6
         assert all(0 < int(store.ttl(key)) <= 3600 for key in blocks)
         assert segments_of(model) == set()
+
+
+def test_redis_behind_shared_memory_may_die(model: Path, directory: Path, tmp_path: Path, oracle: Oracle) -> None:
+    server = RedisServer(tmp_path)
+    arguments = ("--connector", "shared_memory,redis", "--redis-url", server.url, "--local-prefill-max-tokens", "0")
+    try:
+        with served(model, *SMALL, *arguments, directory=directory) as cluster:
+            for seed in range(6):
+                if seed == 2:
+                    server.stop()
+                prompt = some_token_ids(5 * BLOCK_SIZE + 3, seed=seed)
+                response = cluster.router.generate(prompt, 20)
+                assert list(response.outputs[0].token_ids) == oracle.tokens(prompt, 20)
+                assert response.trace.num_transferred_blocks == 6
+            cluster.program.wait_log("left alone for")
+    finally:
+        server.stop()

@@ -32,6 +32,7 @@ class Harness:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 64,
         publish: bool = False,
+        publish_hits: bool = False,
         policy: str = "fcfs",
         eos: Sequence[int] = (),
     ) -> None:
@@ -45,7 +46,9 @@ class Harness:
             policy="priority" if policy == "priority" else "fcfs",
         )
         pool = BlockPool(num_blocks, on_evict=self.evicted.extend)
-        self.engine = Engine(config, self.runner, pool, NAMESPACE, eos_token_ids=eos, publish=publish)
+        self.engine = Engine(
+            config, self.runner, pool, NAMESPACE, eos_token_ids=eos, publish=publish, publish_hits=publish_hits
+        )
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[str, int], FinishReason] = {}
         self.results: list[StepResult] = []
@@ -398,6 +401,41 @@ def test_a_prefill_engine_takes_what_others_hold() -> None:
     assert list(prefill.tokens["a", 0]) == expected_output(prompt, 1)
     prefill.engine.release_lease("a")
     prefill.engine.check_idle()
+
+
+@pytest.mark.parametrize("publish_hits", [False, True])
+@pytest.mark.parametrize("length", [8, 16, 20, 60])
+def test_hits_of_a_produced_prompt_are_offered_again_where_asked_for(length: int, publish_hits: bool) -> None:
+    """With the progress that tells of them or before, the tail too; not for requests that nobody else will read."""
+    harness = Harness(publish=True, publish_hits=publish_hits, max_num_batched_tokens=16)
+    prompt = prompt_of(length)
+    produce(harness, "first", prompt)
+    offered = [block for result in harness.results for block in result.named]
+    assert len(offered) == -(-length // BLOCK_SIZE)
+    harness.results.clear()
+    produce(harness, "again", prompt)
+    again = {block for result in harness.results for block in result.named}
+    assert again == (set(offered) if publish_hits else set())
+    for earlier in range(len(harness.results)):
+        told = max((count for result in harness.results[: earlier + 1] for _, count in result.progress), default=0)
+        assert sum(len(result.named) for result in harness.results[: earlier + 1]) >= told * publish_hits
+    harness.results.clear()
+    harness.engine.add(request("local", prompt))
+    harness.run()
+    assert not {block.block_hash for result in harness.results for block in result.named} & {
+        block.block_hash for block in offered
+    }
+    for lease in ("first", "again"):
+        harness.engine.release_lease(lease)
+    harness.engine.check_idle()
+
+
+def test_prefill_is_measured_and_decoding_is_not() -> None:
+    harness = Harness(max_num_batched_tokens=16)
+    harness.engine.add(request("a", prompt_of(50), 20))
+    harness.run()
+    load = harness.engine.load()
+    assert load.num_prefilled_tokens == 50 and load.prefill_seconds > 0
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

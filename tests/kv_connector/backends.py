@@ -12,6 +12,8 @@ from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.redis_store import RedisConnector
 from kv_connector.settings import RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.shared_memory import SharedMemoryConnector
+from kv_connector.stats import ConnectorStats
+from kv_connector.tiered import TieredConnector
 from kv_connector.ucx_connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
@@ -30,6 +32,11 @@ class Node:
         self.pool: PoolBuffer = connector.allocate(layout, num_blocks, node_id=node_id, epoch=epoch)
         self.source = Source(node_id, epoch, connector.endpoint)
 
+    @property
+    def first_stats(self) -> ConnectorStats:
+        """Of the only backend, or of the first tier."""
+        return next(iter(self.connector.all_stats().values()))
+
     def row(self, block_id: int) -> memoryview:
         size = self.pool.layout.block_bytes
         return self.pool.memory[block_id * size : (block_id + 1) * size]
@@ -41,6 +48,8 @@ class Node:
 class Harness(Protocol):
     outlives_owner: bool  # blocks stay fetchable after retract and close
     has_source: bool  # endpoint and epoch of the source matter
+    # Blocks of a store behind other tiers: there in spite of another epoch, and when nobody is named as the source.
+    has_store: bool
 
     def connector(self) -> KVConnector: ...
 
@@ -52,6 +61,7 @@ class Harness(Protocol):
 class SharedMemoryHarness:
     outlives_owner = False
     has_source = True
+    has_store = False
 
     def connector(self) -> KVConnector:
         return SharedMemoryConnector(SharedMemorySettings())
@@ -63,6 +73,7 @@ class SharedMemoryHarness:
 class InProcessHarness:
     outlives_owner = False
     has_source = True
+    has_store = False
 
     def __init__(self) -> None:
         self.hub = InProcessHub()
@@ -77,6 +88,7 @@ class InProcessHarness:
 class UcxHarness:
     outlives_owner = False
     has_source = True
+    has_store = False
 
     def connector(self) -> KVConnector:
         return UcxConnector(UcxSettings(CLUSTER_SECRET))
@@ -88,6 +100,7 @@ class UcxHarness:
 class RedisHarness:
     outlives_owner = True
     has_source = False
+    has_store = True
 
     def __init__(self, url: str, prefix: str) -> None:
         self.settings = RedisSettings(url=url, key_prefix=prefix, ttl_seconds=60)
@@ -105,6 +118,25 @@ class RedisHarness:
             client.set(self.key(block), value[:-1] + bytes([value[-1] ^ 1]))
 
 
+class TieredHarness:
+    """Damage is done in every tier: what a healthy second one makes of it is tested in `test_tiered.py`."""
+
+    outlives_owner = True
+    has_source = True
+    has_store = True
+
+    def __init__(self, first: Harness, store: RedisHarness) -> None:
+        self.first = first
+        self.store = store
+
+    def connector(self) -> KVConnector:
+        return TieredConnector([self.first.connector(), self.store.connector()])
+
+    def damage(self, owner: Node, block: Block) -> None:
+        self.store.damage(owner, block)
+        self.first.damage(owner, block)
+
+
 def content(name: BlockHash, size: int) -> bytes:
     """The payload that belongs to a name: whatever is fetched under it must be this."""
     seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little")
@@ -118,9 +150,17 @@ def blocks(count: int, *, tag: str = "", first_id: int = 0, tail: int = 16) -> l
 
 
 async def write_and_publish(node: Node, chosen: list[Block]) -> None:
+    """Returns when every tier has them."""
     for block in chosen:
         node.fill(block)
     await node.connector.publish(chosen)
+    await settled(node.connector)
+
+
+async def settled(connector: KVConnector) -> None:
+    for tier in connector.tiers if isinstance(connector, TieredConnector) else (connector,):
+        if isinstance(tier, RedisConnector):
+            await tier.settled()
 
 
 def moved(chosen: list[Block], first_id: int) -> list[Block]:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from router.edge.tokenizer import Tokenizer
-from tests.router.edge_parts import ScriptedRelay, write_tokenizer
+from kvrelay.text.tokenizer import Tokenizer
+from tests.router.edge_parts import ScriptedRelay
+from tests.text.tiny_tokenizer import write_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -5,64 +5,22 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
-from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import CancelledByPeerError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.text.tokenizer import Tokenizer
 from router.edge.metrics import RouterMetrics
 from router.edge.outputs import Edge
-from router.edge.tokenizer import Tokenizer
 from router.request import PromptLogprobs, RequestEvent, RequestTrace, RoutedRequest, ServedModel
 
 MODEL = "tiny-model"
 MAX_MODEL_LEN = 256
-CORPUS = (
-    "the quick brown fox jumps over the lazy dog",
-    "hello world, this is a test",
-    "Paris is the capital of France",
-)
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.role == 'assistant' and loop.first %}"
-    "{{ raise_exception('conversations begin with a user') }}{% endif %}"
-    "<{{ message.role }}>{{ message.content }}\n"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def backend_tokenizer() -> BackendTokenizer:
-    """Byte-level BPE; `<s>` is 0 and begins texts, `</s>` is 1. No character outside ASCII has a token of its own."""
-    tokenizer = BackendTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS * 20, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return tokenizer
-
-
-def write_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """A Hugging Face tokenizer directory."""
-    saved: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend_tokenizer(), bos_token="<s>", eos_token="</s>", chat_template=chat_template
-    )
-    saved.save_pretrained(str(directory))
-    return directory
 
 
 @dataclass

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from kvrelay.core.errors import KVError, OverloadedError
+from kvrelay.text.tokenizer import Tokenizer
 from router.edge.gateway import create_app
-from router.edge.tokenizer import Tokenizer
 from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, http_server, make_edge
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file

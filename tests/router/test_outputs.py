@@ -9,8 +9,9 @@ import pytest
 from kvrelay.core.errors import KVError
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
-from router.edge.outputs import Edge, TextChunk
-from router.edge.tokenizer import Tokenizer
+from kvrelay.text.choice import TextChunk
+from kvrelay.text.tokenizer import Tokenizer
+from router.edge.outputs import Edge
 from router.request import RequestEvent, RequestTrace, RoutedRequest
 from tests.router.edge_parts import MODEL, ScriptedRelay, make_edge
 

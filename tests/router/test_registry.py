@@ -150,6 +150,14 @@ async def test_a_node_with_another_connector_is_refused(caplog: pytest.LogCaptur
     await refused(decode, stranger, "connector is redis, not in_process", caplog)
 
 
+async def test_nodes_that_share_one_of_their_connectors_fit() -> None:
+    decode, another = ScriptedDecode(), ScriptedDecode("decode-1")
+    decode.connector, another.connector = "shared_memory,redis", "ucx,redis"
+    async with serving(decode, another) as registry:
+        assert await registry.wait_settled(PATIENCE)
+        assert len(registry.live(NodeRole.DECODE)) == 2
+
+
 async def test_two_nodes_of_one_id_are_not_both_let_in(caplog: pytest.LogCaptureFixture) -> None:
     await refused(ScriptedDecode(), ScriptedDecode(), "node_id 'decode-0' is that of 127.0.0.1", caplog)
 

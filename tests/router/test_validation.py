@@ -8,10 +8,11 @@ import pytest
 
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError, UnavailableError, UnknownModelError
 from kvrelay.core.sampling_params import SamplingParams
-from router.edge.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge.validation import ChatPrompt, ClientRequest, RequestValidator, TextPrompt, TokenPrompt
 from router.request import RoutedRequest
-from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, write_tokenizer
+from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay
+from tests.text.tiny_tokenizer import write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXT = TextPrompt("hello world")
@@ -149,7 +150,7 @@ def test_the_edge_needs_no_torch_and_says_nothing_about_it(tokenizer_directory: 
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "import router.edge.gateway, router.edge.grpc_service\n"
-        "from router.edge.tokenizer import Tokenizer\n"
+        "from kvrelay.text.tokenizer import Tokenizer\n"
         "print(Tokenizer.load(sys.argv[1]).render_chat([{'role': 'user', 'content': 'hello'}]))\n"
     )
     done = subprocess.run(

@@ -63,8 +63,12 @@ class Tokenizer:
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Off the event loop when the text is long."""
         if len(text) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
-        return self._encode(text, add_special_tokens)
+            return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
+        return self.encode_now(text, add_special_tokens=add_special_tokens)
+
+    def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """For callers without an event loop."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
         """The text the model was trained on for this conversation; encode it without special tokens.
@@ -97,9 +101,6 @@ class Tokenizer:
         if found is None:
             found = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", errors="replace")
         return found
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _make_token_bytes(self, token_id: int) -> bytes:
         added = self._added.get(token_id)

@@ -4,40 +4,35 @@ import pytest
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.node.settings import NodeSettings
-from kvrelay.node.startup import size_pool
+from kvrelay.engine.startup import EngineOptions, size_pool
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="bfloat16")  # 32 KiB a block
 GIB = 1 << 30
 
 
-def settings(**values: object) -> NodeSettings:
-    return NodeSettings.model_validate({"model": "m", **values})
-
-
 def test_the_default_pool_is_one_gib() -> None:
-    size = size_pool(settings(), LAYOUT, model_limit=4096, free_bytes=16 * GIB)
+    size = size_pool(EngineOptions("m"), LAYOUT, model_limit=4096, free_bytes=16 * GIB)
     assert size.num_blocks * LAYOUT.block_bytes == GIB
     assert size.max_model_len == 4096
 
 
 def test_a_long_context_makes_the_default_pool_larger() -> None:
-    size = size_pool(settings(), LAYOUT, model_limit=1_048_576, free_bytes=16 * GIB)
+    size = size_pool(EngineOptions("m"), LAYOUT, model_limit=1_048_576, free_bytes=16 * GIB)
     assert size.num_blocks * LAYOUT.block_size == 1_048_576
 
 
 def test_the_models_own_limit_is_lowered_to_what_fits() -> None:
-    size = size_pool(settings(), LAYOUT, model_limit=1_048_576, free_bytes=2 * GIB)
+    size = size_pool(EngineOptions("m"), LAYOUT, model_limit=1_048_576, free_bytes=2 * GIB)
     assert size.max_model_len == size.num_blocks * 16 == GIB // LAYOUT.block_bytes * 16
 
 
 def test_a_share_of_free_memory() -> None:
-    size = size_pool(settings(gpu_memory_utilization=0.25), LAYOUT, model_limit=4096, free_bytes=16 * GIB)
+    size = size_pool(EngineOptions("m", gpu_memory_utilization=0.25), LAYOUT, model_limit=4096, free_bytes=16 * GIB)
     assert size.num_blocks * LAYOUT.block_bytes == 4 * GIB
 
 
 def test_an_explicit_length_that_does_not_fit_says_what_to_do() -> None:
     with pytest.raises(ConfigurationError, match="lower --max-model-len to 160, or raise --num-blocks"):
-        size_pool(settings(max_model_len=200, num_blocks=10), LAYOUT, model_limit=4096, free_bytes=GIB)
+        size_pool(EngineOptions("m", max_model_len=200, num_blocks=10), LAYOUT, model_limit=4096, free_bytes=GIB)
     with pytest.raises(ConfigurationError, match="lower it to 4096"):
-        size_pool(settings(max_model_len=5000), LAYOUT, model_limit=4096, free_bytes=GIB)
+        size_pool(EngineOptions("m", max_model_len=5000), LAYOUT, model_limit=4096, free_bytes=GIB)

@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from router.edge.detokenizer import Detokenizer
-from router.edge.tokenizer import Tokenizer
+from kvrelay.text.detokenizer import Detokenizer
+from kvrelay.text.tokenizer import Tokenizer
 
 TEXTS = [
     "hello world",

@@ -1,0 +1,61 @@
+"""Blocks that wait to be copied into a store, without holding anything up and without being held.
+
+Nothing is pinned: a block that loses its content before its turn is dropped, which costs a copy that nobody has asked
+for yet. A pool's blocks are all there can be in the queue. Invariant: `store` is called by one task, one batch at a
+time, oldest first.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from kv_connector.base import Block
+
+_BATCH_BLOCKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A block had this content at `generation`; when that has changed, the content is gone."""
+
+    block: Block
+    generation: int
+
+
+class Backlog:
+    """`add`, and `store` is called with all of it, in time."""
+
+    def __init__(self, store: Callable[[Sequence[Claim]], Awaitable[object]]) -> None:
+        self._store = store
+        self._claims: dict[int, Claim] = {}  # by block id, in order
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, claims: Sequence[Claim]) -> None:
+        """Raises what `store` has raised, which ends the task: it is expected to handle what can be expected."""
+        if self._task is not None and self._task.done():
+            task, self._task = self._task, None
+            task.result()
+        for claim in claims:
+            self._claims.pop(claim.block.block_id, None)
+            self._claims[claim.block.block_id] = claim
+        if self._claims and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="kv backlog")
+
+    async def settle(self) -> None:
+        """Returns when everything added so far was offered."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def close(self) -> None:
+        """What still waits is given up."""
+        self._claims.clear()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while self._claims:
+            batch = list(self._claims.values())[:_BATCH_BLOCKS]
+            for claim in batch:
+                del self._claims[claim.block.block_id]
+            await self._store(batch)

@@ -1,0 +1,76 @@
+"""A circuit breaker: what keeps failing is left alone for a while, and then tried once.
+
+Closed: everything goes through. After `threshold` failures in a row it opens: nothing goes through until a wait is
+over, then one attempt does (half open). If that fails the next wait is twice as long, each drawn between half and all
+of it; a success closes it. Invariant: whoever was admitted reports `succeeded`, `failed` or `abandoned`, once.
+"""
+
+import logging
+import random
+
+from kvrelay.core.clock import Clock
+
+_logger = logging.getLogger(__name__)
+
+
+class CircuitBreaker:
+    """For one server, from one loop. `name` says in the log what is left alone."""
+
+    def __init__(
+        self,
+        name: str,
+        clock: Clock,
+        *,
+        threshold: int = 3,
+        first_wait: float = 0.5,
+        longest_wait: float = 30.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._name = name
+        self._clock = clock
+        self._threshold = threshold
+        self._first_wait = first_wait
+        self._longest_wait = longest_wait
+        self._random = rng or random.Random()  # noqa: S311  (only spreads those who try again)
+        self._failures = 0
+        self._wait = first_wait
+        self._retry_at: float | None = None  # None: closed
+        self._trying = False
+
+    @property
+    def is_open(self) -> bool:
+        """Half open counts as open."""
+        return self._retry_at is not None
+
+    def admit(self) -> bool:
+        """Whether to go ahead."""
+        if self._retry_at is None:
+            return True
+        if self._trying or self._clock.now() < self._retry_at:
+            return False
+        self._trying = True
+        return True
+
+    def succeeded(self) -> None:
+        if self._retry_at is not None:
+            _logger.info("%s works again", self._name)
+        self._retry_at = None
+        self._trying = False
+        self._failures = 0
+        self._wait = self._first_wait
+
+    def failed(self) -> None:
+        self._failures += 1
+        if self._retry_at is not None and not self._trying:
+            return  # was admitted before it opened
+        if self._retry_at is None and self._failures < self._threshold:
+            return
+        wait = self._wait * self._random.uniform(0.5, 1.0)
+        _logger.warning("%s failed %d times in a row; left alone for %.1f s", self._name, self._failures, wait)
+        self._retry_at = self._clock.now() + wait
+        self._trying = False
+        self._wait = min(2 * self._wait, self._longest_wait)
+
+    def abandoned(self) -> None:
+        """The attempt ended without saying anything about the server (it was cancelled)."""
+        self._trying = False

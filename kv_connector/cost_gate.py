@@ -1,0 +1,56 @@
+"""Whether a store is worth asking: only where fetching a block is faster than computing it again.
+
+Both sides are measured rates, never configured ones. Invariant: while either is unknown the gate is open.
+"""
+
+from collections.abc import Callable
+
+RecomputeSeconds = Callable[[int], float | None]
+"""Seconds this node would take to compute so many tokens; None while it does not know."""
+
+_TRIAL_EVERY = 16  # one refused fetch in so many goes ahead: the rate of what is never asked would never change
+
+
+class Rate:
+    """Units per second: an exponentially weighted average over samples."""
+
+    def __init__(self, weight: float = 0.2) -> None:
+        self._weight = weight  # of the newest sample
+        self._value: float | None = None
+
+    @property
+    def per_second(self) -> float | None:
+        return self._value
+
+    def observe(self, units: float, seconds: float) -> None:
+        """A sample without units or without time says nothing."""
+        if units <= 0 or seconds <= 0:
+            return
+        sample = units / seconds
+        self._value = sample if self._value is None else self._value + self._weight * (sample - self._value)
+
+
+def is_worth_fetching(num_bytes: int, bytes_per_second: float | None, recompute_seconds: float | None) -> bool:
+    """Whether fetching `num_bytes` takes less time than computing what they hold. Unknown rates: yes."""
+    if bytes_per_second is None or recompute_seconds is None:
+        return True
+    return num_bytes / bytes_per_second < recompute_seconds
+
+
+class CostGate:
+    """In front of one store."""
+
+    def __init__(self, recompute_seconds: RecomputeSeconds) -> None:
+        self._recompute_seconds = recompute_seconds
+        self._rate = Rate()
+        self._num_refused = 0
+
+    def opens(self, num_tokens: int, num_bytes: int) -> bool:
+        if is_worth_fetching(num_bytes, self._rate.per_second, self._recompute_seconds(num_tokens)):
+            return True
+        self._num_refused += 1
+        return self._num_refused % _TRIAL_EVERY == 0
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """So much arrived in that time."""
+        self._rate.observe(num_bytes, seconds)

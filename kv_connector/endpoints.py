@@ -1,0 +1,60 @@
+"""One endpoint string for several connectors, and the host it is about: what a node of more than one tier announces.
+
+    host=<16 hex digits>;shared_memory=kvrelay-prefill-0-....kv;ucx=10.0.0.2:41233
+
+Comes from peers, so it is parsed strictly: bounded length, known shape, no name twice.
+"""
+
+import hashlib
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.core.errors import ConfigurationError, KVError
+
+_MAX_LENGTH = 1024
+_PART = re.compile(r"([a-z_]{1,32})=([!-:<-~]+)")  # printable, no space, no semicolon
+_HOST = "host"
+_HOST_ID = re.compile(r"[0-9a-f]{16}")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def this_host() -> str:
+    """16 hex digits that name this machine until it is started again; its name where the kernel does not say."""
+    fact = _BOOT_ID.read_text() if _BOOT_ID.is_file() else socket.gethostname()
+    return hashlib.sha256(f"kvrelay host {fact.strip()}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """`by_name`: connector name -> what its `fetch` needs."""
+
+    host: str
+    by_name: Mapping[str, str]
+
+    def encode(self) -> str:
+        """Raises ConfigurationError when an endpoint has a character that is not allowed in one."""
+        text = ";".join(f"{name}={endpoint}" for name, endpoint in {_HOST: self.host, **self.by_name}.items())
+        try:
+            parse_endpoints(text)
+        except KVError as error:
+            raise ConfigurationError(f"this node can not be reached at {text!r}: {error}") from error
+        return text
+
+
+def parse_endpoints(text: str) -> Endpoints:
+    """Raises KVError."""
+    if len(text) > _MAX_LENGTH:
+        raise KVError(f"an endpoint of {len(text)} characters")
+    found: dict[str, str] = {}
+    for part in text.split(";"):
+        match = _PART.fullmatch(part)
+        if match is None or match[1] in found:
+            raise KVError(f"not an endpoint: {text!r}")
+        found[match[1]] = match[2]
+    host = found.pop(_HOST, "")
+    if not _HOST_ID.fullmatch(host):
+        raise KVError(f"an endpoint that names no host: {text!r}")
+    return Endpoints(host, found)

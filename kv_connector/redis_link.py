@@ -1,0 +1,80 @@
+"""The way to a Redis server: one client, a deadline for every exchange, and breakers for a server that fails.
+
+Two breakers: `server` for one that can not be reached or does not answer, `room` for one that answers but is full.
+Invariant: no exchange takes longer than its deadline, and none begins while `server` is open.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from kv_connector.breaker import CircuitBreaker
+from kv_connector.settings import RedisSettings
+from kvrelay.core.clock import Clock
+from kvrelay.core.errors import ConfigurationError
+
+_TELLING_SECONDS = 0.25  # a caller with less time than that learns nothing about the server
+
+
+class LeftAloneError(Exception):
+    """The server has failed too often; it was not asked."""
+
+
+UNREACHABLE = (RedisError, OSError, TimeoutError, LeftAloneError)
+
+
+class RedisLink:
+    """Connects at the first command."""
+
+    def __init__(self, settings: RedisSettings, clock: Clock) -> None:
+        """Raises ConfigurationError for a URL that is none."""
+        self.client = _client(settings)
+        self.server = CircuitBreaker("Redis", clock)
+        self.room = CircuitBreaker("storing in Redis", clock, threshold=1)
+        self._timeout = settings.operation_timeout_seconds
+
+    @asynccontextmanager
+    async def exchange(self, timeout: float | None = None) -> AsyncIterator[Redis]:
+        """Around one round trip. Raises one of UNREACHABLE."""
+        if not self.server.admit():
+            raise LeftAloneError
+        seconds = self._timeout if timeout is None else min(timeout, self._timeout)
+        try:
+            async with asyncio.timeout(seconds):
+                yield self.client
+        except UNREACHABLE as error:
+            if isinstance(error, TimeoutError) and seconds < min(_TELLING_SECONDS, self._timeout):
+                self.server.abandoned()
+            else:
+                self.server.failed()
+            raise
+        except BaseException:
+            self.server.abandoned()
+            raise
+        self.server.succeeded()
+
+    async def close(self) -> None:
+        """Raises one of UNREACHABLE; nothing is left either way."""
+        async with asyncio.timeout(self._timeout):
+            await self.client.aclose()
+
+
+def _client(settings: RedisSettings) -> Redis:
+    """Errors do not repeat the URL: it may hold a password."""
+    try:
+        connections = BlockingConnectionPool.from_url(
+            settings.url,
+            max_connections=settings.max_connections,
+            timeout=settings.operation_timeout_seconds,
+            socket_timeout=settings.operation_timeout_seconds,
+            socket_connect_timeout=settings.operation_timeout_seconds,
+            retry=Retry(NoBackoff(), 1),  # once: the server may have closed an idle connection
+        )
+    except ValueError:
+        raise ConfigurationError("redis.url is not valid: use redis://, rediss:// or unix://") from None
+    return Redis.from_pool(connections)

@@ -1,0 +1,156 @@
+"""Several connectors over one pool: the first that has a block wins, and what it can not give is asked of the next.
+
+The first tier allocates the pool, the others serve from the same memory. Tiers that reach the holder itself (shared
+memory, UCX) come before a store (Redis), which needs no holder and is the only one asked without a source. Nodes of one
+cluster may have different tiers: they exchange blocks through those that they share.
+
+Invariant: a fetch takes no longer than its timeout, and a tier that hangs leaves time for the next; publishing waits
+for the holder's tiers only, and fails only if all of them do.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer, Source
+from kv_connector.cost_gate import CostGate, RecomputeSeconds
+from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
+from kv_connector.stats import ConnectorStats, total
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.errors import KVError
+from kvrelay.core.kv_layout import KVLayout
+
+_SAME_HOST = frozenset({"shared_memory"})
+_SHARE = 0.5  # of the time that is left, for a tier that is not the last one
+# Of what several tiers say about a block, the one that asks for most attention is reported.
+_GRAVITY = (FetchOutcome.MISSING, FetchOutcome.FAILED, FetchOutcome.REFUSED)
+
+_logger = logging.getLogger(__name__)
+
+
+class TieredConnector:
+    """Implements KVConnector over others, which it owns."""
+
+    def __init__(
+        self,
+        tiers: Sequence[KVConnector],
+        *,
+        recompute_seconds: RecomputeSeconds = lambda num_tokens: None,
+        clock: Clock | None = None,
+        host: str | None = None,
+    ) -> None:
+        """`tiers` in the order of asking, not yet allocated. `recompute_seconds`: what it would take to do without a
+        store; `host`: the machine, when it is not this one."""
+        assert tiers
+        self.name = ",".join(tier.name for tier in tiers)
+        self.copies_expire = any(tier.copies_expire for tier in tiers)
+        self.tiers = tuple(tiers)
+        self._clock: Clock = clock or MonotonicClock()
+        self._host = host or this_host()
+        self._block_bytes = 0  # before `allocate` and after `close`
+        # Where a store is all there is, blocks have nowhere else to go: no gate.
+        self._gates = {tier.name: CostGate(recompute_seconds) for tier in self.tiers[1:] if tier.copies_expire}
+
+    @property
+    def stats(self) -> ConnectorStats:
+        return total(self.all_stats().values())
+
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        return {name: stats for tier in self.tiers for name, stats in tier.all_stats().items()}
+
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
+        for tier in self.tiers:
+            buffer = tier.allocate(layout, num_blocks, node_id=node_id, epoch=epoch, buffer=buffer)
+        assert buffer is not None
+        self._block_bytes = layout.block_bytes
+        return buffer
+
+    @property
+    def endpoint(self) -> str:
+        found = {tier.name: tier.endpoint for tier in self.tiers}
+        return Endpoints(self._host, {name: endpoint for name, endpoint in found.items() if endpoint}).encode()
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        """A store behind other tiers takes what it is given into its own queue and returns at once."""
+        ended = await asyncio.gather(*(tier.publish(blocks) for tier in self.tiers), return_exceptions=True)
+        errors = [error for error in ended if isinstance(error, BaseException)]
+        for error in errors:
+            if not isinstance(error, KVError) or len(errors) == len(self.tiers):
+                raise error
+            _logger.warning("%d blocks are published through some tiers only: %s", len(blocks), error)
+
+    def retract(self, block_ids: Sequence[int]) -> None:
+        for tier in self.tiers:
+            tier.retract(block_ids)
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        if not self._block_bytes:
+            raise KVError("the tiered connector is not allocated, or closed")
+        deadline = self._clock.now() + timeout
+        route = self._route(source)
+        outcomes = [FetchOutcome.MISSING if route or source is None else FetchOutcome.FAILED] * len(blocks)
+        for position, (tier, tier_source) in enumerate(route):
+            wanted = [index for index, outcome in enumerate(outcomes) if outcome is not FetchOutcome.FETCHED]
+            left = deadline - self._clock.now()
+            if not wanted or (position and left <= 0):
+                break
+            share = left if position == len(route) - 1 else left * _SHARE
+            found = await self._ask(tier, tier_source, [blocks[index] for index in wanted], share)
+            for index, outcome in zip(wanted, found, strict=True):
+                outcomes[index] = _graver(outcomes[index], outcome)
+        return FetchResult(tuple(outcomes))
+
+    async def close(self) -> None:
+        """The pool's owner last."""
+        self._block_bytes = 0
+        async with AsyncExitStack() as stack:
+            for tier in self.tiers:
+                stack.push_async_callback(tier.close)
+
+    def _route(self, source: Source | None) -> list[tuple[KVConnector, Source | None]]:
+        """The tiers to ask, each with the source as it knows it."""
+        stores: list[tuple[KVConnector, Source | None]] = [(tier, source) for tier in self.tiers if tier.copies_expire]
+        if source is None:
+            return stores
+        try:
+            found = parse_endpoints(source.endpoint)
+        except KVError as error:
+            _logger.warning("node %s can not be asked: %s", source.node_id, error)
+            return stores
+        holders: list[tuple[KVConnector, Source | None]] = [
+            (tier, replace(source, endpoint=found.by_name[tier.name]))
+            for tier in self.tiers
+            if tier.name in found.by_name and (tier.name not in _SAME_HOST or found.host == self._host)
+        ]
+        if not holders and not stores:
+            _logger.warning("node %s can not be reached through %s from here", source.node_id, self.name)
+        return holders + stores
+
+    async def _ask(
+        self, tier: KVConnector, source: Source | None, blocks: Sequence[Block], timeout: float
+    ) -> Sequence[FetchOutcome]:
+        gate = self._gates.get(tier.name)
+        num_bytes = len(blocks) * self._block_bytes
+        if gate is not None and not gate.opens(sum(block.num_tokens for block in blocks), num_bytes):
+            tier.stats.not_worth += len(blocks)
+            return [FetchOutcome.MISSING] * len(blocks)
+        started = self._clock.now()
+        try:
+            result = await tier.fetch(source, blocks, timeout=timeout)
+        except KVError as error:
+            _logger.warning("fetching through %s failed: %s", tier.name, error)
+            return [FetchOutcome.FAILED] * len(blocks)
+        if gate is not None:
+            fetched = result.outcomes.count(FetchOutcome.FETCHED)
+            gate.observe(fetched * self._block_bytes, self._clock.now() - started)
+        return result.outcomes
+
+
+def _graver(one: FetchOutcome, other: FetchOutcome) -> FetchOutcome:
+    if other is FetchOutcome.FETCHED:
+        return other
+    return max(one, other, key=_GRAVITY.index)

@@ -1,0 +1,179 @@
+"""From options to an engine: load the model, size the pool, join runner, pool and scheduler. Logs each step as it goes.
+
+Two steps, because the memory of the pool is somebody else's: `prepare_engine` says how much, `build` takes it.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from paged_kernels.registry import select_backend
+
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.scheduler import SchedulerConfig
+
+_logger = logging.getLogger(__name__)
+_DEFAULT_POOL_BYTES = 1 << 30
+_LARGEST_DEFAULT_SHARE = 0.5  # of free memory, for the pool that nobody asked to be larger
+_PROGRESS_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What `NodeSettings` describes, field by field under the same names; 0 leaves the choice to us."""
+
+    model: str
+    dtype: DTypeName = "auto"
+    threads: int = 0
+    attention_backend: Literal["auto", "native", "reference"] = "auto"
+    block_size: int = 16
+    num_blocks: int = 0
+    gpu_memory_utilization: float = 0.0
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """What fits: `num_blocks` in the pool, and the longest sequence that is promised."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedEngine:
+    """An engine that lacks only the memory of its pool."""
+
+    options: EngineOptions
+    loaded: LoadedModel
+    layout: KVLayout
+    size: PoolSize
+    attention: str
+
+    @property
+    def namespace(self) -> KVNamespace:
+        return KVNamespace(
+            model_fingerprint=self.loaded.fingerprint,
+            kv_dtype=self.layout.dtype,
+            layout_id=self.layout.layout_id,
+            block_size=self.layout.block_size,
+        )
+
+    def build(
+        self,
+        memory: memoryview,
+        *,
+        on_evict: Callable[[Sequence[int]], None],
+        publish: bool,
+        publish_hits: bool = False,
+    ) -> Engine:
+        """`memory`: writable, zeroed, `size.num_blocks * layout.block_bytes` bytes. `on_evict` as BlockPool's,
+        `publish` and `publish_hits` as Engine's."""
+        kv_pool = torch.frombuffer(memory, dtype=self.loaded.dtype).view(self.size.num_blocks, *self.layout.block_shape)
+        eos_token_ids = self.loaded.config.eos_token_ids
+        config = SchedulerConfig(
+            block_size=self.layout.block_size,
+            max_num_seqs=self.options.max_num_seqs,
+            max_num_batched_tokens=self.options.max_num_batched_tokens,
+            max_model_len=self.size.max_model_len,
+            policy=self.options.scheduling_policy,
+        )
+        return Engine(
+            config,
+            ModelRunner(self.loaded.model, Sampler(self.loaded.config.vocab_size, eos_token_ids), kv_pool),
+            BlockPool(self.size.num_blocks, on_evict=on_evict),
+            self.namespace,
+            eos_token_ids=eos_token_ids,
+            publish=publish,
+            publish_hits=publish_hits,
+        )
+
+
+def prepare_engine(options: EngineOptions) -> PreparedEngine:
+    """Loads the model. Raises ModelLoadError or ConfigurationError."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    attention = select_backend(options.attention_backend)
+    _logger.info("loading %s", options.model)
+    loaded = load_model(
+        options.model,
+        dtype=options.dtype,
+        attention=attention,
+        max_model_len=options.max_model_len or None,
+        progress=_progress_logger(),
+    )
+    _logger.info("loaded in %.1f s as %s", loaded.load_seconds, loaded.dtype)
+    layout = KVLayout(
+        num_kv_heads=loaded.config.num_kv_heads,
+        num_layers=loaded.config.num_layers,
+        block_size=options.block_size,
+        head_dim=loaded.config.head_dim,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+    )
+    size = size_pool(options, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
+    return PreparedEngine(options, loaded, layout, size, attention.name)
+
+
+def _progress_logger() -> Callable[[int, int], None]:
+    """Says how far loading is, about once a second."""
+    last = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _PROGRESS_SECONDS:
+            last = now
+            _logger.info("loaded %.1f of %.1f GB (%d%%)", done / 1e9, total / 1e9, 100 * done // max(1, total))
+
+    return progress
+
+
+def free_memory() -> int:
+    """Bytes of RAM that could be used now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def size_pool(options: EngineOptions, layout: KVLayout, *, model_limit: int, free_bytes: int) -> PoolSize:
+    """How many blocks, and how long a sequence may be. The pool always holds at least one sequence of max_model_len
+    tokens.
+
+    An explicit `max_model_len` that does not fit raises ConfigurationError; the model's own limit is lowered to what
+    fits.
+    """
+    wanted = options.max_model_len or model_limit
+    if options.max_model_len > model_limit:
+        raise ConfigurationError(
+            f"--max-model-len {options.max_model_len} is more than the model can do; lower it to {model_limit}"
+        )
+    num_blocks = options.num_blocks
+    if not num_blocks and options.gpu_memory_utilization:
+        num_blocks = int(free_bytes * options.gpu_memory_utilization) // layout.block_bytes
+    if not num_blocks:
+        pool_bytes = max(_DEFAULT_POOL_BYTES, layout.num_blocks_for(wanted) * layout.block_bytes)
+        num_blocks = int(min(pool_bytes, free_bytes * _LARGEST_DEFAULT_SHARE)) // layout.block_bytes
+    fits = num_blocks * layout.block_size
+    if fits < wanted and options.max_model_len:
+        raise ConfigurationError(
+            f"a sequence of {wanted} tokens needs {layout.num_blocks_for(wanted)} blocks, the pool has {num_blocks}; "
+            f"lower --max-model-len to {fits}, or raise --num-blocks or --gpu-memory-utilization"
+        )
+    if fits < wanted:
+        _logger.warning("max_model_len is %d instead of the model's %d: the pool holds no more", fits, wanted)
+    max_model_len = min(wanted, fits)
+    if max_model_len < 2:
+        raise ConfigurationError(f"a pool of {num_blocks} blocks holds no sequence; raise --num-blocks")
+    return PoolSize(num_blocks, max_model_len)

@@ -1,0 +1,90 @@
+"""What `LLM.generate` returns, and how it grows out of the engine's results."""
+
+from dataclasses import dataclass, field
+
+from kvrelay.core.outputs import TokenLogprobs, TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.text.choice import Choice
+from kvrelay.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One output of a prompt. `finish_reason` is "stop" or "length"; `stop_reason` the stop string or the token that
+    ended it, None for the end of the sequence by length. `logprobs`: one entry per token, if asked for."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A prompt and its outputs, `n` of them in order. `prompt` is None for one that was given as token ids.
+    `num_cached_tokens` of the prompt were found in the prefix cache."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Growing:
+    choice: Choice
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+
+
+class PendingGeneration:
+    """One prompt under way. `prompt_logprobs` and `num_cached_tokens` are set when the engine reports them."""
+
+    def __init__(
+        self, prompt: str | None, prompt_token_ids: tuple[int, ...], sampling: SamplingParams, tokenizer: Tokenizer
+    ) -> None:
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling = sampling
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.num_cached_tokens = 0
+        self._outputs = [_Growing(Choice(tokenizer, sampling)) for _ in range(sampling.n)]
+
+    @property
+    def finished(self) -> bool:
+        return all(output.choice.finished for output in self._outputs)
+
+    def take(self, new: TokenOutput) -> int:
+        """Returns the number of tokens that count: those after a stop string do not."""
+        output = self._outputs[new.index]
+        if output.choice.finished:
+            return 0
+        chunk = output.choice.consume(new)
+        output.text.append(chunk.text)
+        output.token_ids.extend(chunk.token_ids)
+        output.logprobs.extend(chunk.logprobs)
+        if chunk.finish_reason is not None:
+            output.finish_reason = chunk.finish_reason.value
+            output.stop_reason = chunk.stop_reason
+        return len(chunk.token_ids)
+
+    def result(self) -> Generation:
+        """Once `finished`."""
+        outputs = tuple(
+            CompletionOutput(
+                index=index,
+                text="".join(output.text),
+                token_ids=tuple(output.token_ids),
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                logprobs=tuple(output.logprobs),
+            )
+            for index, output in enumerate(self._outputs)
+        )
+        return Generation(self.prompt, self.prompt_token_ids, outputs, self.prompt_logprobs, self.num_cached_tokens)

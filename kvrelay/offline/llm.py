@@ -1,0 +1,215 @@
+"""`LLM`: batches of prompts on this machine, through the same engine that the nodes run.
+
+Invariant: when `generate` or `chat` has returned or raised, a keyboard interrupt included, the engine holds no request.
+"""
+
+import mmap
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from tqdm import tqdm
+
+from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.models.loader import DTypeName
+from kvrelay.engine.request import EngineRequest, StepResult
+from kvrelay.engine.startup import EngineOptions, prepare_engine
+from kvrelay.offline.generation import Generation, PendingGeneration
+from kvrelay.text.tokenizer import Tokenizer
+
+Prompt = str | list[int]
+"""Text, or token ids."""
+Message = Mapping[str, str]
+"""`role` and `content`."""
+
+
+class LLM:
+    """A model in this process.
+
+        llm = LLM(model="./my-model")
+        for generation in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+            print(generation.outputs[0].text)
+
+    `model` is a Hugging Face directory or the name of a cached one. The other arguments are those of `kvrelay decode`
+    (its `--help` explains them); 0 leaves the choice to kvrelay. Raises ModelLoadError or ConfigurationError. Use it
+    from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: DTypeName = "auto",
+        threads: int = 0,
+        attention_backend: Literal["auto", "native", "reference"] = "auto",
+        block_size: int = 16,
+        num_blocks: int = 0,
+        gpu_memory_utilization: float = 0.0,
+        max_model_len: int = 0,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 512,
+    ) -> None:
+        options = EngineOptions(
+            model=model,
+            dtype=dtype,
+            threads=threads,
+            attention_backend=attention_backend,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self.tokenizer = Tokenizer.load(model)
+        prepared = prepare_engine(options)
+        self.max_model_len = prepared.size.max_model_len
+        self.vocab_size = prepared.loaded.config.vocab_size
+        memory = mmap.mmap(-1, prepared.size.num_blocks * prepared.layout.block_bytes)
+        self._engine = prepared.build(memoryview(memory), on_evict=lambda block_ids: None, publish=False)
+        self._max_num_seqs = max_num_seqs
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Generation]:
+        """One Generation per prompt, in order. `sampling_params`: for all prompts, or one for each; None is
+        `SamplingParams()`. `progress` shows a bar on standard error.
+
+        Raises InvalidRequestError, naming the prompt and the field, before anything is computed."""
+        given = _prompts(prompts)
+        encoded = [self._encode(prompt, number) for number, prompt in enumerate(given)]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in given]
+        return self._generate(texts, encoded, sampling_params, progress=progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Generation]:
+        """As `generate`, for one conversation or several, through the model's chat template."""
+        texts = [self.tokenizer.render_chat(conversation) for conversation in _conversations(messages)]
+        encoded = [self.tokenizer.encode_now(text, add_special_tokens=False) for text in texts]
+        return self._generate(texts, encoded, sampling_params, progress=progress)
+
+    # -- before the engine -------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: Prompt, number: int) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode_now(prompt, add_special_tokens=True)
+        if wrong := [token_id for token_id in prompt if not 0 <= token_id < self.vocab_size]:
+            raise InvalidRequestError(
+                f"prompt {number}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}", field="prompts"
+            )
+        return prompt
+
+    def _generate(
+        self,
+        texts: Sequence[str | None],
+        encoded: Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        progress: bool,
+    ) -> list[Generation]:
+        sampling = _per_prompt(sampling_params, len(encoded))
+        pending = [
+            PendingGeneration(text, tuple(token_ids), self._checked(one, token_ids, number), self.tokenizer)
+            for number, (text, token_ids, one) in enumerate(zip(texts, encoded, sampling, strict=True))
+        ]
+        self._run(pending, progress=progress)
+        return [one.result() for one in pending]
+
+    def _checked(self, sampling: SamplingParams, token_ids: Sequence[int], number: int) -> SamplingParams:
+        """With a seed. `max_tokens` is lowered to what the model's length leaves."""
+        room = self.max_model_len - len(token_ids)
+        if not token_ids:
+            raise InvalidRequestError(f"prompt {number} has no tokens", field="prompts")
+        if room < 1:
+            raise InvalidRequestError(
+                f"prompt {number} has {len(token_ids)} tokens; with one output token that is more than max_model_len "
+                f"({self.max_model_len})",
+                field="prompts",
+            )
+        if sampling.n > self._max_num_seqs:
+            raise InvalidRequestError(f"n is above max_num_seqs ({self._max_num_seqs})", field="n")
+        sampling.validate(vocab_size=self.vocab_size)
+        return replace(
+            sampling,
+            max_tokens=min(sampling.max_tokens, room),
+            min_tokens=min(sampling.min_tokens, room),
+            top_k=min(sampling.top_k, self.vocab_size),
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        )
+
+    # -- the engine --------------------------------------------------------------------------------------------------
+
+    def _run(self, pending: Sequence[PendingGeneration], *, progress: bool) -> None:
+        under_way = {str(number): one for number, one in enumerate(pending)}
+        bar = tqdm(total=len(pending), desc="generating", unit=" prompts", disable=not progress, dynamic_ncols=True)
+        num_tokens = 0
+        try:
+            for request_id, one in under_way.items():
+                self._engine.add(EngineRequest(request_id, one.prompt_token_ids, one.sampling))
+            while under_way:
+                result, _ = self._engine.step()
+                assert result is not None, "requests are left, but no step changes anything"
+                num_tokens += self._take(result, under_way)
+                for request_id in [request_id for request_id, one in under_way.items() if one.finished]:
+                    self._engine.abort(request_id)  # of no effect, unless stop strings have ended it
+                    del under_way[request_id]
+                    rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
+                    bar.update()
+        finally:
+            bar.close()
+            for request_id in under_way:
+                self._engine.abort(request_id)
+
+    def _take(self, result: StepResult, under_way: Mapping[str, PendingGeneration]) -> int:
+        """Returns the number of new output tokens."""
+        for failure in result.failures:
+            raise KVRelayError(f"prompt {failure.request_id}: {failure.message}")
+        for prompt in result.prompts:
+            if (one := under_way.get(prompt.request_id)) is not None:
+                one.prompt_logprobs = prompt.prompt_logprobs
+                one.num_cached_tokens = prompt.num_cached_tokens
+        return sum(
+            one.take(item.output) for item in result.outputs if (one := under_way.get(item.request_id)) is not None
+        )
+
+
+def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several to several."""
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]] if given else []
+    prompts: list[Prompt] = []
+    for number, item in enumerate(given):
+        if not isinstance(item, str) and not (isinstance(item, list) and all(isinstance(one, int) for one in item)):
+            raise InvalidRequestError(f"prompt {number} is neither a text nor a list of token ids", field="prompts")
+        prompts.append(item)
+    return prompts
+
+
+def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """One conversation or several to several."""
+    single = [message for message in given if isinstance(message, Mapping)]
+    if single:
+        return [single]
+    return [conversation for conversation in given if not isinstance(conversation, Mapping)]
+
+
+def _per_prompt(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise InvalidRequestError(f"{len(given)} sampling_params for {count} prompts", field="sampling_params")
+    return list(given)

@@ -1,0 +1,133 @@
+"""What several connectors over one pool, and a store that forgets, mean for requests: the right tokens, few computed
+twice."""
+
+import asyncio
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from kv_connector.redis_store import RedisConnector
+from kv_connector.tiered import TieredConnector
+from kvrelay.node.node import Node
+from tests.cluster.cluster import Cluster, cluster
+from tests.cluster.reference import Reference
+from tests.cluster.test_equality import VOCAB_SIZE, check, prompt_of
+from tests.engine.tiny_models import make_tiny_model
+from tests.redis_server import RedisServer
+
+PROMPT = prompt_of(100)
+NUM_BLOCKS = 7
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+def tiers(node: Node) -> TieredConnector:
+    assert isinstance(node.connector, TieredConnector)
+    return node.connector
+
+
+async def stored(node: Node) -> None:
+    """Returns when Redis has what the node has published."""
+    await node.check_idle()
+    store = tiers(node).tiers[-1]
+    assert isinstance(store, RedisConnector)
+    await store.settled()
+
+
+async def forget(running: Cluster, node_id: str) -> None:
+    """The node has nothing cached any more."""
+    await running.wait_idle()
+    await running.node(node_id).engine.call(lambda engine: engine.pool.drop_all_cached())
+
+
+@pytest.mark.parametrize("connector", ["redis", "shared_memory,redis"])
+async def test_hits_that_redis_has_lost_are_offered_again(
+    connector: str, model: Path, reference: Reference, redis_server: RedisServer
+) -> None:
+    """The prefill node still has the whole prompt, the store nothing: the decode node fetches all of it all the
+    same."""
+    async with cluster(model, connector=connector, redis_url=redis_server.url) as running:
+        first = await running.generate(PROMPT, max_tokens=8)
+        assert first.how.num_transferred_blocks == NUM_BLOCKS
+        await forget(running, "decode-0")
+        await stored(running.node("prefill-0"))
+        with redis.Redis.from_url(redis_server.url) as client:
+            client.flushall()
+            again = await running.generate(PROMPT, max_tokens=8)
+            await running.wait_idle()
+            await stored(running.node("prefill-0"))
+            assert len(client.keys("kvrelay:*")) >= NUM_BLOCKS, "and so could another node"
+        assert again.how.num_transferred_blocks == NUM_BLOCKS
+        assert first.tokens == again.tokens == {0: reference.generate(PROMPT, 8)}
+
+
+async def test_redis_serves_where_shared_memory_does_not_reach(
+    model: Path, reference: Reference, redis_server: RedisServer
+) -> None:
+    options: dict[str, Any] = {"connector": "shared_memory,redis", "redis_url": redis_server.url}
+    async with cluster(model, **options) as running:
+        await check(running, reference, [PROMPT], 8)
+        await forget(running, "decode-0")
+        await stored(running.node("prefill-0"))
+        decode = tiers(running.node("decode-0"))
+        decode._host = "0123456789abcdef"  # has been carried to another machine
+        before = decode.all_stats()["shared_memory"].blocks_fetched
+        again = await running.generate(PROMPT, max_tokens=8)
+        assert again.tokens[0] == reference.generate(PROMPT, 8)
+        assert again.how.num_transferred_blocks == NUM_BLOCKS
+        assert decode.all_stats()["redis"].blocks_fetched == NUM_BLOCKS
+        assert decode.all_stats()["shared_memory"].blocks_fetched == before
+
+
+async def test_without_any_redis_the_other_tiers_serve(model: Path, reference: Reference) -> None:
+    async with cluster(model, connector="shared_memory,ucx,redis", redis_url="redis://127.0.0.1:1/0") as running:
+        await check(running, reference, [prompt_of(length) for length in (1, 16, 100, 500)], 8)
+        failed = tiers(running.node("prefill-0")).all_stats()["redis"]
+        assert failed.failed > 0 and failed.blocks_published == 0
+
+
+async def test_nodes_of_different_tiers_serve_together(model: Path, reference: Reference) -> None:
+    """As after half of a rolling change of the setting."""
+    async with cluster(model, connector="shared_memory,ucx", decode_settings={"connector": "ucx"}) as running:
+        assert [node.connector.name for node in running.nodes] == ["shared_memory,ucx", "ucx"]
+        await check(running, reference, [prompt_of(length) for length in (1, 100)], 8)
+        assert running.node("decode-0").connector.all_stats()["ucx"].blocks_fetched == 1 + NUM_BLOCKS
+
+
+async def test_a_redis_that_stops_and_goes_on(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Requests that run are not held up, new ones are computed where they are decoded, and then it is used again."""
+    server = RedisServer(tmp_path)
+    try:
+        async with cluster(model, connector="redis", redis_url=server.url) as running, asyncio.timeout(90):
+            begun = asyncio.Event()
+            stream = asyncio.create_task(
+                running.generate(PROMPT, max_tokens=200, on_tokens=lambda num_tokens: begun.set())
+            )
+            await begun.wait()
+            os.kill(server.pid, signal.SIGSTOP)
+            served = await asyncio.gather(*(running.generate(prompt_of(50, i), max_tokens=8) for i in range(3)))
+            assert (await stream).tokens[0] == reference.generate(PROMPT, 200)
+            for i, each in enumerate(served):
+                assert each.tokens[0] == reference.generate(prompt_of(50, i), 8)
+                assert each.how.num_transferred_blocks == 0
+            os.kill(server.pid, signal.SIGCONT)
+            for i in itertools.count(10):  # until both nodes have tried it again
+                again = await running.generate(prompt_of(50, i), max_tokens=2)
+                assert again.tokens[0] == reference.generate(prompt_of(50, i), 2)
+                if again.how.num_transferred_blocks:
+                    break
+    finally:
+        server.stop()

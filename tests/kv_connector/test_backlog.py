@@ -1,0 +1,84 @@
+"""Blocks that wait to be stored: in order, once, by one task; and a fault of ours is not kept quiet."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kv_connector.backlog import Backlog, Claim
+from tests.kv_connector.backends import blocks
+
+
+class Store:
+    """Notes what it is given; waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.gate = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def __call__(self, claims: Sequence[Claim]) -> None:
+        self.batches.append([claim.generation for claim in claims])
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def claims(generations: Sequence[int], first_id: int = 0) -> list[Claim]:
+    chosen = blocks(len(generations), first_id=first_id)
+    return [Claim(block, generation) for block, generation in zip(chosen, generations, strict=True)]
+
+
+async def begun(store: Store, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(store.batches) < count:
+            await asyncio.sleep(0)
+
+
+async def test_what_comes_meanwhile_waits_and_the_newest_content_counts() -> None:
+    store = Store()
+    backlog = Backlog(store)
+    backlog.add(claims([1, 2]))
+    await begun(store, 1)
+    backlog.add(claims([3, 4]))
+    backlog.add(claims([5]))  # block 0 once more: it goes to the end
+    store.gate.set()
+    await backlog.settle()
+    assert store.batches == [[1, 2], [4, 5]]
+    backlog.add(claims([6]))
+    await backlog.settle()
+    assert store.batches[2:] == [[6]]
+    await backlog.close()
+
+
+async def test_many_are_offered_in_parts() -> None:
+    store = Store()
+    store.gate.set()
+    backlog = Backlog(store)
+    backlog.add(claims(range(200)))
+    await backlog.settle()
+    assert [generation for batch in store.batches for generation in batch] == list(range(200))
+    assert max(map(len, store.batches)) < 200
+    await backlog.close()
+
+
+async def test_closing_gives_up_what_waits() -> None:
+    store = Store()
+    backlog = Backlog(store)
+    backlog.add(claims([1]))
+    await begun(store, 1)
+    backlog.add(claims([2]))
+    await backlog.close()
+    assert store.batches == [[1]] and asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_fault_of_ours_comes_out_at_the_next_publication() -> None:
+    store = Store()
+    store.error = RuntimeError("a fault of ours")
+    store.gate.set()
+    backlog = Backlog(store)
+    backlog.add(claims([1]))
+    await backlog.settle()
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        backlog.add(claims([2]))
+    await backlog.close()

@@ -1,0 +1,230 @@
+"""A real Redis that dies, comes back, stops answering, is full, evicts, forgets and lies.
+
+Nothing wrong is ever fetched, nothing takes longer than it may, and what was left alone is asked again.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from kv_connector.base import Block, FetchOutcome, KVConnector
+from kv_connector.header import HEADER_BYTES, Mismatch
+from kv_connector.redis_store import RedisConnector
+from kv_connector.settings import RedisSettings, SharedMemorySettings
+from kv_connector.shared_memory import SharedMemoryConnector
+from kv_connector.tiered import TieredConnector
+from kvrelay.core.errors import KVError
+from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, settled, write_and_publish
+from tests.kv_connector.test_breaker_and_gate import ManualClock
+from tests.redis_server import RedisServer
+
+FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
+TIMEOUT = 0.3  # of one exchange
+PREFIX = "kvrelay"
+
+
+class Setup:
+    """A Redis of its own, a node that stores there and nowhere else, and one that does so behind shared memory.
+
+    The breakers' clock stands still unless told."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.server = RedisServer(directory)
+        self.clock = ManualClock()
+        settings = RedisSettings(url=self.server.url, key_prefix=PREFIX, operation_timeout_seconds=TIMEOUT)
+        self.store = RedisConnector(settings, clock=self.clock)
+        self.node = Node(self.store, "plain", 64, LAYOUT, EPOCH)
+        patient = RedisSettings(url=self.server.url, key_prefix=PREFIX, operation_timeout_seconds=30.0)
+        self.tier = RedisConnector(patient, clock=self.clock)
+        tiers: list[KVConnector] = [SharedMemoryConnector(SharedMemorySettings()), self.tier]
+        self.behind = Node(TieredConnector(tiers), "behind", 64, LAYOUT, EPOCH)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.server.pid, number)
+
+    async def fetch(self, wanted: list[Block], timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
+        outcomes = (await self.node.connector.fetch(None, wanted, timeout=timeout)).outcomes
+        for block, outcome in zip(wanted, outcomes, strict=True):
+            if outcome is FETCHED:
+                assert self.node.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
+        return outcomes
+
+    def client(self) -> "redis.Redis":
+        return redis.Redis.from_url(self.server.url)
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    made = Setup(tmp_path)
+    yield made
+    made.server.stop()
+
+
+@pytest.fixture(autouse=True)
+async def closed(setup: Setup) -> AsyncIterator[None]:
+    yield
+    await setup.node.connector.close()
+    await setup.behind.connector.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def open_breaker(setup: Setup) -> None:
+    for _ in range(3):
+        assert set(await setup.fetch(blocks(2))) == {FAILED}
+
+
+async def test_gone_and_back(setup: Setup) -> None:
+    sent = blocks(3)
+    await write_and_publish(setup.node, sent)
+    port = setup.server.port
+    setup.server.stop()
+    await open_breaker(setup)
+    assert setup.store.stats.skipped == 0
+    setup.server = RedisServer(setup.directory, port=port)
+    assert set(await setup.fetch(sent)) == {FAILED}
+    with pytest.raises(KVError, match="none of 3"):
+        await setup.node.connector.publish(sent)
+    assert setup.store.stats.skipped == 6, "neither asked it"
+    setup.clock.time += 1.0
+    assert set(await setup.fetch(sent)) == {MISSING}, "it is back, and empty"
+    await write_and_publish(setup.node, sent)
+    assert set(await setup.fetch(sent)) == {FETCHED}
+
+
+async def test_behind_another_tier_a_dead_redis_fails_and_delays_nothing(setup: Setup) -> None:
+    setup.server.stop()
+    reader = Node(TieredConnector([SharedMemoryConnector(SharedMemorySettings())]), "reader", 64, LAYOUT, EPOCH)
+    for turn in range(6):
+        sent = blocks(4, tag=str(turn), first_id=4 * turn)
+        await write_and_publish(setup.behind, sent)
+        assert set((await reader.connector.fetch(setup.behind.source, sent, timeout=10)).outcomes) == {FETCHED}
+    assert setup.tier.stats.failed == 24 and setup.tier.stats.skipped == 12, "asked three times"
+    await reader.connector.close()
+
+
+async def test_stopped_costs_no_more_than_the_deadline_and_then_nothing(setup: Setup) -> None:
+    sent = blocks(3)
+    await write_and_publish(setup.node, sent)
+    setup.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    await open_breaker(setup)
+    assert time.monotonic() - started < 3 * TIMEOUT + 3
+    for _ in range(100):
+        assert set(await setup.fetch(sent)) == {FAILED}
+    assert time.monotonic() - started < 3 * TIMEOUT + 5, "left alone"
+    setup.signal(signal.SIGCONT)
+    setup.clock.time += 1.0
+    assert set(await setup.fetch(sent)) == {FETCHED}, "and no answer to an old question is taken for a new one"
+    await write_and_publish(setup.node, blocks(3, tag="new"))
+    assert set(await setup.fetch(blocks(3, tag="new"))) == {FETCHED}
+
+
+async def test_publishing_behind_another_tier_does_not_wait_for_a_stopped_redis(setup: Setup) -> None:
+    """And what is retracted before Redis had its turn never gets there."""
+    setup.signal(signal.SIGSTOP)
+    sent = blocks(8)
+    for block in sent:
+        setup.behind.fill(block)
+    await setup.behind.connector.publish(sent)
+    assert (setup.tier.stats.blocks_published, setup.tier.stats.failed) == (0, 0), "still waits for Redis"
+    setup.behind.connector.retract([5])
+    setup.behind.row(5)[:] = bytes(LAYOUT.block_bytes)
+    setup.signal(signal.SIGCONT)
+    await settled(setup.behind.connector)
+    outcomes = await setup.fetch(sent)
+    assert outcomes == (FETCHED,) * 5 + (MISSING,) + (FETCHED,) * 2
+    assert (setup.tier.stats.blocks_published, setup.tier.stats.retracted) == (7, 1)
+
+
+async def test_a_fetch_with_hardly_any_time_does_not_open_the_breaker(setup: Setup) -> None:
+    setup.signal(signal.SIGSTOP)
+    for _ in range(10):
+        assert set(await setup.fetch(blocks(1), timeout=0.001)) == {FAILED}
+    setup.signal(signal.SIGCONT)
+    assert set(await setup.fetch(blocks(1))) == {MISSING}
+    assert setup.store.stats.skipped == 0
+
+
+async def test_full(setup: Setup) -> None:
+    """What it holds is still served; it is not sent block after block that it will not take."""
+    sent = blocks(2)
+    await write_and_publish(setup.node, sent)
+    with setup.client() as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", "1mb")
+        with pytest.raises(KVError):
+            await write_and_publish(setup.node, blocks(40, tag="more"))
+        assert setup.store.stats.skipped > 0
+        assert set(await setup.fetch(sent)) == {FETCHED}
+        with pytest.raises(KVError):
+            await write_and_publish(setup.node, blocks(2, tag="even more"))
+        await setup.node.connector.publish(sent)  # is there: its life begins again
+        client.config_set("maxmemory", "0")
+    setup.clock.time += 1.0
+    await write_and_publish(setup.node, blocks(2, tag="even more"))
+    assert set(await setup.fetch(blocks(2, tag="even more"))) == {FETCHED}
+
+
+async def test_evicting(setup: Setup) -> None:
+    with setup.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        used = int(client.info("memory")["used_memory"])
+        client.config_set("maxmemory", str(used + 20 * LAYOUT.block_bytes))
+        sent = blocks(60)
+        await write_and_publish(setup.node, sent)
+    outcomes = await setup.fetch(sent)
+    assert set(outcomes) == {FETCHED, MISSING} and setup.store.stats.missing == outcomes.count(MISSING)
+
+
+async def test_flushed_in_the_middle(setup: Setup) -> None:
+    sent = blocks(60)
+    await write_and_publish(setup.node, sent)
+    fetch = asyncio.create_task(setup.fetch(sent))
+    with setup.client() as client:
+        while setup.store.stats.blocks_fetched == 0 and not any(setup.node.row(0)):
+            await asyncio.sleep(0)
+        client.flushall()
+    assert set(await fetch) <= {FETCHED, MISSING}
+    assert set(await setup.fetch(sent)) == {MISSING}
+    await write_and_publish(setup.node, sent)
+    assert set(await setup.fetch(sent)) == {FETCHED}
+
+
+@pytest.mark.parametrize("how", ["flipped", "short", "long", "another block", "no header", "not a string"])
+async def test_lies_are_refused_and_cleared_away(setup: Setup, how: str) -> None:
+    sent = blocks(2)
+    await write_and_publish(setup.node, sent)
+    key, other = (f"{PREFIX}:{block.block_hash.hex()}" for block in sent)
+    with setup.client() as client:
+        value = client.get(key)
+        another = client.get(other)
+        assert isinstance(value, bytes) and isinstance(another, bytes)
+        match how:
+            case "flipped":
+                client.set(key, value[:500] + bytes([value[500] ^ 0x20]) + value[501:])
+            case "short":
+                client.set(key, value[:-1])
+            case "long":
+                client.set(key, value + b"x")
+            case "another block":
+                client.set(key, another)
+            case "no header":
+                client.set(key, bytes(HEADER_BYTES) + value[HEADER_BYTES:])
+            case _:
+                client.delete(key)
+                client.lpush(key, value)
+        refused = how != "not a string"  # Redis itself says that there is no such value
+        assert await setup.fetch(sent) == (REFUSED if refused else MISSING, FETCHED)
+        assert sum(setup.store.stats.refused.values()) == refused
+        assert setup.store.stats.refused[Mismatch.DIGEST] == (how == "flipped")
+        if not refused:
+            client.delete(key)
+    await write_and_publish(setup.node, sent)
+    assert set(await setup.fetch(sent)) == {FETCHED}

@@ -1,0 +1,330 @@
+"""Several connectors over one pool: what falls through, what it costs in time, and who hears of it."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer, Source
+from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
+from kv_connector.header import Mismatch
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kv_connector.redis_store import RedisConnector
+from kv_connector.registry import create_tiers
+from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
+from kv_connector.shared_memory import SharedMemoryConnector
+from kv_connector.tiered import TieredConnector
+from kv_connector.ucx_connector import UcxConnector
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.kv_layout import KVLayout
+from tests.kv_connector.backends import (
+    CLUSTER_SECRET,
+    EPOCH,
+    LAYOUT,
+    Node,
+    RedisHarness,
+    blocks,
+    content,
+    moved,
+    write_and_publish,
+)
+from tests.redis_server import RedisServer
+
+FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
+PATIENCE = 10.0
+
+
+class Tier(InProcessConnector):
+    """A tier that can be told to hang or to fail."""
+
+    def __init__(self, hub: InProcessHub, name: str = "in_process") -> None:
+        super().__init__(hub)
+        self.name = name
+        self.hangs = False
+        self.fails = False
+        self.asked: list[tuple[int, float]] = []  # blocks and seconds
+        self.retracted: list[int] = []
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        if self.fails:
+            raise KVError("told to fail")
+        await super().publish(blocks)
+
+    def retract(self, block_ids: Sequence[int]) -> None:
+        self.retracted += block_ids
+        super().retract(block_ids)
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        self.asked.append((len(blocks), timeout))
+        if self.fails:
+            raise KVError("told to fail")
+        if self.hangs:
+            await asyncio.sleep(timeout)
+            return FetchResult((FAILED,) * len(blocks))
+        return await super().fetch(source, blocks, timeout=timeout)
+
+
+class Pair:
+    """Two nodes of two tiers each, and Redis nowhere."""
+
+    def __init__(self) -> None:
+        self.hubs = (InProcessHub(), InProcessHub())
+        self.owner, self.owner_tiers = self._make("owner")
+        self.peer, self.peer_tiers = self._make("peer")
+
+    def _make(self, node_id: str) -> tuple[Node, list[Tier]]:
+        tiers = [Tier(hub, name) for hub, name in zip(self.hubs, ("first", "second"), strict=True)]
+        return Node(TieredConnector(tiers), node_id, 64, LAYOUT, EPOCH), tiers
+
+    async def fetch(self, wanted: Sequence[Block], timeout: float = PATIENCE) -> tuple[FetchOutcome, ...]:
+        result = await self.peer.connector.fetch(self.owner.source, wanted, timeout=timeout)
+        for block, outcome in zip(wanted, result.outcomes, strict=True):
+            if outcome is FETCHED:
+                assert self.peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
+        return result.outcomes
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    made = Pair()
+    yield made
+    for node in (made.owner, made.peer):
+        await node.connector.close()
+    assert not made.hubs[0].pools and not made.hubs[1].pools
+
+
+async def test_what_the_first_has_is_not_asked_of_the_second(pair: Pair) -> None:
+    sent = blocks(5)
+    await write_and_publish(pair.owner, sent)
+    assert set(await pair.fetch(sent)) == {FETCHED}
+    assert not pair.peer_tiers[1].asked
+    assert pair.peer.connector.stats.blocks_fetched == 5
+
+
+async def test_blocks_fall_through_one_by_one(pair: Pair) -> None:
+    sent = blocks(4)
+    await write_and_publish(pair.owner, sent)
+    pair.owner_tiers[0].retract([1, 2])
+    pair.owner_tiers[1].retract([2])
+    assert await pair.fetch(sent) == (FETCHED, FETCHED, MISSING, FETCHED)
+    assert [count for count, _ in pair.peer_tiers[1].asked] == [2]
+
+
+async def test_a_tier_that_fails_or_hangs_leaves_time_for_the_next(pair: Pair) -> None:
+    sent = blocks(3)
+    await write_and_publish(pair.owner, sent)
+    pair.peer_tiers[0].fails = True
+    assert set(await pair.fetch(sent)) == {FETCHED}
+    pair.peer_tiers[0].fails, pair.peer_tiers[0].hangs = False, True
+    assert set(await pair.fetch(sent, timeout=0.2)) == {FETCHED}
+    [first, second] = pair.peer_tiers[0].asked[-1][1], pair.peer_tiers[1].asked[-1][1]
+    assert 0.09 < first <= 0.1 and 0 < second <= 0.11
+    pair.peer_tiers[1].hangs = True
+    assert set(await pair.fetch(sent, timeout=0.05)) == {FAILED}
+
+
+async def test_a_damaged_first_tier_is_made_good_by_the_second(pair: Pair) -> None:
+    """One flipped byte in what the first tier hands out: refused and counted there, and right in the end."""
+    sent = blocks(3)
+    await write_and_publish(pair.owner, sent)
+    shared = pair.owner_tiers[0]._shared
+    assert shared is not None
+    digest = shared.headers[1].payload_digest
+    shared.headers[1] = replace(shared.headers[1], payload_digest=bytes([digest[0] ^ 1]) + digest[1:])
+    assert set(await pair.fetch(sent)) == {FETCHED}
+    assert pair.peer_tiers[0].stats.refused[Mismatch.DIGEST] == 1
+    assert pair.peer_tiers[1].stats.blocks_fetched == 1
+
+
+async def test_publication_fails_only_when_every_tier_does(pair: Pair) -> None:
+    sent = blocks(2)
+    pair.owner_tiers[0].fails = True
+    await write_and_publish(pair.owner, sent)
+    assert set(await pair.fetch(sent)) == {FETCHED}
+    pair.owner_tiers[1].fails = True
+    with pytest.raises(KVError, match="told to fail"):
+        await pair.owner.connector.publish(sent)
+
+
+async def test_retractions_reach_every_tier(pair: Pair) -> None:
+    sent = blocks(2)
+    await write_and_publish(pair.owner, sent)
+    pair.owner.connector.retract([0, 1])
+    assert [tier.retracted for tier in pair.owner_tiers] == [[0, 1], [0, 1]]
+    assert set(await pair.fetch(sent)) == {MISSING}
+
+
+async def test_a_cancelled_fetch_leaves_memory_quiet(pair: Pair) -> None:
+    sent = blocks(8)
+    await write_and_publish(pair.owner, sent)
+    pair.peer_tiers[0].hangs = True
+    task = asyncio.create_task(pair.fetch(sent))
+    while not pair.peer_tiers[0].asked:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and not any(pair.peer.pool.memory)
+
+
+async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: RedisServer) -> None:
+    sent = blocks(3)
+    await write_and_publish(pair.owner, sent)
+    assert set((await pair.peer.connector.fetch(None, sent, timeout=PATIENCE)).outcomes) == {MISSING}
+    assert not pair.peer_tiers[0].asked
+    store = RedisConnector(RedisSettings(url=redis_server.url, key_prefix="nowhere"))
+    tier = Tier(InProcessHub())
+    node = Node(TieredConnector([tier, store]), "node", 8, LAYOUT, EPOCH)
+    await write_and_publish(node, sent)
+    wanted = moved(sent, 4)
+    assert set((await node.connector.fetch(None, wanted, timeout=PATIENCE)).outcomes) == {FETCHED}
+    assert not tier.asked and node.row(6) == content(sent[2].block_hash, LAYOUT.block_bytes)
+    await node.connector.close()
+
+
+async def test_a_source_that_nobody_can_reach(pair: Pair) -> None:
+    for endpoint in ("", "nonsense", f"host={this_host()};other=1"):
+        source = Source("x", 1, endpoint)
+        assert set((await pair.peer.connector.fetch(source, blocks(2), timeout=1)).outcomes) == {FAILED}
+    assert not pair.peer_tiers[0].asked
+
+
+# -- shared memory, UCX and Redis over one pool ----------------------------------------------------------------------
+
+
+def three(redis_url: str, prefix: str) -> list[KVConnector]:
+    return [
+        SharedMemoryConnector(SharedMemorySettings()),
+        UcxConnector(UcxSettings(CLUSTER_SECRET)),
+        RedisConnector(RedisSettings(url=redis_url, key_prefix=prefix)),
+    ]
+
+
+async def test_three_tiers_share_one_pool_and_leave_nothing(redis_server: RedisServer) -> None:
+    """The same block through each of them, by making the ones before it lose it."""
+    owner = Node(TieredConnector(three(redis_server.url, "three")), "owner", 16, LAYOUT, EPOCH)
+    peer_tiers = three(redis_server.url, "three")
+    peer = Node(TieredConnector(peer_tiers), "peer", 16, LAYOUT, EPOCH + 1)
+    sent = blocks(6)
+    await write_and_publish(owner, sent)
+    assert isinstance(owner.connector, TieredConnector)
+    for position, tier in enumerate(owner.connector.tiers):
+        peer.pool.memory[:] = bytes(len(peer.pool.memory))
+        result = await peer.connector.fetch(owner.source, moved(sent, 4), timeout=PATIENCE)
+        assert set(result.outcomes) == {FETCHED}
+        assert [each.stats.blocks_fetched for each in peer_tiers] == [6] * (position + 1) + [0] * (2 - position)
+        for block in moved(sent, 4):
+            assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
+        tier.retract([block.block_id for block in sent])
+    assert list(peer.connector.all_stats()) == ["shared_memory", "ucx", "redis"]
+    for node in (owner, peer, owner):
+        await node.connector.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+async def test_a_flipped_byte_in_shared_memory_is_made_good_by_redis(redis_server: RedisServer) -> None:
+    harness = RedisHarness(redis_server.url, "made-good")
+    owner = Node(shared_memory_and(harness), "owner", 8, LAYOUT, EPOCH)
+    peer = Node(shared_memory_and(harness), "peer", 8, LAYOUT, EPOCH)
+    sent = blocks(4)
+    await write_and_publish(owner, sent)
+    owner.row(2)[77] ^= 1
+    result = await peer.connector.fetch(owner.source, sent, timeout=PATIENCE)
+    assert set(result.outcomes) == {FETCHED}
+    assert peer.row(2) == content(sent[2].block_hash, LAYOUT.block_bytes)
+    assert peer.first_stats.refused[Mismatch.DIGEST] == 1
+    assert peer.connector.all_stats()["redis"].blocks_fetched == 1
+    for node in (owner, peer):
+        await node.connector.close()
+
+
+def shared_memory_and(harness: RedisHarness) -> TieredConnector:
+    return TieredConnector([SharedMemoryConnector(SharedMemorySettings()), harness.connector()])
+
+
+async def test_shared_memory_of_another_host_is_not_even_tried(redis_server: RedisServer) -> None:
+    owner = Node(TieredConnector(three(redis_server.url, "far")[:2]), "owner", 8, LAYOUT, EPOCH)
+    tiers = three(redis_server.url, "far")[:2]
+    peer = Node(TieredConnector(tiers, host="0123456789abcdef"), "peer", 8, LAYOUT, EPOCH)
+    await write_and_publish(owner, blocks(2))
+    assert set((await peer.connector.fetch(owner.source, blocks(2), timeout=PATIENCE)).outcomes) == {FETCHED}
+    assert [tier.stats.blocks_fetched for tier in tiers] == [0, 2] and tiers[0].stats.failed == 0
+    for node in (owner, peer):
+        await node.connector.close()
+
+
+async def test_nodes_of_different_tiers_use_those_they_share() -> None:
+    settings = ConnectorSettings(ucx=UcxSettings(CLUSTER_SECRET))
+    owner = Node(create_tiers(("shared_memory",), settings), "owner", 8, LAYOUT, EPOCH)
+    both = Node(create_tiers(("shared_memory", "ucx"), settings), "both", 8, LAYOUT, EPOCH)
+    other = Node(create_tiers(("ucx",), settings), "other", 8, LAYOUT, EPOCH)
+    sent = blocks(2)
+    await write_and_publish(owner, sent)
+    await write_and_publish(both, sent)
+
+    async def outcome(reader: Node, holder: Node) -> set[FetchOutcome]:
+        return set((await reader.connector.fetch(holder.source, moved(sent, 4), timeout=PATIENCE)).outcomes)
+
+    assert await outcome(both, owner) == await outcome(owner, both) == await outcome(other, both) == {FETCHED}
+    assert await outcome(other, owner) == {FAILED}
+    for node in (owner, both, other):
+        await node.connector.close()
+
+
+def test_shared_memory_can_only_be_first() -> None:
+    memory = PoolBuffer(memoryview(bytearray(LAYOUT.block_bytes)), LAYOUT, 1)
+    with pytest.raises(ConfigurationError, match="must come first"):
+        SharedMemoryConnector(SharedMemorySettings()).allocate(LAYOUT, 1, node_id="n", epoch=1, buffer=memory)
+
+
+# -- endpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_endpoints_come_back_as_they_were() -> None:
+    given = Endpoints(this_host(), {"shared_memory": "kvrelay-a-0000000000000001.kv", "ucx": "10.0.0.2:4711"})
+    assert parse_endpoints(given.encode()) == given
+    assert parse_endpoints(Endpoints(this_host(), {}).encode()).by_name == {}
+    with pytest.raises(ConfigurationError, match="can not be reached"):
+        Endpoints(this_host(), {"ucx": "a;b"}).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "ucx=1", "host=;ucx=1", "host=0123456789abcdeg", "host=0123456789abcdef;", "host=0123456789abcdef;ucx"),
+        "host=0123456789abcdef;ucx=1;ucx=2",
+        "host=0123456789abcdef;ucx=a b",
+        "host=0123456789abcdef;ucx=" + "x" * 2000,
+    ],
+)
+def test_what_is_no_endpoint(text: str) -> None:
+    with pytest.raises(KVError):
+        parse_endpoints(text)
+
+
+# -- the cost gate ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_slow_store_is_passed_over_and_counted(redis_server: RedisServer) -> None:
+    store = RedisConnector(RedisSettings(url=redis_server.url, key_prefix="gate"))
+    tiered = TieredConnector([Tier(InProcessHub()), store], recompute_seconds=lambda num_tokens: 1e-9 * num_tokens)
+    node = Node(tiered, "node", 8, LAYOUT, EPOCH)
+    await write_and_publish(node, blocks(3))
+    wanted = moved(blocks(3), 4)
+    assert set((await tiered.fetch(None, wanted, timeout=PATIENCE)).outcomes) == {FETCHED}
+    assert set((await tiered.fetch(None, wanted, timeout=PATIENCE)).outcomes) == {MISSING}
+    assert store.stats.not_worth == 3 and store.stats.blocks_fetched == 3
+    await tiered.close()
+
+
+def test_layouts_of_the_tiers_agree() -> None:
+    """Every tier sees the same rows."""
+    layout = KVLayout(num_kv_heads=1, num_layers=1, block_size=8, head_dim=8, dtype="float32")
+    tiers = [Tier(InProcessHub(), "first"), Tier(InProcessHub(), "second")]
+    buffer = TieredConnector(tiers, clock=MonotonicClock()).allocate(layout, 4, node_id="n", epoch=1)
+    buffer.memory[layout.block_bytes] = 7
+    for tier in tiers:
+        assert tier._shared is not None
+        assert tier._shared.pool.rows[1, 0] == 7

@@ -1,0 +1,153 @@
+"""The offline API on the demo model, held against transformers' `generate`."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvrelay import LLM, SamplingParams
+from kvrelay.core.errors import InvalidRequestError
+from kvrelay.engine.request import StepResult
+from tests.cluster.reference import Reference
+from tests.e2e.cluster import DEMO_MODEL, some_token_ids
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = ["The capital of France is", "Water freezes at", "A week has"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(DEMO_MODEL), dtype="float32", threads=1, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=32)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(llm: LLM) -> Any:
+    yield
+    llm._engine.check_idle()
+
+
+def test_greedy_tokens_are_those_of_transformers(llm: LLM) -> None:
+    reference = Reference(DEMO_MODEL)
+    prompts: list[str | list[int]] = [*PROMPTS, some_token_ids(100, seed=1), some_token_ids(1, seed=2)]
+    generations = llm.generate(prompts, replace(GREEDY, ignore_eos=True), progress=False)
+    assert len(generations) == len(prompts)
+    for prompt, generation in zip(prompts, generations, strict=True):
+        [output] = generation.outputs
+        assert list(output.token_ids) == reference.generate(list(generation.prompt_token_ids), 12)
+        assert generation.prompt == (prompt if isinstance(prompt, str) else None)
+        assert output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+
+
+def test_more_prompts_than_fit_at_a_time(llm: LLM) -> None:
+    prompts: list[str | list[int]] = [some_token_ids(60 + number, seed=number) for number in range(24)]
+    together = llm.generate(prompts, GREEDY, progress=False)
+    assert [one.outputs[0].token_ids for one in together] == [
+        llm.generate(prompt, GREEDY, progress=False)[0].outputs[0].token_ids for prompt in prompts
+    ]
+
+
+def test_one_prompt_alone_and_none(llm: LLM) -> None:
+    assert len(llm.generate("The capital of France is", GREEDY, progress=False)) == 1
+    assert len(llm.generate([5, 6, 7], GREEDY, progress=False)) == 1
+    assert llm.generate([], progress=False) == []
+
+
+def test_every_prompt_can_have_its_own_sampling(llm: LLM) -> None:
+    sampling = [replace(GREEDY, max_tokens=count, ignore_eos=True) for count in (1, 2, 3)]
+    generations = llm.generate(PROMPTS, sampling, progress=False)
+    assert [len(one.outputs[0].token_ids) for one in generations] == [1, 2, 3]
+    assert [one.outputs[0].finish_reason for one in generations] == ["length"] * 3
+
+
+def test_a_seed_decides_the_tokens_alone_or_in_a_batch(llm: LLM) -> None:
+    sampling = SamplingParams(seed=7, n=3, max_tokens=10, ignore_eos=True)
+    [alone] = llm.generate(PROMPTS[0], sampling, progress=False)
+    batch = llm.generate(PROMPTS, sampling, progress=False)
+    assert alone.outputs == batch[0].outputs
+    assert len({output.token_ids for output in alone.outputs}) > 1
+    assert [output.index for output in alone.outputs] == [0, 1, 2]
+
+
+def test_stop_strings_end_an_output(llm: LLM) -> None:
+    [generation] = llm.generate(PROMPTS[0], replace(GREEDY, stop=("France",)), progress=False)
+    [output] = generation.outputs
+    assert (output.text, output.finish_reason, output.stop_reason) == (" Paris. ", "stop", "France")
+
+
+def test_logprobs(llm: LLM) -> None:
+    sampling = replace(GREEDY, logprobs=2, prompt_logprobs=1, max_tokens=3)
+    [generation] = llm.generate([some_token_ids(20, seed=3)], sampling, progress=False)
+    [output] = generation.outputs
+    assert [entry.token_id for entry in output.logprobs] == list(output.token_ids)
+    assert [entry.token_id for entry in generation.prompt_logprobs] == list(generation.prompt_token_ids[1:])
+    assert all(entry.rank == 1 and len(entry.top) == 2 for entry in output.logprobs)
+
+
+def test_a_known_prefix_is_not_computed_again(llm: LLM) -> None:
+    prompt = some_token_ids(50, seed=4)
+    llm.generate(prompt, GREEDY, progress=False)
+    assert llm.generate(prompt, GREEDY, progress=False)[0].num_cached_tokens == 48
+
+
+def test_chat(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of Italy?"}]
+    sampling = replace(GREEDY, max_tokens=16)
+    [one] = llm.chat(question, sampling, progress=False)
+    assert one.outputs[0].text == "The capital of Italy is Rome."
+    assert [each.outputs for each in llm.chat([question, question], sampling, progress=False)] == [one.outputs] * 2
+
+
+def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
+    sampling = replace(GREEDY, max_tokens=10**6, ignore_eos=True)
+    [generation] = llm.generate(some_token_ids(llm.max_model_len - 4, seed=5), sampling, progress=False)
+    assert len(generation.outputs[0].token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "message"),
+    [
+        (["fine", ""], replace(GREEDY, n=0), "n must be between"),
+        ([[1, 10**9]], GREEDY, "prompt 0: token id 1000000000 is outside the vocabulary"),
+        (["fine", []], GREEDY, "prompt 1 has no tokens"),
+        (["fine", 3.5], GREEDY, "prompt 1 is neither a text nor a list of token ids"),
+        ([[5] * 100_000], GREEDY, "prompt 0 has 100000 tokens"),
+        (["one", "two"], [GREEDY], "1 sampling_params for 2 prompts"),
+        (["one"], replace(GREEDY, n=9), r"n is above max_num_seqs \(8\)"),
+    ],
+)
+def test_bad_input_says_what_is_wrong_and_the_next_call_works(
+    llm: LLM, prompts: Any, sampling: Any, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(prompts, sampling, progress=False)
+    assert llm.generate("fine", GREEDY, progress=False)
+
+
+def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = llm._engine.step, iter(range(100))
+
+    def interrupted() -> tuple[StepResult | None, bool]:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS * 4, GREEDY, progress=False)
+    monkeypatch.undo()
+    llm._engine.check_idle()
+    assert llm.generate(PROMPTS[0], GREEDY, progress=False)[0].outputs[0].text.startswith(" Paris")
+
+
+def test_a_bar_shows_progress(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, GREEDY)
+    shown = capsys.readouterr()
+    assert "3/3" in shown.err and "output tokens/s" in shown.err
+    assert shown.out == ""
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import kvrelay, sys; kvrelay.SamplingParams(); assert 'torch' not in sys.modules; kvrelay.LLM"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
