@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 
 from kvrelay.core.clock import Clock
+from kvrelay.node.lease_counts import LeaseCounts
 
 _logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class LeaseTable:
         *,
         sweep_interval: float = 1.0,
         on_sweep: Callable[[], None] = lambda: None,
+        counts: LeaseCounts | None = None,
     ) -> None:
         self._clock = clock
         self._end = end
@@ -32,7 +34,7 @@ class LeaseTable:
         self._sweep_interval = sweep_interval
         self._deadlines: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
-        self.num_expired = 0
+        self.counts = counts or LeaseCounts()
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -69,9 +71,11 @@ class LeaseTable:
 
     def release(self, lease_ids: Iterable[str]) -> None:
         """Idempotent; unknown ids are ignored."""
-        for lease_id in lease_ids:
-            if self._deadlines.pop(lease_id, None) is not None:
-                self._end(lease_id)
+        self.counts.released += self._end_all(lease_ids)
+
+    def end_early(self, lease_id: str) -> None:
+        """Others need its blocks more. Idempotent."""
+        self.counts.ended_early += self._end_all([lease_id])
 
     def sweep(self) -> None:
         """Ends what has expired."""
@@ -79,9 +83,15 @@ class LeaseTable:
         expired = [lease_id for lease_id, deadline in self._deadlines.items() if deadline <= now]
         for lease_id in expired:
             _logger.warning("lease %s expired: nobody renewed or released it", lease_id)
-        self.num_expired += len(expired)
-        self.release(expired)
+        self.counts.expired += self._end_all(expired)
         self._on_sweep()
+
+    def _end_all(self, lease_ids: Iterable[str]) -> int:
+        """How many of them there were."""
+        ended = [lease_id for lease_id in lease_ids if self._deadlines.pop(lease_id, None) is not None]
+        for lease_id in ended:
+            self._end(lease_id)
+        return len(ended)
 
     async def _sweep_forever(self) -> None:
         while True:

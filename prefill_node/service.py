@@ -64,7 +64,9 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     def __init__(self, node: Node, *, clock: Clock | None = None) -> None:
         self._node = node
         self._active: dict[str, _Prefill] = {}
-        self._leases = LeaseTable(clock or MonotonicClock(), self._end_lease, on_sweep=self._end_stall)
+        self._leases = LeaseTable(
+            clock or MonotonicClock(), self._end_lease, on_sweep=self._end_stall, counts=node.lease_counts
+        )
         self._num_steps_swept = 0
 
     def attach(self, server: grpc.aio.Server) -> None:
@@ -144,7 +146,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         oldest = next((lease_id for lease_id in self._leases if lease_id not in self._active), None)
         if oldest is not None:
             _logger.warning("%d requests wait for blocks: lease %s ends early", load.num_requests_waiting, oldest)
-            self._leases.release([oldest])
+            self._leases.end_early(oldest)
 
     # -- what the engine reports -------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.logs import configure_logging
 from kvrelay.core.rpc import (
+    WHOLE_SERVER,
     ErrorInterceptor,
     add_health_and_reflection,
     serve_insecure,
@@ -90,7 +91,13 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[
     if not settings.decode_nodes:
         raise ConfigurationError("--decode-nodes is empty: without a decode node nothing can be served")
     index = KVIndex(settings.kv_index_capacity)
-    registry = Registry(settings.prefill_nodes, settings.decode_nodes, index, timeout=settings.node_timeout)
+    registry = Registry(
+        settings.prefill_nodes,
+        settings.decode_nodes,
+        index,
+        timeout=settings.node_timeout,
+        silence=settings.node_silence,
+    )
     registry.start()
     collectors = CollectorRegistry()
     relay = _relay(settings, registry, collectors)
@@ -100,8 +107,8 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[
         collectors.register(NodeMetrics(registry))
         await _wait_for_nodes(settings, registry, stop)
         async with _serve_grpc(settings, edge) as grpc_server, _serve_http(settings, edge, stop) as http_port:
-            yield ServedAddresses(http=f"{settings.host}:{http_port}", grpc=f"{settings.host}:{grpc_server.port}")
-            await set_serving(grpc_server.health, [SERVICE_NAME], serving=False)
+            async with _reporting(grpc_server.health, registry):
+                yield ServedAddresses(http=f"{settings.host}:{http_port}", grpc=f"{settings.host}:{grpc_server.port}")
             await relay.close(timeout=settings.stop_timeout)
     finally:
         await relay.close(timeout=0)
@@ -150,11 +157,34 @@ async def _serve_grpc(settings: RouterSettings, edge: Edge) -> AsyncIterator[_Gr
     router_pb2_grpc.add_RouterServicer_to_server(RouterService(edge), server)
     servicer = add_health_and_reflection(server, [SERVICE_NAME])
     port = await serve_insecure(server, settings.host, settings.grpc_port)
-    await set_serving(servicer, [SERVICE_NAME], serving=True)
+    await set_serving(servicer, [WHOLE_SERVER], serving=True)
     try:
         yield _GrpcServer(port, servicer)
     finally:
         await server.stop(_LAST_WORDS_SECONDS)
+
+
+@asynccontextmanager
+async def _reporting(servicer: health.aio.HealthServicer, registry: Registry) -> AsyncIterator[None]:
+    """The service's health says whether a decode node can serve, and NOT_SERVING from the end of the context on."""
+
+    async def report() -> None:
+        registry.changed.clear()
+        await set_serving(servicer, [SERVICE_NAME], serving=registry.can_serve())
+
+    async def follow() -> None:
+        while True:
+            await registry.changed.wait()
+            await report()
+
+    await report()
+    following = asyncio.create_task(follow(), name="readiness")
+    try:
+        yield
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await set_serving(servicer, [SERVICE_NAME], serving=False)
 
 
 class _HttpServer(uvicorn.Server):

@@ -171,6 +171,7 @@ class Attempt:
             case PromptLogprobs():
                 return (event,)
             case DecodeFailed(error):
+                self._decode.node.outlier.failed(error)
                 if isinstance(error, UnavailableError):
                     raise NodeLostError(self._decode.source, LossCause.DECODE_NODE, error)
                 raise error
@@ -180,6 +181,7 @@ class Attempt:
         if output.finish_reason is not None:
             self._decoding.discard(output.index)
             self._decode_is_done = not self._decoding
+            self._decode.node.outlier.succeeded()
         if output.index not in self.unfinished:
             return ()
         self._uncharge()
@@ -194,6 +196,7 @@ class Attempt:
             raise self._prefill_lost(KVRelayError("the prefill node did not answer with a token of every output"))
         self._uncharge()
         self._has_first_tokens = True
+        self._prefill.node.outlier.succeeded()
         self.prefill_node = self._prefill.source.node_id
         self._tally.first_token()
         self._tally.computed(
@@ -211,9 +214,11 @@ class Attempt:
         return (PromptLogprobs(finished.prompt_logprobs), *finished.first_tokens)
 
     def _on_prefill_ended(self, error: KVRelayError | None) -> None:
+        assert self._prefill is not None
         if not self._has_first_tokens:
             raise self._prefill_lost(error or KVRelayError("the prefill node ended without a first token"))
         if error is not None:
+            self._prefill.node.outlier.failed(error)
             _logger.warning("request %s: the prefill node failed after its first token: %s", self._wire_id, error)
         self._pull(ended=True)
 
@@ -251,6 +256,7 @@ class Attempt:
     def _prefill_lost(self, error: KVRelayError) -> KVRelayError:
         """The error itself when no other node would do better."""
         assert self._prefill is not None
+        self._prefill.node.outlier.failed(error)
         if isinstance(error, InvalidRequestError | DeadlineError):
             return error
         return NodeLostError(self._prefill.source, LossCause.PREFILL_NODE, error)

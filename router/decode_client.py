@@ -108,6 +108,11 @@ class _Stream:
             self.remove(message.request_id)
         sink(event)
 
+    def lose(self, error: KVRelayError) -> None:
+        """Fails what is on it now and ends the call, so that the node lets go of it when it can."""
+        self._break(error)
+        self.task.cancel()
+
     def _break(self, error: KVRelayError) -> None:
         self.broken = True
         self._commands.put_nowait(None)  # gRPC does not cancel who waits for them when a call has ended by itself
@@ -170,6 +175,11 @@ class DecodeClient:
             self._stream = _Stream(self._stub, self._address)
         self._stream.add(wire_id, sink)
         return DecodeSession(self._stream, wire_id)
+
+    def lose(self, error: KVRelayError) -> None:
+        """The node is lost although its stream has not broken: all sessions fail at once."""
+        if self._stream is not None:
+            self._stream.lose(error)
 
     async def close(self) -> None:
         if self._stream is not None:

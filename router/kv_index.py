@@ -1,7 +1,9 @@
 """Which nodes hold which KV blocks, by name, within a hard memory bound.
 
-Built from the nodes' own events; what it says may lag, so it only ever guides a choice. Invariant: at most `capacity`
-names are remembered, each with at least one holder; the names looked up or stored longest ago are forgotten first.
+Built from the nodes' own events; what it says may lag, so it only ever guides a choice. A node that is dropped is
+forgotten at once; its traces are swept a few names at a time, so that no call takes long. Invariant: at most `capacity`
+names are remembered, each with at least one holder that was not dropped or is not swept yet; the names looked up or
+stored longest ago are forgotten first.
 """
 
 from collections import OrderedDict
@@ -9,54 +11,63 @@ from collections.abc import Sequence
 
 from kvrelay.core.block_hash import BlockHash
 
+_SWEPT_PER_CALL = 512  # names: well below a millisecond
+
 
 class KVIndex:
-    """name -> set of holders, as one integer with a bit per node: a lookup is a dictionary access and an AND."""
+    """name -> set of holders, as one integer with a bit per node: a lookup is a dictionary access and an AND.
+
+    A sweep begins by setting the whole dictionary aside as `_unswept`. Names move from its end to the front of the new
+    one, which keeps their order; those that are used meanwhile move to the end as always.
+    """
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0
         self._capacity = capacity
         self._holders: OrderedDict[BlockHash, int] = OrderedDict()
+        self._unswept: OrderedDict[BlockHash, int] = OrderedDict()  # all older than those in `_holders`
         self._bits: dict[str, int] = {}
+        self._sweeping = 0  # bits of dropped nodes that names in `_unswept` may have
+        self._dropped = 0  # bits of those dropped since this sweep began; any name may have them
 
     def __len__(self) -> int:
-        """Names remembered."""
-        return len(self._holders)
+        """Names remembered, those not swept yet included."""
+        return len(self._holders) + len(self._unswept)
 
     def stored(self, node_id: str, hashes: Sequence[BlockHash]) -> None:
         """`node_id` now holds these blocks."""
         bit = self._bits.get(node_id) or self._new_bit(node_id)
         holders = self._holders
         for name in reversed(hashes):  # a prefix outlives what hangs on it
-            holders[name] = holders.get(name, 0) | bit
+            holders[name] = holders.get(name, 0) | self._take_unswept(name) | bit
             holders.move_to_end(name)
-        while len(holders) > self._capacity:
-            holders.popitem(last=False)
+        while len(self) > self._capacity:
+            (self._unswept or holders).popitem(last=False)
+        self._sweep()
 
     def removed(self, node_id: str, hashes: Sequence[BlockHash]) -> None:
         """`node_id` holds these blocks no more; unknown ones are ignored."""
         bit = self._bits.get(node_id, 0)
         for name in hashes:
-            mask = self._holders.get(name, 0)
-            if mask & bit:
-                self._keep(name, mask & ~bit)
+            for names in (self._holders, self._unswept):
+                mask = names.get(name, 0)
+                if mask & bit:
+                    _keep(names, name, mask & ~bit)
+        self._sweep()
 
     def drop(self, node_id: str) -> None:
-        """Forget everything known of a node. Walks the whole index (about half a microsecond per name): for a node that
-        restarts, not for every event."""
-        bit = self._bits.pop(node_id, 0)
-        if bit:
-            for name, mask in [(name, mask) for name, mask in self._holders.items() if mask & bit]:
-                self._keep(name, mask & ~bit)
+        """Forget everything known of a node. Its traces are swept during the calls that follow."""
+        self._dropped |= self._bits.pop(node_id, 0)
+        self._sweep()
 
     def leading(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
         """For each node that holds the first block: how many of the first blocks it holds without a gap."""
-        holders = self._holders
-        remaining = -1
+        holders, unswept = self._holders, self._unswept
+        remaining = ~(self._dropped | self._sweeping)
         counts: list[tuple[int, int]] = []  # (bits of the nodes that end here, number of blocks)
         num_found = 0
         for name in hashes:
-            mask = holders.get(name, 0) & remaining
+            mask = (holders.get(name, 0) or unswept.get(name, 0)) & remaining
             if mask != remaining:
                 if num_found:
                     counts.append((remaining & ~mask, num_found))
@@ -68,25 +79,53 @@ class KVIndex:
             if num_found:
                 counts.append((remaining, num_found))
         for index in range(num_found - 1, -1, -1):
-            holders.move_to_end(hashes[index])
+            name = hashes[index]
+            if name in holders:
+                holders.move_to_end(name)
+            else:
+                holders[name] = self._take_unswept(name)
         return {node_id: count for bits, count in counts for node_id, bit in self._bits.items() if bits & bit}
 
     def check_integrity(self) -> None:
         """Asserts the invariant. For tests."""
-        assert len(self._holders) <= self._capacity
-        known = sum(self._bits.values())
+        assert len(self) <= self._capacity
+        assert not self._holders.keys() & self._unswept.keys()
         assert len(set(self._bits.values())) == len(self._bits)
-        for mask in self._holders.values():
-            assert mask and not mask & ~known
+        known = sum(self._bits.values())
+        assert not known & (self._dropped | self._sweeping)
+        for names, bits in ((self._holders, known | self._dropped), (self._unswept, self._taken())):
+            assert all(mask and not mask & ~bits for mask in names.values())
+
+    def _taken(self) -> int:
+        """Bits that some name may have."""
+        return sum(self._bits.values()) | self._dropped | self._sweeping
 
     def _new_bit(self, node_id: str) -> int:
-        used = sum(self._bits.values())
-        bit = ~used & (used + 1)  # the lowest that is free
+        taken = self._taken()
+        bit = ~taken & (taken + 1)  # the lowest that is free
         self._bits[node_id] = bit
         return bit
 
-    def _keep(self, name: BlockHash, mask: int) -> None:
-        if mask:
-            self._holders[name] = mask
-        else:
-            del self._holders[name]
+    def _take_unswept(self, name: BlockHash) -> int:
+        """Its holders if it was not swept yet, swept; 0 otherwise. It is not in `_unswept` afterwards."""
+        return self._unswept.pop(name, 0) & ~self._sweeping
+
+    def _sweep(self) -> None:
+        """The next few names."""
+        if not self._unswept:
+            self._sweeping, self._dropped = self._dropped, 0
+            if not self._sweeping:
+                return
+            self._holders, self._unswept = self._unswept, self._holders
+        for _ in range(min(_SWEPT_PER_CALL, len(self._unswept))):
+            name, mask = self._unswept.popitem()
+            if mask & ~self._sweeping:
+                self._holders[name] = mask & ~self._sweeping
+                self._holders.move_to_end(name, last=False)
+
+
+def _keep(names: OrderedDict[BlockHash, int], name: BlockHash, mask: int) -> None:
+    if mask:
+        names[name] = mask
+    else:
+        del names[name]

@@ -3,14 +3,18 @@
 Invariant: what a handle says of a node belongs to one epoch; a new epoch replaces all of it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 
 import grpc
 
 from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.wire import namespace_from_wire
 from kvrelay.v1 import common_pb2, node_pb2
+from router.node_stats import NodeStats
+from router.outlier import Outlier
 
 
 class NodeRole(Enum):
@@ -21,9 +25,10 @@ class NodeRole(Enum):
 class NodeState(Enum):
     CONNECTING = "connecting"  # not reached yet
     LIVE = "live"  # described, accepted, watched
+    EJECTED = "ejected"  # live, but requests failed on it; gets none for a while, unless it is the last one
     DRAINING = "draining"  # sees its requests through, takes no new ones
     REFUSED = "refused"  # reached, but does not fit the others
-    LOST = "lost"  # was live; tried again
+    LOST = "lost"  # was live, then its stream broke or fell silent; tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +82,17 @@ class NodeLoad:
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
+def _nothing_to_lose(error: KVRelayError) -> None:
+    pass
+
+
 @dataclass(slots=True)
 class NodeHandle:
-    """One configured address. The registry writes state, description and load; supervisors count what they have under
-    way.
+    """One configured address. The registry writes state, description, load and stats; supervisors count what they have
+    under way, and tell `outlier` how it went.
+
+    `complaint`: why it is not live, empty while it is. `heard_at`: when it last said anything, on the registry's clock.
+    `on_lost`: fails what this router has under way there.
 
     `num_queued_tokens`: prompt tokens this router sent that are not known to be computed. `num_sequences`: outputs this
     router has on the node. Both are ahead of `load`, which knows of other routers but lags.
@@ -89,9 +101,14 @@ class NodeHandle:
     address: str
     role: NodeRole
     channel: grpc.aio.Channel
+    outlier: Outlier
     state: NodeState = NodeState.CONNECTING
     description: NodeDescription | None = None
     load: NodeLoad = NodeLoad()
+    stats: NodeStats = field(default_factory=NodeStats)
+    complaint: str = ""
+    heard_at: float | None = None
+    on_lost: Callable[[KVRelayError], None] = _nothing_to_lose
     watched: tuple[int, int] | None = None  # epoch and sequence number up to which its events are in the index
     num_queued_tokens: int = 0
     num_sequences: int = 0

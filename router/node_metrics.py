@@ -3,7 +3,7 @@
 Read at scrape time from the node table; nothing is kept here.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -12,6 +12,7 @@ from router.node import NodeHandle, NodeState
 from router.registry import Registry
 
 _LABELS = ("node", "role")
+_Labelled = tuple[tuple[str, str], NodeHandle]
 
 _GAUGES: tuple[tuple[str, str, Callable[[NodeHandle], float]], ...] = (
     ("node_up", "1 while the node is live.", lambda node: float(node.state is NodeState.LIVE)),
@@ -23,6 +24,23 @@ _GAUGES: tuple[tuple[str, str, Callable[[NodeHandle], float]], ...] = (
 )
 
 
+# Counters of connectors: name at the node, name here, help.
+_CONNECTOR_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("blocks_published", "kv_blocks_published", "KV blocks that peers can fetch from here."),
+    ("bytes_published", "kv_bytes_published", "Bytes of them."),
+    ("blocks_fetched", "kv_blocks_fetched", "KV blocks that were fetched and verified: the hits."),
+    ("bytes_fetched", "kv_bytes_fetched", "Bytes of them."),
+    ("fetch_seconds", "kv_fetch_seconds", "Time spent fetching; fetches at a time count each."),
+    ("missing", "kv_blocks_missing", "KV blocks that the source did not hold: the misses."),
+    ("failed", "kv_blocks_failed", "KV blocks that could not be moved, in either direction."),
+    ("skipped", "kv_blocks_skipped", "Of the failed ones, those for which a failing store was not asked."),
+    ("retracted", "kv_blocks_retracted", "KV blocks that lost their content before they were stored."),
+    ("not_worth", "kv_blocks_not_worth_fetching", "KV blocks that were computed because that is faster."),
+    ("quarantined", "kv_blocks_quarantined", "Destinations kept past a fetch's deadline until nothing wrote to them."),
+    ("peers_refused", "kv_peers_refused", "Connections dropped: a broken protocol, or not of this cluster."),
+)
+
+
 class NodeMetrics(Collector):
     """Register it with the router's CollectorRegistry."""
 
@@ -30,18 +48,73 @@ class NodeMetrics(Collector):
         self._nodes = nodes
 
     def collect(self) -> Iterable[Metric]:
-        nodes = [(_labels(node), node) for node in self._nodes.nodes]
+        nodes = _labelled(self._nodes.nodes)
         for name, text, value in _GAUGES:
             family = GaugeMetricFamily(f"kvrelay:{name}", text, labels=_LABELS)
             for labels, node in nodes:
                 family.add_metric(labels, value(node))
             yield family
-        preemptions = CounterMetricFamily("kvrelay:num_preemptions", "Sequences preempted.", labels=_LABELS)
+        yield self._states(nodes)
+        yield self._heartbeats(nodes)
+        yield from _counters(nodes)
+        yield from _connector_counters(nodes)
+
+    def _states(self, nodes: Sequence[_Labelled]) -> Metric:
+        family = GaugeMetricFamily("kvrelay:node_state", "1 for the state the node is in.", labels=(*_LABELS, "state"))
         for labels, node in nodes:
-            preemptions.add_metric(labels, node.load.num_preemptions)
-        yield preemptions
+            found = self._nodes.state_of(node)
+            for state in NodeState:
+                family.add_metric((*labels, state.value), float(state is found))
+        return family
+
+    def _heartbeats(self, nodes: Sequence[_Labelled]) -> Metric:
+        text = "Seconds since the node was last heard of; absent when it never was."
+        family = GaugeMetricFamily("kvrelay:node_heartbeat_age_seconds", text, labels=_LABELS)
+        for labels, node in nodes:
+            if node.heard_at is not None:
+                family.add_metric(labels, self._nodes.clock.now() - node.heard_at)
+        return family
 
 
-def _labels(node: NodeHandle) -> tuple[str, str]:
-    node_id = node.address if node.description is None else node.description.source.node_id
-    return node_id, node.role.value
+def _counters(nodes: Sequence[_Labelled]) -> Iterable[Metric]:
+    preemptions = CounterMetricFamily("kvrelay:num_preemptions", "Sequences preempted.", labels=_LABELS)
+    ejections = CounterMetricFamily("kvrelay:node_ejections", "Times it failed too many requests.", labels=_LABELS)
+    leases = CounterMetricFamily(
+        "kvrelay:node_leases_ended", "Leases that were released, expired, or ended early.", labels=(*_LABELS, "how")
+    )
+    for labels, node in nodes:
+        preemptions.add_metric(labels, node.load.num_preemptions)
+        ejections.add_metric(labels, node.outlier.num_ejections)
+        leases.add_metric((*labels, "released"), node.stats.num_leases_released)
+        leases.add_metric((*labels, "expired"), node.stats.num_leases_expired)
+        leases.add_metric((*labels, "early"), node.stats.num_leases_ended_early)
+    return preemptions, ejections, leases
+
+
+def _connector_counters(nodes: Sequence[_Labelled]) -> Iterable[Metric]:
+    backends = [((*labels, found.connector), found) for labels, node in nodes for found in node.stats.connectors]
+    for counter, name, text in _CONNECTOR_COUNTERS:
+        family = CounterMetricFamily(f"kvrelay:{name}", text, labels=(*_LABELS, "connector"))
+        for labels, found in backends:
+            if counter in found.counters:
+                family.add_metric(labels, found.counters[counter])
+        yield family
+    refused = CounterMetricFamily(
+        "kvrelay:kv_blocks_refused", "KV blocks that did not verify, by cause.", labels=(*_LABELS, "connector", "cause")
+    )
+    for labels, found in backends:
+        for cause, count in found.refused.items():
+            refused.add_metric((*labels, cause), count)
+    yield refused
+
+
+def _labelled(nodes: Sequence[NodeHandle]) -> list[_Labelled]:
+    """With the id where the node has told it, and no other node that comes first (the live ones do) has the same."""
+    taken: set[str] = set()
+    labelled = []
+    for node in sorted(nodes, key=lambda node: node.state not in (NodeState.LIVE, NodeState.DRAINING)):
+        name = node.address if node.description is None else node.description.source.node_id
+        name = node.address if name in taken else name
+        taken.add(name)
+        labelled.append(((name, node.role.value), node))
+    return labelled

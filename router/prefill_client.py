@@ -104,6 +104,7 @@ class PrefillClient:
         self._held: set[str] = set()
         self._heartbeat: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._streams: dict[asyncio.Task[None], Callable[[PrefillEvent], None]] = {}
 
     def prefill(
         self,
@@ -128,7 +129,17 @@ class PrefillClient:
         )
         session = PrefillSession(self)
         session.task = self._spawn(self._stream(session, message, timeout, sink), name=f"prefill {wire_id}")
+        self._streams[session.task] = sink
+        session.task.add_done_callback(lambda task: self._streams.pop(task, None))
         return session
+
+    def lose(self, error: KVRelayError) -> None:
+        """The node is lost although its streams have not broken: all that are under way end with this error at once."""
+        streams, self._streams = self._streams, {}
+        for task, sink in streams.items():
+            if not task.done() and not task.cancelling():
+                task.cancel()
+                sink(PrefillEnded(error))
 
     def hold(self, lease_id: str) -> None:
         """Renew this lease from now on, until `release`."""

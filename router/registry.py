@@ -1,8 +1,15 @@
 """The node table: a static list of addresses, each described, checked against the others, and watched for as long as we
 run.
 
+The states of a node and what changes them:
+
+    connecting ─► live ◄─► draining      described, fitting and watched; what the node says of itself
+    connecting ─► refused ─► live        does not fit the others; asked again until it does
+    live, draining ─► lost ─► live       its stream broke, or nothing was heard for `silence` seconds; asked again
+    live ◄─► ejected                     its requests failed (`outlier.py`); never the last live one of its role
+
 Invariant: all live nodes agree on whatever makes their KV comparable, and have different ids; what the index says of a
-node belongs to the epoch in its description.
+node belongs to the epoch in its description. Once a node is lost, nothing waits for it any more.
 """
 
 import asyncio
@@ -13,11 +20,13 @@ from typing import cast
 import grpc
 
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.connectors import can_exchange
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
 from kvrelay.core.rpc import channel_options, error_from_rpc
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.backoff import Backoff
+from router.election import elect
 from router.kv_index import KVIndex
 from router.node import (
     NodeDescription,
@@ -28,7 +37,10 @@ from router.node import (
     description_from_wire,
     load_from_wire,
 )
+from router.node_stats import NodeStats, stats_from_wire
+from router.outlier import Outlier
 from router.request import ServedModel
+from router.silence import Silence
 
 _logger = logging.getLogger(__name__)
 
@@ -38,21 +50,33 @@ class NodeRefusedError(ConfigurationError):
 
 
 class Registry:
-    """`start`, then read `live` and `served_model`; one task per address keeps them true. `timeout`: of one question,
-    in seconds."""
+    """`start`, then read `live` and `served_model`; one task per address keeps them true. `timeout`: of one question;
+    `silence`: after which a node that says nothing is lost; both in seconds. `changed` is set whenever a node's state
+    is another one."""
 
     def __init__(
-        self, prefill_nodes: Sequence[str], decode_nodes: Sequence[str], index: KVIndex, *, timeout: float = 5.0
+        self,
+        prefill_nodes: Sequence[str],
+        decode_nodes: Sequence[str],
+        index: KVIndex,
+        *,
+        timeout: float = 5.0,
+        silence: float = 5.0,
+        clock: Clock | None = None,
     ) -> None:
         addresses = (*prefill_nodes, *decode_nodes)
         if len(set(addresses)) < len(addresses):
             raise ConfigurationError("an address is listed twice among --prefill-nodes and --decode-nodes")
         self.index = index
-        self.prefill = tuple(_handle(address, NodeRole.PREFILL) for address in prefill_nodes)
-        self.decode = tuple(_handle(address, NodeRole.DECODE) for address in decode_nodes)
+        self.clock = clock or MonotonicClock()
+        self.prefill = tuple(_handle(address, NodeRole.PREFILL, self.clock) for address in prefill_nodes)
+        self.decode = tuple(_handle(address, NodeRole.DECODE, self.clock) for address in decode_nodes)
+        self.changed = asyncio.Event()
         self._timeout = timeout
+        self._silence = silence
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = {address: asyncio.Event() for address in addresses}
+        self._tried = {address: asyncio.Event() for address in addresses}
 
     @property
     def nodes(self) -> tuple[NodeHandle, ...]:
@@ -80,15 +104,26 @@ class Registry:
             await node.channel.close()
 
     def live(self, role: NodeRole) -> list[NodeHandle]:
-        """In the order of the list they came from."""
+        """Those to give requests to, in the order of the list they came from: the live ones, without those that are
+        ejected unless no other is left."""
         nodes = self.prefill if role is NodeRole.PREFILL else self.decode
-        return [node for node in nodes if node.state is NodeState.LIVE]
+        live = [node for node in nodes if node.state is NodeState.LIVE]
+        return [node for node in live if not node.outlier.is_ejected] or live
+
+    def state_of(self, node: NodeHandle) -> NodeState:
+        """`node.state`, or EJECTED while it gets no requests for that reason."""
+        if node.state is NodeState.LIVE and node not in self.live(node.role):
+            return NodeState.EJECTED
+        return node.state
+
+    def can_serve(self) -> bool:
+        return bool(self.live(NodeRole.DECODE))
 
     def served_model(self) -> ServedModel:
         """What every live node can serve. Raises UnavailableError while no decode node lives."""
         decode = _descriptions(self.live(NodeRole.DECODE))
         if not decode:
-            states = ", ".join(f"{node.address} is {node.state.value}" for node in self.decode) or "none is configured"
+            states = "; ".join(map(_state_with_reason, self.decode)) or "none is configured"
             raise UnavailableError(f"no decode node can serve now: {states}")
         descriptions = [*decode, *_descriptions(self.live(NodeRole.PREFILL))]
         return ServedModel(
@@ -99,66 +134,89 @@ class Registry:
 
     async def _follow(self, node: NodeHandle) -> None:
         """Connect, watch, connect again, for ever."""
-        backoff, complaint = Backoff(), ""
+        backoff = Backoff()
         while True:
             try:
                 await self._describe(node)
                 await self._watch(node)
                 error: KVRelayError = UnavailableError("it has closed the connection")
             except NodeRefusedError as refusal:
-                node.state = NodeState.REFUSED
-                self._settled[node.address].set()
+                self._set_state(node, NodeState.REFUSED)
                 error = refusal
             except UnavailableError as unusable:
                 error = unusable
             except grpc.aio.AioRpcError as failure:
                 error = error_from_rpc(failure)
             if node.state in (NodeState.LIVE, NodeState.DRAINING):
-                node.state = NodeState.LOST
+                self._set_state(node, NodeState.LOST)
+                node.on_lost(UnavailableError(f"{node.role.value} node {node.name} is lost: {error}"))
                 backoff.reset()
-                complaint = ""
-            if str(error) != complaint:  # once, not at every attempt
-                complaint = str(error)
-                _logger.warning("%s node %s is %s: %s", node.role.value, node.name, node.state.value, error)
+            if str(error) != node.complaint:  # once, not at every attempt
+                node.complaint = str(error)
+                _logger.warning("%s node %s", node.role.value, _state_with_reason(node))
             await asyncio.sleep(backoff.next())
 
     async def _describe(self, node: NodeHandle) -> None:
         """Raises NodeRefusedError when the node does not fit, AioRpcError when it does not answer."""
         stub = _stub(node)
-        description = description_from_wire(await stub.Describe(node_pb2.DescribeRequest(), timeout=self._timeout))
-        self._check(node, description)
-        known = node.description
+        try:
+            description = description_from_wire(await stub.Describe(node_pb2.DescribeRequest(), timeout=self._timeout))
+            known, node.description = node.description, description
+        finally:
+            self._tried[node.address].set()
         if known is not None and known.source != description.source:
             self.index.drop(known.source.node_id)
-            node.load, node.watched = NodeLoad(), None
-        node.description = description
+            node.load, node.stats, node.watched = NodeLoad(), NodeStats(), None
+        for tried in self._tried.values():  # nobody is let in because it was the first to answer
+            await tried.wait()
+        self._check(node, description)
         _logger.info("%s node %s is connected", node.role.value, node.name)  # live when its first load has come
 
     def _check(self, node: NodeHandle, description: NodeDescription) -> None:
+        """Against the nodes that are live; when none is, against the one that all have elected."""
         if description.role is not node.role:
             found = "unknown" if description.role is None else description.role.value
             raise NodeRefusedError(f"role is {found}, but it is listed among the {node.role.value} nodes")
-        for other in self.nodes:
-            if other is node or other.state is not NodeState.LIVE or other.description is None:
-                continue
+        for other in self._rivals(node):
+            assert other.description is not None
             if other.description.source.node_id == description.source.node_id:
                 raise NodeRefusedError(f"node_id {description.source.node_id!r} is that of {other.address} already")
+        live = [other for other in self.nodes if other is not node and other.state is NodeState.LIVE]
+        for other in live:
+            assert other.description is not None
             if difference := _difference(description, other.description):
-                raise NodeRefusedError(f"{difference} (as {other.name} has it)")
+                raise NodeRefusedError(f"{difference} (as {other.name} has it, which is live)")
+        elected = elect(self.nodes, _difference)
+        if live or elected is None or elected.node is node:
+            return
+        assert elected.node.description is not None
+        if difference := _difference(description, elected.node.description):
+            raise NodeRefusedError(f"{difference} (as {elected.node.name} has it; {elected.why})")
+
+    def _rivals(self, node: NodeHandle) -> list[NodeHandle]:
+        """Who may keep its id when this one has the same: who is live, or about to be and listed before."""
+        before = self.nodes[: self.nodes.index(node)]
+        return [
+            other
+            for other in self.nodes
+            if other is not node
+            and other.description is not None
+            and (other.state is NodeState.LIVE or (other.state is NodeState.CONNECTING and other in before))
+        ]
 
     async def _watch(self, node: NodeHandle) -> None:
-        """Until the stream ends. Only its first message has a deadline: an idle node has nothing to say, and a dead
-        connection is found by gRPC's keepalive."""
+        """Until the stream ends, or falls silent: a node has something to say at least once a second."""
         assert node.description is not None
         epoch, sequence = node.watched or (0, 0)
         call = _stub(node).Watch(node_pb2.WatchRequest(epoch=epoch, after_sequence=sequence))
         try:
-            async with asyncio.timeout(self._timeout) as first:
+            async with Silence(self._silence) as silence:
                 async for message in call:
-                    first.reschedule(None)
+                    silence.broken()
+                    node.heard_at = self.clock.now()
                     self._apply(node, message)
         except TimeoutError as error:
-            raise UnavailableError("it does not report its state") from error
+            raise UnavailableError(f"nothing was heard of it for {self._silence:g} seconds") from error
         finally:
             call.cancel()
 
@@ -177,18 +235,35 @@ class Registry:
         if message.HasField("load"):  # the last message of an update
             node.watched = (message.epoch, message.sequence)
             node.load = load_from_wire(message.load)
+            if message.HasField("stats"):
+                node.stats = stats_from_wire(message.stats)
             self._enter(node, NodeState.DRAINING if message.draining else NodeState.LIVE)
 
     def _enter(self, node: NodeHandle, state: NodeState) -> None:
         """What the node says of itself, once it fits the others."""
+        if node.state is state:
+            return
+        if node.state is not NodeState.DRAINING:
+            node.outlier.reset()
+        self._set_state(node, state)
+        _logger.info("%s node %s is %s", node.role.value, node.name, state.value)
+
+    def _set_state(self, node: NodeHandle, state: NodeState) -> None:
         if node.state is not state:
             node.state = state
+            node.complaint = ""
+            self.changed.set()
+        if state is not NodeState.LOST:
             self._settled[node.address].set()
-            _logger.info("%s node %s is %s", node.role.value, node.name, state.value)
 
 
-def _handle(address: str, role: NodeRole) -> NodeHandle:
-    return NodeHandle(address, role, grpc.aio.insecure_channel(address, options=channel_options()))
+def _handle(address: str, role: NodeRole, clock: Clock) -> NodeHandle:
+    channel = grpc.aio.insecure_channel(address, options=channel_options())
+    return NodeHandle(address, role, channel, Outlier(f"{role.value} node {address}", clock))
+
+
+def _state_with_reason(node: NodeHandle) -> str:
+    return f"{node.name} is {node.state.value}" + (f": {node.complaint}" if node.complaint else "")
 
 
 def _stub(node: NodeHandle) -> "node_pb2_grpc.NodeAsyncStub":

@@ -64,6 +64,10 @@ class ClusterRelay:
             for node in registry.prefill
         }
         self._decode_clients = {node.address: DecodeClient(node.channel, node.address) for node in registry.decode}
+        for node in registry.prefill:
+            node.on_lost = self._prefill_clients[node.address].lose
+        for node in registry.decode:
+            node.on_lost = self._decode_clients[node.address].lose
         self._running: dict[str, RequestSupervisor] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -74,15 +78,21 @@ class ClusterRelay:
         self._tag = secrets.token_hex(4)
 
     def served_model(self) -> ServedModel:
+        if self._draining:
+            raise UnavailableError("the router is stopping")
         return self._registry.served_model()
+
+    def check_capacity(self, num_admitting: int = 0) -> None:
+        if len(self._running) + num_admitting >= self._max_concurrent_requests:
+            limit = self._max_concurrent_requests
+            raise OverloadedError(f"{limit} requests are running or waiting, which is all that may; try again later")
 
     async def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
         if self._draining:
             raise UnavailableError("the router is stopping")
         if request.request_id in self._running:
             raise InvalidRequestError(f"a request {request.request_id!r} is running already", field="request_id")
-        if len(self._running) >= self._max_concurrent_requests:
-            raise OverloadedError(f"{len(self._running)} requests are running, which is all that may; try again later")
+        self.check_capacity()
         supervisor = self._running[request.request_id] = self._supervisor(request)
         self._idle.clear()
         try:

@@ -111,6 +111,11 @@ class Relay(Protocol):
         """Raises UnavailableError while no node that can decode is known."""
         ...
 
+    def check_capacity(self, num_admitting: int = 0) -> None:
+        """Raises OverloadedError when no further request may run beside those that do, waiting ones included, and
+        `num_admitting` more."""
+        ...
+
     def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
         """Serve one request: PromptLogprobs (if asked), TokenOutputs of every choice until each has a finish reason,
         RequestTrace.

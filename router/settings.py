@@ -48,7 +48,9 @@ class RouterSettings(ProcessSettings):
         default=600.0, gt=0, description="Seconds a request may take when the client says nothing."
     )
     max_concurrent_requests: int = Field(
-        default=1024, ge=1, description="Requests served at a time; more are refused as overload."
+        default=1024,
+        ge=1,
+        description="Requests that run or wait at a time; more are refused.",
     )
     max_attempts: int = Field(
         default=3,
@@ -58,6 +60,11 @@ class RouterSettings(ProcessSettings):
     )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body that is read.")
     node_timeout: float = Field(default=5.0, gt=0, description="Seconds a node may take to answer a small question.")
+    node_silence: float = Field(
+        default=5.0,
+        ge=2.0,
+        description="Seconds without a word from a node, which should speak once a second, after which it is lost.",
+    )
     start_timeout: float = Field(
         default=10.0,
         ge=0,

@@ -44,6 +44,7 @@ RETRY_DELAY_SECONDS = 1
 ERROR_DOMAIN = "kvrelay"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_CHARS = 512
+WHOLE_SERVER = ""  # the health service's name for it: whether the process is of any use, ready or not
 
 Options = list[tuple[str, int]]
 
@@ -117,9 +118,9 @@ def add_health_and_reflection(server: grpc.aio.Server, service_names: Iterable[s
 
 
 async def set_serving(servicer: health.aio.HealthServicer, service_names: Iterable[str], *, serving: bool) -> None:
-    """Reports the server and each of its services as SERVING or NOT_SERVING."""
+    """Reports each service as SERVING or NOT_SERVING; the name of the server as a whole is `WHOLE_SERVER`."""
     status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-    for name in ("", *service_names):
+    for name in service_names:
         await servicer.set(name, status)
 
 

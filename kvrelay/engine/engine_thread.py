@@ -24,7 +24,8 @@ Message = Callable[[Engine], None]
 
 class EngineThread:
     """`on_result` and `on_crash` are called on `loop`. After a crash the engine is gone: every later `call` raises
-    UnavailableError.
+    UnavailableError. `num_turns` grows with every turn of the thread, at least once a second also while there is
+    nothing to do.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class EngineThread:
         self._loop = loop
         self._on_result = on_result
         self._on_crash = on_crash
+        self.num_turns = 0  # written by the thread, read by anyone
         self._mailbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._pending: set[asyncio.Future[Any]] = set()  # on the loop
@@ -100,6 +102,7 @@ class EngineThread:
         while True:
             if not self._handle_messages(wait=not busy):
                 return
+            self.num_turns += 1
             result, busy = self._engine.step()
             if result is not None:
                 self._to_loop(self._on_result, result)

@@ -90,5 +90,9 @@ class EventLog:
         while self._version <= version and not self.closed:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
-            await waiter
+            try:
+                await waiter
+            finally:
+                if waiter in self._waiters:  # cancelled, not woken
+                    self._waiters.remove(waiter)
         return self._version

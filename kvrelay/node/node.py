@@ -21,9 +21,11 @@ from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission, StepResult
 from kvrelay.node.activity import Activity
 from kvrelay.node.event_log import EventLog
+from kvrelay.node.lease_counts import LeaseCounts
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.publisher import Publisher
 from kvrelay.node.receiver import Receiver, posted_unpin
+from kvrelay.node.watchdog import EngineHungError, Watchdog
 
 _logger = logging.getLogger(__name__)
 _STOP_SECONDS = 10.0
@@ -43,7 +45,8 @@ class NodeIdentity:
 
 class Node:
     """`on_result` is the service's handler, called on the loop for each StepResult; `on_progress` when a PRODUCE
-    request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone."""
+    request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone, or
+    hangs."""
 
     def __init__(
         self,
@@ -61,10 +64,13 @@ class Node:
         self.event_log = EventLog(engine.load())
         self.crashed: asyncio.Event = asyncio.Event()
         self.activity = Activity()
+        self.lease_counts = LeaseCounts()
         self.draining = False
         self.engine = EngineThread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
         self._publisher = Publisher(connector, posted_unpin(self.engine))
         self._fetch_timeout = fetch_timeout
+        self._watchdog: Watchdog | None = None
+        self._hangs = False
         self._prefill_rate = prefill_rate or PrefillRate()
         self._handler: Callable[[StepResult], None] = lambda result: None
         self._on_progress: Callable[[str, int], None] = lambda request_id, num_blocks: None
@@ -78,6 +84,11 @@ class Node:
         self._on_progress = on_progress
         self._publisher.start(self._on_crash)
         self.engine.start()
+
+    def watch_steps(self, timeout: float) -> None:
+        """An engine that makes no turn for so many seconds counts as crashed. Call once, after `start`."""
+        self._watchdog = Watchdog(lambda: self.engine.num_turns, self._on_crash, timeout=timeout)
+        self._watchdog.start()
 
     def receiver(
         self, admission: Admission, *, on_missing: Callable[[int], None] = lambda num_tokens: None
@@ -98,7 +109,9 @@ class Node:
         await self.engine.call(lambda engine: engine.check_idle())
 
     async def close(self) -> None:
-        await self.engine.stop(_STOP_SECONDS)
+        if self._watchdog is not None:
+            await self._watchdog.close()
+        await self.engine.stop(0.0 if self._hangs else _STOP_SECONDS)
         await self._publisher.close()
         await self.connector.close()
 
@@ -129,4 +142,6 @@ class Node:
 
     def _on_crash(self, error: BaseException) -> None:
         _logger.critical("node %s is of no use any more: %s", self.identity.node_id, error)
+        self._hangs = isinstance(error, EngineHungError)
         self.crashed.set()
+        self.event_log.close()  # watchers hear of it at once

@@ -1,28 +1,41 @@
 """The `Node` gRPC service: who this node is, what it holds, how busy it is."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import grpc
 
+from kv_connector.stats import ConnectorStats
 from kvrelay import __version__
+from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.wire import namespace_to_wire
 from kvrelay.engine.request import EngineLoad
-from kvrelay.node.event_log import LogUpdate
+from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node
 from kvrelay.v1 import common_pb2, node_pb2, node_pb2_grpc
 
 _WATCH_INTERVAL_SECONDS = 0.02  # changes within one interval travel in one message
+_HEARTBEAT_SECONDS = 1.0  # a watcher that hears nothing for longer than a few of these may take the node for stopped
 _NAMES_PER_MESSAGE = 16384  # a full snapshot is cut, so that no message comes near the size limit
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """Read-only views of a Node."""
+    """Read-only views of a Node. `heartbeat` in seconds."""
 
-    def __init__(self, node: Node, role: "node_pb2.NodeRole.ValueType") -> None:
+    def __init__(
+        self,
+        node: Node,
+        role: "node_pb2.NodeRole.ValueType",
+        *,
+        heartbeat: float = _HEARTBEAT_SECONDS,
+        clock: Clock | None = None,
+    ) -> None:
         self._node = node
         self._role = role
+        self._heartbeat = heartbeat
+        self._clock = clock or MonotonicClock()
 
     async def Describe(
         self, request: node_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -52,13 +65,35 @@ class NodeService(node_pb2_grpc.NodeServicer):
         epoch = self._node.identity.epoch
         sequence = request.after_sequence if request.epoch == epoch else None
         version = -1
+        stats_due_at = self._clock.now()
         while not log.closed:
-            version = await log.changed(version)
+            version = await self._changed_or_due(log, version)
             update = log.since(sequence)
             sequence = update.sequence
-            for message in _messages(epoch, update, draining=self._node.draining):
+            messages = _messages(epoch, update, draining=self._node.draining)
+            if self._clock.now() >= stats_due_at:
+                stats_due_at = self._clock.now() + self._heartbeat
+                messages[-1].stats.CopyFrom(self._stats())
+            for message in messages:
                 yield message
             await asyncio.sleep(_WATCH_INTERVAL_SECONDS)
+
+    async def _changed_or_due(self, log: EventLog, version: int) -> int:
+        """As `EventLog.changed`, but returns after a heartbeat at the latest."""
+        try:
+            async with asyncio.timeout(self._heartbeat):
+                return await log.changed(version)
+        except TimeoutError:
+            return version
+
+    def _stats(self) -> node_pb2.NodeStats:
+        counts = self._node.lease_counts
+        return node_pb2.NodeStats(
+            num_leases_released=counts.released,
+            num_leases_expired=counts.expired,
+            num_leases_ended_early=counts.ended_early,
+            connectors=_connectors_to_wire(self._node.connector.all_stats()),
+        )
 
 
 def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2.WatchResponse]:
@@ -96,3 +131,15 @@ def _load_to_wire(load: EngineLoad) -> node_pb2.NodeLoad:
         num_leases=load.num_leases,
         num_steps=load.num_steps,
     )
+
+
+def _connectors_to_wire(all_stats: Mapping[str, ConnectorStats]) -> list[node_pb2.ConnectorStats]:
+    names = [counter.name for counter in fields(ConnectorStats) if counter.name != "refused"]
+    return [
+        node_pb2.ConnectorStats(
+            connector=connector,
+            counters={name: getattr(stats, name) for name in names},
+            refused={mismatch.value: count for mismatch, count in stats.refused.items()},
+        )
+        for connector, stats in all_stats.items()
+    ]

@@ -34,6 +34,7 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
     server = NodeServer(node, make_service(node))
     try:
         port = await server.start(settings.host, settings.port)
+        node.watch_steps(settings.step_timeout)
         address = f"{settings.host}:{port}"
         announce_ready(role=role, address=address, node_id=node.identity.node_id)
         _logger.info("%s is ready on %s", node.identity.node_id, address)

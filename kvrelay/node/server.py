@@ -1,6 +1,8 @@
 """A node's gRPC server: its own service, the `Node` service, health and reflection.
 
-Invariant: it is SERVING exactly from when every service can answer until the first step of closing.
+Health tells live and ready apart. The whole server ("") and the `Node` service are SERVING while the process is of any
+use: when they are not, it has to be restarted. The node's own service is SERVING while it takes new requests: not
+before the start is complete, while draining, after a crash.
 """
 
 import asyncio
@@ -9,7 +11,14 @@ from typing import Protocol
 
 import grpc
 
-from kvrelay.core.rpc import ErrorInterceptor, add_health_and_reflection, serve_insecure, server_options, set_serving
+from kvrelay.core.rpc import (
+    WHOLE_SERVER,
+    ErrorInterceptor,
+    add_health_and_reflection,
+    serve_insecure,
+    server_options,
+    set_serving,
+)
 from kvrelay.node.node import Node
 from kvrelay.node.node_service import NodeService
 from kvrelay.v1 import node_pb2, node_pb2_grpc
@@ -45,19 +54,20 @@ class NodeServer:
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
         service.attach(self._server)
         node_pb2_grpc.add_NodeServicer_to_server(NodeService(node, service.role), self._server)
-        self._names = [service.name, _NODE_SERVICE]
-        self._health = add_health_and_reflection(self._server, self._names)
+        self._health = add_health_and_reflection(self._server, [service.name, _NODE_SERVICE])
+        self._on_crash: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Returns the bound port. Raises ConfigurationError when it can not listen there."""
         self._service.start()
         bound = await serve_insecure(self._server, host, port)
-        await set_serving(self._health, self._names, serving=True)
+        await self._report(live=True, ready=True)
+        self._on_crash = asyncio.get_running_loop().create_task(self._report_crash(), name="crash-report")
         return bound
 
     async def drain(self, timeout: float) -> None:
         """Not ready, no new requests; waits at most `timeout` seconds for what is under way."""
-        await set_serving(self._health, self._names, serving=False)
+        await self._report(live=True, ready=False)
         try:
             async with asyncio.timeout(timeout):
                 await self._node.drain()
@@ -67,8 +77,19 @@ class NodeServer:
             )
 
     async def close(self) -> None:
-        await set_serving(self._health, self._names, serving=False)
+        if self._on_crash is not None:
+            self._on_crash.cancel()
+            await asyncio.gather(self._on_crash, return_exceptions=True)
+        await self._report(live=False, ready=False)
         self._node.event_log.close()
         await self._service.close()
         await self._server.stop(_GRACE_SECONDS)
         await self._node.close()
+
+    async def _report(self, *, live: bool, ready: bool) -> None:
+        await set_serving(self._health, [WHOLE_SERVER, _NODE_SERVICE], serving=live)
+        await set_serving(self._health, [self._service.name], serving=ready)
+
+    async def _report_crash(self) -> None:
+        await self._node.crashed.wait()
+        await self._report(live=False, ready=False)

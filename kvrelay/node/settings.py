@@ -68,4 +68,10 @@ class NodeSettings(ProcessSettings):
         ge=0,
         description="Seconds that requests and leases get to end at a stop; a second signal cuts it short.",
     )
+    step_timeout: float = Field(
+        default=60.0,
+        ge=5.0,
+        description="Seconds that an engine step may take; a node that hangs for longer ends with an error, to be "
+        "restarted.",
+    )
     supervised: bool = Field(default=False, description="Exit when standard input closes (used by kvrelay serve).")

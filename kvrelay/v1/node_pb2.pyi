@@ -189,6 +189,93 @@ class NodeLoad(google.protobuf.message.Message):
 global___NodeLoad = NodeLoad
 
 @typing.final
+class ConnectorStats(google.protobuf.message.Message):
+    """Counters of one backend of the node's connector since the node started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class CountersEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class RefusedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    CONNECTOR_FIELD_NUMBER: builtins.int
+    COUNTERS_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    connector: builtins.str
+    @property
+    def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """by name; a router ignores those it does not know"""
+
+    @property
+    def refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """blocks that did not pass verification, by the field for which they were refused"""
+
+    def __init__(
+        self,
+        *,
+        connector: builtins.str = ...,
+        counters: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["connector", b"connector", "counters", b"counters", "refused", b"refused"]) -> None: ...
+
+global___ConnectorStats = ConnectorStats
+
+@typing.final
+class NodeStats(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_LEASES_RELEASED_FIELD_NUMBER: builtins.int
+    NUM_LEASES_EXPIRED_FIELD_NUMBER: builtins.int
+    NUM_LEASES_ENDED_EARLY_FIELD_NUMBER: builtins.int
+    CONNECTORS_FIELD_NUMBER: builtins.int
+    num_leases_released: builtins.int
+    num_leases_expired: builtins.int
+    num_leases_ended_early: builtins.int
+    """while others waited for their blocks"""
+    @property
+    def connectors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ConnectorStats]: ...
+    def __init__(
+        self,
+        *,
+        num_leases_released: builtins.int = ...,
+        num_leases_expired: builtins.int = ...,
+        num_leases_ended_early: builtins.int = ...,
+        connectors: collections.abc.Iterable[global___ConnectorStats] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["connectors", b"connectors", "num_leases_ended_early", b"num_leases_ended_early", "num_leases_expired", b"num_leases_expired", "num_leases_released", b"num_leases_released"]) -> None: ...
+
+global___NodeStats = NodeStats
+
+@typing.final
 class WatchResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -199,6 +286,7 @@ class WatchResponse(google.protobuf.message.Message):
     REMOVED_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    STATS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     sequence: builtins.int
     """of the last change included"""
@@ -214,6 +302,10 @@ class WatchResponse(google.protobuf.message.Message):
     def removed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @property
     def load(self) -> global___NodeLoad: ...
+    @property
+    def stats(self) -> global___NodeStats:
+        """with the first message, then about once a second"""
+
     def __init__(
         self,
         *,
@@ -224,8 +316,9 @@ class WatchResponse(google.protobuf.message.Message):
         removed: collections.abc.Iterable[builtins.bytes] | None = ...,
         load: global___NodeLoad | None = ...,
         draining: builtins.bool = ...,
+        stats: global___NodeStats | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["load", b"load"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "epoch", b"epoch", "load", b"load", "removed", b"removed", "reset", b"reset", "sequence", b"sequence", "stored", b"stored"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["load", b"load", "stats", b"stats"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "epoch", b"epoch", "load", b"load", "removed", b"removed", "reset", b"reset", "sequence", b"sequence", "stats", b"stats", "stored", b"stored"]) -> None: ...
 
 global___WatchResponse = WatchResponse

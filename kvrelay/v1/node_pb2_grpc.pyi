@@ -28,8 +28,8 @@ class NodeStub:
         kvrelay.v1.node_pb2.WatchRequest,
         kvrelay.v1.node_pb2.WatchResponse,
     ]
-    """Blocks this node gains and loses, and its load, as they happen. Replays from `after_sequence` when that is still in the log of the
-    same epoch; starts with `reset` and everything it holds otherwise.
+    """Blocks this node gains and loses, and its load, as they happen, and at least one message a second while it lives. Replays from
+    `after_sequence` when that is still in the log of the same epoch; starts with `reset` and everything it holds otherwise.
     """
 
 class NodeAsyncStub:
@@ -42,8 +42,8 @@ class NodeAsyncStub:
         kvrelay.v1.node_pb2.WatchRequest,
         kvrelay.v1.node_pb2.WatchResponse,
     ]
-    """Blocks this node gains and loses, and its load, as they happen. Replays from `after_sequence` when that is still in the log of the
-    same epoch; starts with `reset` and everything it holds otherwise.
+    """Blocks this node gains and loses, and its load, as they happen, and at least one message a second while it lives. Replays from
+    `after_sequence` when that is still in the log of the same epoch; starts with `reset` and everything it holds otherwise.
     """
 
 class NodeServicer(metaclass=abc.ABCMeta):
@@ -60,8 +60,8 @@ class NodeServicer(metaclass=abc.ABCMeta):
         request: kvrelay.v1.node_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvrelay.v1.node_pb2.WatchResponse], collections.abc.AsyncIterator[kvrelay.v1.node_pb2.WatchResponse]]:
-        """Blocks this node gains and loses, and its load, as they happen. Replays from `after_sequence` when that is still in the log of the
-        same epoch; starts with `reset` and everything it holds otherwise.
+        """Blocks this node gains and loses, and its load, as they happen, and at least one message a second while it lives. Replays from
+        `after_sequence` when that is still in the log of the same epoch; starts with `reset` and everything it holds otherwise.
         """
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

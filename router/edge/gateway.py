@@ -39,7 +39,9 @@ def create_app(edge: Edge, *, version: str, max_body_bytes: int = DEFAULT_MAX_BO
     app.add_route("/v1/chat/completions", gateway.chat, methods=["POST"])
     app.add_route("/v1/models", gateway.models, methods=["GET"])
     app.add_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
-    app.add_route("/health", gateway.health, methods=["GET"])
+    app.add_route("/livez", gateway.live, methods=["GET"])
+    for path in ("/readyz", "/health"):
+        app.add_route(path, gateway.ready, methods=["GET"])
     app.add_route("/metrics", gateway.metrics, methods=["GET"])
     app.add_route("/version", gateway.version, methods=["GET"])
     return app
@@ -61,7 +63,7 @@ class _Gateway:
             add_special_tokens = body.add_special_tokens is not False
             prompts = [
                 TextPrompt(prompt, add_special_tokens) if isinstance(prompt, str) else TokenPrompt(prompt)
-                for prompt in body.prompts()
+                for prompt in body.prompts(self._edge.relay.served_model().max_model_len)
             ]
         clients = [
             ClientRequest(
@@ -101,7 +103,12 @@ class _Gateway:
         self._edge.validator.check_model(request.path_params["name"])
         return JSONResponse(self._model_card())
 
-    async def health(self, request: Request) -> Response:
+    async def live(self, request: Request) -> Response:
+        """The process is of use, whatever its nodes do: a restart would not help."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """503 with the reason while no decode node can serve."""
         self._edge.relay.served_model()
         return JSONResponse({"status": "ok"})
 

@@ -158,7 +158,7 @@ def _client_request(request: router_pb2.GenerateRequest, timeout: float | None) 
         case "prompt":
             prompt: Prompt = TextPrompt(request.prompt)
         case "prompt_token_ids":
-            prompt = TokenPrompt(tuple(request.prompt_token_ids.ids))
+            prompt = TokenPrompt(request.prompt_token_ids.ids)
         case "chat":
             prompt = _chat_prompt(request.chat)
         case _:

@@ -144,8 +144,9 @@ class CompletionBody(GenerationBody):
         if self.echo and self.logprobs is not None:
             raise InvalidRequestError("echo can not be combined with logprobs: use prompt_logprobs", field="echo")
 
-    def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt. Raises InvalidRequestError naming `prompt`."""
+    def prompts(self, max_model_len: int) -> list[str | list[int]]:
+        """One entry per prompt. Raises InvalidRequestError naming `prompt`; lengths are checked before values, which
+        may be very many."""
         prompt = self.prompt
         if prompt is None:
             raise InvalidRequestError("prompt is required", field="prompt")
@@ -154,16 +155,20 @@ class CompletionBody(GenerationBody):
         if isinstance(prompt, list):
             if not prompt:
                 raise InvalidRequestError("prompt must not be empty", field="prompt")
-            if _are_token_ids(prompt):
-                return [prompt]
+            if type(prompt[0]) is int:
+                _check_lengths([prompt], max_model_len)
+                if _are_token_ids(prompt):
+                    return [prompt]
             if len(prompt) > MAX_PROMPTS:
                 raise InvalidRequestError(
                     f"prompt has {len(prompt)} entries, at most {MAX_PROMPTS} are allowed", field="prompt"
                 )
             if all(isinstance(entry, str) for entry in prompt):
                 return prompt
-            if all(isinstance(entry, list) and _are_token_ids(entry) for entry in prompt):
-                return prompt
+            if all(isinstance(entry, list) for entry in prompt):
+                _check_lengths(prompt, max_model_len)
+                if all(map(_are_token_ids, prompt)):
+                    return prompt
         raise InvalidRequestError(
             "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids",
             field="prompt",
@@ -236,6 +241,16 @@ class ChatBody(GenerationBody):
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
             for message in self.messages
         ]
+
+
+def _check_lengths(prompts: list[list[Any]], max_model_len: int) -> None:
+    longest = max(map(len, prompts))
+    if longest > max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {longest} tokens, but the model's maximum is {max_model_len} tokens of prompt and output "
+            "together",
+            field="prompt",
+        )
 
 
 def _are_token_ids(values: list[Any]) -> bool:

@@ -38,11 +38,18 @@ class Edge:
         self.metrics = metrics
         self.validator = RequestValidator(relay, tokenizer, model_name, default_timeout=default_timeout)
         self._clock = clock
+        self._num_admitting = 0
 
     async def admit(self, client: ClientRequest, request_id: str) -> RoutedRequest:
-        """Raises what `RequestValidator.routed` raises."""
+        """Raises what `RequestValidator.routed` raises, and OverloadedError before any work is done for a request that
+        will not be served: those that are being tokenised count as served."""
         with self.counting_errors():
-            return await self.validator.routed(client, request_id)
+            self.relay.check_capacity(self._num_admitting)
+            self._num_admitting += 1
+            try:
+                return await self.validator.routed(client, request_id)
+            finally:
+                self._num_admitting -= 1
 
     @contextmanager
     def counting_errors(self) -> Iterator[None]:

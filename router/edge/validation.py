@@ -95,6 +95,7 @@ class RequestValidator:
         """The prompt's tokens, at least one and all inside the vocabulary."""
         if isinstance(prompt, TokenPrompt):
             token_ids, field = prompt.token_ids, "prompt"
+            _room(len(token_ids), model.max_model_len, field=field)  # before each of them is looked at
         elif isinstance(prompt, TextPrompt):
             field = "prompt"
             if not prompt.text:
@@ -147,13 +148,7 @@ def _fitted(
 ) -> SamplingParams:
     """With the `max_tokens` that the model's length allows, or an error that gives the numbers."""
     prompt_field = "messages" if isinstance(client.prompt, ChatPrompt) else "prompt"
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt_tokens} tokens, but the model's maximum is {max_model_len} tokens of prompt "
-            "and output together",
-            field=prompt_field,
-        )
+    room = _room(num_prompt_tokens, max_model_len, field=prompt_field)
     wanted = client.max_tokens
     if wanted is None:
         wanted = room if isinstance(client.prompt, ChatPrompt) else min(DEFAULT_COMPLETION_TOKENS, room)
@@ -169,6 +164,18 @@ def _fitted(
             field="min_tokens",
         )
     return replace(sampling, max_tokens=wanted)
+
+
+def _room(num_prompt_tokens: int, max_model_len: int, *, field: str) -> int:
+    """Tokens left for the output, at least one."""
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt_tokens} tokens, but the model's maximum is {max_model_len} tokens of prompt "
+            "and output together",
+            field=field,
+        )
+    return room
 
 
 def _check_chars(text: str, field: str, model: ServedModel) -> None:

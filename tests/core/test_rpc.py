@@ -23,6 +23,7 @@ from kvrelay.core.errors import (
     UnknownModelError,
 )
 from kvrelay.core.rpc import (
+    WHOLE_SERVER,
     ErrorInterceptor,
     add_health_and_reflection,
     channel_options,
@@ -84,7 +85,7 @@ async def serving(servicer: FailingRouter) -> AsyncIterator[grpc.aio.Channel]:
     router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
     decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(EchoDecode(), server)
     health = add_health_and_reflection(server, ["kvrelay.v1.Router"])
-    await set_serving(health, ["kvrelay.v1.Router"], serving=True)
+    await set_serving(health, [WHOLE_SERVER, "kvrelay.v1.Router"], serving=True)
     port = await serve_insecure(server, "127.0.0.1", 0)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:

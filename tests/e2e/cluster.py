@@ -32,8 +32,18 @@ class Cluster:
 
     def kill(self, name: str) -> None:
         """With SIGKILL; `kvrelay serve` starts it again."""
+        os.kill(self._process(name), signal.SIGKILL)
+
+    def stop_node(self, name: str) -> None:
+        """With SIGSTOP: its connections stay open, and it says nothing. `continue_node` ends that."""
+        os.kill(self._process(name), signal.SIGSTOP)
+
+    def continue_node(self, name: str) -> None:
+        os.kill(self._process(name), signal.SIGCONT)
+
+    def _process(self, name: str) -> int:
         [process] = [number for number, arguments in processes_of(self.model).items() if name in arguments]
-        os.kill(process, signal.SIGKILL)
+        return process
 
     def node_address(self, name: str) -> str:
         found = re.search(rf"{name} is ready on (\S+)", self.program.log.read_text())

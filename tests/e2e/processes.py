@@ -8,6 +8,7 @@ Invariant: a `Program` that is left, however the test went, has no process any m
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -89,6 +90,14 @@ def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
         timeout=2 * PATIENCE_SECONDS,
         check=False,
     )
+
+
+def free_port() -> int:
+    """Nobody listens on it now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def processes_of(model: Path) -> dict[int, list[str]]:

@@ -3,7 +3,6 @@
 One decode node has another dtype and comes late, at an address that the routers know already.
 """
 
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import pytest
 
 from tests.e2e.client import Router, router_at
 from tests.e2e.cluster import BLOCK_SIZE, FREE_PORTS, SMALL, Oracle, link_model, some_token_ids
-from tests.e2e.processes import PATIENCE_SECONDS, Program, processes_of, program, segments_of
+from tests.e2e.processes import PATIENCE_SECONDS, Program, free_port, processes_of, program, segments_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,13 +28,6 @@ class HandMade:
     lonely_router: Router
     router_log: Path
     late_address: str
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +70,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterat
         misfit = ("--dtype", "bfloat16", "--num-blocks", "512", "--threads", "1")
         start("late", "decode", "--node-id", "decode-late", "--port", str(late_port), *misfit).wait_ready()
         for running in routers:
-            running.wait_log(f"{late} is refused")
+            running.wait_log(f"({late}) is refused")
         yield HandMade(router, lonely, logs / "router.log", late)
         segments = segments_of(model)
         for running in programs:
@@ -104,7 +96,7 @@ def test_tokens_equal_and_a_prefix_is_found_on_the_other_prefill_node(cluster: H
 
 def test_node_of_another_dtype_is_not_paired(cluster: HandMade, oracle: Oracle) -> None:
     log = cluster.router_log.read_text()
-    assert f"decode node {cluster.late_address} is refused: KV dtype is bfloat16, not float32 (as " in log
+    assert f"decode node decode-late ({cluster.late_address}) is refused: KV dtype is bfloat16, not float32 (as " in log
     assert cluster.router.metric("kvrelay:node_up", role="decode") == 1
     prompt = "The capital of France is"
     assert [cluster.router.text(prompt, 8) for _ in range(3)] == [oracle.text(prompt, 8)] * 3
@@ -113,6 +105,8 @@ def test_node_of_another_dtype_is_not_paired(cluster: HandMade, oracle: Oracle) 
 def test_no_decode_node_that_fits(cluster: HandMade) -> None:
     status, answer = cluster.lonely_router.post("/v1/completions", '{"prompt": "Hello"}')
     assert status == 503
-    expected = f"no decode node can serve now: {cluster.late_address} is refused"
-    assert answer["error"]["message"] == expected
+    expected = (
+        f"no decode node can serve now: decode-late ({cluster.late_address}) is refused: KV dtype is bfloat16, not "
+    )
+    assert answer["error"]["message"].startswith(f"{expected}float32 (as prefill-a (")
     assert cluster.lonely_router.health() == (status, answer)

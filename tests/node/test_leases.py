@@ -36,7 +36,7 @@ def test_what_nobody_renews_expires() -> None:
     clock.seconds += 2
     leases.sweep()
     assert ended == ["b"]
-    assert leases.num_expired == 1
+    assert leases.counts.expired == 1
     leases.release(["b"])
     clock.seconds += 9
     leases.sweep()

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.errors import CancelledByPeerError, KVRelayError, UnavailableError
+from kvrelay.core.errors import CancelledByPeerError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.metrics import RouterMetrics
@@ -37,6 +37,7 @@ class ScriptedRelay:
     fail_at: int = 0
     hang_at: int | None = None
     available: bool = True
+    has_capacity: bool = True
     requests: list[RoutedRequest] = field(default_factory=list)
     num_running: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,6 +53,10 @@ class ScriptedRelay:
             raise UnavailableError("no decode node is known")
         namespace = KVNamespace(b"fingerprint", "float32", "layout", 16)
         return ServedModel(MAX_MODEL_LEN, self.tokenizer.vocab_size, namespace)
+
+    def check_capacity(self, num_admitting: int = 0) -> None:
+        if not self.has_capacity:
+            raise OverloadedError("the queue is full")
 
     async def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
         self.requests.append(request)

@@ -32,6 +32,7 @@ from router.relay import ClusterRelay
 BLOCK_SIZE = 4
 NAMESPACE = KVNamespace(b"\x01" * 32, "float32", "test-layout", BLOCK_SIZE)
 PATIENCE = 20.0
+HEARTBEAT = 0.2
 
 _Item = TypeVar("_Item")
 
@@ -50,6 +51,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self.port = 0
+        self.is_silent = False  # as a stopped process
         self.update(0, reset=True)
 
     @property
@@ -105,8 +107,17 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
 
     async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.WatchResponse]:
         self.watch_requests.put_nowait(request)
+        last = node_pb2.WatchResponse()
         while True:
-            yield await self.updates.get()
+            try:
+                async with asyncio.timeout(HEARTBEAT):
+                    last = await self.updates.get()
+            except TimeoutError:
+                if self.is_silent or not last.HasField("load"):
+                    continue
+                yield node_pb2.WatchResponse(epoch=last.epoch, sequence=last.sequence, load=last.load)
+            else:
+                yield last
 
 
 @dataclass(slots=True)
@@ -288,6 +299,7 @@ async def cluster(
     local_prefill_max_tokens: int = 0,
     max_concurrent_requests: int = 100,
     max_attempts: int = 3,
+    silence: float = 5.0,
 ) -> AsyncIterator[Cluster]:
     """One node of each kind behind a relay, unless told otherwise."""
     prefills = tuple(ScriptedPrefill(f"prefill-{index}") for index in range(num_prefill_nodes))
@@ -297,7 +309,12 @@ async def cluster(
         for node in (*prefills, *decodes):
             await node.start()
             stack.push_async_callback(node.stop)
-        registry = Registry([node.address for node in prefills], [node.address for node in decodes], KVIndex(1000))
+        registry = Registry(
+            [node.address for node in prefills],
+            [node.address for node in decodes],
+            KVIndex(1000),
+            silence=silence,
+        )
         registry.start()
         stack.push_async_callback(registry.close)
         relay = ClusterRelay(

@@ -94,6 +94,31 @@ async def test_it_serves_without_torch_and_ends_on_sigterm(model_dir: Path) -> N
             assert await process.wait() == 0
 
 
+async def test_readiness_follows_the_decode_nodes(model_dir: Path) -> None:
+    async with AsyncExitStack() as stack:
+        decode = ScriptedDecode()
+        await decode.start()
+        stack.push_async_callback(decode.stop)
+        flags = ("--decode-nodes", decode.address, "--port", "0", "--grpc-port", "0")
+        ready = await ready_line(await stack.enter_async_context(router_process(str(model_dir), *flags)))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(ready["grpc_address"]))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=PATIENCE))
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="kvrelay.v1.Router"), timeout=PATIENCE)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await decode.stop()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        not_ready = await client.get(f"http://{ready['http_address']}/readyz")
+        assert not_ready.status_code == 503 and "decode-0" in not_ready.json()["error"]["message"]
+        assert (await client.get(f"http://{ready['http_address']}/livez")).status_code == 200
+        whole = await health.Check(health_pb2.HealthCheckRequest(service=""))
+        assert whole.status == health_pb2.HealthCheckResponse.SERVING
+        decode.update(0, reset=True)
+        await decode.start()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+
+
 async def complete(ready: dict[str, str], decode: ScriptedDecode) -> None:
     body = {"model": ready["model"], "prompt": "hello world", "max_tokens": 1, "temperature": 0}
     async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:

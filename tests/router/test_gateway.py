@@ -428,11 +428,35 @@ async def test_paths_methods_and_the_small_endpoints(gateway: Gateway, relay: Sc
     assert (await gateway.http.get("/version")).json() == {"version": "1.2.3"}
     assert (await gateway.http.get(f"/v1/models/{MODEL}")).json()["max_model_len"] == MAX_MODEL_LEN
     assert (await gateway.http.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
-    assert (await gateway.http.get("/health")).status_code == 200
+
+
+async def test_live_and_ready_are_told_apart(gateway: Gateway, relay: ScriptedRelay) -> None:
+    for path in ("/health", "/readyz", "/livez"):
+        assert (await gateway.http.get(path)).status_code == 200
     relay.available = False
-    unhealthy = await gateway.http.get("/health")
-    assert unhealthy.status_code == 503
-    assert unhealthy.headers["retry-after"] == "1"
+    assert (await gateway.http.get("/livez")).status_code == 200
+    for path in ("/health", "/readyz"):
+        not_ready = await gateway.http.get(path)
+        assert (not_ready.status_code, not_ready.headers["retry-after"]) == (503, "1")
+        assert not_ready.json()["error"]["message"] == "no decode node is known"
+    refused = await gateway.post("/v1/completions", COMPLETION)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
+
+async def test_overload_is_told_before_any_work(gateway: Gateway, relay: ScriptedRelay) -> None:
+    relay.has_capacity = False
+    refused = await gateway.post("/v1/completions", COMPLETION)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"]["type"] == "overloaded_error"
+    assert not relay.requests
+
+
+@pytest.mark.parametrize("prompt", [[True] * 3, [-1] * (MAX_MODEL_LEN + 1), [[1], ["x"] * (MAX_MODEL_LEN + 1)]])
+async def test_token_ids_are_counted_before_they_are_looked_at(gateway: Gateway, prompt: list[object]) -> None:
+    refused = await gateway.post("/v1/completions", COMPLETION | {"prompt": prompt})
+    assert refused.status_code == 400
+    too_long = f"the prompt has {MAX_MODEL_LEN + 1} tokens"
+    assert (too_long in refused.json()["error"]["message"]) is (len(prompt) != 3)
 
 
 async def test_metrics(tokenizer: Tokenizer) -> None:

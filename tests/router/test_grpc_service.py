@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
 
 from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, KVError, UnavailableError, UnknownModelError
 from kvrelay.core.rpc import ErrorInterceptor, channel_options, error_from_rpc, serve_insecure, server_options
@@ -56,6 +58,29 @@ async def test_unary(stub: Stub) -> None:
     assert [output.stop_reason for output in response.outputs] == ["capital"] * 2
     assert len(response.prompt_logprobs) == response.usage.prompt_tokens - 1
     assert response.model == MODEL
+
+
+async def test_what_can_not_be_served_now_says_when_to_come_back(stub: Stub, relay: ScriptedRelay) -> None:
+    for change, code in (
+        ("has_capacity", grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ("available", grpc.StatusCode.UNAVAILABLE),
+    ):
+        relay.reset()
+        setattr(relay, change, False)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(prompt())
+        assert caught.value.code() is code
+        status = rpc_status.from_call(cast(grpc.Call, caught.value))
+        assert status is not None
+        retry = error_details_pb2.RetryInfo()
+        [found] = [detail for detail in status.details if detail.Is(retry.DESCRIPTOR)]
+        assert found.Unpack(retry) and retry.retry_delay.seconds == 1
+
+
+async def test_too_many_token_ids_are_counted_only(stub: Stub) -> None:
+    ids = router_pb2.TokenIds(ids=[2**32 - 1] * (MAX_MODEL_LEN + 1))
+    with pytest.raises(grpc.aio.AioRpcError, match=f"the prompt has {MAX_MODEL_LEN + 1} tokens"):
+        await stub.Generate(router_pb2.GenerateRequest(prompt_token_ids=ids))
 
 
 async def test_every_input_and_field_arrives(stub: Stub, relay: ScriptedRelay) -> None:

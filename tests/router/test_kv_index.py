@@ -49,6 +49,29 @@ def test_removing_and_dropping_leave_the_others() -> None:
     index.check_integrity()
 
 
+def test_a_dropped_node_is_forgotten_at_once_and_swept_by_and_by() -> None:
+    """More names than one call sweeps; a node that comes meanwhile must not get the bit of the dropped one."""
+    chain = names(*range(1, 2001))
+    index = KVIndex(10_000)
+    index.stored("a", chain)
+    index.stored("b", chain[:10])
+    index.drop("a")
+    assert index.leading(chain) == {"b": 10}
+    index.stored("c", chain[:5])
+    index.stored("a", chain[:3])
+    assert index.leading(chain) == {"a": 3, "b": 10, "c": 5}
+    assert len(index) > 10
+    for _ in range(10):
+        index.drop("b")
+        index.stored("b", chain[:10])
+        index.check_integrity()
+        assert index.leading(chain) == {"a": 3, "b": 10, "c": 5}
+    for _ in range(10):
+        index.removed("nobody", [])
+    assert len(index) == 10
+    index.check_integrity()
+
+
 def test_the_bound_holds_and_the_oldest_go_first() -> None:
     index = KVIndex(3)
     index.stored("a", names(1))

@@ -1,0 +1,57 @@
+"""Notices that the engine's thread hangs, whether or not there is traffic.
+
+An engine that is idle turns too, about once a second, so one that does not turn is in a step, or in a message, that
+does not end. Invariant: time is counted in looks of our own loop; a process that was stopped as a whole does not hang.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+_LONGEST_INTERVAL_SECONDS = 1.0
+
+
+class EngineHungError(Exception):
+    """The engine makes no step any more, and nothing but a restart will help."""
+
+
+class Watchdog:
+    """`num_turns` grows as long as the engine's thread turns; `on_hang` is called once, on the loop, when it has not
+    for `timeout` seconds."""
+
+    def __init__(
+        self, num_turns: Callable[[], int], on_hang: Callable[[BaseException], None], *, timeout: float
+    ) -> None:
+        self._num_turns = num_turns
+        self._on_hang = on_hang
+        self._timeout = timeout
+        self._interval = min(_LONGEST_INTERVAL_SECONDS, timeout / 4)
+        self._seen = -1
+        self._still_seconds = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._look_forever(), name="engine-watchdog")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def look(self) -> bool:
+        """One interval after the last look. False when the engine hangs."""
+        seen = self._num_turns()
+        self._still_seconds = self._still_seconds + self._interval if seen == self._seen else 0.0
+        self._seen = seen
+        return self._still_seconds < self._timeout
+
+    async def _look_forever(self) -> None:
+        while True:
+            if not self.look():
+                break
+            await asyncio.sleep(self._interval)
+        self._on_hang(
+            EngineHungError(
+                f"the engine has made no step for {self._timeout:g} seconds; if its steps may take that long, raise "
+                "--step-timeout or lower --max-num-batched-tokens"
+            )
+        )

@@ -1,0 +1,42 @@
+"""Which node the others are held against when not all of them fit together and none is live yet.
+
+Chance must not decide it, nor who answers first: the node that fits the most others wins, decode nodes before prefill
+nodes and the one listed first among equals. A node that is lost keeps its vote, so that nobody takes a cluster over
+while it restarts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from router.node import NodeDescription, NodeHandle, NodeRole
+
+Difference = Callable[[NodeDescription, NodeDescription], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Elected:
+    """`why` completes a sentence that names the node."""
+
+    node: NodeHandle
+    why: str
+
+
+def elect(nodes: Sequence[NodeHandle], difference: Difference) -> Elected | None:
+    """Of the nodes that were reached once and are of the role they are listed for; None when there is none."""
+    voters = [node for node in nodes if node.description is not None and node.description.role is node.role]
+    voters.sort(key=lambda node: node.role is not NodeRole.DECODE)  # stable: otherwise as listed
+    if not voters:
+        return None
+    votes = [sum(_fit(other, node, difference) for other in voters) for node in voters]
+    most = max(votes)
+    winner = voters[votes.index(most)]
+    rivals = any(
+        count == most and not _fit(node, winner, difference) for node, count in zip(voters, votes, strict=True)
+    )
+    why = "of as many nodes, it is listed first" if rivals else f"it fits {most} of {len(voters)} nodes"
+    return Elected(winner, why)
+
+
+def _fit(one: NodeHandle, other: NodeHandle, difference: Difference) -> bool:
+    assert one.description is not None and other.description is not None
+    return difference(one.description, other.description) is None

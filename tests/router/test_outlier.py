@@ -1,0 +1,92 @@
+"""When a node gets no more requests for failing them, and for how long."""
+
+import pytest
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.errors import (
+    CancelledByPeerError,
+    DeadlineError,
+    InvalidRequestError,
+    KVRelayError,
+    OverloadedError,
+    UnavailableError,
+)
+from router.outlier import Outlier
+
+
+class ManualClock(Clock):
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+def make() -> tuple[Outlier, ManualClock]:
+    clock = ManualClock()
+    return Outlier("decode node x", clock, max_failures=3, first=4.0, longest=10.0), clock
+
+
+def fail(outlier: Outlier, times: int) -> None:
+    for _ in range(times):
+        outlier.failed(KVRelayError("internal error"))
+
+
+def test_failures_in_a_row_eject() -> None:
+    outlier, clock = make()
+    fail(outlier, 2)
+    outlier.succeeded()
+    fail(outlier, 2)
+    assert not outlier.is_ejected
+    outlier.failed(UnavailableError("gone"))
+    assert outlier.is_ejected and outlier.num_ejections == 1
+    clock.seconds += 2.9
+    assert outlier.is_ejected, "three quarters of it at least"
+    clock.seconds += 1.2
+    assert not outlier.is_ejected
+
+
+def test_one_more_failure_ejects_for_twice_as_long_and_one_success_forgives() -> None:
+    outlier, clock = make()
+    fail(outlier, 3)
+    for shortest, longest in ((6.0, 8.0), (7.5, 10.0), (7.5, 10.0)):
+        clock.seconds += 10.0
+        assert not outlier.is_ejected
+        fail(outlier, 1)
+        clock.seconds += shortest - 0.01
+        assert outlier.is_ejected
+        clock.seconds += longest - shortest + 0.02
+        assert not outlier.is_ejected
+    outlier.succeeded()
+    fail(outlier, 2)
+    assert not outlier.is_ejected
+    fail(outlier, 1)
+    clock.seconds += 4.1
+    assert not outlier.is_ejected, "the time has begun anew too"
+    assert outlier.num_ejections == 5
+
+
+def test_what_ends_while_it_is_ejected_says_nothing() -> None:
+    outlier, clock = make()
+    fail(outlier, 20)
+    outlier.succeeded()
+    assert outlier.is_ejected and outlier.num_ejections == 1
+    clock.seconds += 4.1
+    assert not outlier.is_ejected
+    fail(outlier, 1)
+    assert outlier.is_ejected, "the success did not count"
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError, CancelledByPeerError, DeadlineError, OverloadedError])
+def test_what_is_not_the_nodes_fault_does_not_count(error: type[KVRelayError]) -> None:
+    outlier, _ = make()
+    for _ in range(10):
+        outlier.failed(error("no"))
+    assert not outlier.is_ejected
+
+
+def test_another_process_begins_anew() -> None:
+    outlier, _ = make()
+    fail(outlier, 3)
+    outlier.reset()
+    assert not outlier.is_ejected
