@@ -67,7 +67,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     def __init__(self, node: Node) -> None:
         self._node = node
         self._active: dict[str, _Decode] = {}
-        self._streams: set[RouterStream] = set()
+        self._streams: list[RouterStream] = []
 
     def attach(self, server: grpc.aio.Server) -> None:
         decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(self, server)
@@ -88,14 +88,14 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     ) -> AsyncIterator[pb.DecodeUpdate]:
         self._node.require_alive()
         stream = RouterStream()
-        self._streams.add(stream)
+        self._streams.append(stream)
         reader = asyncio.get_running_loop().create_task(self._read(request_iterator, stream))
         try:
             async for update in stream.updates():
                 yield update
         finally:
             reader.cancel()
-            self._streams.discard(stream)
+            self._streams.remove(stream)
             for request_id in list(stream.request_ids):
                 self._abort(request_id)
 

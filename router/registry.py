@@ -7,7 +7,8 @@ node belongs to the epoch in its description.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from random import Random, SystemRandom
 from typing import cast
 
 import grpc
@@ -38,18 +39,27 @@ class NodeRefusedError(ConfigurationError):
 
 class Registry:
     """`start`, then read `live` and `served_model`; one task per address keeps them true. `timeout`: of one question,
-    in seconds."""
+    in seconds. `connect` opens the channel to an address, `random` spreads its attempts."""
 
     def __init__(
-        self, prefill_nodes: Sequence[str], decode_nodes: Sequence[str], index: KVIndex, *, timeout: float = 5.0
+        self,
+        prefill_nodes: Sequence[str],
+        decode_nodes: Sequence[str],
+        index: KVIndex,
+        *,
+        timeout: float = 5.0,
+        connect: Callable[[str], grpc.aio.Channel] | None = None,
+        random: Random | None = None,
     ) -> None:
         addresses = (*prefill_nodes, *decode_nodes)
         if len(set(addresses)) < len(addresses):
             raise ConfigurationError("an address is listed twice among --prefill-nodes and --decode-nodes")
         self.index = index
-        self.prefill = tuple(_handle(address, NodeRole.PREFILL) for address in prefill_nodes)
-        self.decode = tuple(_handle(address, NodeRole.DECODE) for address in decode_nodes)
+        connect = connect or _connect
+        self.prefill = tuple(NodeHandle(address, NodeRole.PREFILL, connect(address)) for address in prefill_nodes)
+        self.decode = tuple(NodeHandle(address, NodeRole.DECODE, connect(address)) for address in decode_nodes)
         self._timeout = timeout
+        self._random = random or SystemRandom()
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = {address: asyncio.Event() for address in addresses}
 
@@ -98,7 +108,7 @@ class Registry:
 
     async def _follow(self, node: NodeHandle) -> None:
         """Connect, watch, connect again, for ever."""
-        backoff, complaint = Backoff(), ""
+        backoff, complaint = Backoff(self._random), ""
         while True:
             try:
                 await self._describe(node)
@@ -186,8 +196,8 @@ class Registry:
             _logger.info("%s node %s is %s", node.role.value, node.name, state.value)
 
 
-def _handle(address: str, role: NodeRole) -> NodeHandle:
-    return NodeHandle(address, role, grpc.aio.insecure_channel(address, options=channel_options()))
+def _connect(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=channel_options())
 
 
 def _stub(node: NodeHandle) -> "node_pb2_grpc.NodeAsyncStub":

@@ -23,8 +23,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from typing import Protocol
 
 from kvrelay.core.clock import Clock
@@ -52,9 +53,9 @@ class _Share:
     """Outputs that are placed together. `num_attempts`: beyond the first, those that found no node included."""
 
     choices: tuple[int, ...]
+    backoff: Backoff
     num_attempts: int = 0
     attempt: Attempt | None = None
-    backoff: Backoff = field(default_factory=Backoff)
     retry: asyncio.TimerHandle | None = None
 
 
@@ -94,10 +95,18 @@ _Message = _Happened | _Retry | _Ended | _Satisfied
 
 class RequestSupervisor:
     """One request, one `run`. `wire_id` is the stem of its names at the nodes and is never used twice; times are read
-    from `clock`."""
+    from `clock`; `random` spreads retries."""
 
     def __init__(
-        self, request: RoutedRequest, wire_id: str, place: Place, tally: Tally, *, max_attempts: int, clock: Clock
+        self,
+        request: RoutedRequest,
+        wire_id: str,
+        place: Place,
+        tally: Tally,
+        *,
+        max_attempts: int,
+        clock: Clock,
+        random: Random,
     ) -> None:
         self._request = request
         self._wire_id = wire_id
@@ -105,6 +114,7 @@ class RequestSupervisor:
         self._tally = tally
         self._max_attempts = max_attempts
         self._clock = clock
+        self._random = random
         self._expires_at = clock.now() + request.timeout
         self._inbox: asyncio.Queue[_Message] = asyncio.Queue()
         self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
@@ -193,7 +203,7 @@ class RequestSupervisor:
         self._lost.add(lost.source)
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
-            again = _Share(choices, share.num_attempts)
+            again = _Share(choices, Backoff(self._random), share.num_attempts)
             self._shares.append(again)
             self._migrate(again, lost, last_resort=False)
 
@@ -254,7 +264,7 @@ class RequestSupervisor:
     def _open(self) -> None:
         """Raises UnavailableError when no node lives: a request that has not begun does not wait for one."""
         timeout = self._request.timeout
-        share = _Share(tuple(self._tokens))
+        share = _Share(tuple(self._tokens), Backoff(self._random))
         asked = self._asked(share.choices, is_replay=False)
         placed = self._place(asked, lost=self._lost, last_resort=False)
         error = DeadlineError(f"the request took longer than {timeout:g} seconds")

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kv_connector.base import Block, KVConnector
 from kvrelay.core.block_hash import KVNamespace
@@ -40,12 +41,32 @@ class NodeIdentity:
     vocab_size: int
 
 
+class MakeEngineThread(Protocol):
+    """As the constructor of EngineThread."""
+
+    def __call__(
+        self,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_result: Callable[[StepResult], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> EngineThread: ...
+
+
 class Node:
     """`on_result` is the service's handler, called on the loop for each StepResult; `on_progress` when a PRODUCE
-    request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone."""
+    request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone.
+    `engine_thread` makes what steps the engine."""
 
     def __init__(
-        self, identity: NodeIdentity, engine: Engine, connector: KVConnector, *, fetch_timeout: float = 10.0
+        self,
+        identity: NodeIdentity,
+        engine: Engine,
+        connector: KVConnector,
+        *,
+        fetch_timeout: float = 10.0,
+        engine_thread: MakeEngineThread = EngineThread,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.identity = identity
@@ -55,7 +76,7 @@ class Node:
         self.crashed: asyncio.Event = asyncio.Event()
         self.activity = Activity()
         self.draining = False
-        self.engine = EngineThread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
+        self.engine = engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
         self._publisher = Publisher(connector, posted_unpin(self.engine))
         self._fetch_timeout = fetch_timeout
         self._handler: Callable[[StepResult], None] = lambda result: None
