@@ -52,6 +52,7 @@ class _Decode:
     num_given_tokens: int
     choices: range
     num_unfinished: int
+    wants_prompt_logprobs: bool
     receiver: Receiver | None = None
     pulls: list[pb.Pull] = field(default_factory=list)
     first_tokens: asyncio.Future[tuple[TokenOutput, ...]] = field(default_factory=_new_future)
@@ -141,7 +142,11 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             stream.send_failure(admit.request_id, error)
             return
         self._active[request.request_id] = _Decode(
-            stream, len(request.given_token_ids), request.choices, request.sampling.n
+            stream,
+            len(request.given_token_ids),
+            request.choices,
+            request.sampling.n,
+            wants_prompt_logprobs=request.sampling.prompt_logprobs is not None,
         )
         stream.request_ids.add(request.request_id)
         self._node.activity.begin(request.request_id)
@@ -234,7 +239,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             self._receive(admission)
         for prompt in result.prompts:
             if (decode := self._active.get(prompt.request_id)) is not None:
-                decode.stream.send_prompt(prompt)
+                decode.stream.send_prompt(prompt, with_logprobs=decode.wants_prompt_logprobs)
         for item in result.outputs:
             self._send_output(item.request_id, item.output)
         for failure in result.failures:
