@@ -7,8 +7,8 @@ here:
    nodes that this request has not lost, with the prompt and all tokens the client has. An output with tokens is placed
    alone, since from its first token on it differs from the others.
 4. No such node lives: after a wait, growing and jittered, whatever lives is tried, the lost nodes too, which may have
-   come back. An output is placed at most `max_attempts` times again, vain searches included; then the request ends
-   with UnavailableError.
+   come back. An output is placed at most `max_attempts` times again without a new token, vain searches included; then
+   the request ends with UnavailableError.
 5. Every output has a finish reason, or the client has enough of it. The trace follows.
 
 A token is a function of seed, output index and all tokens before it, never of where it is sampled: so the client sees
@@ -50,7 +50,8 @@ class Place(Protocol):
 
 @dataclass(slots=True)
 class _Share:
-    """Outputs that are placed together. `num_attempts`: beyond the first, those that found no node included."""
+    """Outputs that are placed together. `num_attempts`: since their last token and beyond the first, those that found
+    no node included."""
 
     choices: tuple[int, ...]
     backoff: Backoff
@@ -172,6 +173,7 @@ class RequestSupervisor:
             return ()
         for output in events:
             self._remember(attempt, output)
+            share.num_attempts = 0  # it has not been placed in vain
         if not attempt.unfinished:
             attempt.close()
         return events

@@ -36,6 +36,21 @@ def test_a_node_is_struck_at_any_moment(disaster: Disaster, address: str) -> Non
     assert migrations > 0
 
 
+def test_a_stream_outlives_more_restarts_than_it_has_attempts() -> None:
+    """Every node is restarted twice, one after the other: each time the stream goes on elsewhere, with new tokens."""
+    config = replace(_CONFIG, num_prefill_nodes=0, num_decode_nodes=3, max_attempts=3, longest_step=0.3)
+    sampling = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
+    plan = replace(_PLAN, request=replace(_PLAN.request, sampling=sampling))
+    strikes = tuple(
+        Strike(1.0 + 1.5 * number, Disaster.DRAIN, f"decode-{number % 3}", seconds=0.5, drain_seconds=0.2)
+        for number in range(6)
+    )
+    outcome = run_scenario(Scenario(config, (plan,), strikes), NthFault(0), Random(0))
+    assert not outcome.failures
+    assert outcome.counts["complete"] == 1
+    assert outcome.counts["migrations"] > config.max_attempts
+
+
 def test_a_client_disappears_at_any_moment() -> None:
     endings: set[str] = set()
     for moment in _MOMENTS:
