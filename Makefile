@@ -14,7 +14,7 @@ KERNEL_SOURCES := $(shell find kernels -type f \( -name '*.cpp' -o -name '*.h' -
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck proto-check pytest chaos proto bench redis-server clean
+.PHONY: help demo test lint typecheck proto-check pytest chaos simulate proto bench redis-server clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ pytest: $(VENV)/installed-dev redis-server  ## The tests; make pytest ARGS='test
 
 chaos: $(VENV)/installed-dev redis-server  ## Minutes of killed, stopped and cut-off nodes under load; ARGS=--help explains
 	GRPC_VERBOSITY=NONE $(BIN)/python -m tests.chaos $(ARGS)
+
+simulate: $(VENV)/installed-dev  ## A cluster under virtual time and injected failures, seed by seed; ARGS='--seed 7 --trace' replays one
+	$(BIN)/python -m tests.simulation $(or $(ARGS),--seeds 0:1000)
 
 bench: $(VENV)/installed  ## The cluster against transformers' generate; ARGS=--help explains
 	$(BIN)/python bench/serve_vs_generate.py $(ARGS)

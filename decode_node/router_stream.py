@@ -29,11 +29,12 @@ class RouterStream:
     def send_output(self, request_id: str, output: TokenOutput) -> None:
         self.send(pb.DecodeEvent(request_id=request_id, tokens=output_to_wire(output)))
 
-    def send_prompt(self, prompt: PromptOutput) -> None:
-        """A prompt that was computed here, before its first token."""
+    def send_prompt(self, prompt: PromptOutput, *, with_logprobs: bool) -> None:
+        """A prompt that was computed here, before its first token. The logprobs of a single token are none, and are
+        sent all the same when they were asked for."""
         admitted = pb.Admitted(num_cached_tokens=prompt.num_cached_tokens)
         self.send(pb.DecodeEvent(request_id=prompt.request_id, admitted=admitted))
-        if prompt.prompt_logprobs:
+        if with_logprobs:
             logprobs = pb.PromptLogprobs(logprobs=[logprobs_to_wire(entry) for entry in prompt.prompt_logprobs])
             self.send(pb.DecodeEvent(request_id=prompt.request_id, prompt_logprobs=logprobs))
 

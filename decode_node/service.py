@@ -54,6 +54,7 @@ class _Decode:
     num_given_tokens: int
     choices: range
     num_unfinished: int
+    wants_prompt_logprobs: bool
     sources: tuple[tuple[Source, int], ...] = ()
     receiver: Receiver | None = None
     pulls: list[pb.Pull] = field(default_factory=list)
@@ -70,7 +71,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     def __init__(self, node: Node) -> None:
         self._node = node
         self._active: dict[str, _Decode] = {}
-        self._streams: set[RouterStream] = set()
+        self._streams: list[RouterStream] = []
 
     def attach(self, server: grpc.aio.Server) -> None:
         decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(self, server)
@@ -91,14 +92,14 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     ) -> AsyncIterator[pb.DecodeUpdate]:
         self._node.require_alive()
         stream = RouterStream()
-        self._streams.add(stream)
+        self._streams.append(stream)
         reader = asyncio.get_running_loop().create_task(self._read(request_iterator, stream))
         try:
             async for update in stream.updates():
                 yield update
         finally:
             reader.cancel()
-            self._streams.discard(stream)
+            self._streams.remove(stream)
             for request_id in list(stream.request_ids):
                 self._abort(request_id)
 
@@ -156,6 +157,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             len(request.given_token_ids),
             request.choices,
             request.sampling.n,
+            wants_prompt_logprobs=request.sampling.prompt_logprobs is not None,
             sources=tuple((source_from_wire(entry.source), entry.num_blocks) for entry in admit.sources),
         )
         stream.request_ids.add(request.request_id)
@@ -258,7 +260,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             self._receive(admission)
         for prompt in result.prompts:
             if (decode := self._active.get(prompt.request_id)) is not None:
-                decode.stream.send_prompt(prompt)
+                decode.stream.send_prompt(prompt, with_logprobs=decode.wants_prompt_logprobs)
         for item in result.outputs:
             self._send_output(item.request_id, item.output)
         for failure in result.failures:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
 from kv_connector.header import Mismatch
-from kv_connector.pool import LocalPool, Slices, copy_payload
+from kv_connector.pool import CopyPayload, LocalPool, Slices, copy_payload
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, settle
@@ -27,14 +27,15 @@ class InProcessHub:
 
 
 class InProcessConnector:
-    """Implements KVConnector among the connectors of one hub."""
+    """Implements KVConnector among the connectors of one hub. `copy` moves one payload and digests what arrived."""
 
     name = "in_process"
     has_store = False
 
-    def __init__(self, hub: InProcessHub, *, clock: Clock | None = None) -> None:
+    def __init__(self, hub: InProcessHub, *, clock: Clock | None = None, copy: CopyPayload = copy_payload) -> None:
         self.stats = ConnectorStats()
         self._hub = hub
+        self._copy = copy
         self._clock: Clock = clock or MonotonicClock()
         self._shared: SharedPool | None = None
         self._endpoint = ""
@@ -109,10 +110,10 @@ class InProcessConnector:
             return [FetchOutcome.FAILED] * len(blocks)
         if peer.epoch != source.epoch:
             return [Mismatch.EPOCH] * len(blocks)
-        return [_read_block(local, peer, block) for block in blocks]
+        return [_read_block(local, peer, block, self._copy) for block in blocks]
 
 
-def _read_block(local: SharedPool, peer: SharedPool, block: Block) -> Verdict:
+def _read_block(local: SharedPool, peer: SharedPool, block: Block, copy: CopyPayload) -> Verdict:
     """A name may be held by several blocks; any good one will do."""
     verdict: Verdict = FetchOutcome.MISSING
     for block_id, generation, header in peer.find(block.block_hash):
@@ -124,7 +125,7 @@ def _read_block(local: SharedPool, peer: SharedPool, block: Block) -> Verdict:
             epoch=peer.epoch,
         )
         if mismatch is None:
-            digest = copy_payload(local.pool.rows[block.block_id], peer.pool.rows[block_id])
+            digest = copy(local.pool.rows[block.block_id], peer.pool.rows[block_id])
             mismatch = header.verify_payload(digest)
         if peer.generations[block_id] != generation:
             continue  # retracted under our hands: missing, and nobody's fault

@@ -1,7 +1,7 @@
 """The local pool as rows of bytes, and the one way a block's payload is copied between pools."""
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -17,6 +17,7 @@ from kvrelay.core.kv_layout import KVLayout
 
 Rows = NDArray[np.uint8]
 T = TypeVar("T")
+CopyPayload = Callable[[Rows, Rows], bytes]
 
 _COPY_CHUNK_BYTES = 256 << 10  # small enough to be read again from cache by the digest
 

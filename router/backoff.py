@@ -1,16 +1,16 @@
 """Waits between attempts: doubled each time, each drawn between half and all of it."""
 
-import random
+from random import Random
 
 
 class Backoff:
-    """Seconds. One per thing that is tried again."""
+    """Seconds. One per thing that is tried again; `random` only spreads those who try again."""
 
-    def __init__(self, *, first: float = 0.1, longest: float = 2.0) -> None:
+    def __init__(self, random: Random, *, first: float = 0.1, longest: float = 2.0) -> None:
         self._first = first
         self._longest = longest
         self._current = first
-        self._random = random.Random()  # noqa: S311  (only spreads those who try again)
+        self._random = random
 
     def reset(self) -> None:
         self._current = self._first

@@ -4,7 +4,7 @@ Invariant: only failures that another node might not repeat count; one success m
 """
 
 import logging
-import random
+from random import Random, SystemRandom
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import (
@@ -21,10 +21,17 @@ _NOT_THE_NODES_FAULT = (InvalidRequestError, CancelledByPeerError, DeadlineError
 
 class Outlier:
     """Of one node, called `name` in logs. After `max_failures` in a row it is ejected for about `first` seconds; when
-    it fails again after that, at once for twice as long, up to `longest`."""
+    it fails again after that, at once for twice as long, up to `longest`. `random` spreads the routers."""
 
     def __init__(
-        self, name: str, clock: Clock, *, max_failures: int = 5, first: float = 5.0, longest: float = 60.0
+        self,
+        name: str,
+        clock: Clock,
+        *,
+        max_failures: int = 5,
+        first: float = 5.0,
+        longest: float = 60.0,
+        random: Random | None = None,
     ) -> None:
         self.num_ejections = 0
         self._name = name
@@ -35,7 +42,7 @@ class Outlier:
         self._num_failures = 0
         self._next = first
         self._ejected_until = clock.now()
-        self._random = random.Random()  # noqa: S311  (only spreads the routers)
+        self._random = random or SystemRandom()
 
     @property
     def is_ejected(self) -> bool:

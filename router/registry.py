@@ -14,7 +14,8 @@ node belongs to the epoch in its description. Once a node is lost, nothing waits
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from random import Random, SystemRandom
 from typing import cast
 
 import grpc
@@ -52,7 +53,7 @@ class NodeRefusedError(ConfigurationError):
 class Registry:
     """`start`, then read `live` and `served_model`; one task per address keeps them true. `timeout`: of one question;
     `silence`: after which a node that says nothing is lost; both in seconds. `changed` is set whenever a node's state
-    is another one."""
+    is another one. `connect` opens the channel to an address, `random` spreads its attempts."""
 
     def __init__(
         self,
@@ -63,14 +64,18 @@ class Registry:
         timeout: float = 5.0,
         silence: float = 5.0,
         clock: Clock | None = None,
+        connect: Callable[[str], grpc.aio.Channel] | None = None,
+        random: Random | None = None,
     ) -> None:
         addresses = (*prefill_nodes, *decode_nodes)
         if len(set(addresses)) < len(addresses):
             raise ConfigurationError("an address is listed twice among --prefill-nodes and --decode-nodes")
         self.index = index
         self.clock = clock or MonotonicClock()
-        self.prefill = tuple(_handle(address, NodeRole.PREFILL, self.clock) for address in prefill_nodes)
-        self.decode = tuple(_handle(address, NodeRole.DECODE, self.clock) for address in decode_nodes)
+        self._random = random or SystemRandom()
+        self._connect = connect or _connect
+        self.prefill = tuple(self._handle(address, NodeRole.PREFILL) for address in prefill_nodes)
+        self.decode = tuple(self._handle(address, NodeRole.DECODE) for address in decode_nodes)
         self.changed = asyncio.Event()
         self._timeout = timeout
         self._silence = silence
@@ -81,6 +86,10 @@ class Registry:
     @property
     def nodes(self) -> tuple[NodeHandle, ...]:
         return (*self.prefill, *self.decode)
+
+    def _handle(self, address: str, role: NodeRole) -> NodeHandle:
+        outlier = Outlier(f"{role.value} node {address}", self.clock, random=self._random)
+        return NodeHandle(address, role, self._connect(address), outlier)
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -134,7 +143,7 @@ class Registry:
 
     async def _follow(self, node: NodeHandle) -> None:
         """Connect, watch, connect again, for ever."""
-        backoff = Backoff()
+        backoff = Backoff(self._random)
         while True:
             try:
                 await self._describe(node)
@@ -257,13 +266,12 @@ class Registry:
             self._settled[node.address].set()
 
 
-def _handle(address: str, role: NodeRole, clock: Clock) -> NodeHandle:
-    channel = grpc.aio.insecure_channel(address, options=channel_options())
-    return NodeHandle(address, role, channel, Outlier(f"{role.value} node {address}", clock))
-
-
 def _state_with_reason(node: NodeHandle) -> str:
     return f"{node.name} is {node.state.value}" + (f": {node.complaint}" if node.complaint else "")
+
+
+def _connect(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=channel_options())
 
 
 def _stub(node: NodeHandle) -> "node_pb2_grpc.NodeAsyncStub":

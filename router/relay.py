@@ -6,9 +6,9 @@ Invariant: at most `max_concurrent_requests` supervisors, one per request id, an
 import asyncio
 import itertools
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence, Set
 from contextlib import aclosing
+from random import Random, SystemRandom
 
 from prometheus_client import CollectorRegistry
 
@@ -39,7 +39,8 @@ _ABORT_SECONDS = 1.0  # for consumers to take the error of an aborted request
 
 class ClusterRelay:
     """Implements `Relay`, and `Place` for its supervisors, over the nodes of a registry, which it does not own.
-    `lease_ttl` and `node_timeout` in seconds."""
+    `lease_ttl` and `node_timeout` in seconds. `random` spreads retries and tells this router's requests from those of
+    others."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class ClusterRelay:
         lease_ttl: float = 30.0,
         node_timeout: float = 5.0,
         clock: Clock | None = None,
+        random: Random | None = None,
     ) -> None:
         self._registry = registry
         self._policy = policy
@@ -59,6 +61,7 @@ class ClusterRelay:
         self._max_concurrent_requests = max_concurrent_requests
         self._max_attempts = max_attempts
         self._clock = clock or MonotonicClock()
+        self._random = random or SystemRandom()
         self._prefill_clients = {
             node.address: PrefillClient(node.channel, node.address, lease_ttl=lease_ttl, timeout=node_timeout)
             for node in registry.prefill
@@ -75,7 +78,7 @@ class ClusterRelay:
         self._numbers = itertools.count()  # of placements
         self._wire_numbers = itertools.count()
         # Request ids are the clients'; at the nodes they must differ over all routers and over time.
-        self._tag = secrets.token_hex(4)
+        self._tag = f"{self._random.getrandbits(32):08x}"
 
     def served_model(self) -> ServedModel:
         if self._draining:
@@ -146,6 +149,7 @@ class ClusterRelay:
             Tally(request, block_size, self._clock, self._metrics),
             max_attempts=self._max_attempts,
             clock=self._clock,
+            random=self._random,
         )
 
     def place(self, asked: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> Placed:

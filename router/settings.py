@@ -55,8 +55,8 @@ class RouterSettings(ProcessSettings):
     max_attempts: int = Field(
         default=3,
         ge=0,
-        description="Times that an output is placed again, with the tokens it has, when a node serving it is lost; "
-        "then its request fails.",
+        description="Times that an output is placed again, with the tokens it has, when a node serving it is lost, "
+        "before it has a new token; then its request fails.",
     )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body that is read.")
     node_timeout: float = Field(default=5.0, gt=0, description="Seconds a node may take to answer a small question.")

@@ -7,8 +7,8 @@ here:
    nodes that this request has not lost, with the prompt and all tokens the client has. An output with tokens is placed
    alone, since from its first token on it differs from the others.
 4. No such node lives: after a wait, growing and jittered, whatever lives is tried, the lost nodes too, which may have
-   come back. An output is placed at most `max_attempts` times again, vain searches included; then the request ends
-   with UnavailableError.
+   come back. An output is placed at most `max_attempts` times again without a new token, vain searches included; then
+   the request ends with UnavailableError.
 5. Every output has a finish reason, or the client has enough of it. The trace follows.
 
 A token is a function of seed, output index and all tokens before it, never of where it is sampled: so the client sees
@@ -23,8 +23,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from typing import Protocol
 
 from kvrelay.core.clock import Clock
@@ -57,12 +58,13 @@ class Place(Protocol):
 
 @dataclass(slots=True)
 class _Share:
-    """Outputs that are placed together. `num_attempts`: beyond the first, those that found no node included."""
+    """Outputs that are placed together. `num_attempts`: since their last token and beyond the first, those that found
+    no node included."""
 
     choices: tuple[int, ...]
+    backoff: Backoff
     num_attempts: int = 0
     attempt: Attempt | None = None
-    backoff: Backoff = field(default_factory=Backoff)
     retry: asyncio.TimerHandle | None = None
 
 
@@ -102,10 +104,18 @@ _Message = _Happened | _Retry | _Ended | _Satisfied
 
 class RequestSupervisor:
     """One request, one `run`. `wire_id` is the stem of its names at the nodes and is never used twice; times are read
-    from `clock`."""
+    from `clock`; `random` spreads retries."""
 
     def __init__(
-        self, request: RoutedRequest, wire_id: str, place: Place, tally: Tally, *, max_attempts: int, clock: Clock
+        self,
+        request: RoutedRequest,
+        wire_id: str,
+        place: Place,
+        tally: Tally,
+        *,
+        max_attempts: int,
+        clock: Clock,
+        random: Random,
     ) -> None:
         self._request = request
         self._wire_id = wire_id
@@ -113,6 +123,7 @@ class RequestSupervisor:
         self._tally = tally
         self._max_attempts = max_attempts
         self._clock = clock
+        self._random = random
         self._expires_at = clock.now() + request.timeout
         self._inbox: asyncio.Queue[_Message] = asyncio.Queue()
         self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
@@ -170,6 +181,7 @@ class RequestSupervisor:
             return ()
         for output in events:
             self._remember(attempt, output)
+            share.num_attempts = 0  # it has not been placed in vain
         if not attempt.unfinished:
             attempt.close()
         return events
@@ -201,7 +213,7 @@ class RequestSupervisor:
         self._lost.add(lost.source)
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
-            again = _Share(choices, share.num_attempts)
+            again = _Share(choices, Backoff(self._random), share.num_attempts)
             self._shares.append(again)
             self._migrate(again, lost, last_resort=False)
 
@@ -267,7 +279,7 @@ class RequestSupervisor:
     def _open(self) -> None:
         """Raises UnavailableError when no node lives: a request that has not begun does not wait for one."""
         timeout = self._request.timeout
-        share = _Share(tuple(self._tokens))
+        share = _Share(tuple(self._tokens), Backoff(self._random))
         asked = self._asked(share.choices, is_replay=False)
         placed = self._place.place(asked, lost=self._lost, last_resort=False)
         error = DeadlineError(f"the request took longer than {timeout:g} seconds")

@@ -43,7 +43,7 @@ class EngineThread:
         self.num_turns = 0  # written by the thread, read by anyone
         self._mailbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        self._pending: set[asyncio.Future[Any]] = set()  # on the loop
+        self._pending: dict[asyncio.Future[Any], None] = {}  # on the loop, oldest first
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -61,8 +61,8 @@ class EngineThread:
         """As `call`, in the order of `post`, for who does not wait: the future resolves in any case, with
         UnavailableError when the engine ends before it comes to this."""
         future: asyncio.Future[T] = self._loop.create_future()
-        future.add_done_callback(self._pending.discard)
-        self._pending.add(future)
+        future.add_done_callback(self._pending.pop)
+        self._pending[future] = None
 
         def message(engine: Engine) -> None:
             try:
@@ -72,7 +72,7 @@ class EngineThread:
             else:
                 self._to_loop(_resolve, future, value)
 
-        self._mailbox.put(message)
+        self.post(message)
         if self._stopped.is_set():
             self._fail_pending()
         return future

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kv_connector.base import Block, KVConnector
 from kvrelay.core.block_hash import KVNamespace
@@ -43,10 +44,23 @@ class NodeIdentity:
     vocab_size: int
 
 
+class MakeEngineThread(Protocol):
+    """As the constructor of EngineThread."""
+
+    def __call__(
+        self,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_result: Callable[[StepResult], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> EngineThread: ...
+
+
 class Node:
     """`on_result` is the service's handler, called on the loop for each StepResult; `on_progress` when a PRODUCE
     request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone, or
-    hangs."""
+    hangs. `engine_thread` makes what steps the engine."""
 
     def __init__(
         self,
@@ -56,6 +70,7 @@ class Node:
         *,
         fetch_timeout: float = 10.0,
         prefill_rate: PrefillRate | None = None,
+        engine_thread: MakeEngineThread = EngineThread,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.identity = identity
@@ -66,7 +81,7 @@ class Node:
         self.activity = Activity()
         self.lease_counts = LeaseCounts()
         self.draining = False
-        self.engine = EngineThread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
+        self.engine = engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
         self._publisher = Publisher(connector, posted_unpin(self.engine))
         self._fetch_timeout = fetch_timeout
         self._watchdog: Watchdog | None = None

@@ -1,0 +1,166 @@
+"""A connector that goes wrong on purpose, around any other: calls fail before or after they took effect, wait, stall,
+or bring garbage. For tests and simulations.
+
+Invariant: it breaks no promise of the seam (`base.py`), and a block that it reports as fetched is the block that the
+wrapped connector has verified.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from random import Random
+from typing import Protocol
+
+from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer, Source
+from kv_connector.header import Mismatch, payload_digest
+from kv_connector.pool import Rows, copy_payload
+from kv_connector.stats import ConnectorStats
+from kvrelay.core.errors import KVError
+from kvrelay.core.kv_layout import KVLayout
+
+_STALL_SECONDS = 5.0  # of a publish, which has no deadline of its own
+
+
+class ConnectorFault(Enum):
+    """What goes wrong with one call."""
+
+    FAIL = "fail"  # KVError, and nothing was done
+    LOSE = "lose"  # it is done, and KVError all the same
+    STALL = "stall"  # nothing until the deadline; then a fetch reports FAILED and a publish raises KVError
+    DAMAGE = "damage"  # of a fetch: what arrives is garbage, reported as REFUSED
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """`delay` in seconds, before anything else."""
+
+    fault: ConnectorFault | None = None
+    delay: float = 0.0
+
+
+class ConnectorFaults(Protocol):
+    def plan(self, method: str) -> CallPlan:
+        """For the next call of `method`, "publish" or "fetch"."""
+        ...
+
+
+class SeededFaults:
+    """Each call goes wrong with `probability`, and waits up to `longest_delay` seconds, as `random` will have it."""
+
+    def __init__(self, random: Random, *, probability: float, longest_delay: float = 0.0) -> None:
+        self._random = random
+        self._probability = probability
+        self._longest_delay = longest_delay
+
+    def plan(self, method: str) -> CallPlan:
+        faults = [fault for fault in ConnectorFault if method == "fetch" or fault is not ConnectorFault.DAMAGE]
+        fault = self._random.choice(faults) if self._random.random() < self._probability else None
+        return CallPlan(fault, self._random.uniform(0.0, self._longest_delay))
+
+
+class FaultyConnector:
+    """Implements KVConnector by means of `inner`. `num_under_way`: calls that have not returned."""
+
+    def __init__(self, inner: KVConnector, faults: ConnectorFaults) -> None:
+        self.name = inner.name  # peers are to be of the same kind, and are
+        self.has_store = inner.has_store
+        self.num_under_way = 0
+        self._inner = inner
+        self._faults = faults
+        self._buffer: PoolBuffer | None = None
+
+    @property
+    def stats(self) -> ConnectorStats:
+        return self._inner.stats
+
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        return self._inner.all_stats()
+
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
+        self._buffer = self._inner.allocate(layout, num_blocks, node_id=node_id, epoch=epoch, buffer=buffer)
+        return self._buffer
+
+    @property
+    def endpoint(self) -> str:
+        return self._inner.endpoint
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        with self._under_way():
+            plan = self._faults.plan("publish")
+            await asyncio.sleep(plan.delay)
+            match plan.fault:
+                case ConnectorFault.FAIL:
+                    raise KVError("injected: nothing was published")
+                case ConnectorFault.STALL:
+                    await asyncio.sleep(_STALL_SECONDS)
+                    raise KVError("injected: publishing took too long")
+            await self._inner.publish(blocks)
+            if plan.fault is ConnectorFault.LOSE:
+                raise KVError("injected: published, but nobody said so")
+
+    def retract(self, block_ids: Sequence[int]) -> None:
+        self._inner.retract(block_ids)
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        with self._under_way():
+            plan = self._faults.plan("fetch")
+            await asyncio.sleep(min(plan.delay, timeout))
+            match plan.fault:
+                case ConnectorFault.FAIL:
+                    raise KVError("injected: nothing was fetched")
+                case ConnectorFault.STALL:
+                    await asyncio.sleep(timeout)
+                    return FetchResult((FetchOutcome.FAILED,) * len(blocks))
+            result = await self._inner.fetch(source, blocks, timeout=max(0.0, timeout - plan.delay))
+            match plan.fault:
+                case ConnectorFault.LOSE:
+                    raise KVError("injected: fetched, but nobody said so")
+                case ConnectorFault.DAMAGE:
+                    return self._damage(blocks, result)
+            return result
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def _damage(self, blocks: Sequence[Block], result: FetchResult) -> FetchResult:
+        """The later half of what arrived is overwritten: its content is as undefined as the seam allows."""
+        assert self._buffer is not None
+        block_bytes = self._buffer.layout.block_bytes
+        outcomes = list(result.outcomes)
+        for index in range(len(blocks) // 2, len(blocks)):
+            if outcomes[index] is FetchOutcome.FETCHED:
+                start = blocks[index].block_id * block_bytes
+                self._buffer.memory[start : start + block_bytes] = b"\xa5" * block_bytes
+                outcomes[index] = FetchOutcome.REFUSED
+                self.stats.refused[Mismatch.DIGEST] += 1
+        return replace(result, outcomes=tuple(outcomes))
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self.num_under_way += 1
+        try:
+            yield
+        finally:
+            self.num_under_way -= 1
+
+
+class DamagingCopy:
+    """Copies a payload as `copy_payload` does, but damages one byte of some on their way: it is for the digest to find
+    them. `num_damaged` counts."""
+
+    def __init__(self, random: Random, *, probability: float) -> None:
+        self.num_damaged = 0
+        self.probability = probability
+        self._random = random
+
+    def __call__(self, destination: Rows, source: Rows) -> bytes:
+        digest = copy_payload(destination, source)
+        if self._random.random() >= self.probability:
+            return digest
+        self.num_damaged += 1
+        destination[self._random.randrange(destination.size)] ^= 1 << self._random.randrange(8)
+        return payload_digest(destination.data)

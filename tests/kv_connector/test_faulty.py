@@ -1,0 +1,99 @@
+"""The connector that goes wrong on purpose: what each fault does, and that damage never arrives as a block."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+
+import pytest
+
+from kv_connector.base import FetchOutcome
+from kv_connector.faulty import CallPlan, ConnectorFault, DamagingCopy, FaultyConnector, SeededFaults
+from kv_connector.header import Mismatch
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.errors import KVError
+from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
+
+_TIMEOUT = 5.0
+
+
+class Planned:
+    """Goes wrong as `fault` says, until it is set to None."""
+
+    def __init__(self, fault: ConnectorFault | None = None) -> None:
+        self.fault = fault
+
+    def plan(self, method: str) -> CallPlan:
+        return CallPlan(self.fault)
+
+
+@asynccontextmanager
+async def pair(faults: Planned, *, damage: float = 0.0) -> AsyncIterator[tuple[Node, Node]]:
+    """An owner of good faith, and a peer whose calls go wrong."""
+    hub = InProcessHub()
+    copy = DamagingCopy(Random(1), probability=damage)
+    owner = Node(InProcessConnector(hub), "owner", 16, LAYOUT, EPOCH)
+    peer = Node(FaultyConnector(InProcessConnector(hub, copy=copy), faults), "peer", 16, LAYOUT, EPOCH + 1)
+    try:
+        yield owner, peer
+    finally:
+        await peer.connector.close()
+        await owner.connector.close()
+
+
+async def test_without_a_fault_it_is_the_wrapped_one() -> None:
+    async with pair(Planned()) as (owner, peer):
+        wanted = blocks(4)
+        await write_and_publish(owner, wanted)
+        result = await peer.connector.fetch(owner.source, wanted, timeout=_TIMEOUT)
+        assert result.num_leading_fetched == 4
+        assert all(peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes) for block in wanted)
+
+
+@pytest.mark.parametrize("fault", [ConnectorFault.FAIL, ConnectorFault.LOSE])
+async def test_a_call_that_fails_raises(fault: ConnectorFault) -> None:
+    async with pair(Planned(fault)) as (owner, peer):
+        wanted = blocks(2)
+        with pytest.raises(KVError, match="injected"):
+            await write_and_publish(peer, wanted)
+        result = await owner.connector.fetch(peer.source, wanted, timeout=_TIMEOUT)
+        was_done = fault is ConnectorFault.LOSE
+        assert result.outcomes == ((FetchOutcome.FETCHED if was_done else FetchOutcome.MISSING),) * 2
+        with pytest.raises(KVError, match="injected"):
+            await peer.connector.fetch(owner.source, wanted, timeout=_TIMEOUT)
+
+
+async def test_a_fetch_that_stalls_ends_at_its_deadline() -> None:
+    async with pair(Planned(ConnectorFault.STALL)) as (owner, peer):
+        wanted = blocks(2)
+        await write_and_publish(owner, wanted)
+        result = await peer.connector.fetch(owner.source, wanted, timeout=0.01)
+        assert result.outcomes == (FetchOutcome.FAILED,) * 2
+
+
+async def test_garbage_is_refused() -> None:
+    async with pair(Planned(ConnectorFault.DAMAGE)) as (owner, peer):
+        wanted = blocks(4)
+        await write_and_publish(owner, wanted)
+        result = await peer.connector.fetch(owner.source, wanted, timeout=_TIMEOUT)
+        assert result.outcomes == (FetchOutcome.FETCHED,) * 2 + (FetchOutcome.REFUSED,) * 2
+        assert peer.connector.stats.refused[Mismatch.DIGEST] == 2
+
+
+async def test_a_bit_that_flips_on_the_way_is_found() -> None:
+    async with pair(Planned(), damage=1.0) as (owner, peer):
+        wanted = blocks(4)
+        await write_and_publish(owner, wanted)
+        result = await peer.connector.fetch(owner.source, wanted, timeout=_TIMEOUT)
+        assert result.outcomes == (FetchOutcome.REFUSED,) * 4
+        assert peer.connector.stats.refused[Mismatch.DIGEST] == 4
+
+
+def test_the_same_seed_plans_the_same_faults() -> None:
+    def plans(seed: int) -> list[CallPlan]:
+        faults = SeededFaults(Random(seed), probability=0.5, longest_delay=1.0)
+        return [faults.plan(method) for method in ("publish", "fetch") * 50]
+
+    assert plans(1) == plans(1) != plans(2)
+    drawn = {plan.fault for plan in plans(1)}
+    assert drawn == {None, *ConnectorFault}
+    assert ConnectorFault.DAMAGE not in {plan.fault for plan in plans(1)[::2]}

@@ -1,0 +1,52 @@
+"""`python -m tests.simulation --seeds 0:1000` runs many; `--seed N --trace` replays one, event by event."""
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+from collections import Counter
+
+from tests.simulation.scenario import run_seed
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, help="replay this one")
+    parser.add_argument("--seeds", default="0:200", help="first:last, the last one excluded")
+    parser.add_argument("--trace", action="store_true", help="print every event")
+    options = parser.parse_args(arguments)
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of names is part of a run
+        os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *arguments], _fixed_hashes())
+    logging.getLogger().setLevel(logging.DEBUG if options.trace else logging.CRITICAL + 1)
+    first, last = (options.seed, options.seed + 1) if options.seed is not None else map(int, options.seeds.split(":"))
+    gc.collect()
+    gc.freeze()  # so that collecting after each run looks at what that run has made only
+    counts: Counter[str] = Counter()
+    failed = []
+    started = time.monotonic()
+    for seed in range(first, last):
+        outcome = run_seed(seed, traced=options.trace)
+        counts += outcome.counts
+        for event in outcome.events:
+            print(event)
+        if outcome.failures:
+            failed.append(seed)
+            print(f"seed {seed} fails:", *outcome.failures[:20], sep="\n    ", flush=True)
+    if options.seed is None:
+        print(
+            f"{last - first} seeds in {time.monotonic() - started:.1f} s:",
+            ", ".join(f"{n} {k}" for k, n in sorted(counts.items())),
+        )
+    if failed:
+        print("failing seeds:", *failed)
+    return 1 if failed else 0
+
+
+def _fixed_hashes() -> dict[str, str]:
+    return {**os.environ, "PYTHONHASHSEED": "0"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,246 @@
+"""Clients: what they ask, how they behave, and what may become of them.
+
+Invariant: whatever a client was given is the beginning of the right tokens, and it was told of one ending at most.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import Enum
+from random import Random
+
+from kvrelay.core.errors import (
+    CancelledByPeerError,
+    DeadlineError,
+    KVRelayError,
+    UnavailableError,
+)
+from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
+from router.relay import ClusterRelay
+from router.request import PromptLogprobs, RequestTrace, RoutedRequest
+from tests.simulation.cluster import BLOCK_SIZE
+from tests.simulation.oracle import VOCAB_SIZE, ExpectedOutput, expected_output
+
+LONG_TIMEOUT = 240.0  # longer than any fault lasts
+
+
+class Behaviour(Enum):
+    PATIENT = "patient"  # reads to the end
+    LEAVES = "leaves"  # closes its stream after some tokens
+    DISAPPEARS = "disappears"  # is cancelled at some time
+    ABORTS = "aborts"  # asks for an abort after some tokens
+    SATISFIED = "satisfied"  # has enough of each output after some tokens (a stop string)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`enough`: number of tokens after which the client does what is its way. Times in seconds."""
+
+    request: RoutedRequest
+    behaviour: Behaviour
+    arrives_at: float
+    enough: int = 0
+    disappears_after: float = 0.0
+    longest_pause: float = 0.0  # of a client that reads slowly
+
+
+@dataclass(slots=True)
+class Client:
+    """One request. `report` hears what is wrong."""
+
+    plan: Plan
+    max_model_len: int
+    report: Callable[[str], None]
+    trace: Callable[[str], None]
+    random: Random
+    ending: str = ""
+    num_migrations: int = 0
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    _finished: dict[int, FinishReason] = field(default_factory=dict)
+    _num_endings: int = 0
+    _has_prompt_logprobs: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.plan.request.request_id
+
+    async def run(self, relay: ClusterRelay) -> None:
+        """Until it has ended, however that is."""
+        loop = asyncio.get_running_loop()
+        started = loop.time() + self.plan.arrives_at
+        try:
+            await asyncio.sleep(self.plan.arrives_at)
+            started = loop.time()
+            self.trace(f"client {self.name} asks ({self.plan.behaviour.value})")
+            await self._read(relay)
+        except asyncio.CancelledError:
+            if not self.ending:
+                self._ended("disappeared")
+            raise
+        except KVRelayError as error:
+            self._on_error(error, loop.time() - started)
+
+    async def _read(self, relay: ClusterRelay) -> None:
+        async with aclosing(relay.run(self.plan.request)) as events:
+            async for event in events:
+                match event:
+                    case RequestTrace():
+                        self._on_trace(event)
+                    case PromptLogprobs():
+                        self._on_prompt_logprobs(event)
+                    case output:
+                        self._on_output(output)
+                        if self._has_enough(output, relay):
+                            self._ended("left")
+                            return
+                if self.plan.longest_pause:
+                    await asyncio.sleep(self.random.uniform(0.0, self.plan.longest_pause))
+        if self._num_endings == 0:
+            self.report(f"{self.name}: the events ended without a trace and without an error")
+
+    def _has_enough(self, output: TokenOutput, relay: ClusterRelay) -> bool:
+        """Whether it stops reading here."""
+        if len(self.tokens[output.index]) < self.plan.enough:
+            return False
+        match self.plan.behaviour:
+            case Behaviour.LEAVES:
+                return True
+            case Behaviour.ABORTS:
+                relay.abort(self.name)
+            case Behaviour.SATISFIED:
+                relay.finish(self.name, output.index)
+                self._finished.setdefault(output.index, FinishReason.STOP)
+        return False
+
+    # -- what comes ----------------------------------------------------------------------------------------------------
+
+    def _on_output(self, output: TokenOutput) -> None:
+        self._check_not_ended("a token")
+        sampling = self.plan.request.sampling
+        found = self.tokens.setdefault(output.index, [])
+        if output.index in self._finished:
+            if self.plan.behaviour is not Behaviour.SATISFIED:
+                self.report(f"{self.name}: output {output.index} goes on after its end")
+            return
+        found.extend(output.token_ids)
+        self.trace(f"client {self.name} has {len(found)} tokens of output {output.index}")
+        if output.finish_reason is not None:
+            self._finished[output.index] = output.finish_reason
+        wants_logprobs = sampling.logprobs is not None
+        if [entry.token_id for entry in output.logprobs] != (list(output.token_ids) if wants_logprobs else []):
+            self.report(f"{self.name}: logprobs are not those of the tokens")
+        if sampling.prompt_logprobs is not None and not self._has_prompt_logprobs:
+            self.report(f"{self.name}: a token came before the prompt's logprobs")
+
+    def _on_prompt_logprobs(self, event: PromptLogprobs) -> None:
+        self._check_not_ended("prompt logprobs")
+        targets = tuple(entry.token_id for entry in event.logprobs)
+        if self._has_prompt_logprobs:
+            self.report(f"{self.name}: prompt logprobs came twice")
+        if targets != self.plan.request.prompt_token_ids[1:]:
+            self.report(f"{self.name}: prompt logprobs are not those of the prompt: {targets}")
+        self._has_prompt_logprobs = True
+
+    def _on_trace(self, trace: RequestTrace) -> None:
+        self._ended("complete")
+        self.num_migrations = trace.num_migrations
+        if trace.num_cached_tokens + trace.num_computed_tokens != len(self.plan.request.prompt_token_ids):
+            self.report(f"{self.name}: the trace does not add up: {trace}")
+
+    def _on_error(self, error: KVRelayError, elapsed: float) -> None:
+        self._ended(type(error).__name__)
+        self.trace(f"client {self.name}: {type(error).__name__}: {error}")
+        match error:
+            case CancelledByPeerError() if self.plan.behaviour is Behaviour.ABORTS:
+                return
+            case DeadlineError() if LONG_TIMEOUT > self.plan.request.timeout <= elapsed + 1e-6:
+                return
+            case UnavailableError():
+                return
+        self.report(f"{self.name}: ended after {elapsed:.3f} s with {error!r}")
+
+    def _ended(self, how: str) -> None:
+        self._check_not_ended(how)
+        self.ending = how
+        self._num_endings += 1
+        self.trace(f"client {self.name}: {how}")
+
+    def _check_not_ended(self, what: str) -> None:
+        if self._num_endings:
+            self.report(f"{self.name}: {what} after it had ended ({self.ending})")
+
+    # -- what should have come -----------------------------------------------------------------------------------------
+
+    def check(self, *, calm: bool) -> None:
+        """At the end of the run. `calm`: nothing went wrong, so there was a node for every request."""
+        request = self.plan.request
+        if not self.ending:
+            self.report(f"{self.name}: has not ended")
+        if calm and self.ending == UnavailableError.__name__:
+            self.report(f"{self.name}: ended with {self.ending} though nothing went wrong")
+        for index in range(request.sampling.n):
+            expected = expected_output(request.prompt_token_ids, request.sampling, index, self.max_model_len)
+            self._check_output(index, expected)
+
+    def _check_output(self, index: int, expected: ExpectedOutput) -> None:
+        found = tuple(self.tokens.get(index, ()))
+        if found != expected.token_ids[: len(found)]:
+            self.report(f"{self.name}: output {index} is {found}, not {expected.token_ids}")
+        if self.plan.behaviour is Behaviour.SATISFIED:
+            if self.ending == "complete" and len(found) < min(self.plan.enough, len(expected.token_ids)):
+                self.report(f"{self.name}: output {index} has {len(found)} tokens")
+        elif self.ending == "complete" and (found, self._finished.get(index)) != (
+            expected.token_ids,
+            expected.finish_reason,
+        ):
+            self.report(f"{self.name}: output {index} is {found} {self._finished.get(index)}, not {expected}")
+
+
+def draw_plans(random: Random, num_requests: int, max_model_len: int, *, arrival_seconds: float) -> list[Plan]:
+    """Requests with shared prefixes, most of them patient."""
+    conversations = [_draw_tokens(random, random.randrange(1, 12 * BLOCK_SIZE)) for _ in range(3)]
+    return [
+        _draw_plan(random, f"r{number}", conversations, max_model_len, arrival_seconds)
+        for number in range(num_requests)
+    ]
+
+
+def _draw_plan(
+    random: Random, name: str, conversations: list[tuple[int, ...]], max_model_len: int, arrival_seconds: float
+) -> Plan:
+    behaviours = [*[Behaviour.PATIENT] * 8, *Behaviour]
+    shared = random.choice(conversations)
+    prompt = (*shared[: random.randrange(len(shared) + 1)], *_draw_tokens(random, random.randrange(1, 2 * BLOCK_SIZE)))
+    prompt = prompt[: max_model_len // 2]
+    is_hurried = random.random() < 0.1
+    max_tokens = random.randrange(1, 32)
+    sampling = SamplingParams(
+        n=random.choice((1, 1, 1, 1, 2, 3)),
+        max_tokens=max_tokens,
+        seed=random.getrandbits(32),
+        ignore_eos=random.random() < 0.7,
+        stop_token_ids=(random.randrange(VOCAB_SIZE),) if random.random() < 0.3 else (),
+        logprobs=1 if random.random() < 0.2 else None,
+        prompt_logprobs=1 if random.random() < 0.1 else None,
+    )
+    request = RoutedRequest(
+        name,
+        prompt,
+        sampling,
+        cache_salt=b"salt" if random.random() < 0.1 else b"",
+        timeout=random.uniform(0.05, 3.0) if is_hurried else LONG_TIMEOUT,
+    )
+    return Plan(
+        request,
+        random.choice(behaviours),
+        arrives_at=random.uniform(0.0, arrival_seconds),
+        enough=random.randrange(0, max_tokens + 1),
+        disappears_after=random.expovariate(2.0),
+        longest_pause=random.uniform(0.0, 0.5) if random.random() < 0.1 else 0.0,
+    )
+
+
+def _draw_tokens(random: Random, count: int) -> tuple[int, ...]:
+    return tuple(random.randrange(1, VOCAB_SIZE) for _ in range(count))

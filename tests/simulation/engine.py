@@ -1,0 +1,144 @@
+"""What stands for the model and for the engine's thread: everything between them is the real engine.
+
+Invariant: the runner attends to every byte of a sequence's KV, and raises when one is not what its tokens make it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextvars import Context
+
+from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.engine_thread import EngineThread, Message
+from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
+from kvrelay.engine.request import StepResult
+from kvrelay.engine.sampler import SampledToken, SamplingRow
+from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, slots_of
+
+
+class WrongKVError(AssertionError):
+    """A sequence was about to be continued from KV that is not its own."""
+
+
+class DigestRunner:
+    """Implements Runner over the pool's `memory`: block i has `block_size` slots of SLOT_BYTES, from the first byte."""
+
+    def __init__(self, memory: memoryview, block_size: int) -> None:
+        self.num_computed_tokens = 0
+        self._memory = memory
+        self._block_size = block_size
+        self._block_bytes = block_size * SLOT_BYTES
+
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        for source, target in plan.copies:
+            self._memory[self._block(target)] = self._memory[self._block(source)]
+        for entry in plan.scheduled:
+            self._write(entry)
+        self.num_computed_tokens += plan.num_scheduled_tokens
+        return ModelRunnerOutput(tuple(self._sample(entry) for entry in plan.scheduled))
+
+    def _write(self, entry: ScheduledSequence) -> None:
+        state = self._read(entry, entry.start - 1) if entry.start else FIRST_STATE
+        for offset, token_id in enumerate(entry.token_ids):
+            state = next_slot(state, token_id)
+            self._memory[self._slot(entry, entry.start + offset)] = state
+
+    def _sample(self, entry: ScheduledSequence) -> SequenceResult:
+        sampled = tuple(self._sample_row(entry, row) for row in entry.rows)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if entry.prompt_logprobs is not None:
+            logprobs = tuple(TokenLogprobs(target, -1.0, 1) for target in entry.prompt_logprobs[1])
+        return SequenceResult(sampled, logprobs)
+
+    def _sample_row(self, entry: ScheduledSequence, row: SamplingRow) -> SampledToken:
+        num_tokens = entry.start + entry.num_scheduled_tokens
+        found = b"".join(bytes(self._memory[self._block(block_id)]) for block_id in entry.block_table)
+        found = found[: num_tokens * SLOT_BYTES]
+        expected = slots_of((*row.prompt_token_ids, *row.output_token_ids))
+        if found != expected:
+            wrong = next(i for i in range(num_tokens) if found[i * 16 : i * 16 + 16] != expected[i * 16 : i * 16 + 16])
+            raise WrongKVError(
+                f"KV of token {wrong} of {num_tokens} in block {entry.block_table[wrong // self._block_size]}"
+            )
+        token_id = sample(found, row.params, row.choice_index)
+        logprobs = None if row.params.logprobs is None else TokenLogprobs(token_id, -1.0, 1)
+        return SampledToken(token_id, logprobs)
+
+    def _block(self, block_id: int) -> slice:
+        return slice(block_id * self._block_bytes, (block_id + 1) * self._block_bytes)
+
+    def _slot(self, entry: ScheduledSequence, position: int) -> slice:
+        block, slot = divmod(position, self._block_size)
+        start = entry.block_table[block] * self._block_bytes + slot * SLOT_BYTES
+        return slice(start, start + SLOT_BYTES)
+
+    def _read(self, entry: ScheduledSequence, position: int) -> bytes:
+        return bytes(self._memory[self._slot(entry, position)])
+
+
+class VirtualEngineThread(EngineThread):
+    """The turns of an engine thread as callbacks of the loop: messages, a step, and its result after `step_seconds`.
+    `on_failure` hears of a crash, which is a fault of ours."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_result: Callable[[StepResult], None],
+        on_crash: Callable[[BaseException], None],
+        context: Context,
+        step_seconds: Callable[[], float],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(engine, loop, on_result=on_result, on_crash=on_crash)
+        self._context = context
+        self._step_seconds = step_seconds
+        self._on_failure = on_failure
+        self._is_idle = False  # and looks up at the next message
+
+    def start(self) -> None:
+        self._is_idle = True
+        self._look_up()
+
+    def post(self, message: Message) -> None:
+        super().post(message)
+        self._look_up()
+
+    async def stop(self, timeout: float) -> None:
+        self._mailbox.put(None)
+        self._look_up()
+        async with asyncio.timeout(timeout):
+            while not self._stopped.is_set():
+                await asyncio.sleep(0.01)
+
+    def _look_up(self) -> None:
+        if self._is_idle:
+            self._is_idle = False
+            self._loop.call_soon(self._turn, context=self._context)
+
+    def _turn(self) -> None:
+        try:
+            if not self._handle_messages(wait=False):
+                self._end()
+                return
+            result, busy = self._engine.step()
+        except Exception as error:
+            self._on_failure(error)
+            self._on_crash(error)
+            self._end()
+            return
+        seconds = self._step_seconds() if busy else 0.0
+        self._loop.call_later(seconds, self._after_step, result, busy, context=self._context)
+
+    def _after_step(self, result: StepResult | None, busy: bool) -> None:
+        if result is not None:
+            self._on_result(result)
+        if busy or not self._mailbox.empty():
+            self._turn()
+        else:
+            self._is_idle = True
+
+    def _end(self) -> None:
+        self._stopped.set()
+        self._fail_pending()

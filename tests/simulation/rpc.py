@@ -1,0 +1,390 @@
+"""What of `grpc.aio` our clients and servicers use, over the simulated network: generated stubs, servicers and the
+ErrorInterceptor run unchanged on it.
+
+Invariant: a call ends once at each end; the client's end by a status, a loss, its deadline or its own cancel.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import grpc
+
+from kvrelay.core.rpc import ErrorInterceptor
+from tests.simulation.network import Connection, Network
+from tests.simulation.virtual_loop import Process
+
+Serialize = Callable[[Any], bytes]
+Deserialize = Callable[[bytes], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    code: grpc.StatusCode
+    details: str = ""
+    metadata: grpc.aio.Metadata = field(default_factory=grpc.aio.Metadata)
+
+
+_OK = Status(grpc.StatusCode.OK)
+_CANCELLED = Status(grpc.StatusCode.CANCELLED, "cancelled by the client")
+
+
+class Server:
+    """Stands in for `grpc.aio.Server` in `add_XServicer_to_server`."""
+
+    def __init__(self, process: Process, network: Network) -> None:
+        self.process = process
+        self.network = network
+        self._handlers: dict[str, Any] = {}
+        self._interceptor = ErrorInterceptor()
+        self._calls: dict[ServerCall, None] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """The registered ones are enough."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        self._handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
+
+    async def handler(self, method: str) -> Any:
+        """None when there is no such method."""
+
+        async def find(details: grpc.HandlerCallDetails) -> Any:
+            return self._handlers.get(method)
+
+        return await self._interceptor.intercept_service(find, cast("grpc.HandlerCallDetails", _CallDetails(method)))
+
+    def open(self, call: "Call", request: bytes | None) -> None:
+        server_call = ServerCall(self, call, request)
+        call.servers.append(server_call)
+        self._calls[server_call] = None
+
+    def over(self, server_call: "ServerCall") -> None:
+        self._calls.pop(server_call, None)
+
+    async def stop(self) -> None:
+        """Cancels what is under way, as `stop(grace=0)`."""
+        calls = list(self._calls)
+        for server_call in calls:
+            server_call.lost()
+        await asyncio.gather(*(server_call.task for server_call in calls), return_exceptions=True)
+        self.network.died(self.process)
+
+
+@dataclass(frozen=True, slots=True)
+class _CallDetails:
+    method: str
+    invocation_metadata: tuple[()] = ()
+
+
+class ServerCall:
+    """The server's end, and the `ServicerContext`."""
+
+    def __init__(self, server: Server, call: "Call", request: bytes | None) -> None:
+        self._server = server
+        self._call = call
+        self._request = request
+        self._requests: deque[bytes] = deque()
+        self._no_more_requests = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._handler: Any = None
+        self._is_over = False
+        self._aborted: Status | None = None
+        self.task = asyncio.get_running_loop().create_task(self._run(), name=f"serve {call.method}")
+
+    # -- what arrives --------------------------------------------------------------------------------------------------
+
+    def receive(self, request: bytes) -> None:
+        self._requests.append(request)
+        self._wake()
+
+    def half_close(self) -> None:
+        self._no_more_requests = True
+        self._wake()
+
+    def lost(self) -> None:
+        """The client is gone, or does not want it any more."""
+        if not self._is_over:
+            self._is_over = True
+            self.half_close()
+            self.task.cancel()
+            self._server.over(self)  # one that has not begun to run never ends
+
+    # -- the servicer's context ----------------------------------------------------------------------------------------
+
+    async def write(self, message: Any) -> None:
+        if self._is_over:
+            raise grpc.aio.UsageError("RPC already finished.")
+        data = self._handler.response_serializer(message)
+        self._send("response", partial(self._call.receive, data))
+        await asyncio.sleep(0)
+
+    async def abort_with_status(self, status: Any) -> None:
+        metadata = grpc.aio.Metadata(*(status.trailing_metadata or ()))
+        self._aborted = Status(status.code, status.details, metadata)
+        raise grpc.aio.AbortError("Locally aborted.")
+
+    # -- the call ------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        status = _OK
+        try:
+            self._handler = await self._server.handler(self._call.method)
+            if self._handler is None:
+                status = Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            elif self._handler.unary_unary is not None:
+                response = await self._handler.unary_unary(self._request, self)
+                data = self._handler.response_serializer(response)
+                self._send("response", partial(self._call.receive_only, data))
+                return
+            elif self._handler.unary_stream is not None:
+                await self._handler.unary_stream(self._request, self)
+            else:
+                await self._handler.stream_stream(self._received(), self)
+        except grpc.aio.AbortError:
+            assert self._aborted is not None
+            status = self._aborted
+        finally:
+            self._server.over(self)
+            was_over, self._is_over = self._is_over, True
+        if not was_over:
+            self._transmit("status", partial(self._call.end, status))
+
+    async def _received(self) -> AsyncIterator[Any]:
+        while True:
+            while self._requests:
+                yield self._handler.request_deserializer(self._requests.popleft())
+            if self._no_more_requests:
+                return
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _send(self, kind: str, deliver: Callable[[], None]) -> None:
+        if not self._is_over:
+            self._transmit(kind, deliver)
+
+    def _transmit(self, kind: str, deliver: Callable[[], None]) -> None:
+        connection = self._call.connection
+        assert connection is not None
+        connection.send(self._call, kind, to_server=False, deliver=deliver)
+
+
+class Call:
+    """The client's end: awaited when unary, iterated over otherwise."""
+
+    def __init__(
+        self,
+        channel: "Channel",
+        method: str,
+        deserialize: Deserialize,
+        *,
+        request: bytes | None,
+        is_unary: bool,
+        timeout: float | None,
+    ) -> None:
+        self.method = method
+        self.message_class = (method, is_unary)
+        self.servers: list[ServerCall] = []  # more than one when the request was duplicated
+        self._deserialize = deserialize
+        self._responses: deque[bytes] = deque()
+        self._status: Status | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._sender: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        if timeout is not None:
+            expired = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            self._deadline = self._loop.call_later(timeout, self._give_up, expired)
+        self.connection: Connection | None = channel.connection()
+        if self.connection is None:
+            refused = Status(grpc.StatusCode.UNAVAILABLE, "failed to connect: connection refused")
+            self._loop.call_later(channel.network.faults.delay(), self.end, refused)
+            return
+        self.connection.open(self)
+        server = channel.server()
+        self.connection.send(self, "open", to_server=True, deliver=lambda: server.open(self, request))
+
+    # -- as grpc.aio's -------------------------------------------------------------------------------------------------
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._only().__await__()
+
+    def __aiter__(self) -> "Call":
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._read()
+        if message is not None:
+            return self._deserialize(message)
+        self._raise_for_status()
+        raise StopAsyncIteration
+
+    def cancel(self) -> bool:
+        return self._give_up(_CANCELLED)
+
+    def send_all(self, requests: AsyncIterator[Any], serialize: Serialize) -> None:
+        self._sender = self._loop.create_task(self._send_all(requests, serialize), name=f"send {self.method}")
+
+    # -- what arrives --------------------------------------------------------------------------------------------------
+
+    def receive(self, response: bytes) -> None:
+        if self._status is None:
+            self._responses.append(response)
+            self._wake()
+
+    def receive_only(self, response: bytes) -> None:
+        """The response of a unary call."""
+        self.receive(response)
+        self.end(_OK)
+
+    def end(self, status: Status) -> None:
+        """Says the server."""
+        if self._status is not None:
+            return
+        if self.connection is not None:
+            self.connection.forget(self)
+        self._finish(status)
+
+    def lost_at_client(self, reason: str) -> None:
+        if self._status is None:
+            self._finish(Status(grpc.StatusCode.UNAVAILABLE, reason))
+
+    def lost_at_server(self) -> None:
+        for server in self.servers:
+            server.lost()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _give_up(self, status: Status) -> bool:
+        """The server hears of it."""
+        if self._status is not None:
+            return False
+        if self.connection is not None:
+            self.connection.send(self, "cancel", to_server=True, deliver=self._cancelled_at_server)
+        self._finish(status)
+        return True
+
+    def _finish(self, status: Status) -> None:
+        self._status = status
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._sender is not None:
+            self._sender.cancel()
+        self._wake()
+
+    def _cancelled_at_server(self) -> None:
+        self.lost_at_server()
+        assert self.connection is not None
+        self.connection.forget(self)
+
+    async def _only(self) -> Any:
+        message = await self._read()
+        if message is None:
+            self._raise_for_status()
+            raise AssertionError("a unary call without a response has a status")
+        return self._deserialize(message)
+
+    async def _read(self) -> bytes | None:
+        """None at the end."""
+        while not self._responses:
+            if self._status is not None:
+                return None
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        return self._responses.popleft()
+
+    def _raise_for_status(self) -> None:
+        assert self._status is not None
+        if self._status is _CANCELLED:
+            raise asyncio.CancelledError
+        if self._status.code is not grpc.StatusCode.OK:
+            raise grpc.aio.AioRpcError(
+                self._status.code, grpc.aio.Metadata(), self._status.metadata, details=self._status.details
+            )
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _send_all(self, requests: AsyncIterator[Any], serialize: Serialize) -> None:
+        async for request in requests:
+            if self.connection is not None:
+                data = serialize(request)
+                self.connection.send(self, "request", to_server=True, deliver=partial(self._arrive, data))
+        if self.connection is not None:
+            self.connection.send(self, "half_close", to_server=True, deliver=self._half_close)
+
+    def _arrive(self, data: bytes) -> None:
+        self.servers[0].receive(data)
+
+    def _half_close(self) -> None:
+        self.servers[0].half_close()
+
+
+class Channel:
+    """From one process to one address. `servers`: who listens where, now."""
+
+    def __init__(self, network: Network, servers: Mapping[str, Server], client: Process, address: str) -> None:
+        self.network = network
+        self._servers = servers
+        self._client = client
+        self._address = address
+        self._connection: Connection | None = None
+
+    def server(self) -> Server:
+        return self._servers[self._address]
+
+    def connection(self) -> Connection | None:
+        """None when nobody listens there."""
+        server = self._servers.get(self._address)
+        if server is None:
+            return None
+        if self._connection is None or self._connection.broken:
+            self._connection = self.network.connect(self._client, server.process, self._address)
+        return self._connection
+
+    def unary_unary(
+        self, method: str, request_serializer: Serialize, response_deserializer: Deserialize, **_: Any
+    ) -> Callable[..., Call]:
+        return partial(self._call, method, request_serializer, response_deserializer, True)
+
+    def unary_stream(
+        self, method: str, request_serializer: Serialize, response_deserializer: Deserialize, **_: Any
+    ) -> Callable[..., Call]:
+        return partial(self._call, method, request_serializer, response_deserializer, False)
+
+    def stream_stream(
+        self, method: str, request_serializer: Serialize, response_deserializer: Deserialize, **_: Any
+    ) -> Callable[..., Call]:
+        def start(requests: AsyncIterator[Any], *, timeout: float | None = None) -> Call:
+            call = Call(self, method, response_deserializer, request=None, is_unary=False, timeout=timeout)
+            call.send_all(requests, request_serializer)
+            return call
+
+        return start
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            self._connection.break_("the channel was closed")
+
+    def _call(
+        self,
+        method: str,
+        serialize: Serialize,
+        deserialize: Deserialize,
+        is_unary: bool,
+        request: Any,
+        *,
+        timeout: float | None = None,
+    ) -> Call:
+        return Call(self, method, deserialize, request=serialize(request), is_unary=is_unary, timeout=timeout)

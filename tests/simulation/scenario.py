@@ -1,0 +1,266 @@
+"""One run: a cluster, clients and disasters, all drawn from a seed; afterwards everything is checked.
+
+Invariant: the same seed gives the same run, event by event.
+"""
+
+import asyncio
+import gc
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from random import Random
+
+from tests.simulation.client import Behaviour, Client, Plan, draw_plans
+from tests.simulation.cluster import Cluster, ClusterConfig, process_task
+from tests.simulation.faults import CALM, Faults, SeededFaults, draw_rates
+from tests.simulation.invariants import left_tasks, wait_clean
+from tests.simulation.virtual_loop import StuckError, VirtualLoop, run_virtual
+
+_ARRIVAL_SECONDS = 6.0
+_FAULT_SECONDS = 20.0  # after this nothing goes wrong any more
+_LONGEST_RUN_SECONDS = 900.0
+
+
+class Disaster(Enum):
+    """What strikes a node, or the router."""
+
+    KILL = "kill"  # and start it again at the same address
+    PAUSE = "pause"
+    DRAIN = "drain"  # as on SIGTERM; then start it again
+    PARTITION = "partition"
+    CUT = "cut"  # its connections are reset
+    PAUSE_ROUTER = "pause_router"
+    KILL_ROUTER = "kill_router"  # its clients with it
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """Times in seconds; `at` from when every node is known to the router. `seconds` it lasts, or the node is down."""
+
+    at: float
+    disaster: Disaster
+    address: str
+    seconds: float = 1.0
+    drain_seconds: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    config: ClusterConfig
+    plans: tuple[Plan, ...]
+    strikes: tuple[Strike, ...] = ()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`failures` are faults of ours; none in a good run. `counts` say that something has happened at all."""
+
+    failures: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    events: list[str] = field(default_factory=list)
+
+
+def run_seed(seed: int, *, traced: bool = False) -> Outcome:
+    """The run of this seed."""
+    random = Random(seed)
+    rates = draw_rates(random)
+    scenario = _draw_scenario(random, damage=rates.damage, is_calm=rates == CALM)
+    longest_delay = random.choice((0.001, 0.005, 0.05))
+    faults = SeededFaults(Random(random.getrandbits(64)), rates, longest_delay=longest_delay)
+    return run_scenario(scenario, faults, random, traced=traced)
+
+
+def run_scenario(scenario: Scenario, faults: Faults, random: Random, *, traced: bool = False) -> Outcome:
+    """`random` draws what is left: times, disasters, behaviours."""
+    outcome = Outcome()
+
+    async def main(loop: VirtualLoop) -> None:
+        def trace(event: str) -> None:
+            outcome.events.append(f"{loop.time():10.6f} {event}")
+
+        cluster = Cluster(loop, scenario.config, random, faults, trace if traced else _ignore)
+        handler = _LogTrace(trace)
+        logger = logging.getLogger()
+        if traced:
+            logger.addHandler(handler)
+        try:
+            async with asyncio.timeout(_LONGEST_RUN_SECONDS):
+                await _Run(scenario, cluster, random, outcome).run()
+        finally:
+            logger.removeHandler(handler)
+            outcome.failures += cluster.failures + loop.errors
+
+    gc.collect()
+    try:
+        run_virtual(main)
+    except (StuckError, TimeoutError) as error:
+        outcome.failures.append(f"the run does not end: {error!r}")
+    return outcome
+
+
+class _Run:
+    """What happens in one run, in order."""
+
+    def __init__(self, scenario: Scenario, cluster: Cluster, random: Random, outcome: Outcome) -> None:
+        self._scenario = scenario
+        self._cluster = cluster
+        self._random = random
+        self._outcome = outcome
+        self._clients: list[Client] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_disasters = 0
+
+    async def run(self) -> None:
+        cluster = self._cluster
+        await cluster.start()
+        self._start_clients()
+        disasters = [asyncio.create_task(self._strike(strike)) for strike in self._scenario.strikes]
+        leaving = [asyncio.create_task(self._disappear(*pair)) for pair in zip(self._clients, self._tasks, strict=True)]
+        await asyncio.gather(*disasters, *leaving)
+        await self._until_ended()
+        cluster.faults.stop()
+        cluster.copy.probability = 0.0
+        await wait_clean(cluster)
+        await cluster.close()
+        cluster.failures.extend(left_tasks(cluster))
+        self._count()
+
+    def _start_clients(self) -> None:
+        cluster = self._cluster
+        for plan in self._scenario.plans:
+            client = Client(
+                plan,
+                cluster.config.max_model_len,
+                cluster.failures.append,
+                cluster.trace,
+                Random(self._random.getrandbits(64)),
+            )
+            self._clients.append(client)
+            self._tasks.append(process_task(cluster.router.process, client.run(cluster.router.relay)))
+
+    async def _until_ended(self) -> None:
+        """Every client of a router that lives; faults go on for as long as they may."""
+        tasks = [task for task in self._tasks if task not in self._lost_tasks()]
+        pause = asyncio.create_task(asyncio.sleep(max(0.0, _FAULT_SECONDS - self._cluster.loop.time())))
+        await asyncio.wait({pause, asyncio.ensure_future(_all(tasks))}, return_when=asyncio.FIRST_COMPLETED)
+        pause.cancel()
+        self._cluster.faults.stop()
+        self._cluster.copy.probability = 0.0
+        await _all(tasks)
+        is_calm = self._cluster.faults.num_injected + self._num_disasters == 0
+        for client, task in zip(self._clients, self._tasks, strict=True):
+            if task in tasks:
+                client.check(calm=is_calm)
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    self._cluster.failures.append(f"{client.name}: {error!r}")
+
+    def _lost_tasks(self) -> "set[asyncio.Task[object]]":
+        return {task for process in self._cluster.dead for task in process.tasks}
+
+    async def _disappear(self, client: Client, task: "asyncio.Task[None]") -> None:
+        if client.plan.behaviour is Behaviour.DISAPPEARS:
+            await asyncio.sleep(client.plan.arrives_at + client.plan.disappears_after)
+            task.get_loop().call_soon(task.cancel, context=self._cluster.router.process.context)
+
+    # -- disasters -----------------------------------------------------------------------------------------------------
+
+    async def _strike(self, strike: Strike) -> None:
+        """What has struck a node already that is not back yet does not strike again."""
+        cluster, address = self._cluster, strike.address
+        await asyncio.sleep(strike.at)
+        if address not in cluster.nodes:
+            return
+        self._num_disasters += 1
+        self._outcome.counts[strike.disaster.value] += 1
+        match strike.disaster:
+            case Disaster.KILL:
+                await cluster.kill(address)
+                await self._restart(strike)
+            case Disaster.DRAIN:
+                await cluster.stop_node(address, drain_seconds=strike.drain_seconds)
+                await self._restart(strike)
+            case Disaster.PAUSE:
+                cluster.pause(cluster.nodes[address].process, strike.seconds)
+            case Disaster.PARTITION:
+                cluster.trace(f"{address} is cut off for {strike.seconds} s")
+                cluster.network.partition(address, strike.seconds)
+            case Disaster.CUT:
+                cluster.network.cut(address)
+            case Disaster.PAUSE_ROUTER:
+                cluster.pause(cluster.router.process, strike.seconds)
+            case Disaster.KILL_ROUTER:
+                cluster.kill_router()
+
+    async def _restart(self, strike: Strike) -> None:
+        await asyncio.sleep(strike.seconds)
+        self._cluster.start_node(strike.address)
+
+    def _count(self) -> None:
+        counts, cluster = self._outcome.counts, self._cluster
+        counts["runs"] += 1
+        counts["faults"] += cluster.faults.num_injected
+        counts["disasters"] += self._num_disasters
+        counts["damaged"] += cluster.copy.num_damaged
+        for client in self._clients:
+            counts["requests"] += 1
+            counts[client.ending or "lost"] += 1
+            counts["tokens"] += sum(map(len, client.tokens.values()))
+            counts["migrations"] += client.num_migrations
+
+
+class _LogTrace(logging.Handler):
+    """What the code under test logs, as events."""
+
+    def __init__(self, trace: Callable[[str], None]) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._trace(f"{record.levelname.lower()} {record.name}: {record.getMessage()}")
+
+
+def _draw_scenario(random: Random, *, damage: float, is_calm: bool) -> Scenario:
+    num_prefill, num_decode = random.choice(((2, 2), (2, 2), (2, 2), (1, 1), (1, 2), (0, 2)))
+    config = ClusterConfig(
+        num_prefill_nodes=num_prefill,
+        num_decode_nodes=num_decode,
+        num_blocks=random.choice((12, 20, 32, 64)),
+        max_num_seqs=random.choice((3, 4, 16)),
+        max_num_batched_tokens=random.choice((8, 16, 64)),
+        policy=random.choice(("round_robin", "least_loaded", "prefix_aware", "prefix_aware")),
+        local_prefill_max_tokens=random.choice((0, 8)),
+        max_attempts=random.choice((3, 10)),
+        longest_step=random.choice((0.005, 0.02, 0.1)),
+        damage=damage,
+    )
+    plans = draw_plans(random, random.randrange(4, 13), config.max_model_len, arrival_seconds=_ARRIVAL_SECONDS)
+    if is_calm:
+        return Scenario(config, tuple(plans))
+    disasters = [*list(Disaster)[:-1], Disaster.KILL]
+    if random.random() < 0.1:
+        disasters += [Disaster.KILL_ROUTER] * len(disasters)
+    addresses = [*config.prefill_addresses, *config.decode_addresses]
+    strikes = (_draw_strike(random, disasters, addresses) for _ in range(random.randrange(0, 6)))
+    return Scenario(config, tuple(plans), tuple(strikes))
+
+
+def _draw_strike(random: Random, disasters: Sequence[Disaster], addresses: Sequence[str]) -> Strike:
+    disaster = random.choice(disasters)
+    restarts = disaster in (Disaster.KILL, Disaster.DRAIN)
+    return Strike(
+        at=random.uniform(0.0, _ARRIVAL_SECONDS + 4.0),
+        disaster=disaster,
+        address=random.choice(addresses),
+        seconds=random.choice((0.0, 0.05, 0.5, 3.0) if restarts else (0.1, 1.0, 8.0, 20.0)),
+        drain_seconds=random.choice((0.0, 0.2, 3.0)),
+    )
+
+
+async def _all(tasks: "Sequence[asyncio.Task[None]]") -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _ignore(event: str) -> None:
+    """Nobody asked for a trace."""

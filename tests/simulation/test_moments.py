@@ -1,0 +1,61 @@
+"""A single request, with one disaster at every moment of its life: its client has the right tokens, or has left, and
+nothing remains.
+"""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from kvrelay.core.sampling_params import SamplingParams
+from router.request import RoutedRequest
+from tests.simulation.client import LONG_TIMEOUT, Behaviour, Plan
+from tests.simulation.cluster import BLOCK_SIZE, ClusterConfig
+from tests.simulation.faults import NthFault
+from tests.simulation.scenario import Disaster, Scenario, Strike, run_scenario
+
+_MOMENTS = [number * 0.005 for number in range(36)]
+_SAMPLING = SamplingParams(n=2, max_tokens=8, seed=3, ignore_eos=True)
+_PLAN = Plan(
+    RoutedRequest("r", tuple(range(1, 5 * BLOCK_SIZE + 3)), _SAMPLING, timeout=LONG_TIMEOUT), Behaviour.PATIENT, 0.0
+)
+# Round robin takes the first of each kind; three chunks of prompt.
+_CONFIG = ClusterConfig(policy="round_robin", max_num_batched_tokens=8, longest_step=0.01)
+
+
+@pytest.mark.parametrize("address", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("disaster", [Disaster.KILL, Disaster.PAUSE, Disaster.DRAIN, Disaster.CUT])
+def test_a_node_is_struck_at_any_moment(disaster: Disaster, address: str) -> None:
+    migrations = 0
+    for moment in _MOMENTS:
+        strike = Strike(moment, disaster, address, seconds=20.0, drain_seconds=0.0)
+        outcome = run_scenario(Scenario(_CONFIG, (_PLAN,), (strike,)), NthFault(0), Random(0))
+        assert not outcome.failures, f"{moment:.3f}: {outcome.failures}"
+        assert outcome.counts["complete"] == 1, f"{moment:.3f}: {outcome.counts}"
+        migrations += outcome.counts["migrations"]
+    assert migrations > 0
+
+
+def test_a_stream_outlives_more_restarts_than_it_has_attempts() -> None:
+    """Every node is restarted twice, one after the other: each time the stream goes on elsewhere, with new tokens."""
+    config = replace(_CONFIG, num_prefill_nodes=0, num_decode_nodes=3, max_attempts=3, longest_step=0.3)
+    sampling = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
+    plan = replace(_PLAN, request=replace(_PLAN.request, sampling=sampling))
+    strikes = tuple(
+        Strike(1.0 + 1.5 * number, Disaster.DRAIN, f"decode-{number % 3}", seconds=0.5, drain_seconds=0.2)
+        for number in range(6)
+    )
+    outcome = run_scenario(Scenario(config, (plan,), strikes), NthFault(0), Random(0))
+    assert not outcome.failures
+    assert outcome.counts["complete"] == 1
+    assert outcome.counts["migrations"] > config.max_attempts
+
+
+def test_a_client_disappears_at_any_moment() -> None:
+    endings: set[str] = set()
+    for moment in _MOMENTS:
+        plan = replace(_PLAN, behaviour=Behaviour.DISAPPEARS, disappears_after=moment)
+        outcome = run_scenario(Scenario(_CONFIG, (plan,)), NthFault(0), Random(0))
+        assert not outcome.failures, f"{moment:.3f}: {outcome.failures}"
+        endings.update(ending for ending in ("disappeared", "complete") if outcome.counts[ending])
+    assert endings == {"disappeared", "complete"}

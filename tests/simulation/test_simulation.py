@@ -1,0 +1,120 @@
+"""Seeds run clean, a seed is one run and no other, and faults that are planted on purpose are found."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_connector.faulty import DamagingCopy
+from kv_connector.pool import Rows, copy_payload
+from kvrelay.core.outputs import TokenOutput
+from kvrelay.engine.engine import Engine
+from kvrelay.node.receiver import Receiver
+from prefill_node.leases import LeaseTable
+from router.attempt import Attempt
+from router.decode_client import DecodeSession
+from router.prefill_client import PrefillClient
+from router.supervisor import RequestSupervisor
+from tests.simulation.scenario import run_seed
+
+ROOT = Path(__file__).parent.parent.parent
+NUM_SEEDS = 200
+_MOST_SEEDS_TO_FIND = 60
+
+
+def _simulate(*arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-m", "tests.simulation", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_seeds_run_clean_and_are_not_empty() -> None:
+    summary = _simulate("--seeds", f"0:{NUM_SEEDS}")
+    counts = {what: int(number) for number, what in (entry.split() for entry in summary.split(": ")[1].split(", "))}
+    assert counts["runs"] == NUM_SEEDS
+    assert counts["complete"] > counts["requests"] / 2
+    happened = ("migrations", "damaged", "faults", "kill", "drain", "pause", "partition", "cut", "kill_router", "left")
+    assert all(counts[what] > 0 for what in happened)
+
+
+def test_a_seed_replays_event_by_event() -> None:
+    """Alone and behind another one."""
+    alone = _simulate("--seed", "13", "--trace").splitlines()
+    behind = _simulate("--seeds", "12:14", "--trace").splitlines()[:-1]  # the last line has the seconds it took
+    assert len(alone) > 100
+    assert behind[-len(alone) :] == alone
+    assert len(behind) > len(alone)
+
+
+# -- planted faults ----------------------------------------------------------------------------------------------------
+
+
+def _trusts_what_arrives(copy: DamagingCopy, destination: Rows, source: Rows) -> bytes:
+    digest = copy_payload(destination, source)
+    if copy._random.random() < copy.probability:
+        destination[0] ^= 1
+    return digest
+
+
+def _forgets_to_release(client: PrefillClient, lease_id: str) -> None:
+    """It goes on renewing the lease."""
+
+
+def _keeps_blocks_pinned(receiver: Receiver) -> None:
+    """What was reserved for a transfer stays so."""
+
+
+def _does_not_abort(session: DecodeSession, *, finished: bool) -> None:
+    session._stream.remove(session._wire_id)
+
+
+def _never_expires(leases: LeaseTable) -> None:
+    """Leases that nobody releases stay for ever."""
+
+
+def _keeps_the_charge(attempt: Attempt) -> None:
+    """The node looks busy for ever."""
+
+
+def _names_too_early(engine: Engine, request_id: str, num_blocks: int) -> None:
+    _deliver(engine, request_id, num_blocks + 1)
+
+
+def _forgets_a_token(supervisor: RequestSupervisor, attempt: Attempt, event: Any) -> None:
+    """What a replay is given lacks the last token."""
+    _remember(supervisor, attempt, event)
+    if isinstance(event, TokenOutput) and event.finish_reason is None and event.index in supervisor._tokens:
+        tokens = supervisor._tokens[event.index]
+        del tokens[1:2]
+
+
+_deliver = Engine.deliver
+_remember = RequestSupervisor._remember
+
+PLANTED: list[tuple[type, str, Callable[..., Any], str]] = [
+    (DamagingCopy, "__call__", _trusts_what_arrives, "WrongKVError"),
+    (Engine, "deliver", _names_too_early, "WrongKVError"),
+    (RequestSupervisor, "_remember", _forgets_a_token, "output 0 is"),
+    (PrefillClient, "release", _forgets_to_release, "leases"),
+    (LeaseTable, "sweep", _never_expires, "leases left"),
+    (Receiver, "discard", _keeps_blocks_pinned, "are still held"),
+    (DecodeSession, "close", _does_not_abort, "requests left"),
+    (Attempt, "_uncharge", _keeps_the_charge, "queued tokens"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "planted", "symptom"), PLANTED, ids=[entry[2].__name__ for entry in PLANTED])
+def test_planted_faults_are_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, planted: Callable[..., Any], symptom: str
+) -> None:
+    monkeypatch.setattr(owner, name, planted)
+    for seed in range(_MOST_SEEDS_TO_FIND):
+        if any(symptom in failure for failure in run_seed(seed).failures):
+            return
+    raise AssertionError(f"nobody has noticed {planted.__name__} in {_MOST_SEEDS_TO_FIND} seeds")

@@ -1,0 +1,190 @@
+"""An asyncio event loop whose time is virtual, and the processes that share it.
+
+Nothing ever waits: when nothing is ready, time jumps to the next timer. A `Process` stands for an operating system's:
+what its tasks and timers do can be held back (SIGSTOP) or never happen again (SIGKILL).
+
+Invariant: the order in which callbacks run is a function of the program alone, never of the machine's speed.
+"""
+
+import asyncio
+import gc
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
+
+_MOST_TURNS_AT_ONE_TIME = 50_000
+_MOST_TURNS = 200_000
+_MOST_CANCELLATIONS = 10
+_END_SECONDS = 30.0
+
+T = TypeVar("T")
+
+
+class StuckError(Exception):
+    """Nothing can happen any more, or the same moment never ends; the message lists the tasks."""
+
+
+class Process:
+    """Everything that runs in `context`, or in a copy of it, belongs to it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.context: Context = copy_context()
+        self.context.run(PROCESS.set, self)
+        self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+        self.is_paused = False
+        self.is_dead = False
+        self._held: list[Any] = []  # handles
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.processes.append(self)
+        self._loop = loop
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """In this process, now; only from outside of any process."""
+        return self.context.run(function, *args, **kwargs)
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """What has become due meanwhile happens now, in order."""
+        self.is_paused = False
+        if not self.is_dead:
+            self._put_back()
+
+    def kill(self) -> None:
+        """At once and without any clean-up."""
+        self.is_dead = True
+
+    def bury(self) -> None:
+        """The run is over: its tasks may end like all others."""
+        self.is_dead = self.is_paused = False
+        self._put_back()
+
+    def holds(self, handle: Any) -> bool:
+        """Whether the loop must not run it."""
+        if self.is_paused or self.is_dead:
+            self._held.append(handle)
+            return True
+        return False
+
+    def _put_back(self) -> None:
+        held, self._held = self._held, []
+        self._loop.put_back(held)
+
+
+PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """`errors`: what reached the loop's exception handler."""
+
+    _ready: deque[Any]
+    _scheduled: list[Any]
+    _timer_cancelled_count: int
+    _stopping: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[str] = []
+        self.processes: list[Process] = []
+        self._now = 0.0
+        self._num_turns = 0
+        self._moved_at = 0  # the turn in which time moved last
+        self.set_exception_handler(lambda loop, context: self.errors.append(_describe(context)))
+        self.set_task_factory(cast(Any, _make_task))  # typeshed's protocol is narrower than what a loop calls
+
+    def time(self) -> float:
+        return self._now
+
+    def put_back(self, handles: list[Any]) -> None:
+        self._ready.extend(handles)
+
+    def end_all(self) -> None:
+        """Cancels whatever is left, the dead included, whose tasks would complain when they are collected."""
+        for process in self.processes:
+            process.bury()
+        for _ in range(_MOST_CANCELLATIONS):
+            tasks = asyncio.all_tasks(self)
+            if not tasks:
+                return
+            for task in tasks:
+                task.cancel()
+            self._num_turns = self._moved_at = 0
+            self.run_until_complete(asyncio.wait(tasks, timeout=_END_SECONDS))
+
+    def _write_to_self(self) -> None:
+        """There is no other thread, and no selector to wake."""
+
+    def _process_events(self, event_list: Any) -> None:
+        """There are none."""
+
+    def _run_once(self) -> None:
+        """As in BaseEventLoop, with a jump where that waits."""
+        scheduled, ready = self._scheduled, self._ready
+        while scheduled and scheduled[0]._cancelled:
+            self._timer_cancelled_count -= 1
+            heapq.heappop(scheduled)._scheduled = False
+        self._num_turns += 1
+        if not ready and not self._stopping:
+            if not scheduled:
+                raise StuckError(f"nothing can happen any more; {self._tasks()}")
+            if scheduled[0]._when > self._now:
+                self._now, self._moved_at = scheduled[0]._when, self._num_turns
+        if self._num_turns > min(_MOST_TURNS, self._moved_at + _MOST_TURNS_AT_ONE_TIME):
+            raise StuckError(f"there is no end to it at {self._now:.6f}; {self._tasks()}")
+        while scheduled and scheduled[0]._when <= self._now:
+            handle = heapq.heappop(scheduled)
+            handle._scheduled = False
+            ready.append(handle)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            process = handle._context.get(PROCESS)
+            if process is None or not process.holds(handle):
+                handle._run()
+
+    def _tasks(self) -> str:
+        return "tasks: " + ", ".join(sorted(describe_task(task) for task in asyncio.all_tasks(self)))
+
+
+def run_virtual(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]]) -> T:
+    """Runs `main` on a loop of its own. Collecting cyclic garbage runs finalizers, so that waits until nothing else
+    happens."""
+    loop = VirtualLoop()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(main(loop))
+    finally:
+        loop.end_all()
+        asyncio.set_event_loop(None)
+        loop.close()
+        if was_enabled:
+            gc.enable()
+
+
+def describe_task(task: "asyncio.Task[Any]") -> str:
+    coroutine = task.get_coro()
+    return f"{task.get_name()} ({getattr(coroutine, '__qualname__', coroutine)})"
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], context: Context | None = None
+) -> "asyncio.Task[T]":
+    task = asyncio.Task(coroutine, loop=loop, context=context)
+    process = PROCESS.get() if context is None else context.get(PROCESS)
+    if process is not None:
+        process.tasks.add(task)
+    return task
+
+
+def _describe(context: dict[str, Any]) -> str:
+    error = context.get("exception")
+    return f"{context.get('message')}: {error!r}" if error is not None else str(context.get("message"))
