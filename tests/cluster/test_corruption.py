@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from kv_connector.header import Mismatch
 from kv_connector.segment import PeerSegment
+from kv_connector.tiered import TieredConnector
 from kv_connector.ucx_connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.node.node import Node
@@ -90,8 +91,10 @@ async def test_a_byte_in_the_shared_segment(model: Path, tmp_path: Path) -> None
 
 async def test_a_byte_in_a_ucx_reply(model: Path) -> None:
     def damage(holder: Node, name: BlockHash) -> None:
-        assert isinstance(holder.connector, UcxConnector)
-        shared = holder.connector._require().shared
+        assert isinstance(holder.connector, TieredConnector)
+        [ucx] = holder.connector.tiers
+        assert isinstance(ucx, UcxConnector)
+        shared = ucx._require().shared
         [(block_id, _, _)] = shared.find(name)
         shared.pool.rows[block_id][-1] ^= 1
 
