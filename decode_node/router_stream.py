@@ -10,6 +10,8 @@ from kvrelay.core.errors import KVRelayError, status_of
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.wire import logprobs_to_wire, output_to_wire
 from kvrelay.engine.request import PromptOutput
+from kvrelay.node.convert import report_to_wire
+from kvrelay.node.ladder import FetchReport
 from kvrelay.v1 import decode_node_pb2 as pb
 
 
@@ -29,10 +31,14 @@ class RouterStream:
     def send_output(self, request_id: str, output: TokenOutput) -> None:
         self.send(pb.DecodeEvent(request_id=request_id, tokens=output_to_wire(output)))
 
-    def send_prompt(self, prompt: PromptOutput, *, with_logprobs: bool) -> None:
-        """A prompt that was computed here, before its first token. The logprobs of a single token are none, and are
-        sent all the same when they were asked for."""
-        admitted = pb.Admitted(num_cached_tokens=prompt.num_cached_tokens)
+    def send_prompt(self, prompt: PromptOutput, fetches: FetchReport, *, with_logprobs: bool) -> None:
+        """A prompt that was computed here after `fetches`, before its first token. The logprobs of a single token are
+        none, and are sent all the same when they were asked for."""
+        admitted = pb.Admitted(
+            num_cached_tokens=prompt.num_cached_tokens,
+            num_fetched_tokens=fetches.num_tokens,
+            fetches=report_to_wire(fetches),
+        )
         self.send(pb.DecodeEvent(request_id=prompt.request_id, admitted=admitted))
         if with_logprobs:
             logprobs = pb.PromptLogprobs(logprobs=[logprobs_to_wire(entry) for entry in prompt.prompt_logprobs])

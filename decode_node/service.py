@@ -1,7 +1,8 @@
 """The decode service. Life of a request here:
 
 1. `Admit` hands the request to the engine, with its output so far if it began on another node. With `local_prefill`
-   that is all: its tokens follow from the first new one.
+   that is all: what others hold of the prompt is fetched first (`admitted` says how much, once the rest is computed),
+   and its tokens follow from the first new one.
 2. Otherwise the engine reserves every block the given tokens need and finds what is here already; the router is told
    (`admitted`).
 3. `Pull` says what can be fetched; a `Receiver` fetches, and the connector verifies, while the prefill node computes
@@ -32,6 +33,7 @@ from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.wire import output_from_wire
 from kvrelay.engine.request import Admission, KVRole, StepResult
 from kvrelay.node.convert import engine_request, report_to_wire, source_from_wire
+from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver
 from kvrelay.v1 import decode_node_pb2 as pb
@@ -55,7 +57,9 @@ class _Decode:
     choices: range
     num_unfinished: int
     wants_prompt_logprobs: bool
+    is_local: bool  # the prompt is computed here
     sources: tuple[tuple[Source, int], ...] = ()
+    fetches: FetchReport = NOTHING_FETCHED
     receiver: Receiver | None = None
     pulls: list[pb.Pull] = field(default_factory=list)
     first_tokens: asyncio.Future[tuple[TokenOutput, ...]] = field(default_factory=_new_future)
@@ -145,7 +149,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
                 priority=admit.priority,
                 cache_salt=admit.cache_salt,
                 role=role,
-                receive=role is KVRole.CONSUME,
+                receive=role is KVRole.CONSUME or self._may_fetch(admit),
                 num_prior_output_tokens=admit.num_prior_output_tokens,
                 first_choice_index=admit.first_choice_index,
             )
@@ -158,12 +162,19 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             request.choices,
             request.sampling.n,
             wants_prompt_logprobs=request.sampling.prompt_logprobs is not None,
+            is_local=admit.local_prefill,
             sources=tuple((source_from_wire(entry.source), entry.num_blocks) for entry in admit.sources),
         )
         stream.request_ids.add(request.request_id)
         self._node.activity.begin(request.request_id)
         added = self._node.engine.submit(lambda engine: engine.add(request))
         added.add_done_callback(partial(self._on_added, request.request_id))
+
+    def _may_fetch(self, admit: pb.Admit) -> bool:
+        """Whether somebody may have blocks of a prompt that is computed here. One whose log-probabilities are wanted is
+        computed whole."""
+        known = bool(admit.sources) or self._node.connector.has_store
+        return known and not admit.sampling_params.HasField("prompt_logprobs")
 
     def _on_added(self, request_id: str, added: "asyncio.Future[None]") -> None:
         error = added.exception()
@@ -228,10 +239,13 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         for pull in decode.pulls:
             _announce(receiver, pull)
         decode.pulls.clear()
+        if decode.is_local:
+            receiver.end()
         decode.reception = asyncio.get_running_loop().create_task(self._run_reception(decode, receiver, admission))
         decode.reception.add_done_callback(lambda _: receiver.discard())
-        admitted = pb.Admitted(num_cached_tokens=admission.num_cached_tokens)
-        decode.stream.send(pb.DecodeEvent(request_id=admission.request_id, admitted=admitted))
+        if not decode.is_local:
+            admitted = pb.Admitted(num_cached_tokens=admission.num_cached_tokens)
+            decode.stream.send(pb.DecodeEvent(request_id=admission.request_id, admitted=admitted))
 
     def _on_missing(self, request_id: str, num_tokens: int) -> None:
         decode = self._active.get(request_id)
@@ -241,7 +255,10 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
 
     async def _run_reception(self, decode: _Decode, receiver: Receiver, admission: Admission) -> None:
         request_id = admission.request_id
-        fetches = await receiver.run()
+        fetches = decode.fetches = await receiver.run()
+        if decode.is_local:
+            self._node.engine.post(lambda engine: engine.start(request_id))
+            return
         first_tokens = await decode.first_tokens
         decode.num_unfinished = sum(output.finish_reason is None for output in first_tokens)
         self._node.engine.post(lambda engine: engine.start(request_id, first_tokens))
@@ -260,7 +277,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             self._receive(admission)
         for prompt in result.prompts:
             if (decode := self._active.get(prompt.request_id)) is not None:
-                decode.stream.send_prompt(prompt, with_logprobs=decode.wants_prompt_logprobs)
+                decode.stream.send_prompt(prompt, decode.fetches, with_logprobs=decode.wants_prompt_logprobs)
         for item in result.outputs:
             self._send_output(item.request_id, item.output)
         for failure in result.failures:

@@ -157,10 +157,8 @@ class Attempt:
                 return self._on_first_tokens(event)
             case PrefillEnded(error):
                 self._on_prefill_ended(error)
-            case Admitted(num_cached_tokens):
-                self._tally.accepted()
-                if self._prefill is None:
-                    self._tally.computed(self._asked, num_cached_tokens=num_cached_tokens)
+            case Admitted():
+                self._on_admitted(event)
             case KVMissing(num_missing_tokens):
                 self._on_kv_missing(num_missing_tokens)
             case RefillEvent(refill_event):
@@ -176,6 +174,17 @@ class Attempt:
                     raise NodeLostError(self._decode.source, LossCause.DECODE_NODE, error)
                 raise error
         return ()
+
+    def _on_admitted(self, admitted: Admitted) -> None:
+        self._tally.accepted()
+        if self._prefill is None:
+            self._tally.computed(
+                self._asked,
+                num_cached_tokens=admitted.num_cached_tokens,
+                num_fetched_tokens=admitted.num_fetched_tokens,
+                fetches=admitted.fetches,
+                reader="decode",
+            )
 
     def _on_tokens(self, output: TokenOutput) -> Sequence[ClientEvent]:
         if output.finish_reason is not None:

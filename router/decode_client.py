@@ -28,7 +28,11 @@ _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.Statu
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
+    """By a node that prefills by itself it is said once the prompt is computed, with what was fetched for it."""
+
     num_cached_tokens: int
+    num_fetched_tokens: int = 0
+    fetches: FetchReport = NO_FETCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +197,8 @@ def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
         case "tokens":
             return output_from_wire(message.tokens)
         case "admitted":
-            return Admitted(message.admitted.num_cached_tokens)
+            admitted = message.admitted
+            return Admitted(admitted.num_cached_tokens, admitted.num_fetched_tokens, report_from_wire(admitted.fetches))
         case "kv_ready":
             ready = message.kv_ready
             return KVReady(

@@ -122,7 +122,7 @@ class RoundRobin:
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = candidates.decode[facts.number % len(candidates.decode)]
         if not candidates.prefill:
-            return _local(facts, decode, PlacementReason.NO_PREFILL_NODE)
+            return _local(facts, decode, PlacementReason.NO_PREFILL_NODE, candidates)
         prefill = candidates.prefill[facts.number % len(candidates.prefill)]
         return _disaggregated(facts, prefill, decode, candidates)
 
@@ -139,7 +139,7 @@ class LeastLoaded:
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = min(candidates.decode, key=lambda node: (node.num_sequences, -node.num_free_blocks))
         if not candidates.prefill:
-            return _local(facts, decode, PlacementReason.NO_PREFILL_NODE)
+            return _local(facts, decode, PlacementReason.NO_PREFILL_NODE, candidates)
         prefill = min(candidates.prefill, key=lambda node: node.num_queued_tokens)
         return _disaggregated(facts, prefill, decode, candidates)
 
@@ -169,10 +169,10 @@ class PrefixAware:
 
     The two legs are independent, so each takes its own minimum; ties go to the node that holds more, then in turn.
 
-    The decode node prefills by itself (conditional disaggregation) when no prefill node lives; then a missing token
-    counts 1 instead of `moved_token`. Also when it misses at most `local_prefill_max_tokens`: moving would cost a round
-    trip and save one small chunk. And when the prefill node's queue is longer than the delay that a prefill beside
-    decodes inflicts, which is its own length for each sequence that decodes there:
+    The decode node prefills by itself (conditional disaggregation) when no prefill node lives; what others hold of the
+    prompt it fetches, and the rest costs every node the same. Also when it misses at most `local_prefill_max_tokens`:
+    moving would cost a round trip and save one small chunk. And when the prefill node's queue is longer than the delay
+    that a prefill beside decodes inflicts, which is its own length for each sequence that decodes there:
 
         (tokens it misses) * (1 + sequences that decode there) + its queued tokens  <  cost of the prefill node
 
@@ -185,20 +185,17 @@ class PrefixAware:
         self._weights = weights or CostWeights()
 
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
-        token_cost = self._weights.moved_token if candidates.prefill else 1.0
-        decode = _cheapest(
-            facts, candidates.decode, [self._decode_cost(facts, node, token_cost) for node in candidates.decode]
-        )
+        decode = _cheapest(facts, candidates.decode, [self._decode_cost(facts, node) for node in candidates.decode])
         if not candidates.prefill:
-            return _local(facts, decode, PlacementReason.NO_PREFILL_NODE)
+            return _local(facts, decode, PlacementReason.NO_PREFILL_NODE, candidates)
         uncached = facts.uncached_tokens(decode.num_held_blocks)
         if uncached <= self._local_prefill_max_tokens:
-            return _local(facts, decode, PlacementReason.SHORT_SUFFIX)
+            return _local(facts, decode, PlacementReason.SHORT_SUFFIX, candidates)
         most_held = max(node.num_held_blocks for node in candidates.all)
         costs = [self._prefill_cost(facts, node, most_held) for node in candidates.prefill]
         local_cost = uncached * (1 + decode.num_decoding) + decode.num_queued_tokens
         if self._local_prefill_max_tokens > 0 and local_cost < min(costs):
-            return _local(facts, decode, PlacementReason.PREFILL_BUSY)
+            return _local(facts, decode, PlacementReason.PREFILL_BUSY, candidates)
         prefill = _cheapest(facts, candidates.prefill, costs)
         return _disaggregated(facts, prefill, decode, candidates)
 
@@ -215,12 +212,12 @@ class PrefixAware:
         moved = (most_held - node.num_held_blocks) * facts.block_size
         return facts.uncached_tokens(most_held) + self._weights.moved_token * moved + node.num_queued_tokens
 
-    def _decode_cost(self, facts: RequestFacts, node: DecodeCandidate, token_cost: float) -> float:
+    def _decode_cost(self, facts: RequestFacts, node: DecodeCandidate) -> float:
         absent = max(0, facts.num_prompt_tokens - node.num_held_blocks * facts.block_size)
         room = node.num_free_blocks * facts.block_size
         missing = max(0, absent + facts.num_outputs * facts.block_size - room)
         return (
-            token_cost * absent
+            self._weights.moved_token * absent
             + node.num_queued_tokens
             + self._weights.sequence * (node.num_sequences + facts.num_outputs)
             + self._weights.missing_token * missing
@@ -245,8 +242,9 @@ def _cheapest(facts: RequestFacts, nodes: Sequence[_NodeT], costs: Sequence[floa
     return nodes[best]
 
 
-def _local(facts: RequestFacts, decode: DecodeCandidate, reason: PlacementReason) -> Placement:
-    return Placement(None, decode.node_id, reason, decode_holds_all=_holds_all(facts, decode))
+def _local(facts: RequestFacts, decode: DecodeCandidate, reason: PlacementReason, candidates: Candidates) -> Placement:
+    sources = () if reason is PlacementReason.SHORT_SUFFIX else _sources(facts, decode, candidates)
+    return Placement(None, decode.node_id, reason, decode_sources=sources, decode_holds_all=_holds_all(facts, decode))
 
 
 def _disaggregated(
@@ -270,13 +268,15 @@ def _holds_all(facts: RequestFacts, decode: DecodeCandidate) -> bool:
     return decode.num_held_blocks >= facts.num_prompt_blocks
 
 
-def _sources(facts: RequestFacts, prefill: PrefillCandidate, candidates: Candidates) -> tuple[SourceHint, ...]:
+def _sources(
+    facts: RequestFacts, computing: PrefillCandidate | DecodeCandidate, candidates: Candidates
+) -> tuple[SourceHint, ...]:
     """Only full blocks are fetched for a prefill: the rest is computed to get the logits."""
     num_full_blocks = facts.num_prompt_tokens // facts.block_size
     return _most_held(
         SourceHint(node.node_id, min(node.num_held_blocks, num_full_blocks))
         for node in candidates.all
-        if min(node.num_held_blocks, num_full_blocks) > prefill.num_held_blocks
+        if min(node.num_held_blocks, num_full_blocks) > computing.num_held_blocks
     )
 
 

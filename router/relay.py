@@ -166,13 +166,15 @@ class ClusterRelay:
         prefill = None
         if placement.prefill is not None:
             prefill = self._prefill_placement(placement.prefill, placement.sources, facts, usable, held)
+        sources = _held_blocks(placement.decode_sources, usable)
+        most_held = max([held.get(placement.decode, 0), *(source.num_blocks for source in sources)])
         return Placed(
             DecodePlacement(
                 decode,
                 self._decode_clients[decode.address],
                 _source(decode),
-                facts.uncached_tokens(held.get(placement.decode, 0)),
-                _held_blocks(placement.decode_sources, usable),
+                facts.uncached_tokens(most_held),
+                sources,
             ),
             prefill,
         )

@@ -57,11 +57,12 @@ class Tally:
         num_cached_tokens: int,
         num_fetched_tokens: int = 0,
         fetches: FetchReport = NO_FETCHES,
+        reader: str = "prefill",
     ) -> None:
         """By the node that prefills. Tokens it held, and tokens it fetched from others."""
         num_found_tokens = num_cached_tokens + num_fetched_tokens
         self._num_transferred_blocks += self._blocks(num_fetched_tokens)
-        self._came_from("prefill", fetches, {})
+        self._came_from(reader, fetches, {})
         if asked.is_replay:
             self._recompute("migration", len(asked.token_ids) - num_found_tokens)
         if asked.num_prior_output_tokens == 0:

@@ -120,6 +120,7 @@ class Node:
 
     async def check_idle(self) -> None:
         """Raises when anything is left of any request. For tests and for an idle node."""
+        await self.engine.call(lambda engine: None)  # what it has named before is with the publisher afterwards
         await self._publisher.drain()
         await self.engine.call(lambda engine: engine.check_idle())
 

@@ -236,14 +236,23 @@ class Admitted(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_FETCHED_TOKENS_FIELD_NUMBER: builtins.int
+    FETCHES_FIELD_NUMBER: builtins.int
     num_cached_tokens: builtins.int
     """leading prompt tokens this node already holds"""
+    num_fetched_tokens: builtins.int
+    """with `local_prefill`: that it has fetched from others before it computed the rest"""
+    @property
+    def fetches(self) -> kvrelay.v1.common_pb2.FetchReport: ...
     def __init__(
         self,
         *,
         num_cached_tokens: builtins.int = ...,
+        num_fetched_tokens: builtins.int = ...,
+        fetches: kvrelay.v1.common_pb2.FetchReport | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_cached_tokens", b"num_cached_tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["fetches", b"fetches"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens"]) -> None: ...
 
 global___Admitted = Admitted
 

@@ -241,3 +241,49 @@ async def test_blocks_lost_in_redis_are_prefilled_by_another_node(
         assert served.how.kv == KVOrigins(num_store_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
     else:
         assert served.how.kv == KVOrigins(num_refilled_tokens=len(PROMPT), num_recomputed_tokens=len(PROMPT))
+
+
+# -- decode nodes that prefill by themselves -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+async def test_a_decode_node_alone_fetches_what_another_holds(
+    model: Path, undisturbed: dict[str, Served], sampling: str
+) -> None:
+    async with nodes(model, 0, 2) as running:
+        await running.generate(PROMPT, max_tokens=1)
+        await running.wait_idle()
+        await running.wait_indexed()
+        served = await running.generate(PROMPT, **SAMPLINGS[sampling])
+    check(served, undisturbed[sampling])
+    assert (served.how.prefill_node, served.how.decode_node) == (None, "decode-1")
+    fetched = 0 if "prompt_logprobs" in SAMPLINGS[sampling] else len(PROMPT) // 16
+    assert served.how.kv == KVOrigins(num_holder_blocks=fetched)
+    assert served.how.num_computed_tokens == len(PROMPT) - 16 * fetched
+
+
+async def test_a_decode_node_alone_computes_what_another_holds_damaged(
+    model: Path, undisturbed: dict[str, Served]
+) -> None:
+    async with nodes(model, 0, 2) as running:
+        Interference(running.node("decode-0"), corrupt=True)
+        await running.generate(PROMPT, max_tokens=1)
+        await running.wait_idle()
+        await running.wait_indexed()
+        served = await running.generate(PROMPT, **SAMPLINGS["greedy"])
+        assert num_refused(running) == len(PROMPT) // 16
+    check(served, undisturbed["greedy"])
+    assert served.how.kv == KVOrigins() and served.how.num_computed_tokens == len(PROMPT)
+
+
+async def test_a_store_outlives_all_decode_nodes(
+    model: Path, undisturbed: dict[str, Served], redis_server: RedisServer
+) -> None:
+    with Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    for num_store_blocks in (0, len(PROMPT) // 16):
+        async with nodes(model, 0, 1, connector="redis", redis_url=redis_server.url) as running:
+            served = await running.generate(PROMPT, **SAMPLINGS["greedy"])
+            await running.wait_idle()
+        check(served, undisturbed["greedy"])
+        assert served.how.kv == KVOrigins(num_store_blocks=num_store_blocks)

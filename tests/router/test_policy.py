@@ -118,8 +118,21 @@ def test_with_local_prefill_off_even_one_token_goes_to_a_prefill_node() -> None:
 
 
 def test_without_prefill_nodes_the_decode_node_that_holds_the_prompt_wins_though_it_is_busier() -> None:
+    nodes = candidates(decode("d0"), decode("d1", held=60, sequences=4))
+    placement = PrefixAware(64).choose(facts(), nodes)
+    assert (placement.decode, placement.decode_sources) == ("d1", ())
+
+
+def test_without_prefill_nodes_a_decode_node_fetches_what_a_much_busier_one_holds() -> None:
     nodes = candidates(decode("d0"), decode("d1", held=60, sequences=10))
-    assert PrefixAware(64).choose(facts(), nodes).decode == "d1"
+    placement = PrefixAware(64).choose(facts(), nodes)
+    assert (placement.decode, placement.decode_sources) == ("d0", (SourceHint("d1", 60),))
+
+
+def test_a_decode_node_that_misses_little_asks_nobody() -> None:
+    nodes = candidates(prefill("p0", held=62), decode("d0", held=60))
+    placement = PrefixAware(64).choose(facts(), nodes)
+    assert (placement.reason, placement.decode_sources) == (PlacementReason.SHORT_SUFFIX, ())
 
 
 def test_sources_hold_more_than_the_chosen_node_best_first() -> None:
