@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from kvrelay.core.errors import ConfigurationError, KVError
 
 # ucxx sets variables of its own, of which UCX warns that it does not use them all; and UCX logs to standard output,
-# where a node says that it is ready. Both are read when the library is loaded, and only from there.
+# where a node says that it is ready. ucxx logs as an error what is none here: a peer that dies while it connects. All
+# are read when the library is loaded, and only from there.
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
 os.environ.setdefault("UCX_LOG_FILE", "stderr")
+os.environ.setdefault("UCXPY_LOG_LEVEL", "CRITICAL")
 
 from ucxx._lib.arr import Array
 from ucxx._lib.libucxx import (
