@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from kvrelay.bench.arrivals import gamma_arrivals
 from kvrelay.bench.base import RequestSpec, Segment
-from kvrelay.bench.settings import BenchSettings, ServeBenchSettings, WorkloadSettings
+from kvrelay.bench.settings import (
+    BenchSettings,
+    LatencyBenchSettings,
+    ServeBenchSettings,
+    SweepBenchSettings,
+    ThroughputBenchSettings,
+    WorkloadSettings,
+)
 from kvrelay.bench.trace import read_trace
 from kvrelay.bench.workloads import (
     Lengths,
@@ -30,7 +37,29 @@ class Plan:
     label: str = ""
 
 
-def plan_serve(settings: ServeBenchSettings) -> Plan:
+def plans_of(settings: BenchSettings) -> list[Plan]:
+    """The runs of a command. Raises ConfigurationError when a trace can not be read."""
+    match settings:
+        case ServeBenchSettings():
+            return [_plan_serve(settings)]
+        case LatencyBenchSettings():
+            return [_plan_latency(settings)]
+        case ThroughputBenchSettings():
+            return [_plan_workload(settings, max_concurrency=settings.concurrency)]
+        case SweepBenchSettings():
+            return _plan_sweep(settings)
+    raise TypeError(f"no plan for {type(settings).__name__}")
+
+
+def plan_warmup(settings: BenchSettings) -> Plan:
+    """Requests like the measured ones that share no token run with them, one by one."""
+    requests = random_requests(settings.warmup, *_lengths(settings), seed=settings.seed)
+    return Plan(
+        arriving(_renamed(requests, "warm-up"), gamma_arrivals(float("inf"), seed=0)), len(requests), max_concurrency=1
+    )
+
+
+def _plan_serve(settings: ServeBenchSettings) -> Plan:
     if settings.workload == "trace":
         assert settings.trace is not None
         sessions = read_trace(settings.trace, speedup=settings.speedup, limit=settings.limit)
@@ -47,15 +76,15 @@ def plan_serve(settings: ServeBenchSettings) -> Plan:
         )
         return Plan(mixed.sessions(seed=settings.seed), None, settings.concurrency, window=settings.duration)
     rate = float("inf") if settings.request_rate is None else settings.request_rate
-    return plan_workload(settings, rate=rate, burstiness=settings.burstiness, max_concurrency=settings.concurrency)
+    return _plan_workload(settings, rate=rate, burstiness=settings.burstiness, max_concurrency=settings.concurrency)
 
 
-def plan_latency(settings: BenchSettings) -> Plan:
+def _plan_latency(settings: BenchSettings) -> Plan:
     requests = random_requests(settings.requests, *_lengths(settings), seed=settings.seed)
     return Plan(arriving(requests, gamma_arrivals(float("inf"), seed=0)), len(requests), max_concurrency=1)
 
 
-def plan_workload(
+def _plan_workload(
     settings: WorkloadSettings,
     *,
     rate: float = float("inf"),
@@ -86,12 +115,15 @@ def plan_workload(
     return Plan(arriving(_renamed(requests, label), arrivals), len(requests), max_concurrency, label=label)
 
 
-def plan_warmup(settings: BenchSettings) -> Plan:
-    """Requests like the measured ones that share no token run with them, one by one."""
-    requests = random_requests(settings.warmup, *_lengths(settings), seed=settings.seed)
-    return Plan(
-        arriving(_renamed(requests, "warm-up"), gamma_arrivals(float("inf"), seed=0)), len(requests), max_concurrency=1
-    )
+def _plan_sweep(settings: SweepBenchSettings) -> list[Plan]:
+    rates = [
+        _plan_workload(settings, rate=rate, burstiness=settings.burstiness, label=f"{rate:g}/s")
+        for rate in settings.request_rates
+    ]
+    widths = [
+        _plan_workload(settings, max_concurrency=width, label=f"{width} at a time") for width in settings.concurrencies
+    ]
+    return [*rates, *widths]
 
 
 def _lengths(settings: BenchSettings) -> tuple[Lengths, Lengths]:
