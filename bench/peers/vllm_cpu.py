@@ -39,7 +39,9 @@ class VllmCpu:
         url = f"http://127.0.0.1:{port}"
         command = vllm_command(directory, model, port, *self.arguments)
         log = directory / f"{self.name}.log"
-        with serving(command, log, f"{url}/health", vllm_environment(directory)) as (process, seconds):
+        # By default it keeps a core for its HTTP server: on few cores that costs it nearly half of its speed.
+        environment = {**vllm_environment(directory), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+        with serving(command, log, f"{url}/health", environment) as (process, seconds):
             yield Server(url, str(model), (process,), seconds)
 
 

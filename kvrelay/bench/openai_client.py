@@ -81,6 +81,8 @@ class OpenAIClient:
             answer.failure = Failure("timeout", "not finished within --timeout")
         except aiohttp.ClientConnectorError as error:
             answer.failure = Failure("connect", str(error))
+        except (ValueError, TypeError, AttributeError) as error:  # not the JSON that the API describes
+            answer.failure = Failure("not understood", str(error))
         except aiohttp.ClientError as error:
             answer.failure = Failure("disconnected", f"{type(error).__name__}: {error}")
         answer.finished = self._clock.now()
