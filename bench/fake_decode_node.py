@@ -1,7 +1,7 @@
 """A decode node without an engine: it computes prompts and makes tokens in no time, so that what is left is the router.
 
-A process (`python -m bench.fake_decode_node --vocab-size N`) that prints its address. Every message to a router has one
-token for each of its requests, as one engine step would.
+A process (`python -m bench.fake_decode_node --vocab-size N`) that prints its address. The first token of a request
+comes at once; then every step sends one message with a token for each request, as an engine's would.
 """
 
 import argparse
@@ -47,6 +47,11 @@ class FakeNode(node_pb2_grpc.NodeServicer):
 
 
 class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):
+    """`step` is seconds."""
+
+    def __init__(self, step: float) -> None:
+        self._step = step
+
     async def Serve(
         self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommand], context: Any
     ) -> AsyncIterator[decode_node_pb2.DecodeUpdate]:
@@ -67,18 +72,21 @@ class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):
         reader = asyncio.create_task(read())
         try:
             while True:
-                if not left:
-                    wake.clear()
-                    await wake.wait()
-                    continue
+                try:
+                    async with asyncio.timeout(self._step if left else None):
+                        await wake.wait()
+                except TimeoutError:
+                    pass
+                wake.clear()
                 update = decode_node_pb2.DecodeUpdate()
                 for request_id in fresh:
                     update.events.add(request_id=request_id).admitted.num_cached_tokens = 0
+                for request_id in fresh or list(left):
+                    if request_id in left:
+                        _add_token(update, request_id, left)
                 fresh.clear()
-                for request_id in list(left):
-                    _add_token(update, request_id, left)
-                yield update
-                await asyncio.sleep(0)
+                if update.events:
+                    yield update
         finally:
             reader.cancel()
 
@@ -93,10 +101,10 @@ def _add_token(update: decode_node_pb2.DecodeUpdate, request_id: str, left: dict
         del left[request_id]
 
 
-async def serve(vocab_size: int) -> None:
+async def serve(vocab_size: int, step: float) -> None:
     server = grpc.aio.server(options=server_options())
     node_pb2_grpc.add_NodeServicer_to_server(FakeNode(vocab_size), server)
-    decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(FakeDecode(), server)
+    decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(FakeDecode(step), server)
     port = await serve_insecure(server, "127.0.0.1", 0)
     print(f"127.0.0.1:{port}", flush=True)
     ended = asyncio.Event()
@@ -108,4 +116,6 @@ async def serve(vocab_size: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocab-size", type=int, required=True)
-    asyncio.run(serve(parser.parse_args(sys.argv[1:]).vocab_size))
+    parser.add_argument("--step-ms", type=float, default=2.0, help="milliseconds between tokens of a request")
+    options = parser.parse_args(sys.argv[1:])
+    asyncio.run(serve(options.vocab_size, options.step_ms / 1e3))

@@ -161,11 +161,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=2.0, help="of the node; streams / step is the most it offers")
     parser.add_argument("--wrk", action="store_true", help="measure with wrk, too; it must be installed")
     parser.add_argument("--profile", type=Path, help="write the router's cProfile here (it is much slower then)")
     options = parser.parse_args()
     vocab_size = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json")).get_vocab_size()
-    with child(["-m", "bench.fake_decode_node", "--vocab-size", str(vocab_size)]) as (node, _):
+    with child(
+        ["-m", "bench.fake_decode_node", "--vocab-size", str(vocab_size), "--step-ms", str(options.step_ms)]
+    ) as (
+        node,
+        _,
+    ):
         with child(router_arguments(options, node)) as (line, router):
             ready = json.loads(line)
             urls = [f"http://{ready['http_address']}", f"grpc://{ready['grpc_address']}"]

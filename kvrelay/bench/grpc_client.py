@@ -9,6 +9,8 @@ from kvrelay.core.rpc import channel_options
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 _CHECK_TIMEOUT_SECONDS = 10.0
+# gRPC also takes the least delay between attempts as the time one attempt may need: too little on a busy machine.
+_OPTIONS = [option for option in channel_options() if option[0] != "grpc.min_reconnect_backoff_ms"]
 
 
 class GrpcClient:
@@ -19,7 +21,7 @@ class GrpcClient:
         self._generation = generation
         self._clock = clock
         self._model = ""
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(self._channel)  # type: ignore[assignment]
 
     async def resolve_model(self, wanted: str) -> str:
