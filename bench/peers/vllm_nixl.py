@@ -15,7 +15,8 @@ from bench.peers.base import Server
 from bench.peers.processes import free_port, serving
 from bench.peers.vllm_cpu import install_vllm, vllm_command, vllm_environment
 
-_TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+_TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _WITHOUT_THREAD = Path(__file__).parent / "without_progress_thread"
 
 
@@ -34,10 +35,11 @@ class VllmNixl:
             urls: list[str] = []
             processes: list[int] = []
             total = 0.0
-            for role in ("prefill", "decode"):
+            for role, kv_role in _ROLES.items():
                 port = free_port()
                 urls.append(f"http://127.0.0.1:{port}")
-                command = vllm_command(directory, model, port, "--kv-transfer-config", json.dumps(_TRANSFER))
+                transfer = json.dumps(_TRANSFER | {"kv_role": kv_role})
+                command = vllm_command(directory, model, port, "--kv-transfer-config", transfer)
                 log = directory / f"{self.name}-{role}.log"
                 process, seconds = stack.enter_context(
                     serving(command, log, f"{urls[-1]}/health", self._environment(directory))
@@ -58,5 +60,6 @@ class VllmNixl:
         }
         if self.is_tuned:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-            environment["PYTHONPATH"] = str(_WITHOUT_THREAD)
+            # vllm sets the last one by itself unless NIXL is loaded before, as it is here.
+            environment |= {"PYTHONPATH": str(_WITHOUT_THREAD), "UCX_RCACHE_MAX_UNRELEASED": "1024"}
         return environment
