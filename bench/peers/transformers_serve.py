@@ -10,7 +10,7 @@ from bench.peers.environment import Environment
 from bench.peers.processes import free_port, serving
 
 TORCH = "torch==2.13.0+cpu"
-REQUIREMENTS = (TORCH, "transformers[serving]==5.19.0", "psutil")
+REQUIREMENTS = (TORCH, "transformers[serving]==5.19.0", "requests", "psutil")
 
 
 @dataclass(frozen=True, slots=True)
