@@ -34,8 +34,8 @@ typecheck: $(VENV)/installed-dev  ## mypy --strict over code and tests
 pytest: $(VENV)/installed-dev redis-server  ## The tests; make pytest ARGS='tests/engine -k pool' runs some
 	GRPC_VERBOSITY=NONE $(BIN)/python -m pytest $(ARGS)
 
-bench: $(VENV)/installed  ## The cluster against transformers' generate; ARGS=--help explains
-	$(BIN)/python bench/serve_vs_generate.py $(ARGS)
+bench: $(VENV)/installed-dev  ## The cluster against transformers' generate; ARGS=--help explains
+	$(BIN)/python -m bench.serve_vs_generate $(ARGS)
 
 # Generated code is committed. It is made by an old protoc on purpose: protobuf 5.29 to 7 can load its output.
 define GENERATE
