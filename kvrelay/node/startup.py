@@ -87,9 +87,11 @@ def _load(settings: NodeSettings, attention: AttentionBackend) -> LoadedModel:
         dtype=settings.dtype,
         attention=attention,
         max_model_len=settings.max_model_len or None,
+        quantization=settings.quantization,
         progress=_progress_logger(),
     )
-    _logger.info("loaded in %.1f s as %s", loaded.load_seconds, loaded.dtype)
+    quantized = "" if settings.quantization == "none" else f", weights as {settings.quantization}"
+    _logger.info("loaded in %.1f s as %s%s", loaded.load_seconds, loaded.dtype, quantized)
     return loaded
 
 
