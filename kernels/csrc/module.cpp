@@ -315,5 +315,6 @@ NB_MODULE(_native, m) {
         "group_size"_a, "num_threads"_a);
   m.def("quantized_matmul", &paged::bind_quantized_matmul, "out"_a, "x"_a, "packed"_a, "scales"_a, "bias"_a.none(), "bits"_a,
         "group_size"_a, "num_threads"_a);
+  m.def("multiplies_many_rows", [] { return paged::multiplies_many_rows(paged::DType::bf16); });
   m.def("dequantize", &paged::bind_dequantize, "out"_a, "packed"_a, "scales"_a, "bits"_a, "group_size"_a, "num_threads"_a);
 }

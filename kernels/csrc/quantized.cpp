@@ -5,6 +5,7 @@
 
 #include "instruction_set.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace paged {
 namespace {
@@ -13,6 +14,8 @@ namespace {
 constexpr std::int64_t kMinItemBytes = 1 << 16;
 // Rows of x come in tiles of a matrix unit.
 constexpr std::int64_t kRowTile = 16;
+// From here on widening the weights once is cheaper than multiplying them in the width they have.
+constexpr std::int64_t kManyRows = 64;
 
 float rounded_to_whole(float x) {
   constexpr float kMagic = 0x1.8p23f;  // for |x| < 2^22, ties to even
@@ -80,7 +83,37 @@ void for_panels(const QuantizedCall& call, void (*kernel)(const QuantizedCall&, 
                [&](std::int64_t item) { kernel(call, {item * per_item, std::min(num_panels, (item + 1) * per_item)}); });
 }
 
+// x with whole groups of inputs and whole tiles of rows, the rest zeros.
+std::unique_ptr<bf16[]> pad_rows(const QuantizedCall& call, int num_threads) {
+  const std::int64_t rows = (call.num_rows + kManyRowsTile - 1) / kManyRowsTile * kManyRowsTile;
+  const std::int64_t inputs = call.padded_inputs();
+  std::unique_ptr<bf16[]> padded(new bf16[static_cast<std::size_t>(rows * inputs)]);
+  parallel_for(num_threads, rows / kManyRowsTile, [&](std::int64_t item) {
+    for (std::int64_t row = item * kManyRowsTile; row < (item + 1) * kManyRowsTile; ++row) {
+      const std::int64_t count = row < call.num_rows ? call.num_inputs : 0;
+      bf16* target = padded.get() + row * inputs;
+      std::copy_n(static_cast<const bf16*>(call.x) + row * call.x_stride, count, target);
+      std::fill(target + count, target + inputs, bf16{0});
+    }
+  });
+  return padded;
+}
+
+thread_local Scratch many_rows_scratch;
+
+void multiply_many(QuantizedCall call, int num_threads) {
+  const std::unique_ptr<bf16[]> padded = pad_rows(call, num_threads);
+  call.padded_x = padded.get();
+  const std::int64_t num_panels = (call.num_outputs + kPanelOutputs - 1) / kPanelOutputs;
+  parallel_for(num_threads, (num_panels + kManyRowsPanels - 1) / kManyRowsPanels, [&](std::int64_t item) {
+    const RowSpan span{item * kManyRowsPanels, std::min(num_panels, (item + 1) * kManyRowsPanels)};
+    kernels().multiply_many_rows(call, span, many_rows_scratch.floats(many_rows_scratch_floats()));
+  });
+}
+
 }  // namespace
+
+bool multiplies_many_rows(DType dtype) { return dtype == DType::bf16 && kernels().multiply_many_rows != nullptr; }
 
 void pack_rows(const PackCall& call, DType dtype, int num_threads) {
   switch (dtype) {
@@ -92,6 +125,7 @@ void pack_rows(const PackCall& call, DType dtype, int num_threads) {
 
 void quantized_matmul(QuantizedCall call, DType dtype, int num_threads) {
   const KernelTable& table = kernels();
+  if (call.num_rows >= kManyRows && multiplies_many_rows(dtype)) return multiply_many(call, num_threads);
   const std::int64_t padded_rows = (call.num_rows + kRowTile - 1) / kRowTile * kRowTile;
   const std::int64_t elements = padded_rows * call.padded_inputs();
   // Uninitialised on purpose: `prepare_rows` writes all that counts.

@@ -19,8 +19,8 @@ GROUP_SIZES: dict[int, int] = {8: 128, 4: 64}
 """Inputs that share a scale, by bits: 8.125 and 4.25 bits per weight in all."""
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_SHARED_ROWS = 64  # with more rows of x it is faster to widen weights once for the matrix library
-_WIDENED_BYTES = 8 << 20  # of weights widened at a time, so that they stay in the cache
+_MANY_ROWS = 64  # so many are faster with weights that were widened once, by a matrix library where we have no kernel
+_WIDENED_BYTES = 1 << 20  # of weights widened at a time, so that they stay in the cache
 
 Bits = Literal[8, 4]
 
@@ -88,11 +88,12 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype, begin: int = 0, end:
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """`[num_rows, num_inputs]` -> `[num_rows, num_outputs]` of the same dtype, sums in float32.
 
-    Few rows read the packed weights directly. For many the weights are widened to x's dtype, some at a time, and
-    multiplied by torch's matrix library.
+    Few rows read the packed weights directly. For many the weights are widened to x's dtype, some at a time.
     """
     native = load_extension()
-    if native is None or x.dtype not in _NATIVE_DTYPES or x.shape[0] > _MAX_SHARED_ROWS:
+    if native is None or x.dtype not in _NATIVE_DTYPES:
+        return _linear_widened(x, weight, bias)
+    if x.shape[0] >= _MANY_ROWS and not (x.dtype == torch.bfloat16 and native.multiplies_many_rows()):
         return _linear_widened(x, weight, bias)
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=x.dtype)
     native.quantized_matmul(

@@ -11,7 +11,7 @@ from torch import Tensor
 BITS: tuple[Bits, ...] = (8, 4)
 # Outputs and inputs: whole panels and groups, tails of both, less than one of either, several groups and a tail.
 SHAPES = [(64, 256), (33, 144), (3, 8), (1, 1), (16, 64), (100, 700), (48, 896)]
-ROWS = [1, 2, 3, 4, 5, 16, 17, 33, 65]
+ROWS = [1, 2, 3, 4, 5, 16, 17, 33, 63, 64, 97]
 
 
 def make_weight(rows: Tensor, bits: Bits) -> QuantizedWeight:
@@ -28,7 +28,7 @@ def assert_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = Non
     rounding = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[x.dtype]
     # Widened weights of a large product are rounded once more, and 16-bit inputs count against their group's largest.
     share = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[x.dtype]
-    if x.shape[0] <= 64 and x.dtype != torch.float32:
+    if x.shape[0] < 64 and x.dtype != torch.float32:
         largest = x.double().abs().amax(dim=1, keepdim=True).expand_as(x)
         terms = torch.nn.functional.linear(largest, wide.abs())
         share = 2.0**-16
@@ -95,6 +95,16 @@ def test_a_wide_layer_on_threads_and_from_a_strided_input(
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("num_rows", [512, 700])
+@pytest.mark.parametrize("shape", [(300, 1300), (129, 512), (16, 64)])
+def test_prompts_and_layers_that_are_cut_in_blocks(
+    shape: tuple[int, int], num_rows: int, bits: Bits, num_threads: int, instruction_set: str
+) -> None:
+    weight = make_weight(torch.randn(shape), bits)
+    assert_product(torch.randn(num_rows, shape[1]).bfloat16(), weight, torch.randn(shape[0]).bfloat16())
+
+
+@pytest.mark.parametrize("bits", BITS)
 def test_extreme_integers_do_not_overflow(bits: Bits, dtype: torch.dtype, instruction_set: str) -> None:
     """Every product of a group has the largest magnitude and the same sign."""
     for sign in (1.0, -1.0):
@@ -124,7 +134,7 @@ def test_outliers_and_zeros_do_not_spoil_other_groups(bits: Bits, dtype: torch.d
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("num_rows", [1, 3, 18])
+@pytest.mark.parametrize("num_rows", [1, 3, 18, 70])
 def test_a_value_that_is_not_finite_is_not_hidden(
     value: float, num_rows: int, bits: Bits, dtype: torch.dtype, instruction_set: str
 ) -> None:
