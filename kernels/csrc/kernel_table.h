@@ -141,7 +141,7 @@ struct QuantizedCall {
 inline constexpr int kManyRowsTile = 32;
 inline constexpr int kManyRowsBlock = 512;
 inline constexpr int kManyRowsPanels = 8;
-inline constexpr int kManyRowsDepth = 512;
+inline constexpr int kManyRowsDepth = 256;
 inline constexpr std::size_t many_rows_scratch_floats() {
   return static_cast<std::size_t>(kManyRowsPanels * kPanelOutputs) * (kManyRowsBlock + kManyRowsDepth / 2);
 }

@@ -23,6 +23,9 @@ class LinearLayer(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """`[num_tokens, num_inputs]` -> `[num_tokens, num_outputs]`."""
 
+    def fill(self, first_output: int, rows: Tensor) -> None:
+        """Copies `[num_rows, num_inputs]` into outputs `first_output` and following. Not after `pack`."""
+
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Checkpoint name and place of every tensor. Not after `pack`."""
 
@@ -58,13 +61,16 @@ class Linear:
             return product
         return F.linear(x, self.weight, self.bias)
 
+    def fill(self, first_output: int, rows: Tensor) -> None:
+        self.weight[first_output : first_output + rows.shape[0]].copy_(rows)
+
     def pack(self) -> None:
         """Once, after loading: brings the weights into the order in which oneDNN reads them, where it has one.
 
         `F.linear` would reorder them in every call, and reading weights is what decoding spends its time on. The
         results are the same.
         """
-        if self.weight.dtype is torch.bfloat16 and self.weight.device.type == "cpu" and _onednn_has_bfloat16():
+        if packs_better(self.weight.dtype, self.weight.device):
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             self.packed = True
 
@@ -79,6 +85,9 @@ class Linear:
             begin += size
 
 
-def _onednn_has_bfloat16() -> bool:
+def packs_better(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN has an order of its own for such weights."""
+    if dtype is not torch.bfloat16 or device.type != "cpu":
+        return False
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

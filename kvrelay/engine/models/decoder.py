@@ -15,8 +15,7 @@ from paged_kernels.base import AttentionBackend, AttentionMetadata
 from paged_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
 from torch import Tensor
 
-from kvrelay.engine.layers.linear import LinearLayer, make_linear
-from kvrelay.engine.layers.quantized_linear import QuantizedLinear
+from kvrelay.engine.layers.linear import LinearLayer, make_linear, packs_better
 from kvrelay.engine.layers.rotary import RotaryTable
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 from kvrelay.engine.models.model_config import ModelConfig
@@ -151,10 +150,8 @@ class DecoderForCausalLM:
         self.embedding = weights.empty(config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, layer, attention, weights) for layer in range(config.num_layers)]
         self.norm = weights.empty(config.hidden_size)
-        self.lm_head: LinearLayer | None = None  # None: the embedding is used
-        if not config.tie_word_embeddings:
-            head = (("lm_head", config.vocab_size),)
-            self.lm_head = make_linear(head, config.hidden_size, bias=False, weights=weights, bits=weights.head_bits)
+        # None: the embedding is used
+        self.lm_head: LinearLayer | None = None if config.tie_word_embeddings else self._head()
         self.rotary = RotaryTable(
             config.rope, head_dim=config.head_dim, max_positions=max_model_len, device=weights.device
         )
@@ -187,17 +184,18 @@ class DecoderForCausalLM:
     def pack(self) -> None:
         """Once, after the slots are filled and dropped: weights take the form that matrix products read fastest.
 
-        A tied head is quantised as a copy: every step reads all of it, but of the embedding only a row per token.
+        A tied head gets a copy in that form: every step reads all of it, but of the embedding only a row per token.
         """
         for layer in self.layers:
             layer.attention.pack()
             layer.mlp.pack()
+        if self.lm_head is None and (self.weights.head_bits is not None or packs_better(self.dtype, self.device)):
+            self.lm_head = self._head()
+            self.lm_head.fill(0, self.embedding)
         if self.lm_head is not None:
             self.lm_head.pack()
-        elif self.weights.head_bits is not None:
-            parts = (("lm_head", self.config.vocab_size),)
-            head = QuantizedLinear(
-                parts, self.config.hidden_size, bias=False, weights=self.weights, bits=self.weights.head_bits
-            )
-            head.fill(0, self.embedding)
-            self.lm_head = head
+
+    def _head(self) -> LinearLayer:
+        parts = (("lm_head", self.config.vocab_size),)
+        bits = self.weights.head_bits
+        return make_linear(parts, self.config.hidden_size, bias=False, weights=self.weights, bits=bits)
