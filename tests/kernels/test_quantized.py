@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_kernels import native, quantized, quantized_reference
+from paged_kernels import quantized, quantized_reference
 from paged_kernels.quantized import Bits, QuantizedWeight
 from torch import Tensor
 
@@ -200,5 +200,17 @@ def test_inputs_and_bias_that_do_not_fit_are_refused() -> None:
         quantized.pack_rows(weight, torch.randn(10, 256), 60)
 
 
-def test_every_instruction_set_was_there() -> None:
-    assert "portable" in native.available_instruction_sets()
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("num_rows", [1, 70])
+def test_without_the_extension_torch_does_the_same(
+    bits: Bits, num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.randn(1000, 600)
+    compiled = make_weight(rows, bits)
+    monkeypatch.setattr(quantized, "load_extension", lambda: None)
+    monkeypatch.setattr(quantized, "_WIDENED_BYTES", 600 * 4 * 100)  # several pieces
+    weight = make_weight(rows, bits)
+    assert torch.equal(weight.packed, compiled.packed) and torch.equal(weight.scales, compiled.scales)
+    x, bias = torch.randn(num_rows, 600).to(dtype), torch.randn(1000).to(dtype)
+    expected = torch.nn.functional.linear(x, quantized_reference.dequantize(weight, dtype), bias)
+    torch.testing.assert_close(quantized.linear(x, weight, bias), expected, rtol=2e-2, atol=1e-2 * 600**0.5)
