@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from paged_kernels import triton_attention
+from paged_kernels.base import AttentionMetadata
+from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend, num_splits
 from paged_kernels.triton_launch import GpuTraits
 
@@ -83,3 +85,25 @@ def test_refuses_what_does_not_fit() -> None:
         replace(batch, pool=batch.pool.to(torch.float8_e4m3fn)).attend(TritonBackend())
     with pytest.raises(ValueError, match="multiple of KV heads"):
         replace(batch, query=batch.query[:, :3]).attend(TritonBackend())
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_offsets_beyond_32_bits(new: int) -> None:
+    """Blocks at the end of a pool of more than 2**31 elements, of which only those blocks are ever touched."""
+    pool = torch.empty(33_000, 4, 8, 2, 16, 64, dtype=torch.float16)
+    assert pool.numel() > 2**31
+    blocks = torch.tensor([[32_999, 32_990]], dtype=torch.int32)
+    metadata = AttentionMetadata(
+        slot_mapping=torch.cat((blocks[0, 0] * 16 + torch.arange(16), blocks[0, 1] * 16 + torch.arange(4))).long(),
+        block_tables=blocks,
+        query_start_loc=torch.tensor([0, new], dtype=torch.int32),
+        seq_lens=torch.tensor([20], dtype=torch.int32),
+        max_query_len=new,
+        max_seq_len=20,
+    )
+    key, value = torch.randn(2, 20, 4, 64).half()
+    query = torch.randn(new, 8, 64).half()
+    TritonBackend().write_kv(key, value, pool, 7, metadata.slot_mapping)
+    actual = TritonBackend().attend(query, pool, 7, metadata, scale=0.1)
+    expected = ReferenceBackend().attend(query, pool, 7, metadata, scale=0.1)
+    torch.testing.assert_close(actual, expected, rtol=2**-10, atol=1e-3)
