@@ -154,7 +154,8 @@ def _plan_decode(call: AttentionCall, traits: GpuTraits) -> list[KernelCall]:
 def _plan_prefill(call: AttentionCall, traits: GpuTraits, *, skip_decodes: bool) -> KernelCall:
     num_tokens, _, head_dim = call.query.shape
     num_seqs = len(call.metadata.seq_lens)
-    wide = next_power_of_two(head_dim) * call.query.element_size() > 256 or traits.shared_bytes < 128 << 10
+    big = next_power_of_two(head_dim) > 128 or call.query.dtype == torch.float32  # 128 such rows overflow registers
+    wide = big or traits.shared_bytes < 128 << 10
     rows = 64 if wide or call.metadata.max_query_len * call.group <= 64 else 128
     rows = max(rows, next_power_of_two(call.group))
     tokens = rows // call.group
@@ -167,7 +168,7 @@ def _plan_prefill(call: AttentionCall, traits: GpuTraits, *, skip_decodes: bool)
         (num_tokens // tokens + num_seqs, call.kv_pool.shape[1]),
         arguments | inputs | _strides(call),
         {"ROWS": rows, "TOKENS": tokens, "TILE": tile, "SKIP_DECODES": skip_decodes} | _shared_constants(call),
-        num_warps=8 if rows >= 128 else 4,
+        num_warps=8 if rows >= 128 or big else 4,
         num_stages=num_stages,
     )
 

@@ -96,6 +96,7 @@ def plan_int4_matmul(output: Tensor, x: Tensor, weight: Int4Weight, splits: int)
         {
             "AWQ": weight.format is Int4Format.AWQ,
             "SHUFFLED": weight.group_of_input is not None,
+            "ONE_GROUP": weight.group_of_input is None and weight.group_size % _TILE_INPUTS == 0,
             "TILE_ROWS": tile_rows,
             "TILE_OUTPUTS": _TILE_OUTPUTS,
             "TILE_INPUTS": _TILE_INPUTS,

@@ -105,16 +105,17 @@ def _rowwise() -> Iterator[tuple[str, KernelCall]]:
 
 
 def _int4() -> Iterator[tuple[str, KernelCall]]:
-    for form, num_rows, splits, shuffled, dtype in (
-        (Int4Format.AWQ, 1, 4, False, torch.bfloat16),
-        (Int4Format.AWQ, 512, 1, False, torch.float16),
-        (Int4Format.GPTQ, 1, 4, False, torch.float16),
-        (Int4Format.GPTQ, 512, 1, True, torch.bfloat16),
+    for form, num_rows, splits, shuffled, group_size, dtype in (
+        (Int4Format.AWQ, 1, 4, False, 128, torch.bfloat16),
+        (Int4Format.AWQ, 512, 1, False, 32, torch.float16),
+        (Int4Format.GPTQ, 1, 4, False, 128, torch.float16),
+        (Int4Format.GPTQ, 512, 1, True, 128, torch.bfloat16),
     ):
         codes = empty(4096, 512, dtype=torch.int32) if form is Int4Format.AWQ else empty(512, 4096, dtype=torch.int32)
         groups = empty(4096, dtype=torch.int32) if shuffled else None
-        zeros, scales = empty(32, 512, dtype=torch.int32), empty(32, 4096, dtype=torch.float16)
-        weight = Int4Weight(form, codes, zeros, scales, 128, groups)
+        num_groups = 4096 // group_size
+        zeros, scales = empty(num_groups, 512, dtype=torch.int32), empty(num_groups, 4096, dtype=torch.float16)
+        weight = Int4Weight(form, codes, zeros, scales, group_size, groups)
         x = empty(num_rows, 4096, dtype=dtype)
         output = empty(splits, num_rows, 4096, dtype=torch.float32 if splits > 1 else dtype)
         yield f"int4_matmul_kernel {form} {num_rows} rows {dtype}", plan_int4_matmul(output, x, weight, splits)

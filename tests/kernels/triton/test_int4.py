@@ -54,11 +54,11 @@ def test_agrees_with_dequantised_weights(form: Int4Format, num_rows: int, dtype:
     check(torch.randn(num_rows, 256).to(dtype), weight, exact)
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 320])
+@pytest.mark.parametrize(("num_inputs", "group_size"), [(352, 32), (320, 64), (320, 320), (352, 352)])
 @pytest.mark.parametrize("form", [Int4Format.AWQ, Int4Format.GPTQ])
-def test_any_group_size(form: Int4Format, group_size: int) -> None:
-    weight, exact = make_weight(form, 320, 72, group_size, torch.float16)
-    check(torch.randn(3, 640).to(torch.float16)[:, :320], weight, exact)
+def test_any_group_size(form: Int4Format, num_inputs: int, group_size: int) -> None:
+    weight, exact = make_weight(form, num_inputs, 72, group_size, torch.float16)
+    check(torch.randn(3, 640).to(torch.float16)[:, :num_inputs], weight, exact)
 
 
 def test_inputs_in_shuffled_groups() -> None:
