@@ -11,6 +11,7 @@ import argparse
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,13 +22,13 @@ from bench.gpu.measure import Rates, Stopwatch, measure_rates
 from bench.gpu.report import Result, table, write_json
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the inputs; fresh by default")
     parser.add_argument("--self-test", action="store_true", help="tiny shapes on the CPU, interpreted")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.self_test:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the cases below do
     elif not torch.cuda.is_available():

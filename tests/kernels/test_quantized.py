@@ -78,11 +78,11 @@ def test_no_weight_moves_by_more_than_a_step_of_its_group(bits: Bits, steps: flo
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear(shape: tuple[int, int], num_rows: int, bits: Bits, dtype: torch.dtype, instruction_set: str) -> None:
+def test_linear(shape: tuple[int, int], bits: Bits, dtype: torch.dtype, instruction_set: str) -> None:
     weight = make_weight(torch.randn(shape), bits)
-    assert_product(torch.randn(num_rows, shape[1]).to(dtype), weight, torch.randn(shape[0]).to(dtype))
+    for num_rows in ROWS:
+        assert_product(torch.randn(num_rows, shape[1]).to(dtype), weight, torch.randn(shape[0]).to(dtype))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -132,19 +132,19 @@ def test_outliers_and_zeros_do_not_spoil_other_groups(bits: Bits, dtype: torch.d
         torch.testing.assert_close(quantized.linear(x, only), quantized.linear(quiet, only), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("num_rows", [1, 3, 18, 70])
 def test_a_value_that_is_not_finite_is_not_hidden(
-    value: float, num_rows: int, bits: Bits, dtype: torch.dtype, instruction_set: str
+    num_rows: int, bits: Bits, dtype: torch.dtype, instruction_set: str
 ) -> None:
     weight = make_weight(torch.randn(20, 200).abs() + 0.1, bits)
     x = torch.randn(num_rows, 200).to(dtype)
     clean = quantized.linear(x, weight)
-    x[0, 70] = value
-    spoilt = quantized.linear(x, weight)
-    assert not spoilt[0].isfinite().any()
-    assert torch.equal(spoilt[1:], clean[1:])
+    for value in (float("nan"), float("inf"), float("-inf")):
+        x[0, 70] = value
+        spoilt = quantized.linear(x, weight)
+        assert not spoilt[0].isfinite().any()
+        assert torch.equal(spoilt[1:], clean[1:])
 
 
 @pytest.mark.parametrize("bits", BITS)
