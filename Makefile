@@ -40,8 +40,8 @@ chaos: $(VENV)/installed-dev redis-server  ## Minutes of killed, stopped and cut
 simulate: $(VENV)/installed-dev  ## A cluster under virtual time and injected failures, seed by seed; ARGS='--seed 7 --trace' replays one
 	$(BIN)/python -m tests.simulation $(or $(ARGS),--seeds 0:1000)
 
-bench: $(VENV)/installed  ## The cluster against transformers' generate; ARGS=--help explains
-	$(BIN)/python bench/serve_vs_generate.py $(ARGS)
+bench: $(VENV)/installed-dev  ## The cluster against transformers' generate; ARGS=--help explains
+	$(BIN)/python -m bench.serve_vs_generate $(ARGS)
 
 # Generated code is committed. It is made by an old protoc on purpose: protobuf 5.29 to 7 can load its output.
 define GENERATE

@@ -1,6 +1,6 @@
 """Random-weight models of real shapes, for measuring speed without downloading anything.
 
-    python bench/random_model.py OUT_DIR --shape qwen2-0.5b
+    python -m bench.random_model OUT_DIR --shape qwen2-0.5b
 
 writes a Hugging Face directory: bfloat16 safetensors, `config.json`, and a byte-level tokenizer in which every id
 decodes to text.

@@ -4,6 +4,7 @@ The cluster answers all requests at the same time; `generate` takes some of the 
 every core. Both are greedy and make exactly the same number of tokens per request.
 """
 
+import asyncio
 import json
 import platform
 import sys
@@ -19,10 +20,15 @@ from pydantic import Field, model_validator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.random_model import write_random_model
-from bench.workload import Summary, random_prompts, run_workload
+from kvrelay.bench.measure import measure
+from kvrelay.bench.plan import plans_of
+from kvrelay.bench.prompts import PromptBuilder, Vocabulary
+from kvrelay.bench.settings import ThroughputBenchSettings
+from kvrelay.bench.summary import Summary
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.cli.serve import available_cores
 from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.errors import UnavailableError
 
 QUICK = {"shape": "tiny", "requests": 4, "longest_prompt": 160, "output_tokens": 8, "generate_requests": 1}
 
@@ -51,16 +57,11 @@ class BenchSettings(ProcessSettings):
 
 
 def main(argv: Sequence[str]) -> int:
-    settings = load_settings(BenchSettings, argv, prog="bench/serve_vs_generate.py")
+    settings = load_settings(BenchSettings, argv, prog="bench.serve_vs_generate")
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as directory:
         model = write_random_model(Path(directory) / settings.shape, settings.shape, seed=settings.seed)
-        prompts = random_prompts(
-            settings.requests,
-            settings.shortest_prompt,
-            settings.longest_prompt,
-            vocab_size=AutoConfig.from_pretrained(model).vocab_size,
-            seed=settings.seed,
-        )
+        vocab_size: int = AutoConfig.from_pretrained(model).vocab_size
+        prompts = prompts_of(load_of(settings, vocab_size))
         print(
             f"{settings.shape} bfloat16, {available_cores()} cores of {platform.machine()}: {len(prompts)} requests at "
             f"once, {min(map(len, prompts))}-{max(map(len, prompts))} prompt tokens, {settings.output_tokens} output "
@@ -69,8 +70,8 @@ def main(argv: Sequence[str]) -> int:
         )
         summaries: dict[str, Summary] = {}
         for topology in settings.topologies:
-            summaries[topology] = measure_cluster(model, topology, prompts, settings.output_tokens)
-            print(f"  {topology:9} {summaries[topology]}", flush=True)
+            summaries[topology] = measure_cluster(model, topology, settings, vocab_size)
+            print(f"  {topology:9} {describe(summaries[topology])}", flush=True)
         baseline = None
         if settings.generate_requests:
             baseline = measure_generate(model, prompts[: settings.generate_requests], settings.output_tokens)
@@ -78,19 +79,52 @@ def main(argv: Sequence[str]) -> int:
                 f"  generate  {baseline:7.1f} output tokens/s, {settings.generate_requests} of the prompts in sequence"
             )
             for topology, summary in summaries.items():
-                print(f"  {topology} / generate = {summary.tokens_per_second / baseline:.1f}")
+                print(f"  {topology} / generate = {summary.output_tokens_per_second / baseline:.1f}")
     if settings.json_file is not None:
         settings.json_file.write_text(json.dumps(as_json(settings, summaries, baseline), indent=2) + "\n")
     return 0
 
 
-def measure_cluster(model: Path, topology: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> Summary:
-    """One fresh cluster, one request to warm it up, then all prompts at once. `topology` is like 1P+1D."""
+def load_of(settings: BenchSettings, vocab_size: int, *, url: str = "http://127.0.0.1:1") -> ThroughputBenchSettings:
+    """All requests at once."""
+    return ThroughputBenchSettings(
+        url=url,
+        requests=settings.requests,
+        input_len=f"{settings.shortest_prompt}-{settings.longest_prompt}",
+        output_len=str(settings.output_tokens),
+        vocab_size=vocab_size,
+        seed=settings.seed,
+        progress="off",
+    )
+
+
+def prompts_of(load: ThroughputBenchSettings) -> list[list[int]]:
+    """What the cluster is sent."""
+    assert load.vocab_size is not None
+    builder = PromptBuilder(Vocabulary.of_size(load.vocab_size), "token_ids", seed=load.seed)
+    [plan] = plans_of(load)
+    return [builder.token_ids(request.segments) for session in plan.sessions for request in session.requests]
+
+
+def measure_cluster(model: Path, topology: str, settings: BenchSettings, vocab_size: int) -> Summary:
+    """One fresh cluster, one request to warm it up, then all at once. `topology` is like 1P+1D. Raises UnavailableError
+    when a request fails."""
     prefill, _, decode = topology.upper().removesuffix("D").partition("P+")
     arguments = ["--prefill-nodes", prefill, "--decode-nodes", decode, "--log-level", "warning"]
     with local_cluster(str(model), arguments) as address:
-        run_workload(address.http, address.model, [list(reversed(prompts[0]))], output_tokens)
-        return run_workload(address.http, address.model, prompts, output_tokens)
+        _, [result] = asyncio.run(measure(load_of(settings, vocab_size, url=f"http://{address.http}")))
+    for failure in result.summary.failures:
+        raise UnavailableError(f"{failure.count} requests failed: {failure.kind}: {failure.first_message}")
+    return result.summary
+
+
+def describe(summary: Summary) -> str:
+    ttft, itl = summary.ttft, summary.itl
+    assert ttft is not None and itl is not None
+    return (
+        f"{summary.output_tokens_per_second:7.1f} output tokens/s   TTFT p50 {ttft.p50 * 1e3:6.0f} ms, p99 "
+        f"{ttft.p99 * 1e3:6.0f} ms   ITL p50 {itl.p50 * 1e3:6.1f} ms, p99 {itl.p99 * 1e3:6.1f} ms"
+    )
 
 
 def measure_generate(model_directory: Path, prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
@@ -121,10 +155,7 @@ def as_json(settings: BenchSettings, summaries: dict[str, Summary], baseline: fl
     return {
         "settings": settings.model_dump(mode="json", exclude={"config", "json_file"}),
         "cores": available_cores(),
-        "clusters": {
-            topology: asdict(summary) | {"tokens_per_second": summary.tokens_per_second}
-            for topology, summary in summaries.items()
-        },
+        "clusters": {topology: asdict(summary) for topology, summary in summaries.items()},
         "generate_tokens_per_second": baseline,
     }
 

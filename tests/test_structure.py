@@ -16,7 +16,8 @@ MAY_IMPORT = {
     "kvrelay.engine": {"paged_kernels", "kvrelay.core"},
     # The node chooses the attention backend for its engine.
     "kvrelay.node": {"kvrelay", "kvrelay.engine", "kv_connector", "paged_kernels", "kvrelay.core", "kvrelay.v1"},
-    "kvrelay.cli": {"kvrelay", "kvrelay.core", "kvrelay.v1"},
+    "kvrelay.cli": {"kvrelay", "kvrelay.bench", "kvrelay.core", "kvrelay.v1"},
+    "kvrelay.bench": {"kvrelay.core", "kvrelay.v1"},
     "kvrelay.text": {"kvrelay.core"},
     "kvrelay.offline": {"kvrelay.engine", "kvrelay.text", "kvrelay.core"},
     "kvrelay": {"kvrelay.offline", "kvrelay.core"},
@@ -26,7 +27,7 @@ MAY_IMPORT = {
     "kv_connector": {"kvrelay.core"},
     "paged_kernels": set[str](),
 }
-TORCH_FREE = ("kvrelay.core", "kvrelay.v1", "kvrelay.text", "kvrelay.cli", "router")
+TORCH_FREE = ("kvrelay.core", "kvrelay.v1", "kvrelay.text", "kvrelay.cli", "kvrelay.bench", "router")
 # The last one reads nothing of ours: it sets what UCX reads from there and nowhere else.
 ENVIRONMENT_READERS = {"kvrelay.core.config", "kvrelay.cli.serve", "kv_connector.ucx_transport"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}

@@ -20,11 +20,12 @@ bool request_amx() {
 #if defined(__linux__)
   constexpr unsigned kAmxBf16 = 1u << 22;
   constexpr unsigned kAmxTile = 1u << 24;
+  constexpr unsigned kAmxInt8 = 1u << 25;
   constexpr long kRequestPermission = 0x1023;
   constexpr long kTileData = 18;
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0 || (edx & kAmxInt8) == 0) return false;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
@@ -39,7 +40,7 @@ std::vector<const KernelTable*> find_tables() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #if PAGED_WITH_AMX
   if (avx512_bf16 && request_amx()) tables.push_back(&amx_bf16_kernels());
 #endif

@@ -1,4 +1,4 @@
-// The kernels for AVX-512 with bfloat16 dot products and the bfloat16 matrix unit (AMX).
+// The kernels for AVX-512 with bfloat16 and byte dot products and the matrix unit (AMX).
 #if defined(__x86_64__) && PAGED_WITH_AMX
 
 #include <immintrin.h>
@@ -9,14 +9,15 @@
 
 // Only what follows is compiled for the extension: headers come first, so that no inline function shared with other files is.
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8,avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8,avx2,fma,f16c")
 #endif
 
 namespace paged::amx_bf16 {
 #define PAGED_BF16_DOT 1
+#define PAGED_BYTE_DOT 1
 #define PAGED_AMX 1
 #include "simd_avx512.inl"
 

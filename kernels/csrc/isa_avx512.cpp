@@ -17,6 +17,7 @@
 
 namespace paged::avx512 {
 #define PAGED_BF16_DOT 0
+#define PAGED_BYTE_DOT 0
 #define PAGED_AMX 0
 #include "simd_avx512.inl"
 

@@ -106,13 +106,60 @@ struct RotaryCall {
   std::int64_t half;
 };
 
+// Outputs whose weights lie together, one per 32-bit lane: a panel. See quantized.h for the packed format.
+inline constexpr int kPanelOutputs = 16;
+
+// y = x W^T + bias over packed weights, or with `dequantize_panels` the weights themselves.
+struct QuantizedCall {
+  const std::uint8_t* weights;
+  const bf16* scales;  // [num_panels, num_groups, kPanelOutputs]
+  int bits;            // 8 or 4
+  int group_size;
+  std::int64_t num_outputs;
+  std::int64_t num_inputs;
+  std::int64_t num_groups;
+  std::int64_t num_rows;
+  const void* x;  // [num_rows, num_inputs]
+  std::int64_t x_stride;
+  const void* bias;  // [num_outputs], or null
+  void* out;         // [num_rows, num_outputs]; of `dequantize_panels`: [num_outputs, num_inputs]
+  const bf16* padded_x;  // of multiply_many_rows: [num_rows, rounded up to kManyRowsTile, padded_inputs()], with zeros
+  // What `prepare_rows` makes of x, with rows of padded_inputs(). Either `wide`, or digits: x = scale * (256 * high + low), where
+  // each group of a row has its own scale. `offsets` is what the weights' offset adds to an integer dot product.
+  float* wide;
+  std::int8_t* high;
+  std::int8_t* low;
+  float* input_scales;    // [num_rows, num_groups]
+  std::int32_t* offsets;  // [num_rows, num_groups]
+
+  std::int64_t padded_inputs() const { return num_groups * group_size; }
+  std::int64_t panel_bytes() const { return padded_inputs() * bits / 8 * kPanelOutputs; }
+};
+
+// Many rows are multiplied kManyRowsBlock at a time with kManyRowsPanels panels, kManyRowsDepth inputs after the other: what is read
+// again and again stays in the caches.
+inline constexpr int kManyRowsTile = 32;
+inline constexpr int kManyRowsBlock = 512;
+inline constexpr int kManyRowsPanels = 8;
+inline constexpr int kManyRowsDepth = 256;
+inline constexpr std::size_t many_rows_scratch_floats() {
+  return static_cast<std::size_t>(kManyRowsPanels * kPanelOutputs) * (kManyRowsBlock + kManyRowsDepth / 2);
+}
+
 struct KernelTable {
   const char* name;
+  bool integer_inputs;  // of quantised products, unless x is float32: digits instead of `wide`
   void (*attend[kNumDTypes])(const AttentionCall&, const AttentionItem&, float* scratch);
   void (*merge[kNumDTypes])(const AttentionCall&, const MergeItem&);
   void (*rms_norm[kNumDTypes])(const NormCall&, RowSpan);
   void (*silu_mul[kNumDTypes])(const SiluMulCall&, RowSpan);
   void (*rotary[kNumDTypes])(const RotaryCall&, RowSpan);
+  void (*prepare_rows[kNumDTypes])(const QuantizedCall&, RowSpan rows);
+  void (*multiply_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
+  // For so many rows that widening the weights first pays, null without a matrix unit; panels start at a multiple of
+  // kManyRowsPanels, x is `padded_x`, and scratch has many_rows_scratch_floats().
+  void (*multiply_many_rows)(const QuantizedCall&, RowSpan panels, float* scratch);
+  void (*dequantize_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
 };
 
 const KernelTable& portable_kernels();

@@ -4,14 +4,20 @@
 #include "matmul.inl"
 #include "attention_kernel.inl"
 #include "elementwise_kernel.inl"
+#include "quantized_kernel.inl"
 
 static constexpr KernelTable kernel_table(const char* name) {
   return KernelTable{
       name,
+      PAGED_BYTE_DOT == 1,
       {attend_item<float>, attend_item<bf16>, attend_item<f16>},
       {merge_item<float>, merge_item<bf16>, merge_item<f16>},
       {rms_norm_rows<float>, rms_norm_rows<bf16>, rms_norm_rows<f16>},
       {silu_mul_rows<float>, silu_mul_rows<bf16>, silu_mul_rows<f16>},
       {rotary_rows<float>, rotary_rows<bf16>, rotary_rows<f16>},
+      {prepare_rows<float>, prepare_rows<bf16>, prepare_rows<f16>},
+      {multiply_panels<float>, multiply_panels<bf16>, multiply_panels<f16>},
+      kMultiplyManyRows,
+      {dequantize_panels<float>, dequantize_panels<bf16>, dequantize_panels<f16>},
   };
 }

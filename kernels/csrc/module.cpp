@@ -10,6 +10,7 @@
 #include "instruction_set.h"
 #include "paged_attention.h"
 #include "parallel.h"
+#include "quantized.h"
 #include "tensor.h"
 
 namespace nb = nanobind;
@@ -200,6 +201,99 @@ void bind_rotary(nb::handle x_object, nb::handle cos_object, nb::handle sin_obje
   rotary(call, x.shape(0), dtype, num_threads);
 }
 
+// Packed weights of `num_outputs` x `num_inputs`, checked against each other; only the sizes of the call are set.
+struct PackedWeight {
+  PackedWeight(nb::handle packed_object, nb::handle scales_object, std::int64_t num_outputs, std::int64_t num_inputs)
+      : packed(packed_object, "packed", 2), scales(scales_object, "scales", 3) {
+    scales.require_element_type(DType::bf16);
+    scales.require_contiguous_from(0);
+    const std::int64_t num_panels = (num_outputs + kPanelOutputs - 1) / kPanelOutputs;
+    require(num_outputs > 0 && num_inputs > 0, "a weight needs outputs and inputs");
+    require(packed.shape(0) == num_panels && scales.shape(0) == num_panels, "packed and scales need a panel for every 16 outputs");
+    require(scales.shape(2) == kPanelOutputs && scales.shape(1) > 0, "scales are not [num_panels, num_groups, 16]");
+    call.num_outputs = num_outputs;
+    call.num_inputs = num_inputs;
+    call.num_groups = scales.shape(1);
+    call.weights = packed.uint8_data();
+    call.scales = scales.data<const bf16>();
+  }
+  void set_format(int bits, int group_size) {
+    require(bits == 8 || bits == 4, "bits must be 8 or 4");
+    require(group_size == 64 || group_size == 128, "group_size must be 64 or 128");
+    call.bits = bits;
+    call.group_size = group_size;
+    require(call.num_groups == (call.num_inputs + group_size - 1) / group_size, "scales have another number of groups than the inputs");
+    require(packed.shape(1) == call.panel_bytes(), "packed has another number of bytes than the inputs need");
+  }
+
+  TensorView packed;
+  TensorView scales;
+  QuantizedCall call{};
+};
+
+void bind_pack_rows(nb::handle packed_object, nb::handle scales_object, nb::handle weight_object, std::int64_t first_output,
+                    std::int64_t num_outputs, int bits, int group_size, int num_threads) {
+  const TensorView weight(weight_object, "weight", 2);
+  weight.require_contiguous_from(1);
+  const DType dtype = weight.element_type();
+  PackedWeight target(packed_object, scales_object, num_outputs, weight.shape(1));
+  target.set_format(bits, group_size);
+  require(first_output >= 0 && first_output + weight.shape(0) <= num_outputs, "the rows do not fit into the packed weight");
+  PackCall call{};
+  call.weight = weight.data<const void>();
+  call.weight_stride = weight.stride(0);
+  call.num_rows = weight.shape(0);
+  call.first_output = first_output;
+  call.num_inputs = weight.shape(1);
+  call.num_groups = target.call.num_groups;
+  call.group_size = group_size;
+  call.bits = bits;
+  call.packed = target.packed.data<std::uint8_t>();
+  call.scales = target.scales.data<bf16>();
+  const nb::gil_scoped_release release;
+  pack_rows(call, dtype, num_threads);
+}
+
+void bind_quantized_matmul(nb::handle out_object, nb::handle x_object, nb::handle packed_object, nb::handle scales_object,
+                           nb::handle bias_object, int bits, int group_size, int num_threads) {
+  const TensorView x(x_object, "x", 2);
+  const DType dtype = x.element_type();
+  x.require_contiguous_from(1);
+  const TensorView out(out_object, "out", 2);
+  out.require_element_type(dtype);
+  out.require_contiguous_from(0);
+  require(out.shape(0) == x.shape(0), "out and x differ in rows");
+  PackedWeight weight(packed_object, scales_object, out.shape(1), x.shape(1));
+  weight.set_format(bits, group_size);
+  QuantizedCall call = weight.call;
+  if (!bias_object.is_none()) {
+    const TensorView bias(bias_object, "bias", 1);
+    bias.require_element_type(dtype);
+    bias.require_contiguous_from(0);
+    require(bias.shape(0) == out.shape(1), "bias has another length than the outputs");
+    call.bias = bias.data<const void>();
+  }
+  call.num_rows = x.shape(0);
+  call.x = x.data<const void>();
+  call.x_stride = x.stride(0);
+  call.out = out.data<void>();
+  const nb::gil_scoped_release release;
+  quantized_matmul(call, dtype, num_threads);
+}
+
+void bind_dequantize(nb::handle out_object, nb::handle packed_object, nb::handle scales_object, int bits, int group_size,
+                     int num_threads) {
+  const TensorView out(out_object, "out", 2);
+  out.require_contiguous_from(0);
+  const DType dtype = out.element_type();
+  PackedWeight weight(packed_object, scales_object, out.shape(0), out.shape(1));
+  weight.set_format(bits, group_size);
+  QuantizedCall call = weight.call;
+  call.out = out.data<void>();
+  const nb::gil_scoped_release release;
+  dequantize(call, dtype, num_threads);
+}
+
 }  // namespace
 }  // namespace paged
 
@@ -217,4 +311,10 @@ NB_MODULE(_native, m) {
         "num_threads"_a);
   m.def("silu_mul", &paged::bind_silu_mul, "out"_a, "gate_up"_a, "num_threads"_a);
   m.def("rotary", &paged::bind_rotary, "x"_a, "cos"_a, "sin"_a, "num_threads"_a);
+  m.def("pack_rows", &paged::bind_pack_rows, "packed"_a, "scales"_a, "weight"_a, "first_output"_a, "num_outputs"_a, "bits"_a,
+        "group_size"_a, "num_threads"_a);
+  m.def("quantized_matmul", &paged::bind_quantized_matmul, "out"_a, "x"_a, "packed"_a, "scales"_a, "bias"_a.none(), "bits"_a,
+        "group_size"_a, "num_threads"_a);
+  m.def("multiplies_many_rows", [] { return paged::multiplies_many_rows(paged::DType::bf16); });
+  m.def("dequantize", &paged::bind_dequantize, "out"_a, "packed"_a, "scales"_a, "bits"_a, "group_size"_a, "num_threads"_a);
 }

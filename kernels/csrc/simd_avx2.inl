@@ -1,6 +1,7 @@
 // Vectors of eight floats: AVX2 with FMA and F16C. Included inside a namespace, under the matching target pragma.
 
 #define PAGED_BF16_DOT 0
+#define PAGED_BYTE_DOT 0
 #define PAGED_AMX 0
 #define INLINE static inline __attribute__((always_inline))
 
@@ -76,6 +77,16 @@ INLINE Reg power_of_two(Reg n) {
 INLINE Reg round_to_whole(Reg a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Reg zero_below(Reg a, float limit, Reg value) {
   return _mm256_andnot_ps(_mm256_cmp_ps(a, _mm256_set1_ps(limit), _CMP_LT_OQ), value);
+}
+
+using Words = __m256i;
+INLINE Words load_words(const std::uint8_t* source, std::uint32_t flip) {
+  return _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)), _mm256_set1_epi32(static_cast<int>(flip)));
+}
+// A signed bit field of every word, as a float: shifted up until its sign is the word's, then down.
+template <int kUp, int kDown>
+INLINE Reg field(Words words) {
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, kUp), kDown));
 }
 
 #include "simd_partial.inl"

@@ -1,5 +1,5 @@
 // Vectors of sixteen floats: AVX-512 F, BW, DQ and VL, and with PAGED_BF16_DOT its bfloat16 dot products. Included inside a namespace,
-// under the matching target pragma; PAGED_BF16_DOT is set by the including file.
+// under the matching target pragma; PAGED_BF16_DOT and PAGED_BYTE_DOT (VNNI) are set by the including file.
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -98,3 +98,13 @@ INLINE Reg interleave(const bf16* low, const bf16* high, int low_count, int high
   return _mm512_castsi512_ps(_mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
 }
 #endif
+
+using Words = __m512i;
+INLINE Words load_words(const std::uint8_t* source, std::uint32_t flip) {
+  return _mm512_xor_si512(_mm512_loadu_si512(source), _mm512_set1_epi32(static_cast<int>(flip)));
+}
+// A signed bit field of every word, as a float: shifted up until its sign is the word's, then down.
+template <int kUp, int kDown>
+INLINE Reg field(Words words) {
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, kUp), kDown));
+}

@@ -1,6 +1,7 @@
 // Vectors of four floats in the compiler's own vector extension: SSE2 on any x86-64, NEON on aarch64. Included inside a namespace.
 
 #define PAGED_BF16_DOT 0
+#define PAGED_BYTE_DOT 0
 #define PAGED_AMX 0
 #define INLINE static inline __attribute__((always_inline))
 
@@ -62,6 +63,18 @@ INLINE Reg round_to_whole(Reg a) {
 INLINE Reg zero_below(Reg a, float limit, Reg value) {
   const IntReg below = a < splat(limit);
   return (Reg)(~below & (IntReg)value);
+}
+
+using Words = IntReg;
+INLINE Words load_words(const std::uint8_t* source, std::uint32_t flip) {
+  Words words;
+  std::memcpy(&words, source, sizeof words);
+  return words ^ static_cast<std::int32_t>(flip);
+}
+// A signed bit field of every word, as a float: shifted up until its sign is the word's, then down.
+template <int kUp, int kDown>
+INLINE Reg field(Words words) {
+  return __builtin_convertvector((words << kUp) >> kDown, Reg);
 }
 
 #include "simd_partial.inl"

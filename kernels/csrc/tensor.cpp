@@ -28,6 +28,7 @@ const ExchangeApi* exchange_api(nb::handle object) {
 }
 
 constexpr std::uint8_t kCodeInt = 0;
+constexpr std::uint8_t kCodeUnsigned = 1;
 constexpr std::uint8_t kCodeFloat = 2;
 constexpr std::uint8_t kCodeBfloat = 4;
 constexpr int kDeviceCpu = 1;
@@ -81,6 +82,12 @@ const T* TensorView::integer_data() const {
 }
 template const std::int32_t* TensorView::integer_data<std::int32_t>() const;
 template const std::int64_t* TensorView::integer_data<std::int64_t>() const;
+
+const std::uint8_t* TensorView::uint8_data() const {
+  if (tensor_.dtype.code != kCodeUnsigned || tensor_.dtype.bits != 8) fail("is not uint8");
+  require_contiguous_from(0);
+  return data<const std::uint8_t>();
+}
 
 std::int64_t TensorView::contiguous_stride(int axis) const {
   std::int64_t stride = 1;

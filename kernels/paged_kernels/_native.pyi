@@ -1,4 +1,5 @@
-"""The compiled extension. Tensors are borrowed through DLPack; `native.py` and `fused.py` say what the arguments mean.
+"""The compiled extension. Tensors are borrowed through DLPack; `native.py`, `fused.py` and
+`quantized.py` say what the arguments mean.
 
 Raises ValueError for shapes, strides or element types that do not fit, IndexError for blocks and slots outside the
 pool.
@@ -37,3 +38,25 @@ def add_rms_norm(
 ) -> None: ...
 def silu_mul(out: Tensor, gate_up: Tensor, num_threads: int) -> None: ...
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, num_threads: int) -> None: ...
+def pack_rows(
+    packed: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    first_output: int,
+    num_outputs: int,
+    bits: int,
+    group_size: int,
+    num_threads: int,
+) -> None: ...
+def quantized_matmul(
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    num_threads: int,
+) -> None: ...
+def multiplies_many_rows() -> bool: ...
+def dequantize(out: Tensor, packed: Tensor, scales: Tensor, bits: int, group_size: int, num_threads: int) -> None: ...

@@ -1,7 +1,11 @@
-"""Row-wise pieces of a decoder layer, one pass each: compiled on the CPU where that was built, plain torch otherwise.
+"""Row-wise pieces of a decoder layer, one pass each: compiled on the CPU where that was built, Triton on a GPU, plain
+torch otherwise.
 
 Both ways round where transformers' Llama modules round. Inference only: nothing is recorded for autograd.
 """
+
+import importlib
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,6 +18,9 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm of the rows of `x` `[num_rows, size]` in float32, rounded, then times `weight` `[size]`."""
+    if x.is_cuda:
+        result: Tensor = _on_gpu().rms_norm(x, weight, eps)
+        return result
     native = load_extension()
     if native is None or not _fits(x, weight):
         return fused_reference.rms_norm(x, weight, eps)
@@ -24,6 +31,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`(rms_norm(residual + x), residual + x)`; the arguments, `[num_rows, size]`, stay as they are."""
+    if x.is_cuda:
+        normed, total = _on_gpu().add_rms_norm(x, residual, weight, eps)
+        return normed, total
     native = load_extension()
     if native is None or not _fits(x, residual, weight):
         return fused_reference.add_rms_norm(x, residual, weight, eps)
@@ -35,6 +45,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` for `gate_up` `[num_rows, 2 * size]` whose first half is the gate; `[num_rows, size]`."""
+    if gate_up.is_cuda:
+        result: Tensor = _on_gpu().silu_mul(gate_up)
+        return result
     native = load_extension()
     if native is None or not _fits(gate_up):
         return fused_reference.silu_mul(gate_up)
@@ -57,6 +70,11 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
     num_threads = torch.get_num_threads()
     native.rotary(query, cos, sin, num_threads)
     native.rotary(key, cos, sin, num_threads)
+
+
+def _on_gpu() -> ModuleType:
+    """Triton is imported where a GPU tensor shows up, not before."""
+    return importlib.import_module("paged_kernels.triton_rowwise")
 
 
 def _fits(first: Tensor, *others: Tensor) -> bool:

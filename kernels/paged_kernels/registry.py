@@ -1,14 +1,19 @@
 """Chooses the attention backend by name. Backends are imported only when chosen."""
 
+import importlib.util
 import logging
 from typing import Literal
+
+import torch
 
 from paged_kernels.base import AttentionBackend
 from paged_kernels.extension import load_extension
 
 logger = logging.getLogger(__name__)
 
-BackendName = Literal["auto", "native", "reference"]
+BackendName = Literal["auto", "native", "reference", "triton"]
+
+_CPU = torch.device("cpu")
 
 _REMEDY = "install a C++17 compiler (for example the packages g++ or clang) and reinstall kvrelay"
 
@@ -17,11 +22,17 @@ class BackendUnavailableError(RuntimeError):
     """The attention backend that was asked for was not built; the message says what to do."""
 
 
-def select_backend(name: BackendName) -> AttentionBackend:
-    """A backend by name. `auto` takes the compiled kernels where they were built, else, with a warning, plain torch.
+def select_backend(name: BackendName, device: torch.device = _CPU) -> AttentionBackend:
+    """A backend by name, for a pool on `device`. `auto` takes Triton for a pool on a GPU, else the compiled kernels
+    where they were built, else, with a warning, plain torch.
 
-    Raises BackendUnavailableError when `native` is asked for and was not built, ValueError for an unknown name.
+    Raises BackendUnavailableError when `native` is asked for and was not built, or one does not run on the device;
+    ValueError for an unknown name.
     """
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        return _triton_backend(device)
+    if name == "native" and device.type != "cpu":
+        raise BackendUnavailableError(f"the native attention kernels run on the CPU, not on {device}: use auto")
     if name == "native" and load_extension() is None:
         raise BackendUnavailableError(f"the compiled attention kernels (paged_kernels._native) are missing: {_REMEDY}")
     if name == "auto" and load_extension() is None:
@@ -41,4 +52,16 @@ def select_backend(name: BackendName) -> AttentionBackend:
 
             return ReferenceBackend()
         case _:
-            raise ValueError(f"unknown attention backend {name!r}: use auto, native or reference")
+            raise ValueError(f"unknown attention backend {name!r}: use auto, native, reference or triton")
+
+
+def _triton_backend(device: torch.device) -> AttentionBackend:
+    if device.type != "cuda":
+        raise BackendUnavailableError(
+            f"the Triton attention kernels need a CUDA or ROCm device, not {device}: use auto"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise BackendUnavailableError("the Triton attention kernels need triton: install the package triton")
+    from paged_kernels.triton_attention import TritonBackend
+
+    return TritonBackend()

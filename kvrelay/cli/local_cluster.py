@@ -15,11 +15,13 @@ from kvrelay.core.errors import UnavailableError
 
 @dataclass(frozen=True, slots=True)
 class ClusterAddress:
-    """Where a running cluster answers: `host:port` each, and the name of its model."""
+    """Where a running cluster answers: `host:port` each, and the name of its model. `process`: that of `kvrelay serve`,
+    which all others descend from."""
 
     http: str
     grpc: str
     model: str
+    process: int
 
 
 @contextmanager
@@ -50,4 +52,4 @@ def _wait_until_ready(process: subprocess.Popen[str]) -> ClusterAddress:
     if not line:
         raise UnavailableError("the cluster ended before it was ready; its messages are above")
     ready = json.loads(line)
-    return ClusterAddress(http=ready["http_address"], grpc=ready["grpc_address"], model=ready["model"])
+    return ClusterAddress(ready["http_address"], ready["grpc_address"], ready["model"], process.pid)

@@ -30,6 +30,9 @@ Talk to a running router:
   chat [MESSAGE]      ask once, or converse when there is no message
   status              what it serves and whether it is healthy
 
+Measure any OpenAI-compatible or kvrelay server:
+  bench               serve, latency, throughput or sweep
+
   --version, --help
 """
 
@@ -59,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
         _become(PROCESS_MODULES[name], rest)
     command = _command(name)
     if command is None:
-        known = ", ".join([*PROCESS_MODULES, "serve", "complete", "chat", "status"])
+        known = ", ".join([*PROCESS_MODULES, "serve", "complete", "chat", "status", "bench"])
         print(f"kvrelay: there is no command {name!r}; there are {known}. Try `kvrelay --help`.", file=sys.stderr)
         return 2
     return command(rest)
@@ -76,6 +79,10 @@ def _command(name: str) -> Command | None:
 
         commands: dict[str, Command] = {"complete": client.complete, "chat": client.chat, "status": client.status}
         return commands[name]
+    if name == "bench":
+        from kvrelay.bench.command import bench
+
+        return bench
     return None
 
 

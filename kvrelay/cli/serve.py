@@ -28,6 +28,7 @@ from kvrelay.core.logs import LogLevel
 # Settings of serve that every node gets as they are, when they are set.
 NODE_SETTINGS = (
     "dtype",
+    "quantization",
     "connector",
     "redis_ttl",
     "shared_memory_dir",
@@ -113,6 +114,9 @@ class ServeSettings(ProcessSettings):
         description="Times that an output is placed again when a node serving it is lost; unset: router's default.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Of weights and KV.")
+    quantization: Literal["none", "int8", "int4"] = Field(
+        default="none", description="Of weights only, to nearest, while loading; of all nodes."
+    )
     threads: int | Literal["auto"] = Field(default="auto", description="Per node; auto divides the cores.")
     num_blocks: int | None = Field(default=None, gt=0, description="KV blocks per node; unset: from memory.")
     gpu_memory_utilization: float | None = Field(

@@ -2,7 +2,8 @@
 scheduler.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,11 +13,19 @@ from torch import Tensor
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
-from kvrelay.engine.sampler import SampledToken, Sampler, SamplingRow, prompt_logprobs
+from kvrelay.engine.sampler import SampledToken, SamplingRow, prompt_logprobs
 
 _LOGPROB_ROWS = (
     128  # prompt log-probabilities are computed in slices, since a row of logits is as long as the vocabulary
 )
+
+
+class TokenSampler(Protocol):
+    """`Sampler`, or `DeviceSampler` where logits are on a GPU."""
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """One token per row of `logits` `[len(rows), vocab_size]` float32."""
+        ...
 
 
 class ModelRunner:
@@ -24,7 +33,7 @@ class ModelRunner:
     write to it.
     """
 
-    def __init__(self, model: DecoderForCausalLM, sampler: Sampler, kv_pool: Tensor) -> None:
+    def __init__(self, model: DecoderForCausalLM, sampler: TokenSampler, kv_pool: Tensor) -> None:
         self._model = model
         self._sampler = sampler
         self._kv_pool = kv_pool

@@ -92,7 +92,7 @@ class Sampler:
             for index, token_id in zip(drawn, self._draw(scores, [_draw_of(rows[i]) for i in drawn]), strict=True):
                 token_ids[index] = token_id
         return [
-            SampledToken(token_id, _logprobs_of(row, logits[index], token_id))
+            SampledToken(token_id, logprobs_of(row, logits[index], token_id))
             for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
         ]
 
@@ -143,7 +143,8 @@ def _draw_of(row: SamplingRow) -> Draw:
     return Draw(seed, row.choice_index, row.position)
 
 
-def _logprobs_of(row: SamplingRow, logits: Tensor, token_id: int) -> TokenLogprobs | None:
+def logprobs_of(row: SamplingRow, logits: Tensor, token_id: int) -> TokenLogprobs | None:
+    """What the row asks for, from its unmodified `logits` `[vocab_size]`."""
     if row.params.logprobs is None:
         return None
     return _token_logprobs(logits, token_id, row.params.logprobs)

@@ -18,6 +18,7 @@ from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
 from kvrelay.engine.sampler import Sampler
@@ -35,6 +36,7 @@ class EngineOptions:
 
     model: str
     dtype: DTypeName = "auto"
+    quantization: Quantization = "none"
     threads: int = 0
     attention_backend: Literal["auto", "native", "reference"] = "auto"
     block_size: int = 16
@@ -114,9 +116,11 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
         dtype=options.dtype,
         attention=attention,
         max_model_len=options.max_model_len or None,
+        quantization=options.quantization,
         progress=_progress_logger(),
     )
-    _logger.info("loaded in %.1f s as %s", loaded.load_seconds, loaded.dtype)
+    quantized = "" if options.quantization == "none" else f", weights as {options.quantization}"
+    _logger.info("loaded in %.1f s as %s%s", loaded.load_seconds, loaded.dtype, quantized)
     layout = KVLayout(
         num_kv_heads=loaded.config.num_kv_heads,
         num_layers=loaded.config.num_layers,

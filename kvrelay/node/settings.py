@@ -20,6 +20,11 @@ class NodeSettings(ProcessSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of weights and KV; auto takes the checkpoint's."
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        default="none",
+        description="Weight-only, rounded to nearest while loading: int8 (a scale per 128 weights) or int4 (per 64; "
+        "the output head stays int8). Faster steps, less memory, other tokens.",
+    )
     threads: int = Field(default=0, ge=0, description="CPU threads for computing; 0 leaves torch's choice.")
     attention_backend: Literal["auto", "native", "reference"] = Field(
         default="auto", description="Attention kernels; auto takes the fastest that is installed."

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import DTypeName
 from kvrelay.engine.request import EngineRequest, StepResult
 from kvrelay.engine.startup import EngineOptions, prepare_engine
@@ -42,6 +43,7 @@ class LLM:
         model: str,
         *,
         dtype: DTypeName = "auto",
+        quantization: Quantization = "none",
         threads: int = 0,
         attention_backend: Literal["auto", "native", "reference"] = "auto",
         block_size: int = 16,
@@ -54,6 +56,7 @@ class LLM:
         options = EngineOptions(
             model=model,
             dtype=dtype,
+            quantization=quantization,
             threads=threads,
             attention_backend=attention_backend,
             block_size=block_size,

@@ -29,7 +29,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvrelay {__version__}\n"
     assert run(["--help"]) == 0
     usage = capsys.readouterr().out
-    assert all(command in usage for command in (*PROCESS_MODULES, "serve", "complete", "chat", "status"))
+    assert all(command in usage for command in (*PROCESS_MODULES, "serve", "complete", "chat", "status", "bench"))
 
 
 @pytest.mark.parametrize("argv", [[], ["srve"]])

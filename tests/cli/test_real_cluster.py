@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.random_model import write_random_model
-from bench.workload import random_prompts, run_workload
+from kvrelay.bench.command import bench
 from kvrelay.cli import client
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.errors import UnavailableError
@@ -63,12 +63,14 @@ def test_cluster_serves_and_ends(model: Path, segments: Path, capfd: pytest.Capt
         assert address.model == "tiny-random"
         assert client.status(["--url", address.grpc]) == 0
         assert client.complete(["Hello", "--url", address.grpc, "--max-tokens", "4", "--stats"]) == 0
-        prompts = random_prompts(2, 20, 40, vocab_size=4096, seed=0)
-        assert run_workload(address.http, address.model, prompts, 3).num_output_tokens == 6
+        load = ["--requests", "2", "--input-len", "20-40", "--output-len", "3", "--tokenizer", str(model)]
+        for url in (f"http://{address.http}", f"grpc://{address.grpc}"):
+            assert bench(["throughput", "--url", url, *load]) == 0
     assert processes_of(model) == []
     captured = capfd.readouterr()
     assert "tiny-random  up to" in captured.out
     assert "4 tokens, the first after" in captured.err
+    assert captured.out.count("2 requests completed, 0 failed") == 2
     assert "Traceback" not in captured.err
 
 

@@ -14,7 +14,9 @@ from transformers import AutoTokenizer
 
 from bench.random_model import write_random_model
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.engine.layers.linear import Linear
 from kvrelay.engine.layers.rotary import RopeKind
+from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, fingerprint, load_model
 from kvrelay.engine.models.model_config import ModelConfig, load_model_config
 from tests.engine.tiny_models import FAMILIES, SLIDING_WINDOW, make_tiny_model, save_random
@@ -153,8 +155,8 @@ def test_shards_give_the_same_model_as_one_file(llama: Path, tmp_path: Path) -> 
     assert len(list(sharded.glob("*.safetensors"))) > 2
     one, many = _load(llama).model.checkpoint_slots(), _load(sharded).model.checkpoint_slots()
     assert one.keys() == many.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, many[name]), name
+    for name, slot in one.items():
+        assert torch.equal(slot.open(), many[name].open()), name
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-bias", "qwen3-bias-sliding"])
@@ -162,7 +164,7 @@ def test_every_tensor_of_the_file_lands_in_the_model(family: str, tmp_path: Path
     stored = load_file(make_tiny_model(family, tmp_path) / WEIGHTS)
     slots = _load(tmp_path).model.checkpoint_slots()
     assert slots.keys() == stored.keys()
-    assert all(torch.equal(slots[name], stored[name]) for name in stored)
+    assert all(torch.equal(slots[name].open(), stored[name]) for name in stored)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -310,6 +312,7 @@ def test_dtype(
     assert tensors[QUERY].dtype is stored
     assert loaded.dtype is computed
     projection = loaded.model.layers[1].attention.qkv
+    assert isinstance(projection, Linear)
     weight = projection.weight.to_dense() if projection.packed else projection.weight
     assert torch.equal(weight[:64], tensors[QUERY].to(computed))
     assert torch.equal(loaded.model.embedding, tensors["model.embed_tokens.weight"].to(computed))
@@ -352,5 +355,5 @@ def test_the_fingerprint_follows_everything_that_changes_kv(llama: Path, tmp_pat
 
 def test_the_fingerprint_of_a_given_content_never_changes(llama: Path) -> None:
     config: ModelConfig = load_model_config(llama)
-    name = fingerprint(config, torch.bfloat16, [bytes(range(16)), bytes(16)])
+    name = fingerprint(config, WeightFormat(torch.bfloat16, torch.device("cpu")), [bytes(range(16)), bytes(16)])
     assert name.hex() == "325e16ee5784bac0b3e3a8441d75044f819d5c49086b6aa20be0fd0204eac548"

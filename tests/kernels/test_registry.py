@@ -1,5 +1,6 @@
 """Backends by name, with and without the compiled extension."""
 
+import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,24 @@ def no_extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(("name", "expected"), [("auto", "native"), ("native", "native"), ("reference", "reference")])
 def test_by_name(name: Literal["auto", "native", "reference"], expected: str) -> None:
     assert select_backend(name).name == expected
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_a_gpu_takes_triton(name: Literal["auto", "triton"]) -> None:
+    assert select_backend(name, torch.device("cuda")).name == "triton"
+
+
+def test_backends_of_another_device() -> None:
+    with pytest.raises(BackendUnavailableError, match="need a CUDA or ROCm device, not cpu"):
+        select_backend("triton")
+    with pytest.raises(BackendUnavailableError, match="run on the CPU, not on cuda"):
+        select_backend("native", torch.device("cuda"))
+
+
+def test_triton_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BackendUnavailableError, match="install the package triton"):
+        select_backend("auto", torch.device("cuda"))
 
 
 def test_unknown_name() -> None:

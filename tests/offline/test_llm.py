@@ -76,6 +76,13 @@ def test_stop_strings_end_an_output(llm: LLM) -> None:
     assert (output.text, output.finish_reason, output.stop_reason) == (" Paris. ", "stop", "France")
 
 
+def test_quantised_weights_still_answer_and_name_their_kv_otherwise(llm: LLM) -> None:
+    int8 = LLM(str(DEMO_MODEL), quantization="int8", threads=1, num_blocks=16, max_num_seqs=1)
+    [generation] = int8.generate(PROMPTS[0], GREEDY, progress=False)
+    assert generation.outputs[0].text.startswith(" Paris")
+    assert int8._engine._namespace.model_fingerprint != llm._engine._namespace.model_fingerprint
+
+
 def test_logprobs(llm: LLM) -> None:
     sampling = replace(GREEDY, logprobs=2, prompt_logprobs=1, max_tokens=3)
     [generation] = llm.generate([some_token_ids(20, seed=3)], sampling, progress=False)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from router.app import listen
 from tests.router.scripted_nodes import PATIENCE, ScriptedDecode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,3 +148,11 @@ async def test_what_can_not_work_is_said_at_once(model_dir: Path) -> None:
         _, stderr = await process.communicate()
         assert process.returncode == 1
         assert b"--decode-nodes is empty" in stderr
+
+
+def test_events_do_not_wait_for_acknowledgements() -> None:
+    """Without TCP_NODELAY each event after the first waits up to 40 ms for the client's kernel."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

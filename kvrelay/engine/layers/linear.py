@@ -5,31 +5,64 @@ their layout may belong to the matrix library, and they can only be used.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from paged_kernels.quantized import Bits
 from torch import Tensor
 
+from kvrelay.engine.layers.quantized_linear import QuantizedLinear
+from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 
-class Linear:
-    """`parts` names the checkpoint's layers and their output sizes, in order of rows. Weights are uninitialised until
-    loaded."""
 
-    def __init__(
-        self, parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        num_outputs = sum(size for _, size in parts)
-        self.parts = tuple(parts)
-        self.weight = torch.empty(num_outputs, num_inputs, dtype=dtype, device=device)
-        self.bias = torch.empty(num_outputs, dtype=dtype, device=device) if bias else None  # [num_outputs]
-        self.packed = False
+class LinearLayer(Protocol):
+    """What the decoder needs of a linear layer. Weights are undefined until every slot has been filled, and the layer
+    is used only after `pack`."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[num_tokens, num_inputs]` -> `[num_tokens, num_outputs]`."""
+
+    def fill(self, first_output: int, rows: Tensor) -> None:
+        """Copies `[num_rows, num_inputs]` into outputs `first_output` and following. Not after `pack`."""
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Checkpoint name and place of every tensor. Not after `pack`."""
+
+    def pack(self) -> None:
+        """Once, after loading: brings the weights into the order in which they are read fastest."""
+
+
+def make_linear(
+    parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat, bits: Bits | None
+) -> LinearLayer:
+    """`parts` names the checkpoint's layers and their output sizes, in order of rows."""
+    if bits is None:
+        return Linear(parts, num_inputs, bias=bias, weights=weights)
+    return QuantizedLinear(parts, num_inputs, bias=bias, weights=weights, bits=bits)
+
+
+class Linear:
+    """`LinearLayer` whose weights have the format's dtype."""
+
+    def __init__(self, parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat) -> None:
+        num_outputs = sum(size for _, size in parts)
+        self.parts = tuple(parts)
+        self.num_outputs = num_outputs
+        self.num_inputs = num_inputs
+        self.dtype = weights.dtype
+        self.weight = weights.empty(num_outputs, num_inputs)
+        self.bias = weights.empty(num_outputs) if bias else None  # [num_outputs]
+        self.packed = False
+
+    def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return product
         return F.linear(x, self.weight, self.bias)
+
+    def fill(self, first_output: int, rows: Tensor) -> None:
+        self.weight[first_output : first_output + rows.shape[0]].copy_(rows)
 
     def pack(self) -> None:
         """Once, after loading: brings the weights into the order in which oneDNN reads them, where it has one.
@@ -37,22 +70,24 @@ class Linear:
         `F.linear` would reorder them in every call, and reading weights is what decoding spends its time on. The
         results are the same.
         """
-        if self.weight.dtype is torch.bfloat16 and self.weight.device.type == "cpu" and _onednn_has_bfloat16():
+        if packs_better(self.weight.dtype, self.weight.device):
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             self.packed = True
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint name and memory of every tensor; the parts are contiguous views of the merged ones. Not after
-        `pack`."""
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """The parts are contiguous views of the merged tensors."""
         assert not self.packed
         begin = 0
         for name, size in self.parts:
-            yield f"{prefix}{name}.weight", self.weight[begin : begin + size]
+            yield f"{prefix}{name}.weight", slot_of(self.weight[begin : begin + size])
             if self.bias is not None:
-                yield f"{prefix}{name}.bias", self.bias[begin : begin + size]
+                yield f"{prefix}{name}.bias", slot_of(self.bias[begin : begin + size])
             begin += size
 
 
-def _onednn_has_bfloat16() -> bool:
+def packs_better(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN has an order of its own for such weights."""
+    if dtype is not torch.bfloat16 or device.type != "cpu":
+        return False
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

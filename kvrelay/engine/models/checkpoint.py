@@ -20,6 +20,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.engine.layers.weight_format import Slot
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -106,9 +107,9 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     return checkpoint
 
 
-def read_tensors(file: CheckpointFile, slots: Mapping[str, Tensor], advance: Callable[[int], None]) -> bytes:
-    """Copies the file's tensors into their `slots` (contiguous, of equal shape), converting the dtype; those without
-    one are skipped.
+def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Callable[[int], None]) -> bytes:
+    """Copies the file's tensors into their `slots` (of equal shape), one after the other; those without one are
+    skipped.
 
     `advance` is called with the number of bytes read since the last call. Returns the xxh3-128 digest of the whole
     file, 16 bytes.
@@ -120,7 +121,11 @@ def read_tensors(file: CheckpointFile, slots: Mapping[str, Tensor], advance: Cal
             digest.update(stream.read(file.header_bytes))
             advance(file.header_bytes)
             for tensor in file.tensors:
-                _read_tensor(stream, tensor, slots.get(tensor.name), scratch, digest, advance)
+                slot = slots.get(tensor.name)
+                memory = None if slot is None else slot.open()
+                _read_tensor(stream, tensor, memory, scratch, digest, advance)
+                if slot is not None and memory is not None:
+                    slot.filled(memory)
     except OSError as error:
         raise ModelLoadError(f"can not read {file.path}: {error.strerror}") from error
     return digest.digest()
@@ -129,14 +134,14 @@ def read_tensors(file: CheckpointFile, slots: Mapping[str, Tensor], advance: Cal
 def _read_tensor(
     stream: BinaryIO,
     tensor: StoredTensor,
-    slot: Tensor | None,
+    memory: Tensor | None,
     scratch: Tensor,
     digest: xxhash.xxh3_128,
     advance: Callable[[int], None],
 ) -> None:
     stored_dtype = WEIGHT_DTYPES.get(tensor.dtype, torch.uint8)
-    direct = slot is not None and slot.dtype == stored_dtype and slot.device.type == "cpu"
-    flat = None if slot is None else slot.view(-1)
+    direct = memory is not None and memory.dtype == stored_dtype and memory.device.type == "cpu"
+    flat = None if memory is None else memory.view(-1)
     for begin in range(0, tensor.num_bytes, _CHUNK_BYTES):
         num_bytes = min(_CHUNK_BYTES, tensor.num_bytes - begin)
         first, last = begin // stored_dtype.itemsize, (begin + num_bytes) // stored_dtype.itemsize

@@ -15,17 +15,16 @@ from paged_kernels.base import AttentionBackend, AttentionMetadata
 from paged_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
 from torch import Tensor
 
-from kvrelay.engine.layers.linear import Linear
+from kvrelay.engine.layers.linear import LinearLayer, make_linear, packs_better
 from kvrelay.engine.layers.rotary import RotaryTable
+from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 from kvrelay.engine.models.model_config import ModelConfig
 
 
 class Attention:
     """Projections, per-head norms and rotary positions around the paged attention of one layer."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: AttentionBackend, weights: WeightFormat) -> None:
         self.layer = layer
         self.backend = backend
         self.head_counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]  # of query, key, value
@@ -35,12 +34,12 @@ class Attention:
         self.eps = config.rms_norm_eps
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv_parts = (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size))
-        self.qkv = Linear(qkv_parts, config.hidden_size, bias=config.qkv_bias, dtype=dtype, device=device)
-        self.output = Linear(
-            (("o_proj", config.hidden_size),), query_size, bias=config.output_bias, dtype=dtype, device=device
-        )
-        self.query_norm = torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
-        self.key_norm = torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        output_parts = (("o_proj", config.hidden_size),)
+        bits = weights.bits
+        self.qkv = make_linear(qkv_parts, config.hidden_size, bias=config.qkv_bias, weights=weights, bits=bits)
+        self.output = make_linear(output_parts, query_size, bias=config.output_bias, weights=weights, bits=bits)
+        self.query_norm = weights.empty(config.head_dim) if config.qk_norm else None
+        self.key_norm = weights.empty(config.head_dim) if config.qk_norm else None
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
         num_tokens = x.shape[0]
@@ -63,22 +62,23 @@ class Attention:
         """`[num_tokens, heads, head_dim]`, each head of each token by itself."""
         return rms_norm(x.reshape(-1, self.head_dim), weight, self.eps).view(x.shape)
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.qkv.slots(prefix)
         yield from self.output.slots(prefix)
         if self.query_norm is not None and self.key_norm is not None:
-            yield f"{prefix}q_norm.weight", self.query_norm
-            yield f"{prefix}k_norm.weight", self.key_norm
+            yield f"{prefix}q_norm.weight", slot_of(self.query_norm)
+            yield f"{prefix}k_norm.weight", slot_of(self.key_norm)
 
 
 class Mlp:
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        size = config.intermediate_size
+    def __init__(self, config: ModelConfig, weights: WeightFormat) -> None:
+        size, bits = config.intermediate_size, weights.bits
         parts = (("gate_proj", size), ("up_proj", size))
-        self.gate_up = Linear(parts, config.hidden_size, bias=config.mlp_bias, dtype=dtype, device=device)
-        self.down = Linear((("down_proj", config.hidden_size),), size, bias=config.mlp_bias, dtype=dtype, device=device)
+        down_parts = (("down_proj", config.hidden_size),)
+        self.gate_up = make_linear(parts, config.hidden_size, bias=config.mlp_bias, weights=weights, bits=bits)
+        self.down = make_linear(down_parts, size, bias=config.mlp_bias, weights=weights, bits=bits)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(silu_mul(self.gate_up(x)))  # [num_tokens, hidden_size]
@@ -87,7 +87,7 @@ class Mlp:
         self.gate_up.pack()
         self.down.pack()
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.gate_up.slots(prefix)
         yield from self.down.slots(prefix)
 
@@ -96,14 +96,12 @@ class DecoderLayer:
     """Both sublayers take the running residual and the last sublayer's output, which is added to it on the way into
     the norm."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: AttentionBackend, weights: WeightFormat) -> None:
         self.eps = config.rms_norm_eps
-        self.input_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.attention = Attention(config, layer, backend, dtype=dtype, device=device)
-        self.post_attention_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.mlp = Mlp(config, dtype=dtype, device=device)
+        self.input_norm = weights.empty(config.hidden_size)
+        self.attention = Attention(config, layer, backend, weights)
+        self.post_attention_norm = weights.empty(config.hidden_size)
+        self.mlp = Mlp(config, weights)
 
     def __call__(
         self,
@@ -122,10 +120,10 @@ class DecoderLayer:
         x, residual = add_rms_norm(x, residual, self.post_attention_norm, self.eps)
         return self.mlp(x), residual
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{prefix}input_layernorm.weight", self.input_norm
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm)
         yield from self.attention.slots(f"{prefix}self_attn.")
-        yield f"{prefix}post_attention_layernorm.weight", self.post_attention_norm
+        yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_attention_norm)
         yield from self.mlp.slots(f"{prefix}mlp.")
 
 
@@ -142,23 +140,21 @@ class DecoderForCausalLM:
         attention: AttentionBackend,
         *,
         max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        weights: WeightFormat,
     ) -> None:
         self.config = config
-        self.dtype = dtype
-        self.device = device
+        self.weights = weights
+        self.dtype = weights.dtype
+        self.device = weights.device
         self.max_model_len = max_model_len
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [
-            DecoderLayer(config, layer, attention, dtype=dtype, device=device) for layer in range(config.num_layers)
-        ]
-        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.lm_head: Linear | None = None  # None: the embedding is used
-        if not config.tie_word_embeddings:
-            head = (("lm_head", config.vocab_size),)
-            self.lm_head = Linear(head, config.hidden_size, bias=False, dtype=dtype, device=device)
-        self.rotary = RotaryTable(config.rope, head_dim=config.head_dim, max_positions=max_model_len, device=device)
+        self.embedding = weights.empty(config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, layer, attention, weights) for layer in range(config.num_layers)]
+        self.norm = weights.empty(config.hidden_size)
+        # None: the embedding is used
+        self.lm_head: LinearLayer | None = None if config.tie_word_embeddings else self._head()
+        self.rotary = RotaryTable(
+            config.rope, head_dim=config.head_dim, max_positions=max_model_len, device=weights.device
+        )
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
         """`input_ids` and `positions` are `[num_tokens]` int64. Writes the tokens' KV into the pool. Returns the
@@ -176,10 +172,9 @@ class DecoderForCausalLM:
         logits = F.linear(hidden, self.embedding) if self.lm_head is None else self.lm_head(hidden)
         return logits.float()
 
-    def checkpoint_slots(self) -> dict[str, Tensor]:
-        """Every tensor of the checkpoint by its name there, as a contiguous view of the memory it belongs in. Not after
-        `pack`."""
-        slots = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+    def checkpoint_slots(self) -> dict[str, Slot]:
+        """The place of every tensor of the checkpoint, by its name there. Not after `pack`."""
+        slots = {"model.embed_tokens.weight": slot_of(self.embedding), "model.norm.weight": slot_of(self.norm)}
         for index, layer in enumerate(self.layers):
             slots.update(layer.slots(f"model.layers.{index}."))
         if self.lm_head is not None:
@@ -187,9 +182,20 @@ class DecoderForCausalLM:
         return slots
 
     def pack(self) -> None:
-        """Once, after the slots are filled and dropped: weights take the form that matrix products read fastest."""
+        """Once, after the slots are filled and dropped: weights take the form that matrix products read fastest.
+
+        A tied head gets a copy in that form: every step reads all of it, but of the embedding only a row per token.
+        """
         for layer in self.layers:
             layer.attention.pack()
             layer.mlp.pack()
+        if self.lm_head is None and (self.weights.head_bits is not None or packs_better(self.dtype, self.device)):
+            self.lm_head = self._head()
+            self.lm_head.fill(0, self.embedding)
         if self.lm_head is not None:
             self.lm_head.pack()
+
+    def _head(self) -> LinearLayer:
+        parts = (("lm_head", self.config.vocab_size),)
+        bits = self.weights.head_bits
+        return make_linear(parts, self.config.hidden_size, bias=False, weights=self.weights, bits=bits)

@@ -9,14 +9,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from paged_kernels.base import AttentionBackend
-from torch import Tensor
+from paged_kernels.quantized import GROUP_SIZES
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.engine.layers.weight_format import Quantization, Slot, WeightFormat, bits_of
 from kvrelay.engine.models.checkpoint import (
     WEIGHT_DTYPES,
     Checkpoint,
@@ -57,11 +58,12 @@ def load_model(
     dtype: DTypeName,
     attention: AttentionBackend,
     max_model_len: int | None,
+    quantization: Quantization = "none",
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> LoadedModel:
     """`path` is a model directory, or a Hugging Face id that is in the local cache. `max_model_len` None takes what
-    the model was made for.
+    the model was made for. `quantization` is weight-only, done tensor by tensor while they are read, for the CPU.
 
     Raises ModelLoadError for a checkpoint that can not be run, naming the tensor or field and the file;
     ConfigurationError for a `max_model_len` beyond what the model's positions reach.
@@ -73,9 +75,10 @@ def load_model(
     checkpoint = open_checkpoint(directory)
     compute_dtype = _compute_dtype(dtype, config, checkpoint, torch.device(device))
     length = _model_len(max_model_len, config)
-    model = DecoderForCausalLM(
-        config, attention, max_model_len=length, dtype=compute_dtype, device=torch.device(device)
-    )
+    weights = WeightFormat(compute_dtype, torch.device(device), bits_of(quantization))
+    if weights.bits is not None and weights.device.type != "cpu":
+        raise ConfigurationError(f"quantization {quantization} is for CPUs; use none on {device}")
+    model = DecoderForCausalLM(config, attention, max_model_len=length, weights=weights)
     digests = _fill(model, checkpoint, progress)
     model.pack()
     return LoadedModel(
@@ -83,26 +86,28 @@ def load_model(
         config=config,
         dtype=compute_dtype,
         max_model_len=length,
-        fingerprint=fingerprint(config, compute_dtype, digests),
+        fingerprint=fingerprint(config, weights, digests),
         load_seconds=clock.now() - start,
     )
 
 
-def fingerprint(config: ModelConfig, dtype: torch.dtype, digests: Sequence[bytes]) -> bytes:
-    """SHA-256 of canonical JSON: what determines KV, the dtype it is computed in, and the digests of the weights
-    files in order of name.
+def fingerprint(config: ModelConfig, weights: WeightFormat, digests: Sequence[bytes]) -> bytes:
+    """SHA-256 of canonical JSON: what determines KV, the dtype it is computed in, how weights are quantised, and the
+    digests of the weights files in order of name.
 
     The end-of-sequence tokens and the dtype that config.json mentions are left out: they change no KV.
     """
     fields = asdict(config)
     del fields["eos_token_ids"], fields["dtype"]
     fields["rope"]["kind"] = config.rope.kind.value
-    content = {
+    content: dict[str, Any] = {
         "version": FINGERPRINT_VERSION,
         "config": fields,
-        "dtype": _dtype_name(dtype),
+        "dtype": _dtype_name(weights.dtype),
         "weights": [digest.hex() for digest in digests],
     }
+    if weights.bits is not None:
+        content["quantization"] = {"bits": weights.bits, "group_size": GROUP_SIZES[weights.bits]}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
@@ -159,14 +164,14 @@ def _model_len(max_model_len: int | None, config: ModelConfig) -> int:
     return max_model_len
 
 
-def _check_tensors(slots: Mapping[str, Tensor], checkpoint: Checkpoint, config: ModelConfig) -> None:
+def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: ModelConfig) -> None:
     stored = checkpoint.tensors()
     for name, slot in slots.items():
         tensor = stored.get(name)
         if tensor is None:
             raise ModelLoadError(f"tensor {name} is missing from {_names(checkpoint)}")
         _weight_dtype(tensor)
-        if tensor.shape != tuple(slot.shape):
+        if tensor.shape != slot.shape:
             raise ModelLoadError(
                 f"tensor {name} in {tensor.file} has shape {list(tensor.shape)}, not {list(slot.shape)}"
             )

@@ -1,0 +1,147 @@
+"""A decode step with weights as bfloat16, int8 and int4: time, bytes that it must read, and the memory's bandwidth.
+
+    python -m bench.decode_step --threads 1
+
+Forward pass and logits of a random model of a real shape, without the engine around it. Every round measures a plain
+read of memory and each kind of weights once, in turn; what is printed is the median over rounds, and ratios are
+medians of the rounds' ratios, so that a load on the machine that comes and goes weighs on all of them alike.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+from paged_kernels.base import AttentionMetadata
+from paged_kernels.registry import select_backend
+
+from bench.random_model import SHAPES, write_random_model
+from kvrelay.engine.layers.linear import Linear, LinearLayer
+from kvrelay.engine.layers.quantized_linear import QuantizedLinear
+from kvrelay.engine.layers.weight_format import Quantization
+from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.models.loader import load_model
+
+BLOCK_SIZE = 16
+_READ_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`run` computes one step; `num_bytes` of weights and KV are read by it, each once."""
+
+    name: str
+    run: Callable[[], object]
+    num_bytes: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--context", type=int, default=256, help="tokens of KV per sequence")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print(f"{arguments.shape}, {arguments.context} tokens of KV each, {arguments.threads} threads")
+    with tempfile.TemporaryDirectory() as directory:
+        write_random_model(Path(directory), arguments.shape)
+        models = {name: _load(directory, name) for name in get_args(Quantization)}
+    for batch in arguments.batch:
+        steps = [_decode(name, model, batch, arguments.context) for name, model in models.items()]
+        _measure(f"batch {batch:3}", steps, arguments.rounds)
+
+
+@torch.inference_mode()
+def _measure(title: str, steps: Sequence[Step], rounds: int) -> None:
+    memory = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
+    reads: list[float] = []
+    seconds: dict[str, list[float]] = {step.name: [] for step in steps}
+    for index in range(rounds + 1):  # the first one warms up
+        read = _seconds(memory.sum)
+        for step in steps:
+            elapsed = _seconds(step.run)
+            if index:
+                seconds[step.name].append(elapsed)
+        if index:
+            reads.append(memory.nbytes / read)
+    plain = seconds[steps[0].name]
+    print(f"{title}: memory read {statistics.median(reads) / 1e9:.1f} GB/s")
+    for step in steps:
+        times = seconds[step.name]
+        ratio = statistics.median(a / b for a, b in zip(times, plain, strict=True))
+        share = statistics.median(step.num_bytes / a / read for a, read in zip(times, reads, strict=True))
+        print(
+            f"  {step.name:5} {statistics.median(times) * 1e3:7.2f} ms (best {min(times) * 1e3:.2f}), {ratio:.2f} of "
+            f"{steps[0].name}; {step.num_bytes / 1e6:.0f} MB at {share:.0%} of the read bandwidth"
+        )
+
+
+def _decode(name: str, model: DecoderForCausalLM, batch: int, context: int) -> Step:
+    config = model.config
+    per_sequence = -(-context // BLOCK_SIZE)
+    shape = (batch * per_sequence, config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim)
+    kv_pool = torch.randn(shape, dtype=torch.float32).to(model.dtype)
+    block_tables = torch.randperm(batch * per_sequence).view(batch, per_sequence).int()
+    last = context - 1
+    metadata = AttentionMetadata(
+        slot_mapping=block_tables[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE,
+        block_tables=block_tables,
+        query_start_loc=torch.arange(batch + 1, dtype=torch.int32),
+        seq_lens=torch.full((batch,), context, dtype=torch.int32),
+        max_query_len=1,
+        max_seq_len=context,
+    )
+    input_ids = torch.randint(0, config.vocab_size, (batch,))
+    positions = torch.full((batch,), last)
+
+    def run() -> torch.Tensor:
+        return model.compute_logits(model.forward(input_ids, positions, kv_pool, metadata))
+
+    return Step("bf16" if name == "none" else name, run, _weight_bytes(model) + kv_pool.nbytes)
+
+
+def _weight_bytes(model: DecoderForCausalLM) -> int:
+    layers = [part for layer in model.layers for part in _linears(layer.attention, layer.mlp)]
+    head = model.embedding.nbytes if model.lm_head is None else _bytes(model.lm_head)
+    return head + sum(_bytes(part) for part in layers)
+
+
+def _linears(*owners: object) -> list[LinearLayer]:
+    found = [value for owner in owners for value in vars(owner).values()]
+    return [value for value in found if isinstance(value, Linear | QuantizedLinear)]
+
+
+def _bytes(layer: LinearLayer) -> int:
+    if isinstance(layer, QuantizedLinear):
+        return layer.weight.num_bytes
+    assert isinstance(layer, Linear)
+    return layer.num_outputs * layer.num_inputs * layer.dtype.itemsize
+
+
+def _load(directory: str, quantization: Quantization) -> DecoderForCausalLM:
+    loaded = load_model(
+        directory,
+        dtype="bfloat16",
+        attention=select_backend("auto"),
+        max_model_len=4096,
+        quantization=quantization,
+    )
+    print(f"loaded as {quantization} in {loaded.load_seconds:.1f} s")
+    return loaded.model
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Times work on a GPU and measures the two rates that every floor is made of, in the same run.
+
+A time is the median over repeats between CUDA events, with the caches flushed before each. On the CPU, where only the
+plumbing is tested, the clock of the process serves.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_FLUSH_BYTES = 256 << 20  # more than the L2 cache of any card
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """`copy`: bytes read plus bytes written a second; `matmul`: operations a second in the dtype of the suite."""
+
+    copy: float
+    matmul: float
+
+    def floor_seconds(self, num_bytes: float, num_flops: float) -> float:
+        return max(num_bytes / self.copy, num_flops / self.matmul)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    device: torch.device
+    repeats: int
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of one `run`; the first calls, which compile, do not count."""
+        for _ in range(3 if self.device.type == "cuda" else 1):
+            run()
+        if self.device.type != "cuda":
+            return statistics.median(self._on_cpu(run) for _ in range(self.repeats))
+        flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+        begins = [_event() for _ in range(self.repeats)]
+        ends = [_event() for _ in range(self.repeats)]
+        for begin, end in zip(begins, ends, strict=True):
+            flush.zero_()
+            begin.record()
+            run()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        milliseconds = [float(begin.elapsed_time(end)) for begin, end in zip(begins, ends, strict=True)]
+        return statistics.median(milliseconds) / 1e3
+
+    def _on_cpu(self, run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def measure_rates(watch: Stopwatch, *, copy_bytes: int, matmul_size: int, dtype: torch.dtype) -> Rates:
+    source = torch.ones(copy_bytes, dtype=torch.uint8, device=watch.device)
+    target = torch.empty_like(source)
+    copy = 2 * copy_bytes / watch.seconds(lambda: target.copy_(source))
+    a = torch.randn(matmul_size, matmul_size, device=watch.device).to(dtype)
+    matmul = 2 * matmul_size**3 / watch.seconds(lambda: a @ a)
+    return Rates(copy, matmul)

@@ -1,0 +1,53 @@
+"""A virtual environment of one peer."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.peers.base import PeerError
+from bench.peers.processes import run
+
+
+class Environment:
+    """In `directory`, with its log of the installation. What was installed is remembered, so that a second run is
+    instant."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.log = directory / "install.log"
+        self._done = directory / "installed.json"
+
+    @property
+    def bin(self) -> Path:
+        return self.directory / "venv" / "bin"
+
+    @property
+    def site_packages(self) -> Path:
+        [found] = (self.directory / "venv" / "lib").glob("python*/site-packages")
+        return found
+
+    def is_installed(self, requirements: Sequence[str]) -> bool:
+        return self._done.is_file() and json.loads(self._done.read_text()) == list(requirements)
+
+    def install(self, requirements: Sequence[str], *, constraints: Sequence[str] = ()) -> None:
+        """Call `finish` when all else is done, too."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if not (self.bin / "python").exists():
+            run([sys.executable, "-m", "venv", str(self.directory / "venv")], self.log)
+        limits = self.directory / "constraints.txt"
+        limits.write_text("\n".join(constraints) + "\n")
+        self.pip("install", "--constraint", str(limits), *requirements)
+
+    def pip(self, *arguments: str) -> None:
+        run([str(self.bin / "python"), "-m", "pip", *arguments], self.log)
+
+    def finish(self, requirements: Sequence[str]) -> None:
+        self._done.write_text(json.dumps(list(requirements)))
+
+    def library(self, pattern: str) -> Path:
+        """A shared library inside the environment."""
+        found = sorted((self.directory / "venv").glob(f"lib/**/{pattern}"))
+        if not found:
+            raise PeerError(f"no {pattern} in {self.directory}/venv; remove the directory and install again")
+        return found[0]

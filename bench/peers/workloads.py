@@ -1,0 +1,123 @@
+"""The four workloads that engines are compared with, and the figures of each that count.
+
+| | requests |
+|---|---|
+| A | one at a time, 512 prompt tokens, 64 output tokens |
+| B | 32, at most 16 at a time, 128 to 512 prompt tokens, 64 output tokens |
+| C | 16 one after the other, 1,024 shared tokens and 32 of their own, 16 output tokens |
+| D | 8 streams (64 prompt tokens, 256 output tokens, again and again) while a prompt of 1,500 to 2,000 tokens (16
+      output tokens) arrives every 4 seconds, for 60 seconds |
+
+Prompts are random token ids, greedy, ignoring end tokens. Equal seeds are equal requests.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from bench.peers.base import Server
+from kvrelay.bench.result import RunResult
+from kvrelay.bench.settings import BenchSettings, LatencyBenchSettings, ServeBenchSettings, ThroughputBenchSettings
+from kvrelay.bench.summary import Distribution, Summary
+
+D_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a run. `higher_is_better` says how to read a ratio."""
+
+    title: str
+    value: float
+    higher_is_better: bool = False
+
+
+def settings_of(workload: str, server: Server, *, seed: int, vocab_size: int, scale: float) -> BenchSettings:
+    """`scale` below 1 shortens the number of requests or the time, for a first look."""
+    shared = {
+        "url": server.url,
+        "model": server.model,
+        "prompt_format": server.prompt_format,
+        "seed": seed,
+        "progress": "off",
+    }
+    if server.prompt_format == "token_ids":
+        shared["vocab_size"] = vocab_size
+    return _SETTINGS[workload](shared, scale)
+
+
+def figures_of(workload: str, result: RunResult) -> list[Figure]:
+    """Milliseconds and tokens per second. Raises KeyError when a kind of request has no result."""
+    return _FIGURES[workload](result)
+
+
+def _a(shared: dict[str, object], scale: float) -> BenchSettings:
+    return LatencyBenchSettings.model_validate(
+        {**shared, "input_len": "512", "output_len": "64", "requests": _scaled(6, scale)}
+    )
+
+
+def _b(shared: dict[str, object], scale: float) -> BenchSettings:
+    load = {"input_len": "128-512", "output_len": "64", "requests": _scaled(32, scale), "concurrency": 16}
+    return ThroughputBenchSettings.model_validate({**shared, **load})
+
+
+def _c(shared: dict[str, object], scale: float) -> BenchSettings:
+    load = {"workload": "shared-prefix", "prefix_len": 1024, "input_len": "32", "output_len": "16", "concurrency": 1}
+    return ServeBenchSettings.model_validate({**shared, **load, "requests": max(2, _scaled(16, scale))})
+
+
+def _d(shared: dict[str, object], scale: float) -> BenchSettings:
+    load = {"workload": "mixed", "input_len": "64", "output_len": "256", "duration": D_SECONDS * scale}
+    return ServeBenchSettings.model_validate({**shared, **load})
+
+
+def _scaled(count: int, scale: float) -> int:
+    return max(1, round(count * scale))
+
+
+def _figures_a(result: RunResult) -> list[Figure]:
+    return [
+        Figure("TTFT p50, ms", _ms(result.summary.ttft)),
+        Figure("time per token p50, ms", _ms(result.summary.tpot)),
+    ]
+
+
+def _figures_b(result: RunResult) -> list[Figure]:
+    return [
+        Figure("output tokens/s", result.summary.output_tokens_per_second, higher_is_better=True),
+        Figure("TTFT p50, ms", _ms(result.summary.ttft)),
+        Figure("ITL p99, ms", _ms(result.summary.itl, "p99")),
+    ]
+
+
+def _figures_c(result: RunResult) -> list[Figure]:
+    first, later = (_kind(result, kind) for kind in ("first", "later"))
+    return [Figure("first TTFT, ms", _ms(first.ttft)), Figure("later TTFT p50, ms", _ms(later.ttft))]
+
+
+def _figures_d(result: RunResult) -> list[Figure]:
+    steady, long = (_kind(result, kind) for kind in ("steady", "long"))
+    return [
+        Figure("steady output tokens/s", steady.output_tokens_per_second, higher_is_better=True),
+        Figure("steady ITL p50, ms", _ms(steady.itl)),
+        Figure("steady ITL p99, ms", _ms(steady.itl, "p99")),
+        Figure("long TTFT p50, ms", _ms(long.ttft)),
+    ]
+
+
+def _kind(result: RunResult, kind: str) -> Summary:
+    return result.by_kind[kind]
+
+
+def _ms(distribution: Distribution | None, column: str = "p50") -> float:
+    return float("nan") if distribution is None else float(getattr(distribution, column)) * 1e3
+
+
+_SETTINGS: Mapping[str, Callable[[dict[str, object], float], BenchSettings]] = {"A": _a, "B": _b, "C": _c, "D": _d}
+_FIGURES: Mapping[str, Callable[[RunResult], list[Figure]]] = {
+    "A": _figures_a,
+    "B": _figures_b,
+    "C": _figures_c,
+    "D": _figures_d,
+}
+WORKLOADS = tuple(_SETTINGS)

@@ -1,0 +1,232 @@
+"""The attention backend for CUDA and ROCm cards: plans launches of the Triton kernels; nothing waits for the device.
+
+Rounding depends on how a sequence's KV is split, and so, in the last bits, on the batch and the card.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_kernels.base import AttentionMetadata
+from paged_kernels.triton_device.decode import decode_attention_kernel, merge_splits_kernel
+from paged_kernels.triton_device.prefill import prefill_attention_kernel
+from paged_kernels.triton_launch import (
+    GpuTraits,
+    KernelCall,
+    ceil_divide,
+    launch,
+    next_power_of_two,
+    traits_of,
+    widen_products,
+)
+from paged_kernels.triton_write_kv import KVScales, plan_write_kv
+
+_LOG2_E = math.log2(math.e)
+_MIN_ROWS = 16  # of a matrix product
+_MAX_SPLITS = 64
+_MIN_SPLIT_TOKENS = 256
+_PROGRAMS_PER_SM = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The arguments of `AttentionBackend.attend`, checked, and where the result goes."""
+
+    output: Tensor  # [num_tokens, num_heads, head_dim], contiguous
+    query: Tensor
+    kv_pool: Tensor
+    layer: int
+    metadata: AttentionMetadata
+    scale: float
+    sliding_window: int | None
+    kv_scales: KVScales | None
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.kv_pool.shape[1]
+
+    @property
+    def longest(self) -> int:
+        """An upper bound of the tokens that one query sees."""
+        return min(self.metadata.max_seq_len, self.sliding_window or self.metadata.max_seq_len)
+
+
+class TritonBackend:
+    """`AttentionBackend` for tensors on the current CUDA device (or on the CPU in Triton's interpreter).
+
+    Queries are float32, bfloat16 or float16. The pool has their dtype, or is float8_e4m3fn; then `kv_scales` gives the
+    value of a stored 1 for each layer and KV head. Negative slots are padding and not written; a sequence of length 0
+    attends to nothing and gets zeros, so that a batch can be padded to a captured size.
+    """
+
+    name = "triton"
+
+    def __init__(self, kv_scales: KVScales | None = None) -> None:
+        self._kv_scales = kv_scales
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+        launch([plan_write_kv(None, key, value, None, kv_pool, layer, slot_mapping, self._kv_scales)])
+
+    def write_kv_rotary(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        kv_pool: Tensor,
+        layer: int,
+        slot_mapping: Tensor,
+    ) -> None:
+        """`fused.rotary` and `write_kv` in one pass: `query` is rotated in place, the rotated `key` only reaches the
+        pool. `angles`: cos and sin, float32, `[num_tokens, head_dim / 2]` or full width with equal halves."""
+        launch([plan_write_kv(query, key, value, angles, kv_pool, layer, slot_mapping, self._kv_scales)])
+
+    def attend(
+        self,
+        query: Tensor,
+        kv_pool: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        call = AttentionCall(output, query, kv_pool, layer, metadata, scale, sliding_window, self._kv_scales)
+        launch(plan_attention(call, traits_of(query.device)))
+        return output
+
+
+def plan_attention(call: AttentionCall, traits: GpuTraits) -> list[KernelCall]:
+    """A step of decodes takes the decode kernel, one prompt the prefill kernel, a mixture both."""
+    if call.query.shape[1] % call.kv_pool.shape[1] or call.query.stride(-1) != 1:
+        raise ValueError("query heads must be a multiple of KV heads, with a contiguous last axis")
+    if call.metadata.max_query_len == 1:
+        return _plan_decode(call, traits)
+    if len(call.metadata.seq_lens) == 1:
+        return [_plan_prefill(call, traits, skip_decodes=False)]
+    return [*_plan_decode(call, traits), _plan_prefill(call, traits, skip_decodes=True)]
+
+
+def num_splits(num_programs: int, longest: int, traits: GpuTraits) -> int:
+    """How many programs share one sequence and KV head: enough to fill the card, none with too little to do."""
+    wanted = ceil_divide(_PROGRAMS_PER_SM * traits.num_sms, num_programs)
+    return max(1, min(wanted, ceil_divide(longest, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
+
+
+def _plan_decode(call: AttentionCall, traits: GpuTraits) -> list[KernelCall]:
+    num_seqs, num_kv_heads = len(call.metadata.seq_lens), call.kv_pool.shape[1]
+    num_heads, head_dim = call.query.shape[1:]
+    splits = num_splits(max(1, num_seqs * num_kv_heads), call.longest, traits)
+    partial_output = partial_weight = None
+    if splits > 1:
+        shape = (num_seqs, num_heads, splits)
+        partial_output = torch.empty((*shape, head_dim), dtype=torch.float32, device=call.query.device)
+        partial_weight = torch.empty(shape, dtype=torch.float32, device=call.query.device)
+    tile, num_stages = _tile(call, traits, largest=64)
+    arguments = {"output": call.output, "partial_output": partial_output, "partial_weight": partial_weight}
+    constants = {"ROWS": max(_MIN_ROWS, next_power_of_two(call.group)), "TILE": tile, "SPLIT": splits > 1}
+    decode = KernelCall(
+        decode_attention_kernel,
+        (num_seqs, num_kv_heads, splits),
+        arguments | _inputs(call) | _strides(call),
+        constants | _shared_constants(call),
+        num_warps=4,
+        num_stages=num_stages,
+    )
+    if splits == 1:
+        return [decode]
+    merge = KernelCall(
+        merge_splits_kernel,
+        (num_seqs, num_heads),
+        arguments | {"query_start_loc": call.metadata.query_start_loc, "num_splits": splits},
+        {
+            "HEAD_DIM": head_dim,
+            "HEAD_DIM_PADDED": next_power_of_two(head_dim),
+            "SPLITS": next_power_of_two(splits),
+        },
+    )
+    return [decode, merge]
+
+
+def _plan_prefill(call: AttentionCall, traits: GpuTraits, *, skip_decodes: bool) -> KernelCall:
+    num_tokens, _, head_dim = call.query.shape
+    num_seqs = len(call.metadata.seq_lens)
+    big = next_power_of_two(head_dim) > 128 or call.query.dtype == torch.float32  # 128 such rows overflow registers
+    wide = big or traits.shared_bytes < 128 << 10
+    rows = 64 if wide or call.metadata.max_query_len * call.group <= 64 else 128
+    rows = max(rows, next_power_of_two(call.group))
+    tokens = rows // call.group
+    tile, num_stages = _tile(call, traits, largest=64)
+    inputs = _inputs(call)
+    before_layer = ("query", "kv_pool", "block_tables", "query_start_loc", "seq_lens", "key_scale", "value_scale")
+    arguments = {"output": call.output, **{name: inputs.pop(name) for name in before_layer}, "num_seqs": num_seqs}
+    return KernelCall(
+        prefill_attention_kernel,
+        (num_tokens // tokens + num_seqs, call.kv_pool.shape[1]),
+        arguments | inputs | _strides(call),
+        {"ROWS": rows, "TOKENS": tokens, "TILE": tile, "SKIP_DECODES": skip_decodes} | _shared_constants(call),
+        num_warps=8 if rows >= 128 or big else 4,
+        num_stages=num_stages,
+    )
+
+
+def _tile(call: AttentionCall, traits: GpuTraits, *, largest: int) -> tuple[int, int]:
+    """Tokens of a KV tile and pipeline stages, such that the tiles in flight take at most half of shared memory."""
+    row_bytes = 2 * next_power_of_two(call.query.shape[2]) * call.query.element_size()  # K and V
+    for tile, stages in ((64, 3), (64, 2), (32, 2), (16, 2)):
+        if tile <= largest and tile * row_bytes * stages <= traits.shared_bytes // 2:
+            return tile, stages
+    return 16, 1
+
+
+def _inputs(call: AttentionCall) -> dict[str, Tensor | int | float | None]:
+    key_scale, value_scale = (None, None) if call.kv_scales is None else call.kv_scales.of_layer(call.layer)
+    stored = call.kv_pool
+    if stored.dtype == torch.float8_e4m3fn:
+        if key_scale is None:
+            raise ValueError("a float8_e4m3fn pool needs kv_scales")
+        stored = stored.view(torch.uint8)
+    elif stored.dtype != call.query.dtype:
+        raise ValueError(f"the pool is {stored.dtype} and the query {call.query.dtype}")
+    return {
+        "query": call.query,
+        "kv_pool": stored,
+        "block_tables": call.metadata.block_tables,
+        "query_start_loc": call.metadata.query_start_loc,
+        "seq_lens": call.metadata.seq_lens,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        "layer": call.layer,
+        "scale": call.scale * _LOG2_E,
+        "window": call.sliding_window or 0,
+    }
+
+
+def _strides(call: AttentionCall) -> dict[str, int]:
+    block, head, layer, value, token, _ = call.kv_pool.stride()
+    return {
+        "query_token_stride": call.query.stride(0),
+        "query_head_stride": call.query.stride(1),
+        "table_stride": call.metadata.block_tables.stride(0),
+        "block_stride": block,
+        "head_stride": head,
+        "layer_stride": layer,
+        "value_stride": value,
+        "token_stride": token,
+    }
+
+
+def _shared_constants(call: AttentionCall) -> dict[str, int | bool]:
+    head_dim = call.query.shape[2]
+    return {
+        "GROUP": call.group,
+        "BLOCK_SIZE": call.kv_pool.shape[4],
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": next_power_of_two(max(16, head_dim)),
+        "WINDOWED": call.sliding_window is not None,
+        "FP8": call.kv_pool.dtype == torch.float8_e4m3fn,
+        "DOT_FP32": widen_products(call.query.dtype),
+    }

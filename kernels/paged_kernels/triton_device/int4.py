@@ -1,0 +1,87 @@
+"""Matrix product with 4-bit weights as AWQ and GPTQ store them, dequantised tile by tile on the way in.
+
+weight[k, n] = (code[k, n] - zero[group(k), n]) * scale[group(k), n]. AWQ packs eight columns into an int32 in the order
+0, 2, 4, 6, 1, 3, 5, 7 and GPTQ eight rows, in order; zeros are packed along columns, in AWQ's order there and in order
+here.
+"""
+
+import triton
+import triton.language as tl
+
+from paged_kernels.triton_device.tiles import matmul
+
+
+@triton.jit
+def unpack_columns(packed, shifts):
+    """`[rows, columns / 8]` int32 to `[rows, columns]` of 0..15."""
+    codes = (packed[:, :, None] >> shifts[None, None, :]) & 0xF
+    return tl.reshape(codes, [packed.shape[0], packed.shape[1] * 8])
+
+
+@triton.jit
+def int4_matmul_kernel(
+    output,  # [splits, num_rows, num_outputs], contiguous; float32 when there is more than one split
+    x,
+    codes,  # AWQ: [num_inputs, num_outputs / 8] int32; GPTQ: [num_inputs / 8, num_outputs]
+    zeros,  # [num_groups, num_outputs / 8] int32
+    scales,  # [num_groups, num_outputs]
+    group_of_input,  # [num_inputs] int32, read with SHUFFLED only
+    num_rows,
+    num_outputs,
+    num_inputs,
+    group_size,
+    inputs_per_split,  # a multiple of TILE_INPUTS
+    zero_offset,  # added to stored zeros: 1 for GPTQ's first format
+    x_stride,
+    AWQ: tl.constexpr,
+    SHUFFLED: tl.constexpr,
+    ONE_GROUP: tl.constexpr,  # a tile of inputs lies in one group
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    TILE_INPUTS: tl.constexpr,
+    DOT_FP32: tl.constexpr,
+):
+    """Grid: (cdiv(num_outputs, TILE_OUTPUTS), cdiv(num_rows, TILE_ROWS), splits)."""
+    split = tl.program_id(2)
+    rows = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    columns = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    packed_columns = tl.program_id(0) * (TILE_OUTPUTS // 8) + tl.arange(0, TILE_OUTPUTS // 8)
+    column_mask = columns < num_outputs
+    packed_mask = packed_columns < num_outputs // 8
+    nibbles = tl.arange(0, 8)
+    if AWQ:
+        column_shifts = (nibbles % 2 * 4 + nibbles // 2) * 4
+    else:
+        column_shifts = nibbles * 4
+    first = split * inputs_per_split
+    last = tl.minimum(first + inputs_per_split, num_inputs)
+    accumulator = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
+    for start in tl.range(first, last, TILE_INPUTS):
+        inputs = start + tl.arange(0, TILE_INPUTS)
+        input_mask = inputs < last
+        if AWQ:
+            offsets = inputs.to(tl.int64)[:, None] * (num_outputs // 8) + packed_columns[None, :]
+            packed = tl.load(codes + offsets, mask=input_mask[:, None] & packed_mask[None, :], other=0)
+            code = unpack_columns(packed, column_shifts)
+        else:
+            packed_inputs = start // 8 + tl.arange(0, TILE_INPUTS // 8)
+            offsets = packed_inputs.to(tl.int64)[:, None] * num_outputs + columns[None, :]
+            mask = (packed_inputs * 8 < last)[:, None] & column_mask[None, :]
+            packed = tl.load(codes + offsets, mask=mask, other=0)
+            code = tl.reshape((packed[:, None, :] >> (nibbles * 4)[None, :, None]) & 0xF, [TILE_INPUTS, TILE_OUTPUTS])
+        if SHUFFLED:
+            groups = tl.load(group_of_input + inputs, mask=input_mask, other=0)
+        elif ONE_GROUP:
+            groups = start // group_size + tl.arange(0, 1)
+        else:
+            groups = tl.minimum(inputs, num_inputs - 1) // group_size
+        zero_offsets = groups[:, None] * (num_outputs // 8) + packed_columns[None, :]
+        packed_zeros = tl.load(zeros + zero_offsets, mask=packed_mask[None, :], other=0)
+        zero = unpack_columns(packed_zeros, column_shifts) + zero_offset
+        scale = tl.load(scales + groups[:, None] * num_outputs + columns[None, :], mask=column_mask[None, :], other=0.0)
+        weight = (code - zero).to(tl.float32) * scale.to(tl.float32)
+        x_offsets = rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
+        x_tile = tl.load(x + x_offsets, mask=(rows < num_rows)[:, None] & input_mask[None, :], other=0.0)
+        accumulator += matmul(x_tile, weight.to(x_tile.dtype), DOT_FP32)
+    output_offsets = (split.to(tl.int64) * num_rows + rows)[:, None] * num_outputs + columns[None, :]
+    tl.store(output + output_offsets, accumulator, mask=(rows < num_rows)[:, None] & column_mask[None, :])

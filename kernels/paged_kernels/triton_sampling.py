@@ -1,0 +1,70 @@
+"""Logits to tokens on a GPU without reading anything back: per-row parameters lie in device tensors.
+
+Gives the tokens of the host's sampler for the same seed, position and output index. Both round float32 (exp above all)
+in their own way, so two tokens whose noisy scores differ by less than that may change places.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_kernels.triton_device.sampling import BANNED, SEEN, sample_kernel
+from paged_kernels.triton_launch import KernelCall, launch, next_power_of_two
+
+_TILE = 4096
+EDIT_BANNED = int(BANNED.value)
+"""Flag of a token that would end the output too early. Ignored in a row in which nothing else could be chosen."""
+EDIT_SEEN = int(SEEN.value)
+"""Flag of a token that the repetition penalty applies to."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """One entry per row of logits, all on their device.
+
+    An edit changes one logit: `edit_biases` is added, EDIT_BANNED makes it -inf, EDIT_SEEN applies the repetition
+    penalty, `edit_amounts` is subtracted. Those of row i are entries `edit_starts[i] : edit_starts[i + 1]`, and no two
+    have the same token.
+    """
+
+    temperatures: Tensor  # float32; 0 is greedy
+    top_ks: Tensor  # int32; 0 is off
+    top_ps: Tensor  # float64
+    log_min_ps: Tensor  # float32; -inf is off
+    repetitions: Tensor  # float64
+    seeds: Tensor  # int64, the bits of the unsigned seed
+    positions: Tensor  # int32
+    choices: Tensor  # int32
+    edit_starts: Tensor  # [num_rows + 1] int32
+    edit_tokens: Tensor  # int32
+    edit_biases: Tensor  # float32
+    edit_amounts: Tensor  # float32
+    edit_flags: Tensor  # int32
+
+
+def sample_tokens(logits: Tensor, tensors: SamplingTensors) -> Tensor:
+    """One token id per row of `logits` `[num_rows, vocab_size]`: `[num_rows]` int64 on the same device, -1 for a row
+    whose largest logit is not finite. Logits are not written to."""
+    token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    launch([plan_sample(token_ids, logits, tensors)])
+    return token_ids
+
+
+def plan_sample(token_ids: Tensor, logits: Tensor, tensors: SamplingTensors) -> KernelCall:
+    num_rows, vocab_size = logits.shape
+    tile = min(_TILE, max(256, next_power_of_two(vocab_size)))
+    return KernelCall(
+        sample_kernel,
+        (num_rows,),
+        {
+            "token_ids": token_ids,
+            "logits": logits,
+            "scratch": torch.empty(logits.shape, dtype=torch.float32, device=logits.device),
+            "vocab_size": vocab_size,
+            "logits_stride": logits.stride(0),
+            **{name: getattr(tensors, name) for name in SamplingTensors.__dataclass_fields__},
+        },
+        {"TILE": tile},
+        num_warps=8,
+    )

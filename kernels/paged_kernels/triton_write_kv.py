@@ -1,0 +1,89 @@
+"""Plans the write of new K and V into the pool, with rotary positions and FP8 quantisation on the way if wanted."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_kernels.triton_device.write_kv import write_kv_kernel
+from paged_kernels.triton_launch import KernelCall, ceil_divide, next_power_of_two
+
+_TILE_ELEMENTS = 2048  # of one half of the heads that a program rotates
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """What a stored FP8 1.0 stands for, for each layer and KV head: `[num_layers, num_kv_heads]` float32 each."""
+
+    key: Tensor
+    value: Tensor
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.key[layer], self.value[layer]
+
+
+def plan_write_kv(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    kv_pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    kv_scales: KVScales | None,
+) -> KernelCall:
+    """`query` and `angles` go together: with them queries and keys are rotated."""
+    assert (query is None) == (angles is None)
+    num_tokens, num_kv_heads, head_dim = key.shape
+    num_heads = 0 if query is None else query.shape[1]
+    rotated = (key, value) if query is None else (query, key, value)
+    if any(rows.stride(-1) != 1 or rows.shape[0] != num_tokens for rows in rotated):
+        raise ValueError("query, key and value must agree in tokens and have a contiguous last axis")
+    if num_kv_heads != kv_pool.shape[1] or head_dim != kv_pool.shape[5]:
+        raise ValueError(f"heads {tuple(key.shape[1:])} do not fit the pool {tuple(kv_pool.shape)}")
+    fp8 = kv_pool.dtype == torch.float8_e4m3fn
+    if fp8 and kv_scales is None:
+        raise ValueError("a float8_e4m3fn pool needs kv_scales")
+    key_scale, value_scale = (None, None) if kv_scales is None else kv_scales.of_layer(layer)
+    cos, sin = (None, None) if angles is None else angles
+    half_padded = next_power_of_two(head_dim // 2)
+    heads = min(next_power_of_two(max(num_heads, num_kv_heads)), max(1, _TILE_ELEMENTS // half_padded))
+    block, head, layer_stride, value_stride, token, _ = kv_pool.stride()
+    return KernelCall(
+        write_kv_kernel,
+        (num_tokens, ceil_divide(num_kv_heads, heads) + ceil_divide(num_heads, heads)),
+        {
+            "query": query,
+            "key": key,
+            "value": value,
+            "kv_pool": kv_pool.view(torch.uint8) if fp8 else kv_pool,
+            "slot_mapping": slot_mapping,
+            "cos": cos,
+            "sin": sin,
+            "key_scale": key_scale,
+            "value_scale": value_scale,
+            "layer": layer,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "query_token_stride": 0 if query is None else query.stride(0),
+            "query_head_stride": 0 if query is None else query.stride(1),
+            "key_token_stride": key.stride(0),
+            "key_head_stride": key.stride(1),
+            "value_token_stride": value.stride(0),
+            "value_head_stride": value.stride(1),
+            "angle_stride": 0 if cos is None else cos.stride(0),
+            "block_stride": block,
+            "head_stride": head,
+            "layer_stride": layer_stride,
+            "value_stride": value_stride,
+            "token_stride": token,
+        },
+        {
+            "BLOCK_SIZE": kv_pool.shape[4],
+            "HALF": head_dim // 2,
+            "HALF_PADDED": half_padded,
+            "HEADS": heads,
+            "ROTARY": query is not None,
+            "FP8": fp8,
+        },
+    )

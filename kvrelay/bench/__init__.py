@@ -1,0 +1,1 @@
+"""`kvrelay bench`: load on any OpenAI-compatible or kvrelay endpoint, timed at the client."""

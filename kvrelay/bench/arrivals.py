@@ -1,0 +1,27 @@
+"""When requests arrive: offsets in seconds from the start of the load, a pure function of their settings and a seed."""
+
+import math
+import random
+from collections.abc import Iterator
+
+
+def gamma_arrivals(rate: float, *, burstiness: float = 1.0, seed: int) -> Iterator[float]:
+    """Without end; the first request arrives at 0. `rate` is requests per second, inf for all at once.
+
+    Gaps are gamma distributed with mean 1/rate and shape `burstiness`: 1 is a Poisson process, less is burstier, more
+    is steadier.
+    """
+    draw = random.Random(f"arrivals/{seed}")
+    at = 0.0
+    while True:
+        yield at
+        if not math.isinf(rate):
+            at += draw.gammavariate(burstiness, 1.0 / (rate * burstiness))
+
+
+def periodic_arrivals(period: float, duration: float) -> Iterator[float]:
+    """0, period, 2 * period, ... while before `duration`."""
+    count = 0
+    while (at := count * period) < duration:
+        yield at
+        count += 1

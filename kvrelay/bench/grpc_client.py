@@ -1,0 +1,89 @@
+"""A kvrelay router over gRPC (`kvrelay.v1.Router.GenerateStream`)."""
+
+import grpc
+
+from kvrelay.bench.base import Answer, Failure, Generation, Prompt
+from kvrelay.core.clock import Clock
+from kvrelay.core.errors import UnavailableError, UnknownModelError
+from kvrelay.core.rpc import channel_options
+from kvrelay.v1 import router_pb2, router_pb2_grpc
+
+_CHECK_TIMEOUT_SECONDS = 10.0
+# gRPC also takes the least delay between attempts as the time one attempt may need: too little on a busy machine.
+_OPTIONS = [option for option in channel_options() if option[0] != "grpc.min_reconnect_backoff_ms"]
+
+
+class GrpcClient:
+    """`address` is host:port."""
+
+    def __init__(self, address: str, generation: Generation, clock: Clock) -> None:
+        self._address = address
+        self._generation = generation
+        self._clock = clock
+        self._model = ""
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(self._channel)  # type: ignore[assignment]
+
+    async def resolve_model(self, wanted: str) -> str:
+        try:
+            response = await self._stub.ListModels(router_pb2.ListModelsRequest(), timeout=_CHECK_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(
+                f"no router answers at grpc://{self._address} ({error.details()}); start one with `kvrelay serve "
+                "MODEL`, or give its gRPC address with --url grpc://host:port"
+            ) from error
+        served = [model.id for model in response.models]
+        if wanted and wanted not in served:
+            raise UnknownModelError(f"--model: no model {wanted!r} there; {self._address} has {', '.join(served)}")
+        self._model = wanted or served[0]
+        return self._model
+
+    async def generate(self, prompt: Prompt, max_tokens: int, answer: Answer) -> None:
+        request = self._request(prompt, max_tokens)
+        texts: list[str] = []
+        token_ids: list[int] = []
+        answer.sent = self._clock.now()
+        stream = self._stub.GenerateStream(request, timeout=self._generation.timeout)
+        try:
+            async for response in stream:
+                now = self._clock.now()
+                for output in response.outputs:
+                    if output.token_ids:
+                        answer.arrivals.append(now)
+                        texts.append(output.text)
+                        token_ids += output.token_ids
+                if response.HasField("usage"):
+                    _count(response.usage, answer)
+        except grpc.aio.AioRpcError as error:
+            kind = "timeout" if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else f"grpc {error.code().name}"
+            answer.failure = Failure(kind, error.details() or error.code().name)
+        finally:
+            stream.cancel()
+        answer.text, answer.token_ids = "".join(texts), tuple(token_ids)
+        answer.finished = self._clock.now()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def _request(self, prompt: Prompt, max_tokens: int) -> router_pb2.GenerateRequest:
+        request = router_pb2.GenerateRequest(
+            model=self._model,
+            max_tokens=max_tokens,
+            temperature=self._generation.temperature,
+            ignore_eos=self._generation.ignore_eos,
+        )
+        if isinstance(prompt, str):
+            request.prompt = prompt
+            return request
+        for part in prompt:
+            if isinstance(part, tuple):
+                request.chat.messages.add(role=part[0], content=part[1])
+            else:
+                request.prompt_token_ids.ids.append(part)
+        return request
+
+
+def _count(usage: router_pb2.Usage, answer: Answer) -> None:
+    answer.num_output_tokens = usage.completion_tokens
+    answer.num_prompt_tokens = usage.prompt_tokens
+    answer.num_cached_tokens = usage.cached_tokens

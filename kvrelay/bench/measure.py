@@ -1,0 +1,65 @@
+"""From settings to results: the client, the prompts and the runs of one command. Programs use it, too."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvrelay.bench.base import Client, Generation
+from kvrelay.bench.plan import plan_warmup, plans_of
+from kvrelay.bench.prompts import PromptBuilder, Vocabulary
+from kvrelay.bench.result import RunResult
+from kvrelay.bench.run import Runner
+from kvrelay.bench.settings import GRPC_SCHEME, BenchSettings
+from kvrelay.core.clock import Clock, MonotonicClock
+
+
+async def measure(settings: BenchSettings) -> tuple[str, list[RunResult]]:
+    """The model's name and a result per plan; fewer when interrupted by Ctrl-C. Raises KVRelayError when nothing can be
+    measured."""
+    plans = plans_of(settings)
+    clock = MonotonicClock()
+    async with _client(settings, clock) as client:
+        model = await client.resolve_model(settings.model)
+        builder = PromptBuilder(_vocabulary(settings, model), settings.effective_prompt_format, seed=settings.seed)
+        interrupted = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, interrupted.set)
+        progress = settings.progress == "on" or (settings.progress == "auto" and sys.stderr.isatty())
+        runner = Runner(client, builder, clock, settings.slos, interrupted, progress)
+        try:
+            await runner.warm_up(plan_warmup(settings))
+            results: list[RunResult] = []
+            for plan in plans:
+                results.append(await runner.measure(plan))
+                if interrupted.is_set():
+                    break
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+    return model, results
+
+
+@asynccontextmanager
+async def _client(settings: BenchSettings, clock: Clock) -> AsyncIterator[Client]:
+    generation = Generation(settings.temperature, settings.ignore_eos, settings.timeout)
+    client: Client
+    if settings.is_grpc:
+        from kvrelay.bench.grpc_client import GrpcClient
+
+        client = GrpcClient(settings.url.removeprefix(GRPC_SCHEME), generation, clock)
+    else:
+        from kvrelay.bench.openai_client import OpenAIClient  # aiohttp is an extra
+
+        key = settings.api_key.get_secret_value()
+        client = OpenAIClient(settings.url, settings.endpoint, generation, clock, api_key=key)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def _vocabulary(settings: BenchSettings, model: str) -> Vocabulary:
+    if settings.vocab_size is not None:
+        return Vocabulary.of_size(settings.vocab_size)
+    return Vocabulary.of_tokenizer(settings.tokenizer or model)

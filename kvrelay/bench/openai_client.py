@@ -1,0 +1,176 @@
+"""Any OpenAI-compatible server over HTTP: `/v1/completions` and `/v1/chat/completions`, streamed.
+
+aiohttp because its parser is C: the load generator shares the machine's cores with what it measures.
+"""
+
+import asyncio
+import json
+from typing import Any, Literal
+
+import aiohttp
+
+from kvrelay.bench.base import Answer, Failure, Generation, Prompt
+from kvrelay.bench.sse import SseParser
+from kvrelay.core.clock import Clock
+from kvrelay.core.errors import UnavailableError, UnknownModelError
+
+# Shorter than servers keep idle connections (uvicorn: 5 s), so that no request meets one that is just being closed.
+_KEEPALIVE_SECONDS = 2.0
+_CHECK_TIMEOUT_SECONDS = 10.0
+_MAX_ERROR_CHARS = 500
+
+
+class OpenAIClient:
+    """`url` is with or without `/v1`."""
+
+    def __init__(
+        self,
+        url: str,
+        endpoint: Literal["completions", "chat"],
+        generation: Generation,
+        clock: Clock,
+        *,
+        api_key: str = "",
+    ) -> None:
+        self._base = url.rstrip("/").removesuffix("/v1")
+        self._path = "/v1/completions" if endpoint == "completions" else "/v1/chat/completions"
+        self._is_chat = endpoint == "chat"
+        self._clock = clock
+        self._fields: dict[str, Any] = {
+            "temperature": generation.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if generation.ignore_eos:
+            self._fields["ignore_eos"] = True
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=generation.timeout),
+            headers=headers,
+        )
+
+    async def resolve_model(self, wanted: str) -> str:
+        try:
+            async with self._session.get(
+                self._base + "/v1/models", timeout=aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_SECONDS)
+            ) as response:
+                status, body = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise UnavailableError(
+                f"nothing answers at {self._base} ({error or type(error).__name__}); start the server, or give its "
+                "address with --url"
+            ) from error
+        if status in (401, 403):
+            raise UnavailableError(f"{self._base} refuses us ({_error_text(body)}); give the key in KVRELAY_API_KEY")
+        served = _model_names(body) if status == 200 else []
+        self._fields["model"] = _chosen(wanted, served, f"{self._base}/v1/models")
+        return str(self._fields["model"])
+
+    async def generate(self, prompt: Prompt, max_tokens: int, answer: Answer) -> None:
+        body = self._body(prompt, max_tokens)
+        answer.sent = self._clock.now()
+        try:
+            async with self._session.post(self._base + self._path, data=body) as response:
+                if response.status != 200:
+                    message = _error_text(await response.read())
+                    answer.failure = Failure(f"http {response.status}", message)
+                else:
+                    await self._read(response.content, answer)
+        except TimeoutError:
+            answer.failure = Failure("timeout", "not finished within --timeout")
+        except aiohttp.ClientConnectorError as error:
+            answer.failure = Failure("connect", str(error))
+        except (ValueError, TypeError, AttributeError) as error:  # not the JSON that the API describes
+            answer.failure = Failure("not understood", str(error))
+        except aiohttp.ClientError as error:
+            answer.failure = Failure("disconnected", f"{type(error).__name__}: {error}")
+        answer.finished = self._clock.now()
+
+    async def close(self) -> None:
+        await self._session.close()
+        await asyncio.sleep(0)  # aiohttp's transports close in the loop's next turn
+
+    def _body(self, prompt: Prompt, max_tokens: int) -> bytes:
+        asked = {"messages": messages(prompt)} if self._is_chat else {"prompt": prompt}
+        return json.dumps(self._fields | asked | {"max_tokens": max_tokens}, separators=(",", ":")).encode()
+
+    async def _read(self, content: aiohttp.StreamReader, answer: Answer) -> None:
+        parser = SseParser()
+        texts: list[str] = []
+        token_ids: list[int] = []
+        finished = False
+        async for data in content.iter_any():
+            now = self._clock.now()
+            for payload in parser.feed(data):
+                if payload == b"[DONE]":
+                    finished = True
+                    continue
+                event = json.loads(payload)
+                if "error" in event:
+                    answer.failure = Failure("error in the stream", _error_text(payload))
+                    return
+                if usage := event.get("usage"):
+                    _count(usage, answer)
+                for choice in event.get("choices") or ():
+                    finished = finished or choice.get("finish_reason") is not None
+                    text = self._text(choice)
+                    if text is not None:
+                        answer.arrivals.append(now)
+                        texts.append(text)
+                        token_ids += choice.get("token_ids") or ()
+        answer.text, answer.token_ids = "".join(texts), tuple(token_ids)
+        if not finished:
+            answer.failure = Failure("ended early", "the stream ended without a finish_reason")
+
+    def _text(self, choice: dict[str, Any]) -> str | None:
+        """What this event adds; None for one that only opens or closes the choice. A token may have no text yet."""
+        if not self._is_chat:
+            text: str = choice.get("text") or ""
+            return text if text or choice.get("finish_reason") is None else None
+        delta = choice.get("delta") or {}
+        text = delta.get("content") or delta.get("reasoning_content") or ""
+        if text:
+            return text
+        return None if "role" in delta or choice.get("finish_reason") is not None else ""
+
+
+def messages(prompt: Prompt) -> list[dict[str, str]]:
+    """Of a chat prompt, as the API wants them."""
+    return [{"role": part[0], "content": part[1]} for part in prompt if isinstance(part, tuple)]
+
+
+def _count(usage: dict[str, Any], answer: Answer) -> None:
+    answer.num_output_tokens = usage.get("completion_tokens")
+    answer.num_prompt_tokens = usage.get("prompt_tokens")
+    answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+
+
+def _model_names(body: bytes) -> list[str]:
+    try:
+        return [str(model["id"]) for model in json.loads(body)["data"]]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _chosen(wanted: str, served: list[str], where: str) -> str:
+    if not served and wanted:  # some servers have no list
+        return wanted
+    if not served:
+        raise UnknownModelError(f"{where} names no model: give one with --model")
+    if not wanted and len(served) > 1:
+        raise UnknownModelError(f"{where} has several models: choose one with --model: {', '.join(served)}")
+    if wanted and wanted not in served:
+        raise UnknownModelError(f"--model: no model {wanted!r} there; {where} has {', '.join(served)}")
+    return wanted or served[0]
+
+
+def _error_text(body: bytes) -> str:
+    """The message inside an OpenAI error body, or the body itself."""
+    text = body.decode(errors="replace")
+    try:
+        error = json.loads(text)["error"]
+        text = str(error["message"]) if isinstance(error, dict) else str(error)
+    except (ValueError, KeyError, TypeError):
+        pass
+    return text[:_MAX_ERROR_CHARS]

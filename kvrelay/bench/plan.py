@@ -1,0 +1,143 @@
+"""From settings to a run: its sessions, its warm-up, and how many requests at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.bench.arrivals import gamma_arrivals
+from kvrelay.bench.base import RequestSpec, Segment
+from kvrelay.bench.settings import (
+    BenchSettings,
+    LatencyBenchSettings,
+    ServeBenchSettings,
+    SweepBenchSettings,
+    ThroughputBenchSettings,
+    WorkloadSettings,
+)
+from kvrelay.bench.trace import read_trace
+from kvrelay.bench.workloads import (
+    Lengths,
+    MixedLoad,
+    Session,
+    arriving,
+    conversation_turns,
+    random_requests,
+    shared_prefix_requests,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run. `num_requests` is None when time ends it; `window` is then the seconds that throughput is counted over.
+    `label` names the run among those of a sweep."""
+
+    sessions: Sequence[Session]
+    num_requests: int | None
+    max_concurrency: int | None = None
+    window: float | None = None
+    label: str = ""
+
+
+def plans_of(settings: BenchSettings) -> list[Plan]:
+    """The runs of a command. Raises ConfigurationError when a trace can not be read."""
+    match settings:
+        case ServeBenchSettings():
+            return [_plan_serve(settings)]
+        case LatencyBenchSettings():
+            return [_plan_latency(settings)]
+        case ThroughputBenchSettings():
+            return [_plan_workload(settings, max_concurrency=settings.concurrency)]
+        case SweepBenchSettings():
+            return _plan_sweep(settings)
+    raise TypeError(f"no plan for {type(settings).__name__}")
+
+
+def plan_warmup(settings: BenchSettings) -> Plan:
+    """Requests like the measured ones that share no token run with them, one by one."""
+    requests = random_requests(settings.warmup, *_lengths(settings), seed=settings.seed)
+    return Plan(
+        arriving(_renamed(requests, "warm-up"), gamma_arrivals(float("inf"), seed=0)), len(requests), max_concurrency=1
+    )
+
+
+def _plan_serve(settings: ServeBenchSettings) -> Plan:
+    if settings.workload == "trace":
+        assert settings.trace is not None
+        sessions = read_trace(settings.trace, speedup=settings.speedup, limit=settings.limit)
+        return Plan(sessions, len(sessions), settings.concurrency)
+    if settings.workload == "mixed":
+        mixed = MixedLoad(
+            streams=settings.streams,
+            inputs=Lengths.parse(settings.input_len),
+            outputs=Lengths.parse(settings.output_len),
+            period=settings.long_every,
+            duration=settings.duration,
+            long_inputs=Lengths.parse(settings.long_input_len),
+            long_outputs=Lengths.parse(settings.long_output_len),
+        )
+        return Plan(mixed.sessions(seed=settings.seed), None, settings.concurrency, window=settings.duration)
+    rate = float("inf") if settings.request_rate is None else settings.request_rate
+    return _plan_workload(settings, rate=rate, burstiness=settings.burstiness, max_concurrency=settings.concurrency)
+
+
+def _plan_latency(settings: BenchSettings) -> Plan:
+    requests = random_requests(settings.requests, *_lengths(settings), seed=settings.seed)
+    return Plan(arriving(requests, gamma_arrivals(float("inf"), seed=0)), len(requests), max_concurrency=1)
+
+
+def _plan_workload(
+    settings: WorkloadSettings,
+    *,
+    rate: float = float("inf"),
+    burstiness: float = 1.0,
+    max_concurrency: int | None = None,
+    label: str = "",
+) -> Plan:
+    """random, shared-prefix or multi-turn, at a rate and within a concurrency. `label` also makes the prompts others
+    than those of other labels: what a server has cached of one run must not serve the next."""
+    arrivals = gamma_arrivals(rate, burstiness=burstiness, seed=settings.seed)
+    inputs, outputs = _lengths(settings)
+    if settings.workload == "multi-turn":
+        turns = [
+            conversation_turns(index, settings.turns, inputs, outputs, seed=settings.seed)
+            for index in range(settings.requests)
+        ]
+        sessions = [
+            Session(at, _renamed(requests, label), is_conversation=True, think_time=settings.think_time)
+            for requests, at in zip(turns, arrivals, strict=False)
+        ]
+        return Plan(sessions, settings.requests * settings.turns, max_concurrency, label=label)
+    if settings.workload == "shared-prefix":
+        requests = shared_prefix_requests(
+            settings.requests, settings.num_prefixes, settings.prefix_len, inputs, outputs, seed=settings.seed
+        )
+    else:
+        requests = random_requests(settings.requests, inputs, outputs, seed=settings.seed)
+    return Plan(arriving(_renamed(requests, label), arrivals), len(requests), max_concurrency, label=label)
+
+
+def _plan_sweep(settings: SweepBenchSettings) -> list[Plan]:
+    rates = [
+        _plan_workload(settings, rate=rate, burstiness=settings.burstiness, label=f"{rate:g}/s")
+        for rate in settings.request_rates
+    ]
+    widths = [
+        _plan_workload(settings, max_concurrency=width, label=f"{width} at a time") for width in settings.concurrencies
+    ]
+    return [*rates, *widths]
+
+
+def _lengths(settings: BenchSettings) -> tuple[Lengths, Lengths]:
+    return Lengths.parse(settings.input_len), Lengths.parse(settings.output_len)
+
+
+def _renamed(requests: Sequence[RequestSpec], label: str) -> list[RequestSpec]:
+    if not label:
+        return list(requests)
+    return [
+        RequestSpec(
+            tuple(Segment(f"{label}/{segment.name}", segment.length) for segment in request.segments),
+            request.max_tokens,
+            request.kind,
+        )
+        for request in requests
+    ]

@@ -1,0 +1,93 @@
+"""One measured run: warm-up, load, progress, and the result, also of a run that is interrupted."""
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass
+
+from kvrelay.bench.base import Client
+from kvrelay.bench.load import Load
+from kvrelay.bench.plan import Plan
+from kvrelay.bench.prompts import PromptBuilder
+from kvrelay.bench.result import RunResult
+from kvrelay.bench.slo import Slos
+from kvrelay.bench.summary import count_failures, summaries_by_kind, summarise
+from kvrelay.core.clock import Clock
+from kvrelay.core.errors import UnavailableError
+
+_PROGRESS_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """What the runs of one command share. `interrupted` ends the run in progress, and all that would follow."""
+
+    client: Client
+    builder: PromptBuilder
+    clock: Clock
+    slos: Slos | None
+    interrupted: asyncio.Event
+    show_progress: bool
+
+    async def warm_up(self, plan: Plan) -> None:
+        """Raises UnavailableError when a request fails: the measured ones would, too."""
+        load = await self._run_load(plan)
+        failures = count_failures(load.records)
+        if failures:
+            raise UnavailableError(f"a warm-up request failed: {failures[0].kind}: {failures[0].first_message}")
+
+    async def measure(self, plan: Plan) -> RunResult:
+        cpu_before = time.process_time()
+        load = await self._run_load(plan)
+        cpu = time.process_time() - cpu_before
+        window = None if plan.window is None else min(plan.window, load.elapsed)
+        records = sorted(load.records, key=lambda record: record.index)
+        return RunResult(
+            label=plan.label,
+            summary=summarise(records, slos=self.slos, window=window),
+            by_kind=summaries_by_kind(records, slos=self.slos, window=window),
+            records=tuple(records),
+            client_cpu_seconds=cpu,
+            was_cut=self.interrupted.is_set(),
+        )
+
+    async def _run_load(self, plan: Plan) -> Load:
+        """Until the load is done or interrupted."""
+        load = Load(self.client, self.builder, self.clock, max_concurrency=plan.max_concurrency)
+        running = asyncio.create_task(load.run(plan.sessions))
+        stopped = asyncio.create_task(self.interrupted.wait())
+        progress = asyncio.create_task(self._show(load, plan))
+        try:
+            await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (running, stopped, progress):
+                task.cancel()
+            await asyncio.wait({running, stopped, progress})
+        if not running.cancelled():
+            running.result()
+        return load
+
+    async def _show(self, load: Load, plan: Plan) -> None:
+        if not self.show_progress:
+            return
+        try:
+            while True:
+                await asyncio.sleep(_PROGRESS_SECONDS)
+                sys.stderr.write("\r" + _progress_line(load, plan))
+                sys.stderr.flush()
+        finally:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def _progress_line(load: Load, plan: Plan) -> str:
+    of = "" if plan.num_requests is None else f"/{plan.num_requests}"
+    failed = sum(record.failure is not None for record in load.records)
+    tokens = sum(record.num_output_tokens for record in load.records)
+    tokens += sum(len(answer.arrivals) for answer in list(load.running.values()))
+    rate = tokens / max(load.elapsed, 1e-9)
+    name = f"{plan.label}: " if plan.label else ""
+    return (
+        f"{name}{len(load.records)}{of} requests done, {len(load.running)} running, {failed} failed, "
+        f"{load.elapsed:.0f} s, {rate:.1f} output tokens/s  "
+    )

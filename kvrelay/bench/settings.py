@@ -1,0 +1,195 @@
+"""Settings of the four `kvrelay bench` commands: what they share, then a class each, whose docstring opens its help."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, SecretStr, model_validator
+
+from kvrelay.bench.base import PromptFormat
+from kvrelay.bench.slo import Slos
+from kvrelay.bench.workloads import Lengths
+from kvrelay.core.config import ProcessSettings
+
+GRPC_SCHEME = "grpc://"
+
+
+def _is_lengths(text: str) -> str:
+    Lengths.parse(text)
+    return text
+
+
+def _is_url(url: str) -> str:
+    if not url.startswith(("http://", "https://", GRPC_SCHEME)):
+        raise ValueError(f"{url!r} must begin with http://, https:// or {GRPC_SCHEME}")
+    return url
+
+
+LengthsText = Annotated[str, AfterValidator(_is_lengths)]
+
+
+class BenchSettings(ProcessSettings):
+    """What every command has: a server, how prompts are made, how answers are judged, where results go."""
+
+    url: Annotated[str, AfterValidator(_is_url)] = Field(
+        default="http://127.0.0.1:8000",
+        description="The server: http://host:port (OpenAI-compatible), or grpc://host:port (a kvrelay router).",
+    )
+    endpoint: Literal["completions", "chat"] = Field(
+        default="completions", description="Over HTTP: /v1/completions or /v1/chat/completions."
+    )
+    model: str = Field(default="", description="Name of the model; empty: the only one served.")
+    api_key: SecretStr = Field(default=SecretStr(""), description="Sent as bearer token; belongs into KVRELAY_API_KEY.")
+    tokenizer: str | None = Field(
+        default=None, description="Directory or Hugging Face name to take tokens from; unset: the model's name."
+    )
+    vocab_size: int | None = Field(
+        default=None, ge=2, description="In place of a tokenizer, for prompts of token ids: ids below this are sent."
+    )
+    prompt_format: Literal["auto", "token_ids", "text"] = Field(
+        default="auto", description="How completions and gRPC get prompts; auto: token ids, whose number is exact."
+    )
+    input_len: LengthsText = Field(default="512", description="Prompt tokens of a request: 512, or 128-512.")
+    output_len: LengthsText = Field(default="64", description="Output tokens of a request, likewise.")
+    requests: int = Field(default=32, ge=1, description="Measured requests (conversations, for multi-turn).")
+    warmup: int = Field(default=1, ge=0, description="Requests before, one by one, that no figure includes.")
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
+    ignore_eos: bool = Field(
+        default=True, description="Ask for exactly the output length; --no-ignore-eos for servers that refuse it."
+    )
+    timeout: float = Field(default=600.0, gt=0, description="Seconds after which a request counts as failed.")
+    seed: int = Field(default=0, ge=0, description="Of prompts, lengths and arrivals: the same seed, the same load.")
+    slo: tuple[str, ...] = Field(
+        default=(),
+        description="Limit in ms as METRIC=MS, repeatable: ttft, itl (longest gap), tpot (mean gap), e2e. With any, "
+        "goodput is given: requests that meet all of them, per second.",
+    )
+    json_file: Path | None = Field(default=None, description="Write settings, environment and figures here.")
+    save_requests: bool = Field(default=False, description="Put a record of every request into the JSON file.")
+    plot: Path | None = Field(default=None, description="Draw a PNG here.")
+    progress: Literal["auto", "on", "off"] = Field(
+        default="auto", description="A line while it runs; auto: on a terminal."
+    )
+
+    @property
+    def is_grpc(self) -> bool:
+        return self.url.startswith(GRPC_SCHEME)
+
+    @property
+    def effective_prompt_format(self) -> PromptFormat:
+        if self.endpoint == "chat":
+            return "chat"
+        return "token_ids" if self.prompt_format == "auto" else self.prompt_format
+
+    @property
+    def slos(self) -> Slos | None:
+        return Slos.parse(self.slo)
+
+    @model_validator(mode="after")
+    def _check_shared(self) -> Self:
+        Slos.parse(self.slo)
+        if self.save_requests and self.json_file is None:
+            raise ValueError("--save-requests needs --json-file")
+        if self.endpoint == "chat" and self.prompt_format == "token_ids":
+            raise ValueError("--prompt-format token_ids: a chat takes text only")
+        return self
+
+
+class WorkloadSettings(BenchSettings):
+    """Which requests, for the commands that let one choose."""
+
+    workload: Literal["random", "shared-prefix", "multi-turn"] = Field(
+        default="random", description="What prompts share; the lengths are of what each request has to itself."
+    )
+    prefix_len: int = Field(default=1024, ge=1, description="shared-prefix: tokens of a prefix.")
+    num_prefixes: int = Field(default=1, ge=1, description="shared-prefix: prefixes that requests take in turn.")
+    turns: int = Field(default=4, ge=1, description="multi-turn: requests of a conversation.")
+    think_time: float = Field(default=0.0, ge=0, description="multi-turn: seconds between an answer and the next turn.")
+
+
+class ServeBenchSettings(WorkloadSettings):
+    """Send requests as users would, at a rate or with fixed concurrency, or replay a trace, and measure what they see.
+
+    Examples:
+      kvrelay bench serve --request-rate 2 --input-len 128-512 --slo ttft=2000 --slo itl=100
+      kvrelay bench serve --concurrency 16 --workload shared-prefix --prefix-len 1024 --input-len 32 --output-len 16
+      kvrelay bench serve --concurrency 4 --workload multi-turn --endpoint chat
+      kvrelay bench serve --workload mixed --streams 8 --duration 60
+      kvrelay bench serve --workload trace --trace trace.jsonl --speedup 2 --limit 100 --url grpc://127.0.0.1:8001
+    """
+
+    workload: Literal["random", "shared-prefix", "multi-turn", "mixed", "trace"] = Field(  # type: ignore[assignment]
+        default="random",
+        description="What prompts share; mixed: streams that never stop while long prompts arrive; trace: a recorded "
+        "load, with its own times.",
+    )
+    request_rate: float | None = Field(
+        default=None, gt=0, description="Requests (or conversations) that arrive per second; inf: all at once."
+    )
+    burstiness: float = Field(
+        default=1.0, gt=0, description="Shape of the gamma distributed gaps: 1 is Poisson, less is burstier."
+    )
+    concurrency: int | None = Field(default=None, ge=1, description="Requests (or conversations) at a time, at most.")
+    streams: int = Field(default=8, ge=1, description="mixed: streams, with --input-len and --output-len.")
+    long_input_len: LengthsText = Field(default="1500-2000", description="mixed: tokens of a long prompt.")
+    long_output_len: LengthsText = Field(default="16", description="mixed: output tokens of a long prompt.")
+    long_every: float = Field(default=4.0, gt=0, description="mixed: seconds between long prompts.")
+    duration: float = Field(default=60.0, gt=0, description="mixed: seconds after which nothing new begins.")
+    trace: Path | None = Field(
+        default=None, description="trace: JSON lines of timestamp (ms), input_length, output_length, hash_ids."
+    )
+    speedup: float = Field(default=1.0, gt=0, description="trace: 2 replays it in half of the time.")
+    limit: int | None = Field(default=None, ge=1, description="trace: take so many requests from its beginning.")
+
+    @model_validator(mode="after")
+    def _check_load(self) -> Self:
+        if (self.workload == "trace") != (self.trace is not None):
+            raise ValueError("--workload trace and --trace FILE belong together")
+        if self.workload in ("mixed", "trace"):
+            if self.request_rate is not None:
+                raise ValueError(f"--request-rate: the {self.workload} workload has its own times")
+        elif self.request_rate is None and self.concurrency is None:
+            raise ValueError("how do requests arrive? Give --request-rate (per second) or --concurrency")
+        return self
+
+
+class LatencyBenchSettings(BenchSettings):
+    """One request at a time: the latency of an idle server.
+
+    Example: kvrelay bench latency --input-len 512 --output-len 64 --requests 8
+    """
+
+    requests: int = Field(default=8, ge=1, description="Measured requests.")
+
+
+class ThroughputBenchSettings(WorkloadSettings):
+    """Everything at once: the most a server gives.
+
+    Example: kvrelay bench throughput --requests 32 --concurrency 16 --input-len 128-512
+    """
+
+    concurrency: int | None = Field(default=None, ge=1, description="Requests at a time, at most; unset: all.")
+
+
+class SweepBenchSettings(WorkloadSettings):
+    """The same load at several rates (or concurrencies), as a curve of latency over throughput; with SLOs, the highest
+    load that still meets them.
+
+    Examples:
+      kvrelay bench sweep --request-rates 0.5,1,2,4 --slo ttft=1000 --slo itl=100 --plot curve.png
+      kvrelay bench sweep --concurrencies 1,2,4,8,16 --json-file curve.json
+    """
+
+    request_rates: tuple[float, ...] = Field(default=(), description="Requests per second, one run each.")
+    concurrencies: tuple[int, ...] = Field(default=(), description="Requests at a time, one run each.")
+    burstiness: float = Field(
+        default=1.0, gt=0, description="Shape of the gamma distributed gaps: 1 is Poisson, less is burstier."
+    )
+    attainment: float = Field(default=0.9, gt=0, le=1, description="Share of requests that must meet the SLOs.")
+
+    @model_validator(mode="after")
+    def _check_sweep(self) -> Self:
+        if bool(self.request_rates) == bool(self.concurrencies):
+            raise ValueError("give either --request-rates or --concurrencies, as a list: 1,2,4")
+        if min((*self.request_rates, *self.concurrencies)) <= 0:
+            raise ValueError("--request-rates and --concurrencies must be positive")
+        return self

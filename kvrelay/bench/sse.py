@@ -1,0 +1,28 @@
+"""Server-sent events out of bytes that arrive in any pieces.
+
+Invariant: the same events come out however the bytes are cut.
+"""
+
+
+class SseParser:
+    """The data of each event; names, ids and comments are of no use here and dropped."""
+
+    __slots__ = ("_rest",)
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Of the events that are complete now."""
+        data = self._rest + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._rest = data.split(b"\n\n")
+        return [payload for event in events if (payload := _payload(event))]
+
+
+def _payload(event: bytes) -> bytes:
+    if event.startswith(b"data:") and b"\n" not in event:  # nearly always
+        return event[5:].removeprefix(b" ")
+    lines = (line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:"))
+    return b"\n".join(lines)

@@ -1,0 +1,160 @@
+"""Records of a run to figures: percentiles, throughput, goodput, failures by kind.
+
+Latencies are of requests that ended well. Throughput counts every token that came, from the first request sent to the
+last token; with a window only what came within it. Percentiles interpolate linearly, as numpy does by default.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kvrelay.bench.base import CANCELLED, RequestRecord
+from kvrelay.bench.slo import Slos
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Seconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Distribution | None":
+        """None of nothing."""
+        array = np.fromiter(values, np.float64)
+        if not array.size:
+            return None
+        p50, p90, p95, p99 = (float(value) for value in np.percentile(array, PERCENTILES))
+        return cls(int(array.size), float(array.mean()), p50, p90, p95, p99, float(array.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCount:
+    kind: str
+    count: int
+    first_message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """`attainment`: share of all requests (those cut off by the end left out) that meet every SLO."""
+
+    requests_per_second: float
+    attainment: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    num_completed: int
+    num_failed: int
+    num_cancelled: int
+    num_short: int  # ended well with fewer tokens than asked for
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None  # None: no server's count
+    counted_by: Literal["usage", "chunks", "usage and chunks"]
+    requests_per_second: float
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+    ttft: Distribution | None
+    itl: Distribution | None
+    tpot: Distribution | None
+    e2e: Distribution | None
+    goodput: Goodput | None
+    failures: tuple[FailureCount, ...]
+    latest_start: float  # seconds that the latest request was sent after its time
+
+
+def summarise(records: Sequence[RequestRecord], *, slos: Slos | None = None, window: float | None = None) -> Summary:
+    """`window`: throughput is over exactly the first so many seconds (for load that begins and ends)."""
+    good = [record for record in records if record.failure is None]
+    cancelled = [record for record in records if record.failure is not None and record.failure.kind == CANCELLED]
+    begin = 0.0 if window is not None else min((record.sent for record in records), default=0.0)
+    end = max((record.arrivals[-1] if record.arrivals else record.finished for record in records), default=0.0)
+    end = end if window is None else window
+    seconds = max(end - begin, 1e-9)
+    within = [record for record in good if record.arrivals[-1] <= end]
+    output_tokens = sum(_tokens_until(record, end) for record in records)
+    prompt_tokens = sum(record.num_prompt_tokens for record in records if record.arrivals and record.arrivals[0] <= end)
+    return Summary(
+        num_completed=len(good),
+        num_failed=len(records) - len(good) - len(cancelled),
+        num_cancelled=len(cancelled),
+        num_short=sum(record.num_output_tokens < record.num_wanted_tokens for record in good),
+        seconds=seconds,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=_cached_tokens(good),
+        counted_by=_counted_by(good),
+        requests_per_second=len(within) / seconds,
+        output_tokens_per_second=output_tokens / seconds,
+        total_tokens_per_second=(output_tokens + prompt_tokens) / seconds,
+        ttft=Distribution.of(record.ttft for record in good),
+        itl=Distribution.of(itl for record in good for itl in record.itls),
+        tpot=Distribution.of(record.tpot for record in good if record.tpot is not None),
+        e2e=Distribution.of(record.e2e for record in good),
+        goodput=None if slos is None else _goodput(records, within, slos, seconds, len(cancelled)),
+        failures=count_failures(records),
+        latest_start=max((record.sent - record.scheduled for record in records), default=0.0),
+    )
+
+
+def summaries_by_kind(
+    records: Sequence[RequestRecord], *, slos: Slos | None = None, window: float | None = None
+) -> dict[str, Summary]:
+    """Empty when all are of one kind."""
+    kinds = list(dict.fromkeys(record.kind for record in sorted(records, key=lambda record: record.index)))
+    if len(kinds) < 2:
+        return {}
+    return {
+        kind: summarise([record for record in records if record.kind == kind], slos=slos, window=window)
+        for kind in kinds
+    }
+
+
+def count_failures(records: Sequence[RequestRecord]) -> tuple[FailureCount, ...]:
+    """The most frequent first, each with its first message."""
+    failures = [record.failure for record in records if record.failure is not None and record.failure.kind != CANCELLED]
+    first = {failure.kind: failure.message for failure in reversed(failures)}
+    counts = Counter(failure.kind for failure in failures)
+    return tuple(FailureCount(kind, count, first[kind]) for kind, count in counts.most_common())
+
+
+def _tokens_until(record: RequestRecord, end: float) -> int:
+    """A cut-off or failed request has no count from the server: its pieces count."""
+    if not record.arrivals or record.arrivals[-1] <= end:
+        return record.num_output_tokens
+    arrived = sum(arrival <= end for arrival in record.arrivals)
+    return round(record.num_output_tokens * arrived / len(record.arrivals))
+
+
+def _cached_tokens(good: Sequence[RequestRecord]) -> int | None:
+    counts = [record.num_cached_tokens for record in good if record.num_cached_tokens is not None]
+    return sum(counts) if counts else None
+
+
+def _counted_by(good: Sequence[RequestRecord]) -> Literal["usage", "chunks", "usage and chunks"]:
+    ways = {record.counted_by for record in good}
+    return "usage and chunks" if len(ways) == 2 else "chunks" if ways == {"chunks"} else "usage"
+
+
+def _goodput(
+    records: Sequence[RequestRecord], within: Sequence[RequestRecord], slos: Slos, seconds: float, num_cancelled: int
+) -> Goodput:
+    met = sum(slos.met_by(record) for record in records)
+    return Goodput(
+        requests_per_second=sum(slos.met_by(record) for record in within) / seconds,
+        attainment=met / max(1, len(records) - num_cancelled),
+    )

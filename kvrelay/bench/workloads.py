@@ -1,0 +1,120 @@
+"""Workloads: what is asked, as sessions that arrive and ask one request after the other.
+
+Invariant: a workload is a pure function of its settings and a seed. Nothing here knows a server.
+"""
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvrelay.bench.arrivals import periodic_arrivals
+from kvrelay.bench.base import RequestSpec, Segment
+
+STEADY, LONG = "steady", "long"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Requests of one user, one after the other, from `at` seconds on.
+
+    `is_conversation`: each prompt holds all before it and their answers. `until`: no request begins later than that.
+    `think_time`: seconds between an answer and the next request.
+    """
+
+    at: float
+    requests: Iterable[RequestSpec]
+    is_conversation: bool = False
+    until: float | None = None
+    think_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens, drawn evenly from both ends included."""
+
+    shortest: int
+    longest: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Lengths":
+        """`512` or `128-512`. Raises ValueError."""
+        first, dash, last = text.strip().partition("-")
+        try:
+            lengths = cls(int(first), int(last if dash else first))
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number of tokens; write 512, or 128-512 for a range") from None
+        if not 1 <= lengths.shortest <= lengths.longest:
+            raise ValueError(f"{text!r} is not a range of at least one token; write 512, or 128-512")
+        return lengths
+
+    def draw(self, source: random.Random) -> int:
+        return source.randint(self.shortest, self.longest)
+
+
+def random_requests(count: int, inputs: Lengths, outputs: Lengths, *, seed: int) -> list[RequestSpec]:
+    """Prompts that share nothing."""
+    draw = random.Random(f"random/{seed}")
+    return [RequestSpec((Segment(f"random/{index}", inputs.draw(draw)),), outputs.draw(draw)) for index in range(count)]
+
+
+def shared_prefix_requests(
+    count: int, num_prefixes: int, prefix: int, inputs: Lengths, outputs: Lengths, *, seed: int
+) -> list[RequestSpec]:
+    """Each prompt is one of `num_prefixes` prefixes of `prefix` tokens, in turn, and tokens of its own. The first
+    request of a prefix is of the kind "first", all others are "later"."""
+    draw = random.Random(f"shared-prefix/{seed}")
+    return [
+        RequestSpec(
+            (Segment(f"prefix/{index % num_prefixes}", prefix), Segment(f"own/{index}", inputs.draw(draw))),
+            outputs.draw(draw),
+            kind="first" if index < num_prefixes else "later",
+        )
+        for index in range(count)
+    ]
+
+
+def conversation_turns(index: int, turns: int, inputs: Lengths, outputs: Lengths, *, seed: int) -> list[RequestSpec]:
+    """The turns of conversation `index`; kinds are "turn 1", "turn 2" and so on."""
+    draw = random.Random(f"multi-turn/{seed}/{index}")
+    return [
+        RequestSpec((Segment(f"turn/{index}/{turn}", inputs.draw(draw)),), outputs.draw(draw), kind=f"turn {turn + 1}")
+        for turn in range(turns)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLoad:
+    """`streams` sessions that ask again as soon as they are answered, and long prompts every `period` seconds; nothing
+    new begins after `duration` seconds."""
+
+    streams: int
+    inputs: Lengths
+    outputs: Lengths
+    period: float
+    duration: float
+    long_inputs: Lengths
+    long_outputs: Lengths
+
+    def sessions(self, *, seed: int) -> list[Session]:
+        steady = [Session(0.0, self._steady(stream, seed), until=self.duration) for stream in range(self.streams)]
+        draw = random.Random(f"long/{seed}")
+        long = [
+            Session(at, [RequestSpec(self._long_prompt(index, draw), self.long_outputs.draw(draw), kind=LONG)])
+            for index, at in enumerate(periodic_arrivals(self.period, self.duration))
+        ]
+        return [*steady, *long]
+
+    def _steady(self, stream: int, seed: int) -> Iterator[RequestSpec]:
+        draw = random.Random(f"steady/{seed}/{stream}")
+        for index in itertools.count():
+            prompt = (Segment(f"steady/{stream}/{index}", self.inputs.draw(draw)),)
+            yield RequestSpec(prompt, self.outputs.draw(draw), kind=STEADY)
+
+    def _long_prompt(self, index: int, draw: random.Random) -> tuple[Segment, ...]:
+        return (Segment(f"long/{index}", self.long_inputs.draw(draw)),)
+
+
+def arriving(requests: Iterable[RequestSpec], arrivals: Iterable[float]) -> list[Session]:
+    """Each request a session of its own."""
+    return [Session(at, [request]) for request, at in zip(requests, arrivals, strict=False)]

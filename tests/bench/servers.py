@@ -1,0 +1,61 @@
+"""Real servers for the benchmark: the router's own edges over a scripted relay, and one that answers as told."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+from aiohttp import web
+
+from kvrelay.core.rpc import ErrorInterceptor, serve_insecure, server_options
+from kvrelay.v1 import router_pb2_grpc
+from router.edge.gateway import create_app
+from router.edge.grpc_service import RouterService
+from tests.router.edge_parts import ScriptedRelay, http_server, make_edge
+
+
+@asynccontextmanager
+async def gateway(relay: ScriptedRelay) -> AsyncIterator[str]:
+    """Its URL."""
+    async with http_server(create_app(make_edge(relay), version="test")) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def grpc_router(relay: ScriptedRelay) -> AsyncIterator[str]:
+    """Its URL."""
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    router_pb2_grpc.add_RouterServicer_to_server(RouterService(make_edge(relay)), server)
+    port = await serve_insecure(server, "127.0.0.1", 0)
+    yield f"grpc://127.0.0.1:{port}"
+    await server.stop(None)
+
+
+@asynccontextmanager
+async def answering(
+    pieces: Sequence[bytes] = (), *, status: int = 200, models: Sequence[str] = ("m",)
+) -> AsyncIterator[str]:
+    """The URL of a server that sends these pieces to whoever asks for a completion."""
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        await response.write_eof()
+        return response
+
+    async def list_models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in models]})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", generate)
+    app.router.add_post("/v1/chat/completions", generate)
+    app.router.add_get("/v1/models", list_models)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

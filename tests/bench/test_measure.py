@@ -1,0 +1,240 @@
+"""Whole runs against real servers, over HTTP and gRPC: every request is recorded, every failure is told."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.bench.measure import measure
+from kvrelay.bench.settings import (
+    BenchSettings,
+    LatencyBenchSettings,
+    ServeBenchSettings,
+    SweepBenchSettings,
+    ThroughputBenchSettings,
+)
+from kvrelay.core.errors import KVError, OverloadedError, UnavailableError, UnknownModelError
+from tests.bench.servers import answering, gateway, grpc_router
+from tests.router.conftest import relay, tokenizer, tokenizer_directory
+from tests.router.edge_parts import MODEL, ScriptedRelay
+
+__all__ = ["relay", "tokenizer", "tokenizer_directory"]  # fixtures
+
+PIECE = b'data: {"choices":[{"index":0,"text":"x","finish_reason":null}]}\n\n'
+LAST = b'data: {"choices":[{"index":0,"text":"","finish_reason":"length"}]}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
+DONE = b"data: [DONE]\n\n"
+SMALL: dict[str, Any] = {"vocab_size": 258, "output_len": "4", "input_len": "8-16", "progress": "off"}
+
+
+@pytest.fixture(params=["http", "grpc"])
+async def url(request: pytest.FixtureRequest, relay: ScriptedRelay) -> AsyncIterator[str]:
+    async with gateway(relay) if request.param == "http" else grpc_router(relay) as found:
+        yield found
+
+
+async def test_throughput(url: str, relay: ScriptedRelay) -> None:
+    settings = ThroughputBenchSettings(url=url, requests=6, concurrency=2, **SMALL)
+    model, [result] = await measure(settings)
+    summary = result.summary
+    assert (model, summary.num_completed, summary.output_tokens) == (MODEL, 6, 24)
+    assert (summary.counted_by, summary.num_short, summary.failures) == ("usage", 0, ())
+    assert [record.index for record in result.records] == list(range(6))
+    for record, routed in zip(sorted(result.records, key=lambda r: r.sent), relay.requests[1:], strict=True):
+        assert 8 <= len(routed.prompt_token_ids) <= 16
+        assert record.scheduled <= record.sent < record.arrivals[0] <= record.arrivals[-1] <= record.finished
+    assert all(routed.sampling.ignore_eos and routed.sampling.temperature == 0 for routed in relay.requests)
+
+
+async def test_the_warm_up_is_sent_but_not_counted(url: str, relay: ScriptedRelay) -> None:
+    settings = LatencyBenchSettings(url=url, requests=2, warmup=3, **SMALL)
+    _, [result] = await measure(settings)
+    assert (result.summary.num_completed, len(relay.requests)) == (2, 5)
+    prompts = {routed.prompt_token_ids for routed in relay.requests}
+    assert len(prompts) == 5, "no measured prompt was sent before"
+
+
+async def test_conversations_hold_what_was_said(url: str, relay: ScriptedRelay, tokenizer_directory: Path) -> None:
+    settings = ServeBenchSettings(
+        url=url,
+        endpoint="chat",
+        workload="multi-turn",
+        turns=3,
+        requests=2,
+        concurrency=1,
+        warmup=0,
+        tokenizer=str(tokenizer_directory),
+        input_len="5",
+        output_len="4",
+        progress="off",
+    )
+    _, [result] = await measure(settings)
+    assert result.summary.failures == ()
+    assert list(result.by_kind) == ["turn 1", "turn 2", "turn 3"]
+    texts = [relay.tokenizer.decode(routed.prompt_token_ids, skip_special_tokens=False) for routed in relay.requests]
+    answer = relay.tokenizer.decode(
+        (await relay.tokenizer.encode(relay.reply, add_special_tokens=False))[:4], skip_special_tokens=False
+    )
+    assert [text.count("<user>") for text in texts] == [1, 2, 3, 1, 2, 3]
+    assert [text.count(f"<assistant>{answer}") for text in texts] == [0, 1, 2, 0, 1, 2]
+
+
+async def test_token_id_conversations_over_grpc_hold_the_answers(relay: ScriptedRelay) -> None:
+    async with grpc_router(relay) as url:
+        settings = ServeBenchSettings(
+            url=url, workload="multi-turn", turns=2, requests=1, concurrency=1, warmup=0, **SMALL
+        )
+        await measure(settings)
+    first, second = (routed.prompt_token_ids for routed in relay.requests)
+    reply = (await relay.tokenizer.encode(relay.reply, add_special_tokens=False))[:4]
+    assert second[: len(first) + 4] == (*first, *reply)
+
+
+async def test_mixed_load_has_both_kinds(url: str) -> None:
+    settings = ServeBenchSettings(
+        url=url,
+        workload="mixed",
+        streams=2,
+        long_input_len="40",
+        long_output_len="2",
+        long_every=0.1,
+        duration=0.3,
+        **SMALL,
+    )
+    _, [result] = await measure(settings)
+    assert result.by_kind["long"].num_completed == 3
+    assert result.by_kind["steady"].num_completed >= 2
+    assert result.summary.seconds == pytest.approx(0.3)
+    assert all(record.sent < 0.3 for record in result.records if record.kind == "steady")
+
+
+async def test_a_sweep_measures_every_load(url: str) -> None:
+    settings = SweepBenchSettings(url=url, request_rates=(500.0, 1000.0), requests=3, **SMALL)
+    _, results = await measure(settings)
+    assert [(result.label, result.summary.num_completed) for result in results] == [("500/s", 3), ("1000/s", 3)]
+
+
+async def test_failures_are_counted_by_kind(url: str, relay: ScriptedRelay) -> None:
+    relay.fail_with, relay.fail_at = KVError("lost its block"), 2
+    _, [result] = await measure(ThroughputBenchSettings(url=url, requests=3, warmup=0, **SMALL))
+    [failure] = result.summary.failures
+    assert (failure.count, result.summary.num_failed) == (3, 3)
+    assert "lost its block" in failure.first_message
+    assert failure.kind == ("grpc INTERNAL" if url.startswith("grpc") else "error in the stream")
+    assert result.summary.output_tokens == 6, "what had come before counts as throughput"
+
+
+async def test_a_refusal_has_its_status(url: str, relay: ScriptedRelay) -> None:
+    relay.fail_with = OverloadedError("queues are full")
+    _, [result] = await measure(ThroughputBenchSettings(url=url, requests=2, warmup=0, **SMALL))
+    [failure] = result.summary.failures
+    assert failure.kind == ("grpc RESOURCE_EXHAUSTED" if url.startswith("grpc") else "http 429")
+    assert failure.first_message == "queues are full"
+
+
+async def test_a_failed_warm_up_ends_it(url: str, relay: ScriptedRelay) -> None:
+    relay.fail_with = OverloadedError("queues are full")
+    with pytest.raises(UnavailableError, match=r"warm-up request failed: .*queues are full"):
+        await measure(LatencyBenchSettings(url=url, **SMALL))
+
+
+async def test_timeouts(url: str, relay: ScriptedRelay) -> None:
+    relay.hang_at = 1
+    _, [result] = await measure(ThroughputBenchSettings(url=url, requests=2, warmup=0, timeout=0.5, **SMALL))
+    assert [(failure.kind, failure.count) for failure in result.summary.failures] == [("timeout", 2)]
+
+
+async def test_an_interrupt_keeps_what_there_is(url: str, relay: ScriptedRelay) -> None:
+    relay.hang_at = 2
+    measuring = asyncio.create_task(measure(ThroughputBenchSettings(url=url, requests=3, warmup=0, **SMALL)))
+    while relay.num_running < 3:
+        await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGINT)
+    _, [result] = await measuring
+    assert result.was_cut
+    assert (result.summary.num_cancelled, result.summary.num_failed) == (3, 0)
+    while relay.num_running:  # the server has heard of it
+        await asyncio.sleep(0)
+
+
+async def test_a_model_that_is_not_served(url: str) -> None:
+    with pytest.raises(UnknownModelError, match=f"no model 'other' there; .* has {MODEL}"):
+        await measure(LatencyBenchSettings(url=url, model="other", **SMALL))
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+async def test_nobody_is_there(scheme: str, unused_tcp_port: int) -> None:
+    with pytest.raises(UnavailableError, match=f"127.0.0.1:{unused_tcp_port}.*--url"):
+        await measure(LatencyBenchSettings(url=f"{scheme}://127.0.0.1:{unused_tcp_port}", **SMALL))
+
+
+async def answer_of(*pieces: bytes, status: int = 200, **more: Any) -> tuple[Any, Any]:
+    """The record of one request, and the run's summary."""
+    async with answering(pieces, status=status) as url:
+        settings: BenchSettings = LatencyBenchSettings(url=f"{url}/v1", requests=1, warmup=0, **SMALL, **more)
+        _, [result] = await measure(settings)
+    return result.records[0], result.summary
+
+
+async def test_usage_counts_tokens_and_pieces_count_without() -> None:
+    record, summary = await answer_of(PIECE, PIECE, LAST, USAGE, DONE)
+    assert (record.num_output_tokens, record.num_prompt_tokens, len(record.arrivals)) == (5, 9, 2)
+    assert summary.counted_by == "usage"
+    record, summary = await answer_of(PIECE, PIECE, LAST, DONE)
+    assert (record.num_output_tokens, summary.counted_by, summary.num_short) == (2, "chunks", 1)
+
+
+async def test_pieces_cut_anywhere() -> None:
+    whole = PIECE + PIECE + LAST + USAGE + DONE
+    record, _ = await answer_of(*(whole[i : i + 7] for i in range(0, len(whole), 7)))
+    assert (len(record.arrivals), record.num_output_tokens, record.failure) == (2, 5, None)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status", "kind", "message"),
+    [
+        ((PIECE,), 200, "ended early", "finish_reason"),
+        ((LAST, DONE), 200, "no output", "no tokens"),
+        ((b'{"error":{"message":"too long"}}',), 400, "http 400", "too long"),
+        ((b"<html>gateway</html>",), 502, "http 502", "<html>gateway</html>"),
+        ((PIECE, b'data: {"error":{"message":"died"}}\n\n'), 200, "error in the stream", "died"),
+        ((b"data: {not json\n\n",), 200, "not understood", "property name"),
+    ],
+)
+async def test_answers_that_fail(pieces: tuple[bytes, ...], status: int, kind: str, message: str) -> None:
+    record, _ = await answer_of(*pieces, status=status)
+    assert record.failure is not None
+    assert record.failure.kind == kind
+    assert message in record.failure.message
+
+
+async def test_the_opening_of_a_chat_is_no_token(tokenizer_directory: Path) -> None:
+    def delta(content: dict[str, str], reason: str | None = None) -> bytes:
+        return (
+            b"data: %s\n\n"
+            % json.dumps({"choices": [{"index": 0, "delta": content, "finish_reason": reason}]}).encode()
+        )
+
+    pieces = (
+        delta({"role": "assistant", "content": ""}),
+        delta({"content": "a"}),
+        delta({"content": "b"}),
+        delta({}, "stop"),
+    )
+    async with answering((*pieces, DONE)) as url:
+        settings = LatencyBenchSettings(
+            url=url, endpoint="chat", tokenizer=str(tokenizer_directory), requests=1, warmup=0, progress="off"
+        )
+        _, [result] = await measure(settings)
+    assert len(result.records[0].arrivals) == 2
+
+
+async def test_several_models_need_a_choice() -> None:
+    async with answering((PIECE, LAST, DONE), models=("a", "b")) as url:
+        with pytest.raises(UnknownModelError, match="choose one with --model: a, b"):
+            await measure(LatencyBenchSettings(url=url, **SMALL))

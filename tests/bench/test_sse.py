@@ -1,0 +1,40 @@
+"""Server-sent events, however the bytes are cut."""
+
+import random
+
+import pytest
+
+from kvrelay.bench.sse import SseParser
+
+EVENTS = [b'{"a":1}', "naïve ∞".encode(), b"[DONE]"]
+STREAM = b"".join(b"data: %s\n\n" % event for event in EVENTS)
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_any_cut_gives_the_same_events(newline: bytes) -> None:
+    stream = STREAM.replace(b"\n", newline)
+    for cut in range(len(stream) + 1):
+        parser = SseParser()
+        assert parser.feed(stream[:cut]) + parser.feed(stream[cut:]) == EVENTS
+
+
+def test_single_bytes_and_random_pieces() -> None:
+    draw = random.Random(1)
+    for _ in range(20):
+        parser, found, rest = SseParser(), list[bytes](), STREAM
+        while rest:
+            length = draw.randint(1, 5)
+            found += parser.feed(rest[:length])
+            rest = rest[length:]
+        assert found == EVENTS
+
+
+def test_comments_names_and_lines() -> None:
+    parser = SseParser()
+    assert parser.feed(b": ping\n\nevent: x\ndata: one\ndata:two\nid: 3\n\ndata:three\n\n") == [b"one\ntwo", b"three"]
+
+
+def test_an_incomplete_event_is_kept_back() -> None:
+    parser = SseParser()
+    assert parser.feed(b"data: half\n") == []
+    assert parser.feed(b"\n") == [b"half"]

@@ -1,0 +1,102 @@
+"""The benchmark's arithmetic: percentiles, rates, goodput, failures."""
+
+import pytest
+
+from kvrelay.bench.base import CANCELLED, Failure
+from kvrelay.bench.slo import Slos
+from kvrelay.bench.summary import Distribution, summaries_by_kind, summarise
+from tests.bench.records import record
+
+
+def test_distribution() -> None:
+    found = Distribution.of(float(value) for value in range(101))
+    assert found == Distribution(101, 50.0, 50.0, 90.0, 95.0, 99.0, 100.0)
+    between = Distribution.of([1.0, 2.0])
+    assert between is not None
+    assert between.p50 == 1.5, "percentiles interpolate, as numpy's do"
+    assert Distribution.of([]) is None
+
+
+def test_latencies_and_rates() -> None:
+    summary = summarise([record(2.0, 2.5, 3.0, sent=1.0), record(4.0, 4.1, 5.0, sent=1.0)])
+    assert (summary.num_completed, summary.output_tokens, summary.prompt_tokens) == (2, 6, 10)
+    assert (summary.seconds, summary.output_tokens_per_second, summary.total_tokens_per_second) == (4.0, 1.5, 4.0)
+    assert summary.requests_per_second == 0.5
+    assert summary.ttft is not None and summary.itl is not None and summary.tpot is not None and summary.e2e is not None
+    assert (summary.ttft.p50, summary.ttft.max) == (2.0, 3.0)
+    assert summary.itl.count == 4
+    assert summary.itl.max == pytest.approx(0.9)
+    assert summary.tpot.mean == pytest.approx(0.5)
+    assert (summary.e2e.p50, summary.e2e.max) == (3.0, 4.0)
+
+
+def test_one_token_has_no_time_per_token() -> None:
+    summary = summarise([record(1.0)])
+    assert summary.tpot is None and summary.itl is None
+    assert summary.ttft is not None and summary.ttft.mean == 1.0
+
+
+def test_failures_count_tokens_but_no_latency() -> None:
+    overload = Failure("http 429", "try later")
+    records = [
+        record(1.0, 2.0, index=0),
+        record(9.0, index=1, failure=overload),
+        record(index=2, failure=Failure("http 429", "the second message")),
+        record(index=3, failure=Failure("timeout", "too late")),
+        record(3.0, index=4, failure=Failure(CANCELLED, "the run ended first")),
+    ]
+    summary = summarise(records)
+    assert (summary.num_completed, summary.num_failed, summary.num_cancelled) == (1, 3, 1)
+    assert [(f.kind, f.count, f.first_message) for f in summary.failures] == [
+        ("http 429", 2, "try later"),
+        ("timeout", 1, "too late"),
+    ]
+    assert summary.output_tokens == 4
+    assert summary.ttft is not None and summary.ttft.max == 1.0
+
+
+def test_goodput_needs_every_slo() -> None:
+    slos = Slos.parse(["ttft=1500", "itl=600", "e2e=4000"])
+    records = [
+        record(1.0, 1.5, 2.0),
+        record(2.0, 2.1),  # its first token is late
+        record(1.0, 1.7, 2.0),  # one gap is too long
+        record(failure=Failure("timeout", "")),
+        record(1.0, failure=Failure(CANCELLED, "")),
+    ]
+    summary = summarise(records, slos=slos)
+    assert summary.goodput is not None
+    assert summary.goodput.attainment == 0.25, "of all requests that were not cut off"
+    assert summary.goodput.requests_per_second == pytest.approx(1 / 2.1)
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft=", "ttft=-1", "ttft=0", "tfft=5", "=5", "itl=fast"])
+def test_an_slo_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="METRIC=MILLISECONDS"):
+        Slos.parse([text])
+
+
+def test_window_counts_what_came_within_it() -> None:
+    records = [record(1.0, 2.0, 3.0, 4.0), record(9.0, sent=8.0)]
+    summary = summarise(records, window=2.0)
+    assert (summary.seconds, summary.output_tokens, summary.prompt_tokens) == (2.0, 2, 5)
+    assert summary.requests_per_second == 0.0
+    assert summary.ttft is not None and summary.ttft.count == 2, "latencies are of every request"
+
+
+def test_kinds() -> None:
+    records = [record(2.0, kind="long", index=1), record(1.0, kind="steady", index=0)]
+    found = summaries_by_kind(records)
+    assert list(found) == ["steady", "long"]
+    assert found["long"].num_completed == 1
+    assert summaries_by_kind(records[:1]) == {}
+
+
+def test_short_answers_and_cached_tokens_are_told() -> None:
+    summary = summarise([record(1.0, wanted=4, cached=3), record(1.0)])
+    assert (summary.num_short, summary.cached_tokens) == (1, 3)
+
+
+def test_nothing_at_all() -> None:
+    summary = summarise([])
+    assert (summary.num_completed, summary.output_tokens, summary.ttft) == (0, 0, None)

@@ -1,0 +1,186 @@
+"""Models with 8- and 4-bit weights against transformers running the same weights, widened again, in float32."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from paged_kernels import quantized_reference
+from paged_kernels.quantized import GROUP_SIZES, Bits, empty_weight
+from paged_kernels.registry import select_backend
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.engine.layers.quantized_linear import QuantizedLinear
+from kvrelay.engine.layers.weight_format import Quantization, WeightFormat
+from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from tests.engine.paged_run import PagedRun
+from tests.engine.tiny_models import FAMILIES, make_tiny_model, save_random
+
+WEIGHTS = "model.safetensors"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+QUANTIZATIONS: tuple[tuple[Quantization, Bits], ...] = (("int8", 8), ("int4", 4))
+DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
+
+
+@pytest.mark.parametrize(("quantization", "bits"), QUANTIZATIONS)
+@pytest.mark.parametrize("family", ["llama", "llama-bias", "llama-mqa", "qwen2", "qwen3", "mistral-sliding"])
+def test_greedy_tokens_are_those_of_the_widened_weights(
+    family: str, quantization: Quantization, bits: Bits, tmp_path: Path
+) -> None:
+    make_tiny_model(family, tmp_path / "model")
+    loaded = _load(tmp_path / "model", quantization)
+    oracle = _transformers(_widened(tmp_path / "model", tmp_path / "widened", bits))
+    prompt = torch.randint(0, 320, (75,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    run = PagedRun(loaded.model, num_sequences=1, max_tokens=len(prompt) + 24)
+    logits, tokens = run.step([prompt])[0], list(prompt)
+    torch.testing.assert_close(logits, _logits(oracle, tokens), atol=2e-4, rtol=2e-4)
+    for _ in range(24):
+        tokens.append(int(logits[-1].argmax()))
+        logits = run.step([tokens[-1:]])[0]
+    expected = _logits(oracle, tokens)
+    assert tokens[75:] == expected[74:-1].argmax(dim=-1).tolist()
+    torch.testing.assert_close(logits[-1], expected[-1], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("quantization", "bits"), QUANTIZATIONS)
+def test_the_demo_model_in_bfloat16_follows_the_widened_weights(
+    quantization: Quantization, bits: Bits, tmp_path: Path
+) -> None:
+    """bfloat16 activations: what the nodes run. Both the many rows of a prompt and the one of a decode step."""
+    loaded = _load(DEMO_MODEL, quantization, dtype="bfloat16")
+    oracle = _transformers(_widened(DEMO_MODEL, tmp_path, bits))
+    generator = torch.Generator().manual_seed(2)
+    prompt = torch.randint(0, loaded.config.vocab_size, (100,), generator=generator).tolist()
+    expected = _logits(oracle, prompt)
+    run = PagedRun(loaded.model, num_sequences=1, max_tokens=100)
+    logits = torch.cat([run.step([prompt[:90]])[0], *(run.step([[token]])[0] for token in prompt[90:])])
+    similarity = torch.nn.functional.cosine_similarity(logits, expected)
+    assert similarity.min() > 0.995
+    # No further from them than bfloat16 weights are from the float32 model, give or take.
+    plain = PagedRun(_load(DEMO_MODEL, "none", dtype="bfloat16").model, num_sequences=1, max_tokens=100)
+    rounding = (plain.step([prompt])[0] - _logits(_transformers(DEMO_MODEL), prompt)).abs().mean()
+    assert (logits - expected).abs().mean() < 2 * rounding
+
+
+def test_int8_stays_close_to_the_model_itself() -> None:
+    prompt = list(range(300, 360))
+    exact = _step(_load(DEMO_MODEL, "none"), prompt)
+    assert torch.nn.functional.cosine_similarity(_step(_load(DEMO_MODEL, "int8"), prompt), exact).min() > 0.999
+    assert torch.nn.functional.cosine_similarity(_step(_load(DEMO_MODEL, "int4"), prompt), exact).mean() > 0.97
+
+
+def test_every_quantization_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path)
+    quantizations: tuple[Quantization, ...] = ("none", "int8", "int4")
+    assert len({_load(tmp_path, quantization).fingerprint for quantization in quantizations}) == 3
+    assert _load(tmp_path, "int8").fingerprint == _load(tmp_path, "int8").fingerprint
+
+
+def test_shards_in_any_order_give_the_same_weights(tmp_path: Path) -> None:
+    config = FAMILIES["llama-bias"]()
+    config.vocab_size = 320
+    one = _load(save_random(config, tmp_path / "one"), "int4").model
+    many = _load(save_random(config, tmp_path / "many", max_shard_size="60KB"), "int4").model
+    for ours, theirs in zip(one.layers, many.layers, strict=True):
+        qkv, other = ours.attention.qkv, theirs.attention.qkv
+        assert isinstance(qkv, QuantizedLinear) and isinstance(other, QuantizedLinear)
+        assert torch.equal(qkv.weight.packed, other.weight.packed)
+        assert torch.equal(qkv.weight.scales, other.weight.scales)
+
+
+def test_one_tensor_at_a_time_is_open_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peak memory: the packed weights, and the largest tensor in full."""
+    make_tiny_model("llama", tmp_path)
+    full_sizes: list[int] = []
+    plain_empty = WeightFormat.empty
+
+    def counted(self: WeightFormat, *shape: int) -> Tensor:
+        memory = plain_empty(self, *shape)
+        if len(shape) == 2:
+            full_sizes.append(memory.nbytes)
+        return memory
+
+    monkeypatch.setattr(WeightFormat, "empty", counted)
+    progress: list[tuple[int, int]] = []
+    loaded = load_model(
+        str(tmp_path),
+        dtype="auto",
+        attention=select_backend("reference"),
+        max_model_len=None,
+        quantization="int8",
+        progress=lambda done, total: progress.append((done, total)),
+    )
+    stored = load_file(tmp_path / WEIGHTS)
+    matrices = sorted(tensor.nbytes for tensor in stored.values() if tensor.ndim == 2)
+    assert sorted(full_sizes) == matrices  # each of them once, on its own: no merged copy in full
+    assert progress[0][0] == 0 and progress[-1][0] == progress[-1][1]
+    assert [size for size, _ in progress] == sorted(size for size, _ in progress)
+    assert isinstance(loaded.model.lm_head, QuantizedLinear) and loaded.model.lm_head.weight.bits == 8
+
+
+def test_other_devices_are_refused(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path)
+    with pytest.raises(ConfigurationError, match="quantization int8 is for CPUs"):
+        load_model(
+            str(tmp_path),
+            dtype="auto",
+            attention=select_backend("reference"),
+            max_model_len=None,
+            quantization="int8",
+            device="meta",
+        )
+
+
+def _load(directory: Path, quantization: Quantization, *, dtype: DTypeName = "float32") -> LoadedModel:
+    return load_model(
+        str(directory),
+        dtype=dtype,
+        attention=select_backend("auto"),
+        max_model_len=None,
+        quantization=quantization,
+    )
+
+
+def _step(loaded: LoadedModel, prompt: list[int]) -> Tensor:
+    return PagedRun(loaded.model, num_sequences=1, max_tokens=len(prompt)).step([prompt])[0]
+
+
+def _widened(source: Path, target: Path, bits: Bits) -> Path:
+    """The checkpoint with every quantised matrix replaced by what its integers and scales mean, as float32."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors = {name: tensor.float() for name, tensor in load_file(source / WEIGHTS).items()}
+    tensors.setdefault(HEAD, tensors[EMBEDDING].clone())
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and name != EMBEDDING:
+            tensors[name] = _requantized(tensor, 8 if name == HEAD else bits)
+    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    fields = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(
+        json.dumps(fields | {"tie_word_embeddings": False, "dtype": "float32", "torch_dtype": "float32"})
+    )
+    return target
+
+
+def _requantized(tensor: Tensor, bits: Bits) -> Tensor:
+    weight = empty_weight(tensor.shape[0], tensor.shape[1], bits)
+    assert weight.group_size == GROUP_SIZES[bits]
+    quantized_reference.pack_rows(weight, tensor, 0)
+    return quantized_reference.dequantize(weight, torch.float32).contiguous()
+
+
+def _transformers(directory: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+    return model
+
+
+@torch.inference_mode()
+def _logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits

@@ -1,0 +1,102 @@
+"""Every kernel, as it is launched, compiles ahead of time for three kinds of cards; none is needed for that."""
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
+
+import paged_kernels.triton_device
+import pytest
+import torch
+import triton
+from paged_kernels.triton_launch import Argument, GpuTraits, KernelCall
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.kernels.triton_launches import all_launches
+
+_TYPE_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """`every_kind` of tensors; otherwise each kernel is compiled once, for its last launch, which needs most memory."""
+
+    target: Any
+    traits: GpuTraits
+    every_kind: bool
+
+    def launches(self) -> dict[str, KernelCall]:
+        found = dict(all_launches(self.traits))
+        last = {call.kernel.__name__: name for name, call in found.items()}
+        return found if self.every_kind else {name: found[name] for name in last.values()}
+
+
+CARDS = {
+    "sm_80": Card(GPUTarget("cuda", 80, 32), GpuTraits(num_sms=108, shared_bytes=163 << 10), every_kind=False),
+    "sm_90": Card(GPUTarget("cuda", 90, 32), GpuTraits(num_sms=132, shared_bytes=227 << 10), every_kind=True),
+    "gfx942": Card(GPUTarget("hip", "gfx942", 64), GpuTraits(num_sms=304, shared_bytes=64 << 10), every_kind=True),
+}
+LAUNCHES = [(card, name) for card in CARDS for name in CARDS[card].launches()]
+
+
+def type_name(value: Argument) -> str:
+    if value is None:
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        return f"*{_TYPE_NAMES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if abs(value) < 2**31 else "i64"
+
+
+def is_divisible(value: Argument) -> bool:
+    """What a launch would tell the compiler: allocations are aligned, and so are strides of most models."""
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
+def compile_for(call: KernelCall, target: Any) -> Any:
+    signature = {name: type_name(value) for name, value in call.arguments.items()}
+    signature |= dict.fromkeys(call.constants, "constexpr")
+    names: list[str] = call.kernel.arg_names
+    constants = dict(call.constants) | {name: None for name, value in call.arguments.items() if value is None}
+    free = {name: value for name, value in call.arguments.items() if name not in call.kernel.do_not_specialize}
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]] for name, value in free.items() if is_divisible(value)
+    }
+    source = ASTSource(
+        fn=call.kernel,
+        signature={name: signature[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    options = {"num_warps": call.num_warps, "num_stages": call.num_stages}
+    return triton.compile(source, target=target, options=options)
+
+
+@pytest.mark.parametrize(("card", "name"), LAUNCHES, ids=[" ".join(launch) for launch in LAUNCHES])
+def test_compiles(card: str, name: str, tmp_path: Any) -> None:
+    call = CARDS[card].launches()[name]
+    compiled = compile_for(call, CARDS[card].target)
+    assert compiled.asm["cubin" if card.startswith("sm") else "hsaco"]
+    assert compiled.metadata.shared <= CARDS[card].traits.shared_bytes
+
+
+def test_no_kernel_is_forgotten() -> None:
+    launched = {call.kernel.__name__ for call in CARDS["sm_90"].launches().values()}
+    modules = [
+        importlib.import_module(module.name)
+        for module in pkgutil.iter_modules(paged_kernels.triton_device.__path__, "paged_kernels.triton_device.")
+    ]
+    found = {
+        name for module in modules for name, value in vars(module).items() if isinstance(value, triton.JITFunction)
+    }
+    assert {name for name in found if name.endswith("_kernel")} == launched

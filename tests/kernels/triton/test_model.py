@@ -1,0 +1,49 @@
+"""A whole model on Triton's kernels: prefill in chunks, then decoding, draws the tokens of the host's path."""
+
+from pathlib import Path
+
+import torch
+from paged_kernels.base import AttentionBackend
+from paged_kernels.reference import ReferenceBackend
+from paged_kernels.triton_attention import TritonBackend
+
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.device_sampler import DeviceSampler
+from kvrelay.engine.model_runner import ModelRunner, TokenSampler
+from kvrelay.engine.models.loader import load_model
+from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
+from kvrelay.engine.sampler import Sampler, SamplingRow
+from tests.engine.tiny_models import make_tiny_model
+
+VOCAB_SIZE = 320
+PROMPTS = (tuple(range(5, 45)), (7, 7, 200, 31))
+TABLES = ([4, 1, 6], [2, 5, 0])
+PARAMS = (SamplingParams(temperature=0.0), SamplingParams(seed=3, top_p=0.9, repetition_penalty=1.2))
+
+
+def generate(directory: Path, attention: AttentionBackend, sampler: type[Sampler | DeviceSampler]) -> list[list[int]]:
+    loaded = load_model(str(directory), dtype="float32", attention=attention, max_model_len=None)
+    config = loaded.config
+    pool = torch.zeros(8, config.num_kv_heads, config.num_layers, 2, 16, config.head_dim)
+    chosen: TokenSampler = sampler(config.vocab_size, config.eos_token_ids)
+    runner = ModelRunner(loaded.model, chosen, pool)
+    first = ScheduledSequence(PROMPTS[0][:20], 0, TABLES[0], ())
+    runner.run(SchedulerOutput((first,), ()))
+    outputs: list[list[int]] = [[], []]
+    for _ in range(4):
+        steps = []
+        for index, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
+            row = SamplingRow(PARAMS[index], 0, len(prompt) + len(output), len(output), prompt, tuple(output))
+            start = len(prompt) + len(output) - 1 if output else 20 * (1 - index)
+            steps.append(ScheduledSequence((*prompt, *output)[start:], start, TABLES[index], (row,)))
+        results = runner.run(SchedulerOutput(tuple(steps), ())).results
+        for output, result in zip(outputs, results, strict=True):
+            output.append(result.sampled[0].token_id)
+    return outputs
+
+
+def test_tokens_of_a_sliding_window_model(tmp_path: Path) -> None:
+    directory = make_tiny_model("mistral", tmp_path, vocab_size=VOCAB_SIZE)
+    expected = generate(directory, ReferenceBackend(), Sampler)
+    assert generate(directory, TritonBackend(), DeviceSampler) == expected
+    assert len({*expected[0], *expected[1]}) > 2

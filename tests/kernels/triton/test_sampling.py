@@ -1,0 +1,157 @@
+"""Sampling on the device gives the tokens of the host's sampler, and the very bits of its random numbers."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from paged_kernels.triton_device.sampling import gumbel_noise
+from torch import Tensor
+
+from kvrelay.core.errors import KVRelayError
+from kvrelay.core.sampling_params import MAX_SEED, SamplingParams
+from kvrelay.engine.device_sampler import DeviceSampler
+from kvrelay.engine.random_bits import Draw, Stream, gumbel, uniform
+from kvrelay.engine.sampler import Sampler, SamplingRow
+
+VOCAB_SIZE = 1000
+EOS = (7, 900)
+
+
+def make_row(index: int, **fields: Any) -> SamplingRow:
+    params = SamplingParams(**{"seed": 1000 + index, **fields})
+    chooser = random.Random(index)
+    prompt = [chooser.randrange(VOCAB_SIZE) for _ in range(200)]
+    output = [chooser.randrange(40) for _ in range(30)]
+    return SamplingRow(params, index % 3, 230 + index, len(output), prompt, output)
+
+
+def make_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    return torch.randn(num_rows, vocab_size) * 3
+
+
+def check(logits: Tensor, rows: list[SamplingRow]) -> None:
+    expected = Sampler(logits.shape[1], EOS).sample(logits, rows)
+    assert DeviceSampler(logits.shape[1], EOS).sample(logits, rows) == expected
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def noise_kernel(output, seed, position, choice, STREAM: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.arange(0, 1024)
+    tl.store(output + index, gumbel_noise(seed, position, choice, index, STREAM))
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+@pytest.mark.parametrize(("seed", "position", "choice"), [(0, 0, 0), (12345, 77, 3), (2**62 + 99, 2**31 - 1, 127)])
+def test_noise_has_the_bits_of_the_host(seed: int, position: int, choice: int, stream: Stream) -> None:
+    actual = torch.empty(1024, dtype=torch.float64)
+    noise_kernel[(1,)](actual, seed, position, choice, STREAM=int(stream))
+    numbers = uniform([Draw(seed, choice, position)], stream, torch.zeros(1, dtype=torch.int64), 1024)[0]
+    torch.testing.assert_close(actual, gumbel(numbers), rtol=1e-15, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"temperature": 1e-9},
+        {"temperature": 100.0},
+        {"seed": MAX_SEED},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_k": VOCAB_SIZE},
+        {"top_p": 1e-6},
+        {"top_p": 0.9},
+        {"top_p": 0.9999},
+        {"min_p": 0.05},
+        {"min_p": 1.0},
+        {"top_k": 50, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3},
+    ],
+    ids=str,
+)
+def test_same_tokens(fields: dict[str, Any]) -> None:
+    check(make_logits(4), [make_row(index, **fields) for index in range(4)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": ((3, 20.0), (999, -5.5), (0, 20.0))},
+        {"min_tokens": 31, "max_tokens": 40, "logit_bias": ((7, 100.0),)},
+        {"min_tokens": 31, "max_tokens": 40, "ignore_eos": True, "stop_token_ids": (12,), "logit_bias": ((12, 90.0),)},
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 1e-300},
+        {"presence_penalty": 1.5, "frequency_penalty": -0.5},
+        {"repetition_penalty": 1.1, "presence_penalty": 2.0, "logit_bias": ((5, 8.0),), "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_same_tokens_after_penalties(fields: dict[str, Any], temperature: float) -> None:
+    check(make_logits(3), [make_row(index, temperature=temperature, **fields) for index in range(3)])
+
+
+def test_a_mixed_batch_with_logprobs() -> None:
+    rows = [make_row(0), make_row(1, temperature=0.0, logprobs=3), make_row(2, top_k=5), make_row(3, min_p=0.1)]
+    check(make_logits(4), rows)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 257, 5000])
+def test_any_vocabulary(vocab_size: int) -> None:
+    rows = [
+        SamplingRow(SamplingParams(seed=s, top_p=p, top_k=k), 0, s, 0, (), ())
+        for s, p, k in [(1, 1.0, 0), (2, 0.9, 60)]
+    ]
+    check(make_logits(2, vocab_size), rows)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_k": 3}, {"top_p": 0.3}, {"top_k": 10, "top_p": 0.5}, {"temperature": 0.0}], ids=str
+)
+def test_ties_are_decided_for_the_lowest_ids(fields: dict[str, Any]) -> None:
+    logits = torch.zeros(3, VOCAB_SIZE) - 5
+    logits[:, 300:310] = 1.0
+    logits[:, 700:705] = 1.0
+    logits[:, 650] = 1.5
+    check(logits, [make_row(index, **fields) for index in range(3)])
+
+
+def test_a_ban_of_everything_is_no_ban() -> None:
+    everything = tuple(range(VOCAB_SIZE))
+    check(make_logits(2), [make_row(i, min_tokens=40, max_tokens=50, stop_token_ids=everything) for i in range(2)])
+
+
+def test_tokens_that_the_model_excludes() -> None:
+    logits = make_logits(3)
+    logits[:, 100:] = -torch.inf
+    check(logits, [make_row(0), make_row(1, top_p=0.95), make_row(2, repetition_penalty=2.0)])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_an_error(value: float) -> None:
+    logits = make_logits(3)
+    logits[1, 500] = value
+    with pytest.raises(KVRelayError, match=r"rows \[1\] of 3"):
+        DeviceSampler(VOCAB_SIZE, EOS).sample(logits, [make_row(index) for index in range(3)])
+
+
+def test_many_draws_of_many_kinds() -> None:
+    chooser = random.Random(5)
+    rows = [
+        make_row(
+            index,
+            temperature=chooser.choice([0.0, 0.5, 1.0, 2.0]),
+            top_k=chooser.choice([0, 0, 7, 200]),
+            top_p=chooser.choice([1.0, 0.5, 0.95]),
+            min_p=chooser.choice([0.0, 0.01]),
+            repetition_penalty=chooser.choice([1.0, 1.2]),
+            frequency_penalty=chooser.choice([0.0, 0.3]),
+            seed=chooser.randrange(MAX_SEED),
+        )
+        for index in range(12)
+    ]
+    check(make_logits(12), rows)

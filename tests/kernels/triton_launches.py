@@ -1,0 +1,130 @@
+"""Every launch that an engine makes, once for each kind of tensors: what is compiled ahead of time.
+
+Nothing here runs: launches are planned over tensors without memory, as for a card with the given traits.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from paged_kernels.base import AttentionMetadata
+from paged_kernels.triton_attention import AttentionCall, plan_attention
+from paged_kernels.triton_int4 import Int4Format, Int4Weight, plan_int4_matmul
+from paged_kernels.triton_launch import GpuTraits, KernelCall
+from paged_kernels.triton_rowwise import plan_rms_norm, plan_silu_mul
+from paged_kernels.triton_sampling import SamplingTensors, plan_sample
+from paged_kernels.triton_write_kv import KVScales, plan_write_kv
+from torch import Tensor
+
+from tests.kernels.batch import Heads
+
+FP8 = torch.float8_e4m3fn
+
+# (heads, dtype of queries, dtype of the pool, sliding window)
+ATTENTION = [
+    (Heads(32, 8, 128), torch.bfloat16, torch.bfloat16, None),
+    (Heads(32, 8, 128, 32), torch.float16, torch.float16, 4096),
+    (Heads(14, 2, 64), torch.float32, torch.float32, None),
+    (Heads(32, 8, 80), torch.bfloat16, FP8, None),
+    (Heads(16, 8, 256), torch.bfloat16, torch.bfloat16, 512),
+]
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def all_launches(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
+    """Each with a name that says what it is for."""
+    for heads, dtype, pool_dtype, window in ATTENTION:
+        label = f"{heads.num_heads}x{heads.num_kv_heads}x{heads.head_dim} {dtype} {pool_dtype} window {window}"
+        for call in _attention(heads, dtype, pool_dtype, window, traits):
+            yield f"{call.kernel.__name__} {label}", call
+        if window is None:
+            yield f"write_kv_kernel {label}", _write(heads, dtype, pool_dtype, rotary=True)
+    heads = Heads(32, 8, 128)
+    yield "write_kv_kernel without rotary", _write(heads, torch.bfloat16, torch.bfloat16, rotary=False)
+    yield from _rowwise()
+    yield from _int4()
+    yield "sample_kernel", _sample()
+
+
+def _attention(
+    heads: Heads, dtype: torch.dtype, pool_dtype: torch.dtype, window: int | None, traits: GpuTraits
+) -> Iterator[KernelCall]:
+    """A mixed step of few sequences (decode in splits, their merge, prefill)."""
+    metadata = AttentionMetadata(
+        slot_mapping=empty(400, dtype=torch.int64),
+        block_tables=empty(3, 512, dtype=torch.int32),
+        query_start_loc=empty(4, dtype=torch.int32),
+        seq_lens=empty(3, dtype=torch.int32),
+        max_query_len=398,
+        max_seq_len=4096,
+    )
+    query = empty(400, heads.num_heads, heads.head_dim, dtype=dtype)
+    output, pool = torch.empty_like(query), _pool(heads, pool_dtype)
+    call = AttentionCall(output, query, pool, 3, metadata, 0.1, window, _scales(heads, pool_dtype))
+    yield from plan_attention(call, traits)
+
+
+def _write(heads: Heads, dtype: torch.dtype, pool_dtype: torch.dtype, *, rotary: bool) -> KernelCall:
+    projected = empty(400, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, dtype=dtype)
+    query, key, value = torch.split(projected, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
+    angles = empty(400, heads.head_dim // 2, dtype=torch.float32)
+    slots = empty(400, dtype=torch.int64)
+    return plan_write_kv(
+        query if rotary else None,
+        key,
+        value,
+        (angles, angles) if rotary else None,
+        _pool(heads, pool_dtype),
+        3,
+        slots,
+        _scales(heads, pool_dtype),
+    )
+
+
+def _pool(heads: Heads, dtype: torch.dtype) -> Tensor:
+    return empty(900, heads.num_kv_heads, 32, 2, heads.block_size, heads.head_dim, dtype=dtype)
+
+
+def _scales(heads: Heads, pool_dtype: torch.dtype) -> KVScales | None:
+    if pool_dtype != FP8:
+        return None
+    scales = empty(32, heads.num_kv_heads, dtype=torch.float32)
+    return KVScales(scales, scales)
+
+
+def _rowwise() -> Iterator[tuple[str, KernelCall]]:
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = empty(64, 4096, dtype=dtype), empty(4096, dtype=dtype)
+        yield f"rms_norm_kernel {dtype}", plan_rms_norm(x, None, x, None, weight, 1e-5)
+        yield f"rms_norm_kernel add {dtype}", plan_rms_norm(x, x, x, x, weight, 1e-5)
+        yield f"silu_mul_kernel {dtype}", plan_silu_mul(x, empty(64, 8192, dtype=dtype))
+    rows, head_weight = empty(2048, 128, dtype=torch.bfloat16), empty(128, dtype=torch.bfloat16)
+    yield "rms_norm_kernel of heads", plan_rms_norm(rows, None, rows, None, head_weight, 1e-5)
+
+
+def _int4() -> Iterator[tuple[str, KernelCall]]:
+    for form, num_rows, splits, shuffled, group_size, dtype in (
+        (Int4Format.AWQ, 1, 4, False, 128, torch.bfloat16),
+        (Int4Format.AWQ, 512, 1, False, 32, torch.float16),
+        (Int4Format.GPTQ, 1, 4, False, 128, torch.float16),
+        (Int4Format.GPTQ, 512, 1, True, 128, torch.bfloat16),
+    ):
+        codes = empty(4096, 512, dtype=torch.int32) if form is Int4Format.AWQ else empty(512, 4096, dtype=torch.int32)
+        groups = empty(4096, dtype=torch.int32) if shuffled else None
+        num_groups = 4096 // group_size
+        zeros, scales = empty(num_groups, 512, dtype=torch.int32), empty(num_groups, 4096, dtype=torch.float16)
+        weight = Int4Weight(form, codes, zeros, scales, group_size, groups)
+        x = empty(num_rows, 4096, dtype=dtype)
+        output = empty(splits, num_rows, 4096, dtype=torch.float32 if splits > 1 else dtype)
+        yield f"int4_matmul_kernel {form} {num_rows} rows {dtype}", plan_int4_matmul(output, x, weight, splits)
+
+
+def _sample() -> KernelCall:
+    wide = {"top_ps": torch.float64, "repetitions": torch.float64, "seeds": torch.int64}
+    narrow = ("temperatures", "log_min_ps", "edit_biases", "edit_amounts")
+    dtypes = dict.fromkeys(SamplingTensors.__dataclass_fields__, torch.int32) | wide
+    dtypes |= dict.fromkeys(narrow, torch.float32)
+    tensors = SamplingTensors(**{name: empty(64, dtype=dtype) for name, dtype in dtypes.items()})
+    return plan_sample(empty(64, dtype=torch.int64), empty(64, 128256, dtype=torch.float32), tensors)
