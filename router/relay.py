@@ -158,8 +158,9 @@ class ClusterRelay:
         if not any(node.role is NodeRole.DECODE for node in usable.values()):
             if not last_resort:
                 raise UnavailableError("no decode node lives that this request has not lost")
+            self._registry.served_model()  # raises when none lives at all
             usable |= {_node_id(node): node for node in self._registry.live(NodeRole.DECODE)}
-        facts, held = self._facts(asked)
+        facts, held = self._facts(asked, usable)
         placement = self._policy.choose(facts, _candidates(usable.values(), held))
         _logger.debug("%d tokens: %s", len(asked.token_ids), placement)
         decode = usable[placement.decode]
@@ -182,7 +183,9 @@ class ClusterRelay:
     def refill(self, asked: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int) -> PrefillPlacement | None:
         """As `Place`."""
         usable = self._usable(lost)
-        facts, held = self._facts(asked)
+        if not usable:
+            return None
+        facts, held = self._facts(asked, usable)
         refill = self._policy.refill(facts, _candidates(usable.values(), held), num_missing_tokens)
         if refill is None:
             return None
@@ -193,9 +196,12 @@ class ClusterRelay:
         live = (node for role in NodeRole for node in self._registry.live(role))
         return {_node_id(node): node for node in live if _source(node) not in lost}
 
-    def _facts(self, asked: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
-        """And how many leading blocks each node holds."""
-        namespace = self._registry.served_model().kv_namespace
+    def _facts(self, asked: NodeRequest, usable: Mapping[str, NodeHandle]) -> tuple[RequestFacts, dict[str, int]]:
+        """And how many leading blocks each node holds. All `usable` nodes agree on what a block is; a decode node that
+        drains needs no other decode node to live."""
+        description = next(iter(usable.values())).description
+        assert description is not None
+        namespace = description.kv_namespace
         facts = RequestFacts(next(self._numbers), len(asked.token_ids), asked.sampling.n, namespace.block_size)
         return facts, self._registry.index.leading(self._names(asked, namespace))
 

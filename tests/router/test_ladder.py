@@ -11,7 +11,8 @@ import pytest
 from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.outputs import FinishReason
-from kvrelay.v1 import common_pb2
+from kvrelay.v1 import common_pb2, node_pb2
+from router.node import NodeState
 from router.request import KVOrigins, RequestEvent
 from tests.router.scripted_nodes import (
     BLOCK_SIZE,
@@ -234,3 +235,21 @@ async def test_a_prefill_node_that_stops_talking_after_its_first_token_is_given_
         nodes.decode.tokens(wire_id, LAST)
         assert await following == LAST
         await call.over.wait()
+
+
+async def test_a_refill_for_the_last_decode_node_while_it_drains() -> None:
+    """It sees its requests through, although nothing new can be placed."""
+    async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        following, wire_id = await published(nodes, events)
+        load = node_pb2.NodeLoad(num_blocks=1000)
+        nodes.decode.updates.put_nowait(node_pb2.WatchResponse(epoch=1, sequence=1, load=load, draining=True))
+        async with asyncio.timeout(PATIENCE):
+            while nodes.registry.decode[0].state is not NodeState.DRAINING:
+                await asyncio.sleep(0.001)
+        nodes.decode.kv_missing(wire_id, 10)
+        call = await refill_call(nodes, wire_id)
+        call.publish(3)
+        assert (await nodes.decode.pull()).num_blocks == 3
+        nodes.decode.kv_ready(wire_id, fetched=10)
+        nodes.decode.tokens(wire_id, LAST)
+        assert await following == LAST
