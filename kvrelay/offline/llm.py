@@ -3,6 +3,7 @@
 Invariant: when `generate` or `chat` has returned or raised, a keyboard interrupt included, the engine holds no request.
 """
 
+import itertools
 import mmap
 import secrets
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,7 @@ class LLM:
         memory = mmap.mmap(-1, prepared.size.num_blocks * prepared.layout.block_bytes)
         self._engine = prepared.build(memoryview(memory), on_evict=lambda block_ids: None, publish=False)
         self._max_num_seqs = max_num_seqs
+        self._batches = itertools.count()  # what an interrupted one still has to say is not taken for a later one's
 
     def generate(
         self,
@@ -154,16 +156,18 @@ class LLM:
     # -- the engine --------------------------------------------------------------------------------------------------
 
     def _run(self, pending: Sequence[PendingGeneration], *, progress: bool) -> None:
-        under_way = {str(number): one for number, one in enumerate(pending)}
+        batch = next(self._batches)
+        under_way = {f"{batch}.{number}": one for number, one in enumerate(pending)}
         bar = tqdm(total=len(pending), desc="generating", unit=" prompts", disable=not progress, dynamic_ncols=True)
         num_tokens = 0
         try:
             for request_id, one in under_way.items():
                 self._engine.add(EngineRequest(request_id, one.prompt_token_ids, one.sampling))
             while under_way:
-                result, _ = self._engine.step()
-                assert result is not None, "requests are left, but no step changes anything"
-                num_tokens += self._take(result, under_way)
+                result, busy = self._engine.step()
+                assert result is not None or busy, "requests are left, but no step changes anything"
+                if result is not None:  # there is nothing to tell of a chunk that fills no block
+                    num_tokens += self._take(result, under_way)
                 for request_id in [request_id for request_id, one in under_way.items() if one.finished]:
                     self._engine.abort(request_id)  # of no effect, unless stop strings have ended it
                     del under_way[request_id]
@@ -178,7 +182,8 @@ class LLM:
     def _take(self, result: StepResult, under_way: Mapping[str, PendingGeneration]) -> int:
         """Returns the number of new output tokens."""
         for failure in result.failures:
-            raise KVRelayError(f"prompt {failure.request_id}: {failure.message}")
+            if failure.request_id in under_way:
+                raise KVRelayError(f"prompt {failure.request_id.partition('.')[2]}: {failure.message}")
         for prompt in result.prompts:
             if (one := under_way.get(prompt.request_id)) is not None:
                 one.prompt_logprobs = prompt.prompt_logprobs

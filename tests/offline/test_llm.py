@@ -158,3 +158,25 @@ def test_a_bar_shows_progress(llm: LLM, capsys: pytest.CaptureFixture[str]) -> N
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import kvrelay, sys; kvrelay.SamplingParams(); assert 'torch' not in sys.modules; kvrelay.LLM"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_chunks_smaller_than_a_block() -> None:
+    """A step that fills no block and ends no prompt has nothing to tell, and is no end."""
+    small = LLM(str(DEMO_MODEL), dtype="float32", threads=1, num_blocks=8, block_size=64, max_num_batched_tokens=16)
+    prompt = some_token_ids(60, seed=1)
+    [generation] = small.generate(prompt, replace(GREEDY, ignore_eos=True), progress=False)
+    assert list(generation.outputs[0].token_ids) == Reference(DEMO_MODEL).generate(prompt, 12)
+
+
+def test_an_interrupted_batch_says_nothing_in_the_next_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come when a step is done and its result not taken yet."""
+    expected = llm.generate(PROMPTS[1], GREEDY, progress=False)
+
+    def interrupted() -> StepResult | None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine, "_take_result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[0], GREEDY, progress=False)
+    assert llm.generate(PROMPTS[1], GREEDY, progress=False)[0].outputs == expected[0].outputs
