@@ -242,10 +242,17 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         if decode.is_local:
             receiver.end()
         decode.reception = asyncio.get_running_loop().create_task(self._run_reception(decode, receiver, admission))
-        decode.reception.add_done_callback(lambda _: receiver.discard())
+        decode.reception.add_done_callback(partial(self._on_reception_over, admission.request_id, receiver))
         if not decode.is_local:
             admitted = pb.Admitted(num_cached_tokens=admission.num_cached_tokens)
             decode.stream.send(pb.DecodeEvent(request_id=admission.request_id, admitted=admitted))
+
+    def _on_reception_over(self, request_id: str, receiver: Receiver, reception: "asyncio.Task[None]") -> None:
+        receiver.discard()
+        if not reception.cancelled() and (error := reception.exception()) is not None:
+            _logger.error("request %s: receiving its KV failed", request_id, exc_info=error)
+            self._node.engine.post(lambda engine: engine.abort(request_id))
+            self._fail(request_id, KVRelayError("internal error"))
 
     def _on_missing(self, request_id: str, num_tokens: int) -> None:
         decode = self._active.get(request_id)

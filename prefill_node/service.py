@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -206,11 +207,18 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         receiver.end()
         reception = self._run_reception(admission.request_id, prefill, receiver)
         prefill.reception = asyncio.get_running_loop().create_task(reception)
-        prefill.reception.add_done_callback(lambda _: receiver.discard())
+        prefill.reception.add_done_callback(partial(_on_reception_over, prefill, receiver))
 
     async def _run_reception(self, request_id: str, prefill: _Prefill, receiver: Receiver) -> None:
         prefill.fetches = await receiver.run()
         self._node.engine.post(lambda engine: engine.start(request_id))
+
+
+def _on_reception_over(prefill: _Prefill, receiver: Receiver, reception: "asyncio.Task[None]") -> None:
+    receiver.discard()
+    if not reception.cancelled() and (error := reception.exception()) is not None:
+        _logger.error("request %s: receiving its KV failed", prefill.request.request_id, exc_info=error)
+        prefill.events.put_nowait(KVRelayError("internal error"))
 
 
 def _lease_seconds(ttl_ms: int) -> float:

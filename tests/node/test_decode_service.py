@@ -8,6 +8,8 @@ from typing import Any, cast
 import pytest
 
 from decode_node.service import Context, DecodeService
+from kv_connector.base import Block, FetchResult, Source
+from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import output_to_wire, sampling_to_wire
@@ -234,3 +236,25 @@ async def test_the_router_decides_what_becomes_of_missing_blocks() -> None:
         assert tokens == expected_output(PROMPT, 3)[1:]
         await router.close()
         await node.check_idle()
+
+
+class BrokenConnector(InProcessConnector):
+    """Fetching fails in a way that nobody has foreseen."""
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        raise RuntimeError("no such case")
+
+
+async def test_a_fetch_that_fails_unforeseen_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    """At once and with its cause in the log, rather than at the request's deadline."""
+    connector = BrokenConnector(InProcessHub())
+    async with serving(DecodeService, node := make_node(connector=connector)) as service:
+        router = Router(service)
+        source = common_pb2.KVSource(node_id="p", epoch=1, endpoint="nowhere")
+        pull = pb.Pull(request_id="a", source=source, num_blocks=3)
+        router.send(admit("a"), pb.DecodeCommand(pull=pull))
+        assert (await router.event()).HasField("admitted")
+        assert (await router.event()).failed.message == "internal error"
+        assert "no such case" in caplog.text
+        await node.check_idle()
+        await router.close()

@@ -7,9 +7,12 @@ from typing import cast
 
 import pytest
 
-from kvrelay.core.errors import InvalidRequestError
+from kv_connector.base import Block, FetchResult, Source
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
+from kvrelay.v1 import common_pb2
 from kvrelay.v1 import prefill_node_pb2 as pb
 from prefill_node.service import Context, PrefillService
 from tests.engine.fake_runner import expected_output
@@ -102,4 +105,25 @@ async def test_leases_yield_when_nothing_else_could_go_on() -> None:
             rest = [event async for event in events]
         assert sum(event.HasField("finished") for event in rest) == 1
         await release(service, "b")
+        await node.check_idle()
+
+
+class BrokenConnector(InProcessConnector):
+    """Fetching fails in a way that nobody has foreseen."""
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        raise RuntimeError("no such case")
+
+
+async def test_a_fetch_that_fails_unforeseen_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    connector = BrokenConnector(InProcessHub())
+    async with serving(PrefillService, node := make_node(connector=connector)) as service, asyncio.timeout(PATIENCE):
+        request = prefill_request("a", PROMPT)
+        source = common_pb2.KVSource(node_id="p", epoch=1, endpoint="nowhere")
+        request.sources.add(source=source, num_blocks=2)
+        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+            assert (await anext(events)).HasField("accepted")
+            with pytest.raises(KVRelayError, match="internal error"):
+                await anext(events)
+        assert "no such case" in caplog.text
         await node.check_idle()
