@@ -4,6 +4,7 @@ Digests and copies run on one worker thread, in slices, so that neither the even
 Invariant: only the worker thread touches peers' mappings, and only `retract` touches our slots from outside it.
 """
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class _Open:
     epoch: int
     worker: Worker
     peers: dict[str, PeerSegment] = field(default_factory=dict)  # by endpoint, which names the epoch
+    looking: asyncio.Task[None] | None = None  # after the owners, while there is any
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,12 @@ class SharedMemoryConnector:
     name = "shared_memory"
     has_store = False
 
-    def __init__(self, settings: SharedMemorySettings, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self, settings: SharedMemorySettings, *, clock: Clock | None = None, look_interval: float = 1.0
+    ) -> None:
+        """`look_interval`: seconds between two looks whether the owners of mapped segments live."""
         self.stats = ConnectorStats()
+        self._look_interval = look_interval
         self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
@@ -104,6 +110,7 @@ class SharedMemoryConnector:
             verdicts += [FetchOutcome.MISSING] * len(blocks)
         else:
             holder = await self._require().worker.run(self._find, self._require(), source, blocks)
+            self._look_after_owners(self._require())
             if not isinstance(holder, _Holder):
                 verdicts += [holder] * len(blocks)
             else:
@@ -125,6 +132,9 @@ class SharedMemoryConnector:
         state, self._state = self._state, None
         if state is None:
             return
+        if state.looking is not None:
+            state.looking.cancel()
+            await asyncio.gather(state.looking, return_exceptions=True)
         try:
             await state.worker.run(_forget, state.peers)  # after whatever is being copied
         finally:
@@ -136,6 +146,16 @@ class SharedMemoryConnector:
         if self._state is None:
             raise KVError("the shared-memory connector is not allocated, or closed")
         return self._state
+
+    def _look_after_owners(self, state: _Open) -> None:
+        if state.peers and (state.looking is None or state.looking.done()):
+            state.looking = asyncio.get_running_loop().create_task(self._look(state), name="kv segment owners")
+
+    async def _look(self, state: _Open) -> None:
+        """A mapping keeps a dead owner's memory, which its successor may need to start."""
+        while state.peers:
+            await asyncio.sleep(self._look_interval)
+            await state.worker.run(_forget_dead, state.peers)
 
     def _find(self, state: _Open, source: Source, blocks: Sequence[Block]) -> _Holder | Verdict:
         """Worker thread: the peer's mapping, and the wanted names in it."""
