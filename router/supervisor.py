@@ -153,7 +153,9 @@ class RequestSupervisor:
         self._inbox.put_nowait(_Satisfied(index))
 
     def abort(self, error: KVRelayError | None = None) -> None:
-        """End the request with an error; by default that the client gave it up."""
+        """End the request with an error; by default that the client gave it up. The nodes are let go at once: a client
+        that takes nothing does not let us come to what is in the inbox."""
+        self._close()
         self._inbox.put_nowait(_Ended(error or CancelledByPeerError(f"request {self._request.request_id} was aborted")))
 
     # -- what happens --------------------------------------------------------------------------------------------------

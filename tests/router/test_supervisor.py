@@ -334,3 +334,17 @@ async def test_closing_the_relay_fails_what_still_runs() -> None:
             await anext(nodes.relay.run(a_request()))
         assert_idle(nodes)
         assert wire_id.startswith("r.")
+
+
+async def test_a_client_that_takes_nothing_holds_no_node_beyond_the_deadline() -> None:
+    """Nobody reads the inbox then, and the deadline is a message in it."""
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request(timeout=0.3))) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.finish(token(7))
+        assert await first == token(7)
+        await nodes.decode.started()
+        assert await nodes.decode.aborted() == wire_id
+        assert await soon(nodes.prefill.released) == ("lease",)
+        assert_idle(nodes)
+        with pytest.raises(DeadlineError):
+            await take(events)
