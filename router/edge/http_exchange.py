@@ -6,7 +6,7 @@ cancelled and has ended before the exchange does.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 # and thrown away first, for this long at most.
 DRAIN_BYTES = 16 * 1024 * 1024
 DRAIN_SECONDS = 5.0
+# A client that takes nothing of its stream for so long is as good as gone; until then it keeps its request running.
+WRITE_SECONDS = 60.0
 
 T = TypeVar("T")
 
@@ -83,15 +85,17 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events from a generator, which is iterated and closed by one task.
 
-    The response starts with the first event: an error before it is raised, and still gets its own status.
+    The response starts with the first event: an error before it is raised, and still gets its own status. A client that
+    takes nothing for `write_timeout` seconds has disconnected.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, write_timeout: float = WRITE_SECONDS) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._write_timeout = write_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -103,11 +107,14 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             first = await anext(events, b"")
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _send_body(send, first, more=True)
+            await self._send_body(send, first, more=True)
             async for event in events:
-                await _send_body(send, event, more=True)
-            await _send_body(send, b"", more=False)
+                await self._send_body(send, event, more=True)
+            await self._send_body(send, b"", more=False)
 
-
-def _send_body(send: Send, data: bytes, *, more: bool) -> Awaitable[None]:
-    return send({"type": "http.response.body", "body": data, "more_body": more})
+    async def _send_body(self, send: Send, data: bytes, *, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            raise CancelledByPeerError(f"the client took nothing for {self._write_timeout:g} seconds") from None
