@@ -58,6 +58,7 @@ class Refill:
                 self._pull(ended=False)
             case PrefillFinished():
                 self._uncharge()
+                self._placement.node.outlier.succeeded()
                 self._tally.refilled(
                     self._asked,
                     num_cached_tokens=event.num_cached_tokens,
@@ -66,6 +67,7 @@ class Refill:
                 )
             case PrefillEnded(error):
                 if error is not None:
+                    self._placement.node.outlier.failed(error)
                     _logger.warning("request %s: the prefill node failed: %s", self._wire_id, error)
                 self.over = True
                 self._uncharge()

@@ -253,3 +253,22 @@ async def test_a_refill_for_the_last_decode_node_while_it_drains() -> None:
         nodes.decode.kv_ready(wire_id, fetched=10)
         nodes.decode.tokens(wire_id, LAST)
         assert await following == LAST
+
+
+async def test_refills_that_fail_count_against_the_node() -> None:
+    async with cluster(num_prefill_nodes=2) as nodes:
+        for number in range(5):
+            nodes.prefills[1].update(number + 1, num_queued_tokens=5000)  # so that it is the second choice
+            async with asyncio.timeout(PATIENCE):
+                while nodes.registry.prefill[1].load.num_queued_tokens == 0:
+                    await asyncio.sleep(0.001)
+            async with aclosing(nodes.relay.run(a_request(f"r{number}"))) as events:
+                following, wire_id = await published(nodes, events)
+                nodes.decode.kv_missing(wire_id, 10)
+                call = await refill_call(nodes, wire_id)
+                call.end(UnavailableError("died"))
+                assert (await nodes.decode.pull()).ended
+                nodes.decode.tokens(wire_id, LAST)
+                assert await following == LAST
+                await take_trace(events)
+        assert nodes.registry.prefill[1].outlier.is_ejected
