@@ -215,22 +215,22 @@ class RedisConnector:
         """One MGET. Values are verified and copied without giving up the loop, so a cancelled fetch writes nothing
         later.
         """
+        deadline = self._clock.now() + timeout
         async with state.link.exchange(timeout) as client:
             values: list[Any] = await client.mget([self._key(block.block_hash) for block in blocks])
         if self._state is not state:
             raise KVError("the Redis connector was closed during a fetch")
         verdicts = [_accept(state.pool, block, value) for block, value in zip(blocks, values, strict=True)]
-        await self._remove(
-            state, [block for block, verdict in zip(blocks, verdicts, strict=True) if verdict in _USELESS_TO_ALL]
-        )
+        damaged = [block for block, verdict in zip(blocks, verdicts, strict=True) if verdict in _USELESS_TO_ALL]
+        await self._remove(state, damaged, max(0.0, deadline - self._clock.now()))
         return verdicts
 
-    async def _remove(self, state: _Open, damaged: Sequence[Block]) -> None:
+    async def _remove(self, state: _Open, damaged: Sequence[Block], timeout: float) -> None:
         """Out of the way of the next publisher, who would otherwise find the name taken."""
         if not damaged:
             return
         try:
-            async with state.link.exchange() as client:
+            async with state.link.exchange(timeout) as client:
                 await client.unlink(*(self._key(block.block_hash) for block in damaged))
         except UNREACHABLE as error:
             _logger.warning("%d damaged values stay in Redis: %s", len(damaged), type(error).__name__)

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,26 @@ async def test_garbage_is_refused(redis_server: RedisServer, value: bytes) -> No
     with redis.Redis.from_url(redis_server.url) as client:
         client.set(harness.key(block), value)
     assert (await peer.connector.fetch(NOWHERE, [block], timeout=5)).outcomes == (FetchOutcome.REFUSED,)
+    await peer.connector.close()
+
+
+async def test_clearing_garbage_away_ends_with_the_fetch(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetch ends at its deadline, also when Redis falls silent after it has answered."""
+    harness = RedisHarness(redis_server.url, "silent")
+    connector = RedisConnector(replace(harness.settings, operation_timeout_seconds=60.0))
+    peer = Node(connector, "node", 16, LAYOUT, 1)
+    (block,) = blocks(1)
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.set(harness.key(block), b"garbage")
+
+    async def never(*keys: str) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(connector._require().link.client, "unlink", never)
+    async with asyncio.timeout(10.0):
+        assert (await connector.fetch(NOWHERE, [block], timeout=0.3)).outcomes == (FetchOutcome.REFUSED,)
     await peer.connector.close()
 
 
