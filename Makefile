@@ -31,8 +31,9 @@ lint: $(VENV)/installed-dev  ## Ruff: rules and format
 typecheck: $(VENV)/installed-dev  ## mypy --strict over code and tests
 	$(BIN)/mypy --strict $(CODE)
 
+# One thread for each process: tests run several at a time, and threads that wait for each other's cores cost minutes.
 pytest: $(VENV)/installed-dev redis-server  ## The tests; make pytest ARGS='tests/engine -k pool' runs some
-	GRPC_VERBOSITY=NONE $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 GRPC_VERBOSITY=NONE $(BIN)/python -m pytest $(ARGS)
 
 chaos: $(VENV)/installed-dev redis-server  ## Minutes of killed, stopped and cut-off nodes under load; ARGS=--help explains
 	GRPC_VERBOSITY=NONE $(BIN)/python -m tests.chaos $(ARGS)
