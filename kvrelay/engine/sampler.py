@@ -16,6 +16,7 @@ its group times that within the group) and needs noise for a small part of the v
 computed row by row; only integers and float64 noise are computed across rows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,11 +72,7 @@ class Sampler:
         Raises KVRelayError when a row has a NaN, an infinity, or nothing to choose from: the model's output can not be
         trusted.
         """
-        best = logits.max(dim=-1)
-        if not bool(best.values.isfinite().all()):
-            bad = (~best.values.isfinite()).nonzero().flatten().tolist()
-            raise KVRelayError(f"the model returned logits that are not finite (rows {bad} of {len(rows)})")
-        token_ids: list[int] = best.indices.tolist()
+        token_ids = _largest(logits)
         drawn = []
         scores = []
         for index, row in enumerate(rows):
@@ -121,6 +118,16 @@ class Sampler:
         noise = gumbel(uniform(draws, Stream.TOKEN, first, _GROUP_SIZE))
         token_ids: list[int] = (first + (members + noise).max(dim=-1).indices).tolist()
         return token_ids
+
+
+def _largest(logits: Tensor) -> list[int]:
+    """The id of each row's largest logit, the lowest id among equals."""
+    rows = logits.cpu().numpy()  # numpy's argmax takes a twentieth of the time of torch's
+    token_ids: list[int] = rows.argmax(axis=-1).tolist()  # of a row with a NaN, that NaN's
+    bad = [row for row, token_id in enumerate(token_ids) if not math.isfinite(rows[row, token_id])]
+    if bad:
+        raise KVRelayError(f"the model returned logits that are not finite (rows {bad} of {len(token_ids)})")
+    return token_ids
 
 
 def prompt_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
