@@ -2,7 +2,7 @@
 
     python -m bench.step_overhead demo/model DIR_OF_A_LARGER_MODEL --threads 1
 
-Runs the engine as `LLM` builds it, greedy, while a whole batch decodes. The parts are timed by wrapping the engine's
+Runs the engine as `LLM` builds it while a whole batch decodes. The parts are timed by wrapping the engine's
 calls from outside; "results" is whatever else a step does. Medians over steps, each part's by itself.
 """
 
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json-file", type=Path)
     arguments = parser.parse_args()
@@ -76,19 +77,19 @@ def main() -> None:
     for model in arguments.models:
         prepared = prepare_engine(EngineOptions(model=model, threads=arguments.threads))
         for batch in arguments.batch:
-            found.append(_measure(prepared, batch, arguments.steps, arguments.prompt_len))
+            found.append(_measure(prepared, batch, arguments.steps, arguments.prompt_len, arguments.temperature))
     print(_table(found))
     if arguments.json_file is not None:
         arguments.json_file.write_text(json.dumps([asdict(one) for one in found], indent=2))
 
 
-def _measure(prepared: PreparedEngine, batch: int, num_steps: int, prompt_len: int) -> Measurement:
+def _measure(prepared: PreparedEngine, batch: int, num_steps: int, prompt_len: int, temperature: float) -> Measurement:
     memory = mmap.mmap(-1, prepared.size.num_blocks * prepared.layout.block_bytes)
     engine = prepared.build(memoryview(memory), on_evict=lambda block_ids: None, publish=False)
     stopwatch = Stopwatch()
     _wrap(engine, stopwatch)
     sampling = SamplingParams(
-        max_tokens=num_steps + _WARMUP_STEPS + prompt_len, ignore_eos=True, temperature=0.0, seed=0
+        max_tokens=num_steps + _WARMUP_STEPS + prompt_len, ignore_eos=True, temperature=temperature, seed=0
     )
     for index in range(batch):
         prompt = tuple((7919 * index + 31 * position) % 256 for position in range(prompt_len))
