@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     native = load_extension()
     if native is None or not _fits(x, weight):
         return fused_reference.rms_norm(x, weight, eps)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = _empty_like(x)
     native.rms_norm(out, x, weight, eps, torch.get_num_threads())
     return out
 
@@ -37,8 +37,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     native = load_extension()
     if native is None or not _fits(x, residual, weight):
         return fused_reference.add_rms_norm(x, residual, weight, eps)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    new_residual = torch.empty(x.shape, dtype=x.dtype)
+    out, new_residual = _empty_like(x), _empty_like(x)
     native.add_rms_norm(out, new_residual, x, residual, weight, eps, torch.get_num_threads())
     return out, new_residual
 
@@ -66,7 +65,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
     if native is None or not _fits(query, key):
         fused_reference.rotary(query, key, cos, sin)
         return
-    cos, sin = cos.float(), sin.float()
+    if cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
+        cos, sin = cos.float(), sin.float()
     num_threads = torch.get_num_threads()
     native.rotary(query, cos, sin, num_threads)
     native.rotary(key, cos, sin, num_threads)
@@ -77,9 +77,15 @@ def _on_gpu() -> ModuleType:
     return importlib.import_module("paged_kernels.triton_rowwise")
 
 
-def _fits(first: Tensor, *others: Tensor) -> bool:
+def _empty_like(x: Tensor) -> Tensor:
+    """Contiguous, whatever `x` is. Half the time of `torch.empty`, which several calls a layer would feel."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fits(*tensors: Tensor) -> bool:
     """Whether the compiled kernels take these: on the CPU, one dtype that they know, a contiguous last axis."""
-    dtype = first.dtype
-    if dtype not in _NATIVE_DTYPES or not first.is_cpu or first.stride(-1) != 1:
-        return False
-    return all(other.dtype == dtype and other.is_cpu and other.stride(-1) == 1 for other in others)
+    dtype = tensors[0].dtype
+    for tensor in tensors:  # a loop: a generator would take longer than the checks
+        if tensor.dtype is not dtype or not tensor.is_cpu or tensor.stride(-1) != 1:
+            return False
+    return dtype in _NATIVE_DTYPES

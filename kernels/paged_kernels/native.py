@@ -38,7 +38,7 @@ class NativeBackend:
         scale: float,
         sliding_window: int | None = None,
     ) -> Tensor:
-        output = torch.empty(query.shape, dtype=query.dtype)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         _native.paged_attention(
             output,
             query,

@@ -253,6 +253,8 @@ class Engine:
 
     def _name_full_blocks(self, sequence: Sequence) -> None:
         num_full = sequence.num_computed_tokens // self.config.block_size
+        if num_full == sequence.num_named_blocks:
+            return
         names = sequence.names(num_full)
         for index in range(sequence.num_named_blocks, num_full):
             self._name(sequence, index, names[index], self.config.block_size)

@@ -10,14 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _ROUNDS = 10
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_MASK = 0xFFFFFFFF
+_MULTIPLIERS = np.array((0xD2511F53, 0xCD9E8D57), dtype=np.uint64)
+# What each round adds to the key.
+_WEYL = np.arange(_ROUNDS, dtype=np.uint64)[:, np.newaxis] * np.array((0x9E3779B9, 0xBB67AE85), dtype=np.uint64)
+_MASK = np.uint64(0xFFFFFFFF)
+_WORD_BITS = np.uint64(32)
 _WORDS = 4
+
+Words = NDArray[np.uint64]
+"""32-bit numbers, of which products have room for 64."""
 
 
 class Stream(IntEnum):
@@ -39,44 +46,37 @@ class Draw:
     position: int
 
 
-def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random 32-bit words for each counter and key. All tensors are int64 with values below 2**32, and
-    broadcast."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # An int64 product wraps around, and so holds the 64 bits of the unsigned product.
-        product0 = c0 * _MULTIPLIERS[0]
-        product1 = c2 * _MULTIPLIERS[1]
-        c0 = ((product1 >> 32) & _MASK) ^ c1 ^ k0
-        c1 = product1 & _MASK
-        c2 = ((product0 >> 32) & _MASK) ^ c3 ^ k1
-        c3 = product0 & _MASK
-        k0 = (k0 + _WEYL[0]) & _MASK
-        k1 = (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+def philox4x32(counter: Words, key: Words) -> Words:
+    """Four random 32-bit words `[4, ...]` for each counter `[4, ...]` and key `[2, ...]`; further axes broadcast.
+
+    A round treats words 0 and 2 alike, and 1 and 3; both pairs are done at once.
+    """
+    multiplied, added = counter[0::2], counter[1::2]
+    multipliers = _MULTIPLIERS.reshape(2, *(1,) * (counter.ndim - 1))
+    weyl = _WEYL.reshape(_ROUNDS, 2, *(1,) * (key.ndim - 1))
+    for round_key in (key + weyl) & _MASK:
+        products = (multiplied * multipliers)[::-1]  # 64 bits each
+        multiplied, added = (products >> _WORD_BITS) ^ added ^ round_key, products & _MASK
+    return np.stack((multiplied[0], added[0], multiplied[1], added[1]))
 
 
 def uniform(draws: Sequence[Draw], stream: Stream, first: Tensor, count: int) -> Tensor:
     """Numbers `first[i] .. first[i] + count - 1` of draw i: `[len(draws), count]` float64, uniform on the 2**32
     midpoints in (0, 1).
 
-    `first` is `[len(draws)]` int64 of multiples of 4; the result is on its device.
+    `first` is `[len(draws)]` int64 of multiples of 4, on the CPU as the result is.
     """
-    device = first.device
-    words = torch.tensor(
-        [(draw.seed & _MASK, draw.seed >> 32, draw.position, draw.choice_index) for draw in draws],
-        dtype=torch.int64,
-        device=device,
-    ).T.unsqueeze(-1)  # [4, num_draws, 1]
-    seed_low, seed_high, position, choice_index = words.unbind()
+    words = np.array(
+        [(draw.seed & 0xFFFFFFFF, draw.seed >> 32, draw.position, draw.choice_index) for draw in draws], dtype=np.uint64
+    ).T[:, :, np.newaxis]  # [4, num_draws, 1]
     num_counters = -(-count // _WORDS)
-    index = first.unsqueeze(-1) // _WORDS + torch.arange(num_counters, device=device)  # [num_draws, num_counters]
-    outputs = philox4x32((index, position, choice_index, torch.full_like(position, stream)), (seed_low, seed_high))
-    bits = torch.stack(outputs, dim=-1).flatten(1)[:, :count]
-    return (bits.to(torch.float64) + 0.5) * 2.0**-32
+    counter = np.empty((4, len(draws), num_counters), dtype=np.uint64)
+    counter[0] = first.numpy()[:, np.newaxis] // _WORDS + np.arange(num_counters)
+    counter[1:3] = words[2:]
+    counter[3] = stream
+    outputs = philox4x32(counter, words[:2])  # [4, num_draws, num_counters]
+    bits = np.moveaxis(outputs, 0, -1).reshape(len(draws), -1)[:, :count]
+    return torch.from_numpy((bits + 0.5) * 2.0**-32)
 
 
 def gumbel(numbers: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ its group times that within the group) and needs noise for a small part of the v
 computed row by row; only integers and float64 noise are computed across rows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,16 +67,12 @@ class Sampler:
         self._num_groups = -(-vocab_size // _GROUP_SIZE)
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """One token per row. `logits`: `[len(rows), vocab_size]` float32, not written to.
+        """One token per row. `logits`: `[len(rows), vocab_size]` float32 on the CPU, not written to.
 
         Raises KVRelayError when a row has a NaN, an infinity, or nothing to choose from: the model's output can not be
         trusted.
         """
-        best = logits.max(dim=-1)
-        if not bool(best.values.isfinite().all()):
-            bad = (~best.values.isfinite()).nonzero().flatten().tolist()
-            raise KVRelayError(f"the model returned logits that are not finite (rows {bad} of {len(rows)})")
-        token_ids: list[int] = best.indices.tolist()
+        token_ids = _largest(logits)
         drawn = []
         scores = []
         for index, row in enumerate(rows):
@@ -108,12 +105,11 @@ class Sampler:
 
     def _draw(self, scores: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
         """One token id for each row of scores, `[vocab_size]` with largest 0, in proportion to exp(score)."""
-        device = scores[0].device
         padding = self._num_groups * _GROUP_SIZE - self.vocab_size
         padded = [torch.nn.functional.pad(row, (0, padding), value=EXCLUDED) if padding else row for row in scores]
         grouped = [row.view(self._num_groups, _GROUP_SIZE) for row in padded]
         totals = torch.stack([row.exp().sum(dim=-1) for row in grouped]).to(torch.float64)  # [num_draws, num_groups]
-        first = torch.zeros(len(draws), dtype=torch.int64, device=device)
+        first = torch.zeros(len(draws), dtype=torch.int64)
         noise = gumbel(uniform(draws, Stream.TOKEN_GROUP, first, self._num_groups))
         groups = (totals.log() + noise).max(dim=-1).indices  # [num_draws]
         members = torch.stack([row[group] for row, group in zip(grouped, groups.tolist(), strict=True)])
@@ -121,6 +117,16 @@ class Sampler:
         noise = gumbel(uniform(draws, Stream.TOKEN, first, _GROUP_SIZE))
         token_ids: list[int] = (first + (members + noise).max(dim=-1).indices).tolist()
         return token_ids
+
+
+def _largest(logits: Tensor) -> list[int]:
+    """The id of each row's largest logit, the lowest id among equals."""
+    rows = logits.numpy()  # numpy's argmax takes a twentieth of the time of torch's
+    token_ids: list[int] = rows.argmax(axis=-1).tolist()  # of a row with a NaN, that NaN's
+    bad = [row for row, token_id in enumerate(token_ids) if not math.isfinite(rows[row, token_id])]
+    if bad:
+        raise KVRelayError(f"the model returned logits that are not finite (rows {bad} of {len(token_ids)})")
+    return token_ids
 
 
 def prompt_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprobs]:

@@ -9,7 +9,6 @@ the rounding of matrix products.
 
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from paged_kernels.base import AttentionBackend, AttentionMetadata
 from paged_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
@@ -44,7 +43,7 @@ class Attention:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
         num_tokens = x.shape[0]
         heads = self.qkv(x).view(num_tokens, -1, self.head_dim)  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-        query, key, value = torch.split(heads, self.head_counts, dim=1)
+        query, key, value = heads.split_with_sizes(self.head_counts, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self._norm_heads(query, self.query_norm), self._norm_heads(key, self.key_norm)
         rotary(query, key, cos, sin)
