@@ -1,0 +1,73 @@
+"""Linear layers over bfloat16 weights on the CPU, in the order in which oneDNN reads them fastest.
+
+Many rows are multiplied by oneDNN, few by our own kernel, which reads the same memory faster than oneDNN does. oneDNN
+promises no order: each weight is compared with its packed form before our kernel may read it, and where they differ,
+or nothing was compiled, oneDNN multiplies few rows too.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_kernels.extension import load_extension
+
+PANEL_OUTPUTS = 32
+INPUT_MULTIPLE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight `[num_outputs, num_inputs]`, held once."""
+
+    opaque: Tensor  # oneDNN's; owns the memory
+    panels: (
+        Tensor | None
+    )  # the same memory, `[num_panels, weights of a panel]`, where it has the order our kernel knows
+    num_outputs: int
+    num_inputs: int
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN has an order of its own for such weights."""
+    if dtype is not torch.bfloat16 or device.type != "cpu":
+        return False
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """A packed copy of `[num_outputs, num_inputs]`, for which `can_pack` holds."""
+    num_outputs, num_inputs = weight.shape
+    opaque: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return PackedWeight(opaque, _panels(opaque, weight), num_outputs, num_inputs)
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """bfloat16 `[num_rows, num_inputs]` -> `[num_rows, num_outputs]`, sums in float32."""
+    native = load_extension()
+    if native is None or weight.panels is None or x.shape[0] > native.packed_rows():
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.opaque, bias, "none", [], "")
+        return product
+    out = torch.empty(x.shape[0], weight.num_outputs, dtype=torch.bfloat16)
+    native.packed_matmul(out, x, weight.panels, bias, torch.get_num_threads())
+    return out
+
+
+def _panels(opaque: Tensor, weight: Tensor) -> Tensor | None:
+    native = load_extension()
+    if native is None:
+        return None
+    num_outputs, num_inputs = weight.shape
+    num_panels, padded_inputs = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
+    num_weights = num_panels * padded_inputs * PANEL_OUTPUTS
+    if torch.ops.mkldnn._nbytes(opaque) != num_weights * weight.itemsize:
+        return None
+    # The opaque tensor has no storage that torch or DLPack would share.
+    memory = (ctypes.c_uint16 * num_weights).from_address(torch.ops.mkldnn.data_ptr(opaque))
+    panels = torch.frombuffer(memory, dtype=torch.bfloat16).view(num_panels, -1)
+    if not native.is_packed(panels, weight, torch.get_num_threads()):
+        return None
+    native.use_huge_pages(panels)
+    return panels
