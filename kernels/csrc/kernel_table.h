@@ -150,7 +150,7 @@ inline constexpr std::size_t many_rows_scratch_floats() {
 inline constexpr int kPackedOutputs = 32;
 inline constexpr std::int64_t kPackedInputs = 32;  // inputs are padded to a multiple
 // From so many rows on a matrix unit is used, where there is one.
-inline constexpr std::int64_t kMinPackedTileRows = 5;
+inline constexpr std::int64_t kMinPackedTileRows = 4;
 
 // y = x W^T + bias over packed bfloat16 weights. For `multiply_packed` rows of x have padded_inputs(), with zeros, and on a matrix unit
 // there is room for whole tiles of sixteen rows to read.

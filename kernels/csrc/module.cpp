@@ -344,13 +344,13 @@ void bind_packed_matmul(nb::handle out_object, nb::handle x_object, nb::handle p
   packed_matmul(call, num_threads);
 }
 
-void bind_use_huge_pages(nb::handle object) {
+void bind_prefer_huge_pages(nb::handle object) {
   const TensorView view(object, "tensor", 2);
   view.require_contiguous_from(0);
   const auto bytes = static_cast<std::size_t>(view.shape(0) * view.shape(1) * element_size(view.element_type()));
-  const void* data = view.data<const void>();
+  void* data = view.data<void>();
   const nb::gil_scoped_release release;
-  use_huge_pages(data, bytes);
+  prefer_huge_pages(data, bytes);
 }
 
 }  // namespace
@@ -379,5 +379,5 @@ NB_MODULE(_native, m) {
   m.def("is_packed", &paged::bind_is_packed, "packed"_a, "weight"_a, "num_threads"_a);
   m.def("packed_matmul", &paged::bind_packed_matmul, "out"_a, "x"_a, "packed"_a, "bias"_a.none(), "num_threads"_a);
   m.def("packed_rows", [] { return paged::kernels().packed_rows; });
-  m.def("use_huge_pages", &paged::bind_use_huge_pages, "tensor"_a);
+  m.def("prefer_huge_pages", &paged::bind_prefer_huge_pages, "tensor"_a);
 }

@@ -35,24 +35,23 @@ void for_panels(const PackedCall& call, int num_threads, const Body& body) {
                [&](std::int64_t item) { body(RowSpan{item * per_item, std::min(panels, (item + 1) * per_item)}); });
 }
 
+// Sixteen pairs of every output at a time, so that what is looked at stays in the nearest cache.
 bool panel_matches(const PackedCall& call, std::int64_t panel, const bf16* weight, std::int64_t weight_stride) {
   const std::int64_t padded = call.padded_inputs();
   const bf16* packed = call.packed + panel * padded * kPackedOutputs;
-  std::uint32_t difference = 0;
-  for (std::int64_t lane = 0; lane < kPackedOutputs; ++lane) {
-    const std::int64_t output = panel * kPackedOutputs + lane;
-    const std::int64_t inputs = output < call.num_outputs ? call.num_inputs : 0;
-    const bf16* row = weight + output * weight_stride;
-    const bf16* lanes = packed + 2 * lane;
-    std::int64_t i = 0;
-    for (; i + 2 <= inputs; i += 2, lanes += 2 * kPackedOutputs)
-      difference |= static_cast<std::uint32_t>(row[i].bits ^ lanes[0].bits) | static_cast<std::uint32_t>(row[i + 1].bits ^ lanes[1].bits);
-    if (i < inputs) {
-      difference |= static_cast<std::uint32_t>(row[i].bits ^ lanes[0].bits) | lanes[1].bits;
-      i += 2;
-      lanes += 2 * kPackedOutputs;
+  unsigned difference = 0;
+  for (std::int64_t begin = 0; begin < padded; begin += kPackedInputs, packed += kPackedInputs * kPackedOutputs) {
+    for (std::int64_t lane = 0; lane < kPackedOutputs; ++lane) {
+      const std::int64_t output = panel * kPackedOutputs + lane;
+      const std::int64_t left = output < call.num_outputs ? call.num_inputs - begin : 0;
+      const std::int64_t inputs = std::min(left, kPackedInputs);
+      bf16 row[kPackedInputs] = {};
+      if (inputs > 0) std::copy_n(weight + output * weight_stride + begin, inputs, row);
+      for (std::int64_t i = 0; i < kPackedInputs; i += 2) {
+        const bf16* pair = packed + i * kPackedOutputs + 2 * lane;
+        difference |= static_cast<unsigned>((row[i].bits ^ pair[0].bits) | (row[i + 1].bits ^ pair[1].bits));
+      }
     }
-    for (; i < padded; i += 2, lanes += 2 * kPackedOutputs) difference |= static_cast<std::uint32_t>(lanes[0].bits | lanes[1].bits);
   }
   return difference == 0;
 }
@@ -94,17 +93,12 @@ void packed_matmul(PackedCall call, int num_threads) {
   for_panels(call, num_threads, [&](RowSpan panels) { table.multiply_packed(call, panels); });
 }
 
-void use_huge_pages(const void* data, std::size_t num_bytes) {
+void prefer_huge_pages(void* data, std::size_t num_bytes) {
 #if defined(__linux__)
-#if !defined(MADV_COLLAPSE)
-  constexpr int MADV_COLLAPSE = 25;  // Linux 6.1; headers may be older
-#endif
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   const std::uintptr_t begin = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
   const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(data) + num_bytes) / page * page;
-  if (begin >= end) return;
-  void* const pages = reinterpret_cast<void*>(begin);
-  if (madvise(pages, end - begin, MADV_HUGEPAGE) == 0) madvise(pages, end - begin, MADV_COLLAPSE);
+  if (begin < end) static_cast<void>(madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE));
 #else
   static_cast<void>(data);
   static_cast<void>(num_bytes);

@@ -15,7 +15,8 @@ bool is_packed(const PackedCall& call, const bf16* weight, std::int64_t weight_s
 // Computes call.out from call.x, for any number of rows; the padded input is its own scratch.
 void packed_matmul(PackedCall call, int num_threads);
 
-// Asks the system to back memory with pages that a sequential reader is not held up by. Its content stays; failing changes nothing.
-void use_huge_pages(const void* data, std::size_t num_bytes);
+// Asks the system for large pages, which a sequential reader is held up by less, where memory has not been written to yet. Its content
+// stays; a system that has none changes nothing.
+void prefer_huge_pages(void* data, std::size_t num_bytes);
 
 }  // namespace paged

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paged_kernels.extension import load_extension
+from paged_kernels.onednn_view import opaque_view
 
 PANEL_OUTPUTS = 32
 INPUT_MULTIPLE = 32
@@ -41,7 +42,10 @@ def pack(weight: Tensor) -> PackedWeight:
     """A packed copy of `[num_outputs, num_inputs]`, for which `can_pack` holds."""
     num_outputs, num_inputs = weight.shape
     opaque: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return PackedWeight(opaque, _panels(opaque, weight), num_outputs, num_inputs)
+    panels = _panels(opaque, weight)
+    if panels is not None:
+        opaque = opaque_view(panels, opaque)
+    return PackedWeight(opaque, panels, num_outputs, num_inputs)
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -56,18 +60,14 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
 
 
 def _panels(opaque: Tensor, weight: Tensor) -> Tensor | None:
+    """A copy of the packed weight in large pages, or None where its order is not the one that our kernel knows."""
     native = load_extension()
-    if native is None:
-        return None
     num_outputs, num_inputs = weight.shape
     num_panels, padded_inputs = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
-    num_weights = num_panels * padded_inputs * PANEL_OUTPUTS
-    if torch.ops.mkldnn._nbytes(opaque) != num_weights * weight.itemsize:
+    num_bytes: int = torch.ops.mkldnn._nbytes(opaque)
+    if native is None or num_bytes != num_panels * padded_inputs * PANEL_OUTPUTS * weight.itemsize:
         return None
-    # The opaque tensor has no storage that torch or DLPack would share.
-    memory = (ctypes.c_uint16 * num_weights).from_address(torch.ops.mkldnn.data_ptr(opaque))
-    panels = torch.frombuffer(memory, dtype=torch.bfloat16).view(num_panels, -1)
-    if not native.is_packed(panels, weight, torch.get_num_threads()):
-        return None
-    native.use_huge_pages(panels)
-    return panels
+    panels = torch.empty(num_panels, padded_inputs * PANEL_OUTPUTS, dtype=torch.bfloat16)
+    native.prefer_huge_pages(panels)
+    ctypes.memmove(panels.data_ptr(), torch.ops.mkldnn.data_ptr(opaque), num_bytes)
+    return panels if native.is_packed(panels, weight, torch.get_num_threads()) else None
