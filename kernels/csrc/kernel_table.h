@@ -146,6 +146,27 @@ inline constexpr std::size_t many_rows_scratch_floats() {
   return static_cast<std::size_t>(kManyRowsPanels * kPanelOutputs) * (kManyRowsBlock + kManyRowsDepth / 2);
 }
 
+// Outputs whose bfloat16 weights lie together. See packed_linear.h for the order.
+inline constexpr int kPackedOutputs = 32;
+inline constexpr std::int64_t kPackedInputs = 32;  // inputs are padded to a multiple
+// From so many rows on a matrix unit is used, where there is one.
+inline constexpr std::int64_t kMinPackedTileRows = 4;
+
+// y = x W^T + bias over packed bfloat16 weights. For `multiply_packed` rows of x have padded_inputs(), with zeros, and on a matrix unit
+// there is room for whole tiles of sixteen rows to read.
+struct PackedCall {
+  const bf16* packed;
+  std::int64_t num_outputs;
+  std::int64_t num_inputs;
+  std::int64_t num_rows;
+  const bf16* x;  // [num_rows, num_inputs]
+  std::int64_t x_stride;
+  const bf16* bias;  // [num_outputs], or null
+  bf16* out;         // [num_rows, num_outputs] contiguous
+
+  std::int64_t padded_inputs() const { return (num_inputs + kPackedInputs - 1) / kPackedInputs * kPackedInputs; }
+};
+
 struct KernelTable {
   const char* name;
   bool integer_inputs;  // of quantised products, unless x is float32: digits instead of `wide`
@@ -160,6 +181,9 @@ struct KernelTable {
   // kManyRowsPanels, x is `padded_x`, and scratch has many_rows_scratch_floats().
   void (*multiply_many_rows)(const QuantizedCall&, RowSpan panels, float* scratch);
   void (*dequantize_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
+  bool packed_in_tiles;  // `multiply_packed` of kMinPackedTileRows and more reads x in whole tiles
+  std::int64_t packed_rows;  // up to so many `multiply_packed` is made for: reading the weights takes longer than computing
+  void (*multiply_packed)(const PackedCall&, RowSpan panels);
 };
 
 const KernelTable& portable_kernels();

@@ -5,6 +5,7 @@
 #include "attention_kernel.inl"
 #include "elementwise_kernel.inl"
 #include "quantized_kernel.inl"
+#include "packed_linear_kernel.inl"
 
 static constexpr KernelTable kernel_table(const char* name) {
   return KernelTable{
@@ -19,5 +20,8 @@ static constexpr KernelTable kernel_table(const char* name) {
       {multiply_panels<float>, multiply_panels<bf16>, multiply_panels<f16>},
       kMultiplyManyRows,
       {dequantize_panels<float>, dequantize_panels<bf16>, dequantize_panels<f16>},
+      PAGED_AMX == 1,
+      kFewPackedRows,
+      multiply_packed,
   };
 }

@@ -8,6 +8,7 @@
 
 #include "elementwise.h"
 #include "instruction_set.h"
+#include "packed_linear.h"
 #include "paged_attention.h"
 #include "parallel.h"
 #include "quantized.h"
@@ -294,6 +295,64 @@ void bind_dequantize(nb::handle out_object, nb::handle packed_object, nb::handle
   dequantize(call, dtype, num_threads);
 }
 
+// Weights of `num_outputs` x `num_inputs` in packed_linear.h's order, checked against those sizes; nothing else of the call is set.
+PackedCall packed_call(const TensorView& packed, std::int64_t num_outputs, std::int64_t num_inputs) {
+  packed.require_element_type(DType::bf16);
+  packed.require_contiguous_from(0);
+  require(num_outputs > 0 && num_inputs > 0, "a weight needs outputs and inputs");
+  PackedCall call{};
+  call.packed = packed.data<const bf16>();
+  call.num_outputs = num_outputs;
+  call.num_inputs = num_inputs;
+  require(packed.shape(0) == (num_outputs + kPackedOutputs - 1) / kPackedOutputs, "packed needs a panel for every 32 outputs");
+  require(packed.shape(1) == call.padded_inputs() * kPackedOutputs, "packed has another number of weights than the inputs need");
+  return call;
+}
+
+bool bind_is_packed(nb::handle packed_object, nb::handle weight_object, int num_threads) {
+  const TensorView packed(packed_object, "packed", 2);
+  const TensorView weight(weight_object, "weight", 2);
+  weight.require_element_type(DType::bf16);
+  weight.require_contiguous_from(1);
+  const PackedCall call = packed_call(packed, weight.shape(0), weight.shape(1));
+  const nb::gil_scoped_release release;
+  return is_packed(call, weight.data<const bf16>(), weight.stride(0), num_threads);
+}
+
+void bind_packed_matmul(nb::handle out_object, nb::handle x_object, nb::handle packed_object, nb::handle bias_object, int num_threads) {
+  const TensorView x(x_object, "x", 2);
+  const TensorView packed(packed_object, "packed", 2);
+  const TensorView out(out_object, "out", 2);
+  x.require_element_type(DType::bf16);
+  x.require_contiguous_from(1);
+  out.require_element_type(DType::bf16);
+  out.require_contiguous_from(0);
+  require(out.shape(0) == x.shape(0), "out and x differ in rows");
+  PackedCall call = packed_call(packed, out.shape(1), x.shape(1));
+  if (!bias_object.is_none()) {
+    const TensorView bias(bias_object, "bias", 1);
+    bias.require_element_type(DType::bf16);
+    bias.require_contiguous_from(0);
+    require(bias.shape(0) == out.shape(1), "bias has another length than the outputs");
+    call.bias = bias.data<const bf16>();
+  }
+  call.num_rows = x.shape(0);
+  call.x = x.data<const bf16>();
+  call.x_stride = x.stride(0);
+  call.out = out.data<bf16>();
+  const nb::gil_scoped_release release;
+  packed_matmul(call, num_threads);
+}
+
+void bind_prefer_huge_pages(nb::handle object) {
+  const TensorView view(object, "tensor", 2);
+  view.require_contiguous_from(0);
+  const auto bytes = static_cast<std::size_t>(view.shape(0) * view.shape(1) * element_size(view.element_type()));
+  void* data = view.data<void>();
+  const nb::gil_scoped_release release;
+  prefer_huge_pages(data, bytes);
+}
+
 }  // namespace
 }  // namespace paged
 
@@ -317,4 +376,8 @@ NB_MODULE(_native, m) {
         "group_size"_a, "num_threads"_a);
   m.def("multiplies_many_rows", [] { return paged::multiplies_many_rows(paged::DType::bf16); });
   m.def("dequantize", &paged::bind_dequantize, "out"_a, "packed"_a, "scales"_a, "bits"_a, "group_size"_a, "num_threads"_a);
+  m.def("is_packed", &paged::bind_is_packed, "packed"_a, "weight"_a, "num_threads"_a);
+  m.def("packed_matmul", &paged::bind_packed_matmul, "out"_a, "x"_a, "packed"_a, "bias"_a.none(), "num_threads"_a);
+  m.def("packed_rows", [] { return paged::kernels().packed_rows; });
+  m.def("prefer_huge_pages", &paged::bind_prefer_huge_pages, "tensor"_a);
 }

@@ -55,6 +55,9 @@ INLINE __m512i quad_of(const std::int8_t* digits) {
   return _mm512_set1_epi32(quad);
 }
 
+// Bytes from the weights in use to those asked for. The processor's own prefetching ends at every page, this does not.
+inline constexpr int kDigitsAhead = 1024;
+
 // kQuads quads (of 64 bytes, or with 4 bits of 32) at a time, each with sums of its own: a dot product takes several cycles.
 template <int kBits, int kRows, int kQuads>
 static PanelSums<kRows> multiply_quads(const QuantizedCall& call, std::int64_t panel, std::int64_t row) {
@@ -75,9 +78,11 @@ static PanelSums<kRows> multiply_quads(const QuantizedCall& call, std::int64_t p
       __m512i quads[kQuads];
       for (int q = 0; q < kQuads; ++q) {
         if constexpr (kBits == 8) {
+          __builtin_prefetch(weights + kDigitsAhead);
           quads[q] = _mm512_loadu_si512(weights);
           weights += 64;
         } else if (q % 2 == 0) {
+          __builtin_prefetch(weights + kDigitsAhead);
           const __m512i pair = _mm512_loadu_si512(weights);
           weights += 64;
           quads[q] = _mm512_and_si512(pair, nibble);

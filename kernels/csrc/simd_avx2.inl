@@ -83,6 +83,16 @@ using Words = __m256i;
 INLINE Words load_words(const std::uint8_t* source, std::uint32_t flip) {
   return _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)), _mm256_set1_epi32(static_cast<int>(flip)));
 }
+INLINE Words splat_words(const std::uint8_t* source) {
+  std::int32_t word;
+  std::memcpy(&word, source, sizeof word);
+  return _mm256_set1_epi32(word);
+}
+// The bfloat16 in the lower or the upper half of every word.
+INLINE Reg low_halves(Words words) { return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16)); }
+INLINE Reg high_halves(Words words) {
+  return _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 // A signed bit field of every word, as a float: shifted up until its sign is the word's, then down.
 template <int kUp, int kDown>
 INLINE Reg field(Words words) {

@@ -103,6 +103,16 @@ using Words = __m512i;
 INLINE Words load_words(const std::uint8_t* source, std::uint32_t flip) {
   return _mm512_xor_si512(_mm512_loadu_si512(source), _mm512_set1_epi32(static_cast<int>(flip)));
 }
+INLINE Words splat_words(const std::uint8_t* source) {
+  std::int32_t word;
+  std::memcpy(&word, source, sizeof word);
+  return _mm512_set1_epi32(word);
+}
+// The bfloat16 in the lower or the upper half of every word.
+INLINE Reg low_halves(Words words) { return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16)); }
+INLINE Reg high_halves(Words words) {
+  return _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 // A signed bit field of every word, as a float: shifted up until its sign is the word's, then down.
 template <int kUp, int kDown>
 INLINE Reg field(Words words) {

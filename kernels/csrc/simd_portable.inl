@@ -71,6 +71,14 @@ INLINE Words load_words(const std::uint8_t* source, std::uint32_t flip) {
   std::memcpy(&words, source, sizeof words);
   return words ^ static_cast<std::int32_t>(flip);
 }
+INLINE Words splat_words(const std::uint8_t* source) {
+  std::int32_t word;
+  std::memcpy(&word, source, sizeof word);
+  return Words{word, word, word, word};
+}
+// The bfloat16 in the lower or the upper half of every word.
+INLINE Reg low_halves(Words words) { return (Reg)(words << 16); }
+INLINE Reg high_halves(Words words) { return (Reg)(words & static_cast<std::int32_t>(0xffff0000u)); }
 // A signed bit field of every word, as a float: shifted up until its sign is the word's, then down.
 template <int kUp, int kDown>
 INLINE Reg field(Words words) {

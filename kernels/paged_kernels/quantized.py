@@ -47,6 +47,9 @@ def empty_weight(num_outputs: int, num_inputs: int, bits: Bits) -> QuantizedWeig
     num_panels, num_groups = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // group_size)
     packed = torch.empty(num_panels, num_groups * group_size * bits // 8 * PANEL_OUTPUTS, dtype=torch.uint8)
     scales = torch.empty(num_panels, num_groups, PANEL_OUTPUTS, dtype=torch.bfloat16)
+    native = load_extension()
+    if native is not None:
+        native.prefer_huge_pages(packed.view(torch.bfloat16))
     packed[-1].zero_()
     scales[-1].zero_()
     return QuantizedWeight(packed, scales, num_outputs, num_inputs, bits, group_size)

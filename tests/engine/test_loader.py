@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from paged_kernels.packed import PackedWeight
 from paged_kernels.reference import ReferenceBackend
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -313,7 +314,9 @@ def test_dtype(
     assert loaded.dtype is computed
     projection = loaded.model.layers[1].attention.qkv
     assert isinstance(projection, Linear)
-    weight = projection.weight.to_dense() if projection.packed else projection.weight
+    weight = projection.weight
+    if isinstance(weight, PackedWeight):
+        weight = weight.opaque.to_dense()
     assert torch.equal(weight[:64], tensors[QUERY].to(computed))
     assert torch.equal(loaded.model.embedding, tensors["model.embed_tokens.weight"].to(computed))
     assert torch.equal(loaded.model.norm, tensors["model.norm.weight"].to(computed))

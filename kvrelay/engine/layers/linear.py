@@ -7,8 +7,9 @@ their layout may belong to the matrix library, and they can only be used.
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
+from paged_kernels import packed
+from paged_kernels.packed import PackedWeight
 from paged_kernels.quantized import Bits
 from torch import Tensor
 
@@ -51,43 +52,33 @@ class Linear:
         self.num_outputs = num_outputs
         self.num_inputs = num_inputs
         self.dtype = weights.dtype
-        self.weight = weights.empty(num_outputs, num_inputs)
+        self.weight: Tensor | PackedWeight = weights.empty(num_outputs, num_inputs)
         self.bias = weights.empty(num_outputs) if bias else None  # [num_outputs]
-        self.packed = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return product
+        if isinstance(self.weight, PackedWeight):
+            return packed.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def fill(self, first_output: int, rows: Tensor) -> None:
+        assert isinstance(self.weight, Tensor)
         self.weight[first_output : first_output + rows.shape[0]].copy_(rows)
 
     def pack(self) -> None:
-        """Once, after loading: brings the weights into the order in which oneDNN reads them, where it has one.
+        """Once, after loading: brings the weights into the order in which they are read fastest, where there is one.
 
-        `F.linear` would reorder them in every call, and reading weights is what decoding spends its time on. The
-        results are the same.
+        `F.linear` would reorder them in every call, and reading weights is what decoding spends its time on.
         """
-        if packs_better(self.weight.dtype, self.weight.device):
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-            self.packed = True
+        assert isinstance(self.weight, Tensor)
+        if packed.can_pack(self.weight.dtype, self.weight.device):
+            self.weight = packed.pack(self.weight)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The parts are contiguous views of the merged tensors."""
-        assert not self.packed
+        assert isinstance(self.weight, Tensor)
         begin = 0
         for name, size in self.parts:
             yield f"{prefix}{name}.weight", slot_of(self.weight[begin : begin + size])
             if self.bias is not None:
                 yield f"{prefix}{name}.bias", slot_of(self.bias[begin : begin + size])
             begin += size
-
-
-def packs_better(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN has an order of its own for such weights."""
-    if dtype is not torch.bfloat16 or device.type != "cpu":
-        return False
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

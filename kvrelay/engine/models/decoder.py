@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from paged_kernels.base import AttentionBackend, AttentionMetadata
 from paged_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
+from paged_kernels.packed import can_pack
 from torch import Tensor
 
-from kvrelay.engine.layers.linear import LinearLayer, make_linear, packs_better
+from kvrelay.engine.layers.linear import LinearLayer, make_linear
 from kvrelay.engine.layers.rotary import RotaryTable
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 from kvrelay.engine.models.model_config import ModelConfig
@@ -188,7 +189,7 @@ class DecoderForCausalLM:
         for layer in self.layers:
             layer.attention.pack()
             layer.mlp.pack()
-        if self.lm_head is None and (self.weights.head_bits is not None or packs_better(self.dtype, self.device)):
+        if self.lm_head is None and (self.weights.head_bits is not None or can_pack(self.dtype, self.device)):
             self.lm_head = self._head()
             self.lm_head.fill(0, self.embedding)
         if self.lm_head is not None:

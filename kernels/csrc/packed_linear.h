@@ -1,0 +1,22 @@
+// Linear layers of few rows over bfloat16 weights in the order in which oneDNN keeps them, so that one copy of the weights serves both.
+//
+// Thirty-two outputs (rows of the weight) make a panel, two consecutive inputs of an output are a pair: [num_panels][num_pairs][32
+// outputs][2]. Inputs are padded to a multiple of 32 and outputs to whole panels with zeros. oneDNN chooses the order by shape and
+// processor and promises nothing: `is_packed` says whether memory has this one.
+#pragma once
+
+#include "kernel_table.h"
+
+namespace paged {
+
+// Whether every weight, and zeros for padding, lie in `packed` where the kernel looks for them.
+bool is_packed(const PackedCall& call, const bf16* weight, std::int64_t weight_stride, int num_threads);
+
+// Computes call.out from call.x, for any number of rows; the padded input is its own scratch.
+void packed_matmul(PackedCall call, int num_threads);
+
+// Asks the system for large pages, which a sequential reader is held up by less, where memory has not been written to yet. Its content
+// stays; a system that has none changes nothing.
+void prefer_huge_pages(void* data, std::size_t num_bytes);
+
+}  // namespace paged

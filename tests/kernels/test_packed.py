@@ -1,0 +1,173 @@
+"""Linear layers over oneDNN's packed bfloat16 weights against float64, on every instruction set."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_kernels import packed
+from paged_kernels.extension import load_extension
+from paged_kernels.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
+from torch import Tensor
+
+# Outputs and inputs: whole panels, tails of both, odd inputs, less than a panel, one of each, a model's layer.
+SHAPES = [(64, 256), (33, 144), (100, 71), (3, 8), (1, 1), (16, 64), (48, 896), (1152, 896)]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 64, 70]
+
+
+def by_hand(weight: Tensor) -> PackedWeight:
+    """The order that our kernel knows, whatever oneDNN chooses on this machine."""
+    num_outputs, num_inputs = weight.shape
+    pad = (0, -num_inputs % INPUT_MULTIPLE, 0, -num_outputs % PANEL_OUTPUTS)
+    rows = torch.nn.functional.pad(weight, pad)
+    panels = rows.view(rows.shape[0] // PANEL_OUTPUTS, PANEL_OUTPUTS, rows.shape[1] // 2, 2).transpose(1, 2)
+    return PackedWeight(weight, panels.reshape(panels.shape[0], -1), num_outputs, num_inputs)
+
+
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """Our kernel, for any number of rows."""
+    native = load_extension()
+    assert native is not None
+    out = torch.full((x.shape[0], weight.num_outputs), float("nan"), dtype=torch.bfloat16)
+    native.packed_matmul(out, x, weight.panels, bias, torch.get_num_threads())
+    return out
+
+
+def assert_product(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Against float64; the error is measured on the scale of what was summed."""
+    wide = None if bias is None else bias.double()
+    expected = torch.nn.functional.linear(x.double(), weight.double(), wide)
+    terms = torch.nn.functional.linear(x.double().abs(), weight.double().abs(), None if wide is None else wide.abs())
+    assert actual.dtype == torch.bfloat16 and actual.shape == expected.shape
+    allowed = 2.0**-8 * expected.abs() + 2.0**-20 * terms + 1e-30
+    assert ((actual.double() - expected).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_our_kernel(shape: tuple[int, int], with_bias: bool, instruction_set: str, num_threads: int) -> None:
+    weight = torch.randn(shape).bfloat16()
+    bias = torch.randn(shape[0]).bfloat16() if with_bias else None
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, shape[1]).bfloat16()
+        assert_product(multiply(x, by_hand(weight), bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 32])
+def test_strided_rows(num_rows: int, instruction_set: str) -> None:
+    weight = torch.randn(96, 320).bfloat16()
+    x = torch.randn(num_rows, 640).bfloat16()[:, 100:420]
+    assert_product(multiply(x, by_hand(weight)), x, weight)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_memory_in_another_order_is_never_read_as_ours(shape: tuple[int, int], num_threads: int) -> None:
+    """One weight, one padded output or one padded input that lies elsewhere is enough."""
+    native = load_extension()
+    assert native is not None
+    weight = torch.randn(shape).bfloat16()
+    panels = by_hand(weight).panels
+    assert panels is not None and native.is_packed(panels, weight, num_threads)
+    for index in {0, 1, panels.numel() // 2, panels.numel() - 2, panels.numel() - 1}:
+        spoilt = panels.clone()
+        spoilt.view(-1)[index] += 1.0
+        assert not native.is_packed(spoilt, weight, num_threads)
+
+
+def test_a_row_is_the_same_with_any_others_and_on_any_number_of_threads(instruction_set: str) -> None:
+    layer = by_hand(torch.randn(3000, 256).bfloat16())
+    x = torch.randn(32, 256).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        three, many = multiply(x[:3], layer), multiply(x, layer)
+        torch.set_num_threads(2)
+        assert torch.equal(multiply(x[:3], layer), three) and torch.equal(multiply(x, layer), many)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(multiply(x[2:3], layer), three[2:3])
+    assert torch.equal(multiply(x[9:26], layer), many[9:26])
+
+
+@pytest.mark.parametrize("num_rows", [2, 8])
+def test_a_value_that_is_not_finite_stays_in_its_row(num_rows: int, instruction_set: str) -> None:
+    layer = by_hand(torch.randn(40, 72).abs().bfloat16() + 0.1)
+    x = torch.randn(num_rows, 72).bfloat16()
+    clean = multiply(x, layer)
+    for value in (float("nan"), float("inf"), float("-inf")):
+        x[0, 70] = value
+        spoilt = multiply(x, layer)
+        assert not spoilt[0].isfinite().any()
+        assert torch.equal(spoilt[1:], clean[1:])
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    layer = by_hand(torch.randn(64, 256).bfloat16())
+    x = torch.randn(1, 256).bfloat16()
+    with pytest.raises(ValueError, match="another number of weights"):
+        multiply(torch.randn(1, 300).bfloat16(), layer)
+    with pytest.raises(ValueError, match="a panel for every 32 outputs"):
+        multiply(x, replace(layer, num_outputs=80))
+    with pytest.raises(ValueError, match="bias has another length"):
+        multiply(x, layer, torch.randn(60).bfloat16())
+    with pytest.raises(ValueError, match="element type"):
+        multiply(x.float(), layer)
+
+
+def test_huge_pages_change_nothing() -> None:
+    native = load_extension()
+    assert native is not None
+    memory = torch.randn(2048, 2049)
+    before = memory.clone()
+    native.prefer_huge_pages(memory)
+    native.prefer_huge_pages(memory[:1, :3])
+    assert torch.equal(memory, before)
+
+
+class TestWithOnednn:
+    """Where it packs such weights."""
+
+    __test__ = packed.can_pack(torch.bfloat16, torch.device("cpu"))
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_linear_for_any_number_of_rows(self, shape: tuple[int, int], instruction_set: str) -> None:
+        weight, bias = torch.randn(shape).bfloat16(), torch.randn(shape[0]).bfloat16()
+        layer = packed.pack(weight)
+        for num_rows in [*ROWS, 200]:
+            x = torch.randn(num_rows, shape[1]).bfloat16()
+            assert_product(packed.linear(x, layer, bias), x, weight, bias)
+
+    def test_no_rows(self) -> None:
+        assert packed.linear(torch.empty(0, 320).bfloat16(), packed.pack(torch.randn(96, 320).bfloat16())).shape == (
+            0,
+            96,
+        )
+
+    @pytest.mark.parametrize("num_rows", [1, 40])
+    def test_without_the_extension_onednn_does_the_same(self, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packed, "load_extension", lambda: None)
+        weight, x = torch.randn(96, 200).bfloat16(), torch.randn(num_rows, 200).bfloat16()
+        layer = packed.pack(weight)
+        assert layer.panels is None
+        assert_product(packed.linear(x, layer), x, weight)
+
+    def test_a_weight_whose_order_is_unknown_is_left_to_onednn(self) -> None:
+        weight, x = torch.randn(96, 200).bfloat16(), torch.randn(2, 200).bfloat16()
+        layer = replace(packed.pack(weight), panels=None)
+        assert_product(packed.linear(x, layer), x, weight)
+
+    def test_without_a_view_of_our_memory_onednn_does_it_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("paged_kernels.onednn_view._LIBRARY", "libtorch_of_another_release.so")
+        weight, x = torch.randn(96, 200).bfloat16(), torch.randn(2, 200).bfloat16()
+        layer = packed.pack(weight)
+        assert layer.panels is None
+        assert_product(packed.linear(x, layer), x, weight)
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_the_opaque_tensor_is_a_view_of_the_panels(self, shape: tuple[int, int]) -> None:
+        weight = torch.randn(shape).bfloat16()
+        layer = packed.pack(weight)
+        assert torch.equal(layer.opaque.to_dense(), weight)
+        if layer.panels is not None:
+            assert torch.ops.mkldnn.data_ptr(layer.opaque) == layer.panels.data_ptr()
+            layer.panels.zero_()
+            assert not layer.opaque.to_dense().any()
