@@ -22,7 +22,7 @@ INPUT_MULTIPLE = 32
 class PackedWeight:
     """A weight `[num_outputs, num_inputs]`, held once."""
 
-    opaque: Tensor  # oneDNN's; owns the memory
+    opaque: Tensor  # oneDNN's; where there are panels it reads their memory, and does not keep it alive
     panels: Tensor | None  # the same memory, `[num_panels, weights of a panel]`, where our kernel can read it
     num_outputs: int
     num_inputs: int
