@@ -205,11 +205,8 @@ async def test_a_refused_connection_is_unavailable_and_a_taken_port_is_a_configu
     assert isinstance(error_from_rpc(caught.value), UnavailableError)
 
 
-class EndlessRouter(router_pb2_grpc.RouterServicer):
-    """Streams more than any window holds, and says when its generator was closed."""
-
-    def __init__(self) -> None:
-        self.closed = asyncio.Event()
+class EndlessRouter(FailingRouter):
+    """Streams more than any window holds."""
 
     async def GenerateStream(
         self, request: router_pb2.GenerateRequest, context: object
@@ -222,7 +219,7 @@ class EndlessRouter(router_pb2_grpc.RouterServicer):
 
 
 async def test_a_client_that_takes_nothing_of_its_stream_is_let_go() -> None:
-    servicer = EndlessRouter()
+    servicer = EndlessRouter(None)
     server = grpc.aio.server(interceptors=[ErrorInterceptor(write_timeout=0.2)], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
     port = await serve_insecure(server, "127.0.0.1", 0)
