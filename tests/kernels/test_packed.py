@@ -1,6 +1,7 @@
 """Linear layers over oneDNN's packed bfloat16 weights against float64, on every instruction set."""
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 # Outputs and inputs: whole panels, tails of both, odd inputs, less than a panel, one of each, a model's layer.
 SHAPES = [(64, 256), (33, 144), (100, 71), (3, 8), (1, 1), (16, 64), (48, 896), (1152, 896)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 64, 70]
+MOST_ROWS = 200
 
 
 def by_hand(weight: Tensor) -> PackedWeight:
@@ -33,23 +35,55 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Ten
 
 
 def assert_product(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Against float64; the error is measured on the scale of what was summed."""
+    product(x, weight, bias).check(actual)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """In float64; the error that is `allowed` is measured on the scale of what was summed."""
+
+    expected: Tensor
+    allowed: Tensor
+
+    def check(self, actual: Tensor) -> None:
+        """The first rows of it, as many as `actual` has."""
+        num_rows = actual.shape[0]
+        assert actual.dtype == torch.bfloat16 and actual.shape == (num_rows, self.expected.shape[1])
+        assert ((actual.double() - self.expected[:num_rows]).abs() <= self.allowed[:num_rows]).all()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Product:
     wide = None if bias is None else bias.double()
     expected = torch.nn.functional.linear(x.double(), weight.double(), wide)
     terms = torch.nn.functional.linear(x.double().abs(), weight.double().abs(), None if wide is None else wide.abs())
-    assert actual.dtype == torch.bfloat16 and actual.shape == expected.shape
-    allowed = 2.0**-8 * expected.abs() + 2.0**-20 * terms + 1e-30
-    assert ((actual.double() - expected).abs() <= allowed).all()
+    return Product(expected, 2.0**-8 * expected.abs() + 2.0**-20 * terms + 1e-30)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Inputs `x` and what comes of them: as many rows as any test takes of it."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    packed: PackedWeight
+    product: Product
+
+
+@functools.cache
+def random_layer(shape: tuple[int, int], with_bias: bool) -> Layer:
+    """The same for every instruction set: float64 is what takes the time."""
+    weight, x = torch.randn(shape).bfloat16(), torch.randn(MOST_ROWS, shape[1]).bfloat16()
+    bias = torch.randn(shape[0]).bfloat16() if with_bias else None
+    return Layer(x, weight, bias, by_hand(weight), product(x, weight, bias))
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_our_kernel(shape: tuple[int, int], with_bias: bool, instruction_set: str, num_threads: int) -> None:
-    weight = torch.randn(shape).bfloat16()
-    bias = torch.randn(shape[0]).bfloat16() if with_bias else None
+    layer = random_layer(shape, with_bias)
     for num_rows in ROWS:
-        x = torch.randn(num_rows, shape[1]).bfloat16()
-        assert_product(multiply(x, by_hand(weight), bias), x, weight, bias)
+        layer.product.check(multiply(layer.x[:num_rows], layer.packed, layer.bias))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 32])
@@ -131,11 +165,10 @@ class TestWithOnednn:
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_linear_for_any_number_of_rows(self, shape: tuple[int, int], instruction_set: str) -> None:
-        weight, bias = torch.randn(shape).bfloat16(), torch.randn(shape[0]).bfloat16()
-        layer = packed.pack(weight)
-        for num_rows in [*ROWS, 200]:
-            x = torch.randn(num_rows, shape[1]).bfloat16()
-            assert_product(packed.linear(x, layer, bias), x, weight, bias)
+        layer = random_layer(shape, True)
+        weight = packed.pack(layer.weight)
+        for num_rows in [*ROWS, MOST_ROWS]:
+            layer.product.check(packed.linear(layer.x[:num_rows], weight, layer.bias))
 
     def test_no_rows(self) -> None:
         assert packed.linear(torch.empty(0, 320).bfloat16(), packed.pack(torch.randn(96, 320).bfloat16())).shape == (
