@@ -116,11 +116,17 @@ def test_a_block_is_named_when_its_step_is_collected() -> None:
     harness.engine.check_idle()
 
 
-@pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_sampling_that_reads_the_output_waits_for_it(penalty: str) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=8, temperature=0.0, seed=0, repetition_penalty=1.5),
+        SamplingParams(max_tokens=8, temperature=0.0, seed=0, presence_penalty=1.5),
+        SamplingParams(max_tokens=8, temperature=0.0, seed=0, frequency_penalty=1.5),
+    ],
+)
+def test_sampling_that_reads_the_output_waits_for_it(sampling: SamplingParams) -> None:
     harness = Harness(run_ahead=True)
-    asked = request("a", prompt_of(5), 8)
-    harness.engine.add(replace(asked, sampling=replace(asked.sampling, **{penalty: 1.5})))
+    harness.engine.add(replace(request("a", prompt_of(5)), sampling=sampling))
     harness.run()
     assert harness.late.num_ahead == 0
     assert harness.tokens["a", 0] == expected_output(prompt_of(5), 8)
