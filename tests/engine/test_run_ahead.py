@@ -172,7 +172,7 @@ def draw_sampling(rng: random.Random, prompt: Sequence[int]) -> SamplingParams:
     stop = [rng.choice(expected_output(prompt, 8, choice_index=rng.randrange(n)))] if rng.random() < 0.3 else []
     return SamplingParams(
         n=n,
-        max_tokens=rng.randrange(1, 15),
+        max_tokens=rng.randrange(1, 25),
         temperature=0.0,
         seed=0,
         stop_token_ids=tuple(stop),
@@ -185,7 +185,7 @@ def draw_sampling(rng: random.Random, prompt: Sequence[int]) -> SamplingParams:
 def draw_arrivals(rng: random.Random) -> list[Arrival]:
     prefix = prompt_of(24, rng.randrange(1000))
     arrivals = []
-    for i in range(24):
+    for i in range(16):
         prompt = [*prefix[: rng.randrange(24)], *prompt_of(rng.randrange(1, 30), i)]
         drawn = replace(request(str(i), prompt, priority=rng.randrange(3)), sampling=draw_sampling(rng, prompt))
         aborts = str(rng.randrange(i + 1)) if rng.random() < 0.15 else None
@@ -209,9 +209,9 @@ def work_through(harness: Harness, arrivals: Sequence[Arrival]) -> Harness:
 def work_through_drawn(seed: int, *, run_ahead: bool) -> tuple[Harness, list[Arrival]]:
     rng = random.Random(seed)
     harness = Harness(
-        num_blocks=rng.choice([10, 12, 20, 60]),
+        num_blocks=rng.choice([10, 14, 14, 60]),
         max_num_batched_tokens=rng.choice([4, 16, 40]),
-        max_num_seqs=rng.choice([3, 6]),
+        max_num_seqs=rng.choice([4, 6]),
         policy=rng.choice(["fcfs", "priority"]),
         publish=rng.random() < 0.5,
         eos=EOS,
