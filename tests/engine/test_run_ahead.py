@@ -406,8 +406,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(str(model), dtype="float32", attention=select_backend("reference"), max_model_len=None)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_model_samples_the_same_tokens(loaded: LoadedModel, seed: int) -> None:
+def test_a_model_samples_the_same_tokens(loaded: LoadedModel) -> None:
     """With seeds, penalties, bounds on the length, log-probabilities, parallel outputs and preemptions."""
     model = loaded.config
     found: list[dict[tuple[str, int], list[int]]] = []
@@ -424,7 +423,7 @@ def test_a_model_samples_the_same_tokens(loaded: LoadedModel, seed: int) -> None
             publish=False,
             run_ahead=run_ahead,
         )
-        found.append(generate(engine, random.Random(seed)))
+        found.append(generate(engine, random.Random(0)))
         assert engine.load().num_preemptions > 0
         assert (late.num_ahead > 5) is run_ahead
     assert found[0] == found[1]
