@@ -92,7 +92,7 @@ class EngineBench:
         )
         pool = BlockPool(len(self._pool), on_evict=lambda block_ids: None)
         namespace = KVNamespace(bytes(32), str(self.model.dtype), "bench", _BLOCK_SIZE)
-        return Engine(scheduling, self._runner, pool, namespace, eos_token_ids=(), publish=False)
+        return Engine(scheduling, self._runner, pool, namespace, eos_token_ids=(), publish=False, run_ahead=True)
 
     def prompt(self, length: int) -> tuple[int, ...]:
         ids: list[int] = torch.randint(self.model.config.vocab_size, (length,), generator=self._generator).tolist()

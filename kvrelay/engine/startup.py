@@ -117,6 +117,7 @@ class PreparedEngine:
             eos_token_ids=eos_token_ids,
             publish=publish,
             publish_hits=publish_hits,
+            run_ahead=self.device.type != "cpu",
         )
 
     def _runner(self, kv_pool: Tensor) -> Runner:

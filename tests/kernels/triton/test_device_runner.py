@@ -66,13 +66,15 @@ class Spoken:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-def speak(runner: Runner, requests: Sequence[Sequence[EngineRequest]]) -> dict[tuple[str, int], Spoken]:
+def speak(
+    runner: Runner, requests: Sequence[Sequence[EngineRequest]], *, run_ahead: bool
+) -> dict[tuple[str, int], Spoken]:
     """Each group of requests is added when the group before has had its first tokens. By request and output; a prompt's
     own log-probabilities are output -1."""
     config = SchedulerConfig(16, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len)
     pool = BlockPool(NUM_BLOCKS, on_evict=lambda block_ids: None)
     namespace = KVNamespace(bytes(32), "float32", "test", 16)
-    engine = Engine(config, runner, pool, namespace, eos_token_ids=(), publish=False)
+    engine = Engine(config, runner, pool, namespace, eos_token_ids=(), publish=False, run_ahead=run_ahead)
     found: dict[tuple[str, int], Spoken] = {}
     groups = iter(requests)
     awaited: set[str] = set()
@@ -128,8 +130,8 @@ def exact(logprobs: Sequence[TokenLogprobs]) -> list[object]:
 def test_the_engine_speaks_the_tokens_of_the_cpu(directory: Path) -> None:
     recorder = EagerRecorder()
     runner = device_runner(load(directory, TritonBackend()), recorder)
-    expected = speak(cpu_runner(directory), mixed_requests())
-    found = speak(runner, mixed_requests())
+    expected = speak(cpu_runner(directory), mixed_requests(), run_ahead=False)
+    found = speak(runner, mixed_requests(), run_ahead=True)
     assert {name: spoken.token_ids for name, spoken in found.items()} == {
         name: spoken.token_ids for name, spoken in expected.items()
     }
