@@ -27,7 +27,9 @@ def _seconds(shape: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> f
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             SHAPES[shape](), dtype=torch.bfloat16, attn_implementation="sdpa"
         ).eval()
-    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     inputs = [list(prompt) for prompt in prompts]
     model.generate_batch(inputs=inputs[:2], generation_config=config, persistent_manager=True)  # captures its graphs
     torch.cuda.synchronize()
