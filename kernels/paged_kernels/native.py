@@ -11,6 +11,7 @@ from torch import Tensor
 from paged_kernels import _native
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.extension import load_extension
+from paged_kernels.fused import rotary
 
 
 class NativeBackend:
@@ -27,6 +28,19 @@ class NativeBackend:
 
     def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
         _native.write_kv(key, value, kv_pool, layer, slot_mapping, torch.get_num_threads())
+
+    def write_kv_rotary(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        kv_pool: Tensor,
+        layer: int,
+        slot_mapping: Tensor,
+    ) -> None:
+        rotary(query, key, *angles)
+        self.write_kv(key, value, kv_pool, layer, slot_mapping)
 
     def attend(
         self,

@@ -4,7 +4,6 @@ Invariant: when `generate` or `chat` has returned or raised, a keyboard interrup
 """
 
 import itertools
-import mmap
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,8 @@ from tqdm import tqdm
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.device import DeviceName
+from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import DTypeName
 from kvrelay.engine.request import EngineRequest, StepResult
@@ -47,6 +48,8 @@ class LLM:
         quantization: Quantization = "none",
         threads: int = 0,
         attention_backend: Literal["auto", "native", "reference"] = "auto",
+        device: DeviceName = "auto",
+        enforce_eager: bool = False,
         block_size: int = 16,
         num_blocks: int = 0,
         gpu_memory_utilization: float = 0.0,
@@ -60,6 +63,8 @@ class LLM:
             quantization=quantization,
             threads=threads,
             attention_backend=attention_backend,
+            device=device,
+            enforce_eager=enforce_eager,
             block_size=block_size,
             num_blocks=num_blocks,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -71,8 +76,8 @@ class LLM:
         prepared = prepare_engine(options)
         self.max_model_len = prepared.size.max_model_len
         self.vocab_size = prepared.loaded.config.vocab_size
-        memory = mmap.mmap(-1, prepared.size.num_blocks * prepared.layout.block_bytes)
-        self._engine = prepared.build(memoryview(memory), on_evict=lambda block_ids: None, publish=False)
+        kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
+        self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
         self._max_num_seqs = max_num_seqs
         self._batches = itertools.count()  # what an interrupted one still has to say is not taken for a later one's
 
