@@ -19,6 +19,7 @@ from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv_cache_dtype import KVCacheDType, choose_kv_scales, kv_layout
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
@@ -37,6 +38,8 @@ class EngineOptions:
 
     model: str
     dtype: DTypeName = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"
+    calculate_kv_scales: bool = False
     quantization: Quantization = "none"
     threads: int = 0
     attention_backend: Literal["auto", "native", "reference"] = "auto"
@@ -122,13 +125,11 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
     )
     quantized = "" if options.quantization == "none" else f", weights as {options.quantization}"
     _logger.info("loaded in %.1f s as %s%s", loaded.load_seconds, loaded.dtype, quantized)
-    layout = KVLayout(
-        num_kv_heads=loaded.config.num_kv_heads,
-        num_layers=loaded.config.num_layers,
-        block_size=options.block_size,
-        head_dim=loaded.config.head_dim,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-    )
+    kv_scales = choose_kv_scales(loaded, options.kv_cache_dtype, calculate=options.calculate_kv_scales)
+    if kv_scales is not None:
+        attention = select_backend(options.attention_backend, loaded.model.device, kv_scales=kv_scales)
+        loaded.model.attend_with(attention)
+    layout = kv_layout(loaded, options.block_size, kv_scales)
     size = size_pool(options, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
     return PreparedEngine(options, loaded, layout, size, attention.name)
 
