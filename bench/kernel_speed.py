@@ -104,9 +104,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="of decode, pool after pool; the best counts"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="of decode, pool after pool; the best counts")
     parser.add_argument("--fp8", action="store_true", help="decode over an FP8 pool as well")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

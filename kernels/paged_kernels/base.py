@@ -30,7 +30,7 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """One implementation. Stateless between calls; both methods run on the caller's thread and return when done (or
+    """One implementation. Stateless between calls; its methods run on the caller's thread and return when done (or
     enqueued).
     """
 
@@ -39,6 +39,21 @@ class AttentionBackend(Protocol):
     def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
         """Store the new tokens' `key` and `value`, both `[num_tokens, num_kv_heads, head_dim]`, at their slots of
         `layer`.
+        """
+        ...
+
+    def write_kv_rotary(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        kv_pool: Tensor,
+        layer: int,
+        slot_mapping: Tensor,
+    ) -> None:
+        """`fused.rotary`, by `angles` (cos, sin), and then `write_kv`: `query` is rotated in place, `key` is stored
+        rotated and undefined afterwards.
         """
         ...
 

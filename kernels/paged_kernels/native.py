@@ -11,6 +11,7 @@ from torch import Tensor
 from paged_kernels import _native
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.extension import load_extension
+from paged_kernels.fused import rotary
 from paged_kernels.kv_scales import KVScales, scales_of_pool
 
 
@@ -32,6 +33,19 @@ class NativeBackend:
         key_scale, value_scale = scales_of_pool(kv_pool, layer, self._kv_scales)
         pool = kv_pool if key_scale is None else kv_pool.view(torch.uint8)
         _native.write_kv(key, value, pool, layer, slot_mapping, key_scale, value_scale, torch.get_num_threads())
+
+    def write_kv_rotary(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        kv_pool: Tensor,
+        layer: int,
+        slot_mapping: Tensor,
+    ) -> None:
+        rotary(query, key, *angles)
+        self.write_kv(key, value, kv_pool, layer, slot_mapping)
 
     def attend(
         self,

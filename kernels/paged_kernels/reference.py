@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from paged_kernels.base import AttentionMetadata
+from paged_kernels.fused import rotary
 from paged_kernels.kv_scales import FP8, KVScales, LayerScales, encode, scales_of_pool
 
 _MAX_SCORES = 1 << 24  # query rows are handled in pieces that keep the score matrix below this many elements
@@ -31,6 +32,19 @@ class ReferenceBackend:
             kv_pool, key, value = (tensor.view(torch.uint8) for tensor in (kv_pool, key, value))
         kv_pool[blocks, :, layer, 0, offsets] = key
         kv_pool[blocks, :, layer, 1, offsets] = value
+
+    def write_kv_rotary(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        kv_pool: Tensor,
+        layer: int,
+        slot_mapping: Tensor,
+    ) -> None:
+        rotary(query, key, *angles)
+        self.write_kv(key, value, kv_pool, layer, slot_mapping)
 
     def attend(
         self,

@@ -43,10 +43,12 @@ class SamplingTensors:
     edit_flags: Tensor  # int32
 
 
-def sample_tokens(logits: Tensor, tensors: SamplingTensors) -> Tensor:
+def sample_tokens(logits: Tensor, tensors: SamplingTensors, token_ids: Tensor | None = None) -> Tensor:
     """One token id per row of `logits` `[num_rows, vocab_size]`: `[num_rows]` int64 on the same device, -1 for a row
-    whose largest logit is not finite. Logits are not written to."""
-    token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    whose largest logit is not finite. Logits are not written to. `token_ids`: where they go, if not into a new tensor.
+    """
+    if token_ids is None:
+        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     launch([plan_sample(token_ids, logits, tensors)])
     return token_ids
 

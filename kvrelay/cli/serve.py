@@ -40,6 +40,7 @@ NODE_SETTINGS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "attention_backend",
+    "device",
     "log_level",
 )
 ROUTER_SETTINGS = (
@@ -131,13 +132,18 @@ class ServeSettings(ProcessSettings):
         default=None,
         gt=0,
         le=0.95,
-        description="Share of free memory for all nodes' KV; unset: 1 GiB per node.",
+        description="Share of the card's memory for all nodes, or of free RAM for their KV; unset: 0.9 of a card, "
+        "1 GiB per node on a CPU.",
     )
     block_size: int | None = Field(default=None, gt=0, description="Tokens per block; unset: the nodes' default.")
     max_model_len: int | None = Field(default=None, gt=0, description="Most tokens of prompt and output together.")
     max_num_seqs: int | None = Field(default=None, gt=0, description="Most sequences in one step of a node.")
     max_num_batched_tokens: int | None = Field(default=None, gt=0, description="Most tokens in one step of a node.")
     attention_backend: Literal["auto", "native", "reference"] = Field(default="auto", description="Attention kernels.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where all nodes compute; auto takes the card where there is one. They share it."
+    )
+    enforce_eager: bool = Field(default=False, description="On a card: record no decode steps at the start.")
     log_level: LogLevel = Field(default="info", description="debug, info, warning or error, for every process.")
     start_timeout: float = Field(default=900.0, gt=0, description="Seconds that loading the model may take.")
     stop_timeout: float = Field(default=10.0, gt=0, description="Seconds a process gets to end before it is killed.")
@@ -210,7 +216,9 @@ def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, co
         name = f"{role}-{index if role == 'prefill' else index - settings.prefill_nodes}"
         flags = ["--host", "127.0.0.1", "--port", "0", "--node-id", name, "--threads", str(threads)]
         # The router is gone by then, so that only what nobody waits for could be left.
-        flags += ["--drain-timeout", str(settings.stop_timeout / 2)]
+        flags += ["--drain-timeout", str(settings.stop_timeout / 2), "--nodes-per-device", str(num_nodes)]
+        if settings.enforce_eager:
+            flags.append("--enforce-eager")
         if settings.gpu_memory_utilization is not None:
             flags += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization / num_nodes)]
         commands.append(

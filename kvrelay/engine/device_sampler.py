@@ -1,5 +1,5 @@
-"""The sampler for logits on a GPU: rows become device tensors in one copy, one kernel draws, and the tokens come back
-in one read, which is all that waits for the device.
+"""The sampler for logits on a GPU: rows become arrays that travel with a step's other inputs, one kernel draws, and the
+tokens come back in one read, which is all that waits for the device.
 
 Invariant: the same row gives the token that `Sampler` gives, unless two tokens' noisy scores are closer than the
 rounding of float32.
@@ -7,7 +7,8 @@ rounding of float32.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,10 +16,11 @@ from paged_kernels.triton_sampling import EDIT_BANNED, EDIT_SEEN, SamplingTensor
 from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
+from kvrelay.engine.device_logprobs import LaunchedLogprobs, launch_logprobs
+from kvrelay.engine.packed_arrays import Array, PackedArrays, to_host
 from kvrelay.engine.penalties import changes_logits
-from kvrelay.engine.sampler import SampledToken, SamplingRow, logprobs_of
+from kvrelay.engine.sampler import SampledToken, SamplingRow
 
-_ALIGNMENT = 16  # bytes; what Triton assumes of every pointer it has seen aligned
 _DTYPES = {
     "temperatures": np.float32,
     "top_ks": np.int32,
@@ -34,38 +36,87 @@ _DTYPES = {
     "edit_amounts": np.float32,
     "edit_flags": np.int32,
 }
-_TORCH_DTYPES = {
-    np.float32: torch.float32,
-    np.float64: torch.float64,
-    np.int32: torch.int32,
-    np.uint64: torch.int64,  # the same bits
-}
+_PREFIX = "sampling."  # of our arrays among those of a step
+_LOGPROB_ROWS = _PREFIX + "logprob_rows"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedSampling:
+    """Tokens on their way to the host. `logprob_rows`: which rows asked for log-probabilities."""
+
+    token_ids: Tensor  # [num_rows] int64 in host memory, valid once the step has ended
+    logprob_rows: tuple[int, ...]
+    logprobs: LaunchedLogprobs | None
+
+    def collect(self) -> list[SampledToken]:
+        """Raises KVRelayError for a row whose largest logit is not finite."""
+        token_ids: list[int] = self.token_ids.tolist()
+        bad = [index for index, token_id in enumerate(token_ids) if token_id < 0]
+        if bad:
+            raise KVRelayError(f"the model returned logits that are not finite (rows {bad} of {len(token_ids)})")
+        if self.logprobs is None:
+            return [SampledToken(token_id, None) for token_id in token_ids]
+        found = dict(zip(self.logprob_rows, self.logprobs.collect(), strict=True))
+        return [SampledToken(token_id, found.get(index)) for index, token_id in enumerate(token_ids)]
 
 
 class DeviceSampler:
-    """`Sampler` for CUDA. Stateless; any thread may call it."""
+    """`Sampler` for CUDA, in three steps: what the rows need on the device, the launch, the read. Stateless; any thread
+    may call it."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
 
+    def arrays(self, rows: Sequence[SamplingRow]) -> dict[str, Array]:
+        """What `launch` needs as tensors on the device, by names that nothing else of a step has."""
+        arrays = {_PREFIX + name: array for name, array in _sampling_arrays(rows, self.eos_token_ids).items()}
+        if wanted := _logprob_rows(rows):
+            arrays[_LOGPROB_ROWS] = np.array(wanted, dtype=np.int64)
+        return arrays
+
+    def launch(
+        self, logits: Tensor, rows: Sequence[SamplingRow], tensors: Mapping[str, Tensor], token_ids: Tensor
+    ) -> LaunchedSampling:
+        """Enqueues the choice of one token per row of `logits` `[len(rows), vocab_size]` float32. `token_ids`, int64,
+        gets them on the device, -1 for a row that failed; `tensors` holds `arrays(rows)`."""
+        names = SamplingTensors.__dataclass_fields__
+        sample_tokens(logits, SamplingTensors(**{name: tensors[_PREFIX + name] for name in names}), token_ids)
+        wanted = _logprob_rows(rows)
+        logprobs = None
+        if wanted:
+            index = tensors[_LOGPROB_ROWS]
+            num_top = [rows[row].params.logprobs or 0 for row in wanted]
+            logprobs = launch_logprobs(logits[index], token_ids[index], num_top)
+        return LaunchedSampling(to_host(token_ids), wanted, logprobs)
+
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """As `Sampler.sample`; raises KVRelayError for a row whose largest logit is not finite."""
-        tensors = sampling_tensors(rows, self.eos_token_ids, logits.device)
-        token_ids: list[int] = sample_tokens(logits, tensors).tolist()
-        bad = [index for index, token_id in enumerate(token_ids) if token_id < 0]
-        if bad:
-            raise KVRelayError(f"the model returned logits that are not finite (rows {bad} of {len(rows)})")
-        return [
-            SampledToken(token_id, logprobs_of(row, logits[index], token_id))
-            for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
-        ]
+        """As `Sampler.sample`, for who has nothing else to do meanwhile."""
+        packed = PackedArrays(self.arrays(rows))
+        memory = torch.empty(packed.num_bytes, dtype=torch.uint8, device=logits.device)
+        packed.to(memory)
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        launched = self.launch(logits, rows, packed.views(memory), token_ids)
+        if logits.is_cuda:
+            torch.cuda.current_stream(logits.device).synchronize()
+        return launched.collect()
+
+
+def _logprob_rows(rows: Sequence[SamplingRow]) -> tuple[int, ...]:
+    return tuple(index for index, row in enumerate(rows) if row.params.logprobs is not None)
 
 
 def sampling_tensors(
     rows: Sequence[SamplingRow], eos_token_ids: Sequence[int], device: torch.device
 ) -> SamplingTensors:
     """What the kernel reads for `rows`, in one block of memory on `device`."""
+    packed = PackedArrays(_sampling_arrays(rows, eos_token_ids))
+    memory = torch.empty(packed.num_bytes, dtype=torch.uint8, device=device)
+    packed.to(memory)
+    return SamplingTensors(**packed.views(memory))
+
+
+def _sampling_arrays(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> dict[str, Array]:
     columns: dict[str, list[int] | list[float]] = {
         "temperatures": [row.params.temperature for row in rows],
         "top_ks": [row.params.top_k for row in rows],
@@ -76,7 +127,8 @@ def sampling_tensors(
         "positions": [row.position for row in rows],
         "choices": [row.choice_index for row in rows],
     }
-    return _pack(columns | _edits(rows, eos_token_ids), device)
+    columns |= _edits(rows, eos_token_ids)
+    return {name: np.array(values, dtype=_DTYPES[name]) for name, values in columns.items()}
 
 
 def _edits(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> dict[str, list[int] | list[float]]:
@@ -122,22 +174,3 @@ def _edits_of(
         counts = Counter(row.output_token_ids)
         amounts = {token: params.presence_penalty + params.frequency_penalty * count for token, count in counts.items()}
     return bias, amounts, flags
-
-
-def _pack(columns: dict[str, list[int] | list[float]], device: torch.device) -> SamplingTensors:
-    arrays = {name: np.array(values, dtype=_DTYPES[name]) for name, values in columns.items()}
-    offsets: dict[str, int] = {}
-    size = 0
-    for name, array in arrays.items():
-        offsets[name] = size
-        size += -(-max(1, array.nbytes) // _ALIGNMENT) * _ALIGNMENT
-    staging = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for name, array in arrays.items():
-        staging.numpy()[offsets[name] : offsets[name] + array.nbytes] = array.view(np.uint8)
-    packed = staging.to(device, non_blocking=True)
-    return SamplingTensors(
-        **{
-            name: packed[offsets[name] : offsets[name] + array.nbytes].view(_TORCH_DTYPES[_DTYPES[name]])
-            for name, array in arrays.items()
-        }
-    )

@@ -5,7 +5,6 @@ the node was told about; `check_idle` says so when there are no requests.
 """
 
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
 from kvrelay.core.block_hash import BlockHash, KVNamespace
 from kvrelay.core.clock import Clock, MonotonicClock
@@ -26,17 +25,10 @@ from kvrelay.engine.request import (
     RequestOutput,
     StepResult,
 )
+from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import SampledToken
 from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
-
-
-class Runner(Protocol):
-    """Carries out a plan: copies blocks, writes KV, samples."""
-
-    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Raises KVRelayError when this plan can not be carried out; its sequences then fail and the engine goes on."""
-        ...
 
 
 class Engine:
@@ -158,7 +150,7 @@ class Engine:
             self._num_steps += 1
             started = self._clock.now()
             try:
-                output = self._runner.run(plan)
+                output = self._runner.launch(plan).collect()
             except KVRelayError as error:
                 self._fail(sequences, str(error))
             else:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
+from kvrelay.engine.runner import FinishedStep
 from kvrelay.engine.sampler import SampledToken, SamplingRow, prompt_logprobs
 
 _LOGPROB_ROWS = (
@@ -31,7 +32,7 @@ class TokenSampler(Protocol):
 
 class ModelRunner:
     """`kv_pool` is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; only this class and its model
-    write to it.
+    write to it. On the CPU, where nothing runs beside the caller: a launched step is finished.
     """
 
     def __init__(self, model: DecoderForCausalLM, sampler: TokenSampler, kv_pool: Tensor) -> None:
@@ -39,15 +40,17 @@ class ModelRunner:
         self._sampler = sampler
         self._kv_pool = kv_pool
         self._block_size = kv_pool.shape[4]
+        self._last_sampled: list[int] = []  # by the step before, one token for each row of its plan
 
     @torch.inference_mode()
-    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> FinishedStep:
         for source, target in plan.copies:
             self._kv_pool[target].copy_(self._kv_pool[source])
         input_ids, positions, metadata = self._inputs(plan)
         hidden = self._model.forward(input_ids, positions, self._kv_pool, metadata)  # [num_tokens, hidden_size]
         sampled = self._sample(plan, hidden)
-        return ModelRunnerOutput(tuple(self._results(plan, hidden, sampled)))
+        self._last_sampled = [token.token_id for result in sampled for token in result.sampled]
+        return FinishedStep(ModelRunnerOutput(tuple(self._results(plan, hidden, sampled))))
 
     def _inputs(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """Lists first, and one array of each: most steps have a few tokens only, for which numpy costs more than it
@@ -61,7 +64,7 @@ class ModelRunner:
         for entry in plan.scheduled:
             table, start = entry.block_table, entry.start
             end = start + entry.num_scheduled_tokens
-            input_ids += entry.token_ids
+            input_ids += entry.token_ids if entry.input_row is None else [self._last_sampled[entry.input_row]]
             positions += range(start, end)
             slots += [table[position // size] * size + position % size for position in range(start, end)]
             query_start_loc.append(len(input_ids))

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.sampler import SampledToken, SamplingRow
 
+UNKNOWN_TOKEN = -1  # no id that a model has: to run it unresolved is an error
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """`token_ids` are run at positions `start` .. and their KV is written into `block_table`.
 
+    `input_row` is set when the token was not known yet: `token_ids` is `(UNKNOWN_TOKEN,)` then, and stands for what the
+    step launched before this one samples in that row, counted over all `rows` of its plan.
     `rows` is empty while the prompt is incomplete; otherwise one row per output to sample from the last token's logits.
     `prompt_logprobs` (k, target ids): log-probabilities of the tokens that follow each scheduled prompt token, when
     asked for.
@@ -21,6 +25,7 @@ class ScheduledSequence:
     block_table: SequenceOf[int]
     rows: tuple[SamplingRow, ...]
     prompt_logprobs: tuple[int, SequenceOf[int]] | None = None
+    input_row: int | None = None
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -3,26 +3,32 @@
 Two steps, because the pool is somebody else's: `prepare_engine` says how large, `build` takes it.
 """
 
+import importlib
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal
 
 import torch
-from paged_kernels.registry import select_backend
+from paged_kernels.base import AttentionBackend
+from paged_kernels.kv_scales import KVScales
+from paged_kernels.registry import BackendUnavailableError, select_backend
 from torch import Tensor
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.device import DeviceName, choose_device, look_at_machine
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv_cache_dtype import KVCacheDType, choose_kv_scales, kv_layout
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig
 
@@ -43,6 +49,9 @@ class EngineOptions:
     quantization: Quantization = "none"
     threads: int = 0
     attention_backend: Literal["auto", "native", "reference"] = "auto"
+    device: DeviceName = "auto"
+    nodes_per_device: int = 1
+    enforce_eager: bool = False
     block_size: int = 16
     num_blocks: int = 0
     gpu_memory_utilization: float = 0.0
@@ -71,6 +80,11 @@ class PreparedEngine:
     attention: str
 
     @property
+    def device(self) -> torch.device:
+        """Where the pool must be."""
+        return self.loaded.model.device
+
+    @property
     def namespace(self) -> KVNamespace:
         return KVNamespace(
             model_fingerprint=self.loaded.fingerprint,
@@ -88,7 +102,8 @@ class PreparedEngine:
         publish_hits: bool = False,
     ) -> Engine:
         """`kv_pool`: zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on the model's device.
-        `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's."""
+        `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's. On a card this also records decode steps,
+        which takes seconds."""
         assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape)
         eos_token_ids = self.loaded.config.eos_token_ids
         config = SchedulerConfig(
@@ -100,7 +115,7 @@ class PreparedEngine:
         )
         return Engine(
             config,
-            ModelRunner(self.loaded.model, Sampler(self.loaded.config.vocab_size, eos_token_ids), kv_pool),
+            self._runner(kv_pool),
             BlockPool(self.size.num_blocks, on_evict=on_evict),
             self.namespace,
             eos_token_ids=eos_token_ids,
@@ -108,12 +123,22 @@ class PreparedEngine:
             publish_hits=publish_hits,
         )
 
+    def _runner(self, kv_pool: Tensor) -> Runner:
+        if self.device.type != "cpu":
+            build = _device_startup().device_runner
+            runner: Runner = build(self.options, self.loaded, kv_pool, self.size.max_model_len)
+            return runner
+        config = self.loaded.config
+        return ModelRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool)
+
 
 def prepare_engine(options: EngineOptions) -> PreparedEngine:
     """Loads the model. Raises ModelLoadError or ConfigurationError."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    attention = select_backend(options.attention_backend)
+    device, reason = choose_device(options.device, look_at_machine(), cpu_only=_cpu_only(options))
+    _logger.info("device %s (--device %s): %s", device, options.device, reason)
+    attention = _attention(options, device)
     _logger.info("loading %s", options.model)
     loaded = load_model(
         options.model,
@@ -121,17 +146,40 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
         attention=attention,
         max_model_len=options.max_model_len or None,
         quantization=options.quantization,
+        device=str(device),
         progress=_progress_logger(),
     )
     quantized = "" if options.quantization == "none" else f", weights as {options.quantization}"
     _logger.info("loaded in %.1f s as %s%s", loaded.load_seconds, loaded.dtype, quantized)
     kv_scales = choose_kv_scales(loaded, options.kv_cache_dtype, calculate=options.calculate_kv_scales)
     if kv_scales is not None:
-        attention = select_backend(options.attention_backend, loaded.model.device, kv_scales=kv_scales)
+        attention = _attention(options, device, kv_scales)
         loaded.model.attend_with(attention)
     layout = kv_layout(loaded, options.block_size, kv_scales)
-    size = size_pool(options, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
+    if device.type == "cpu":
+        size = size_pool(options, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
+    else:
+        size = _device_startup().size_device_pool(options, loaded, layout)
     return PreparedEngine(options, loaded, layout, size, attention.name)
+
+
+def _device_startup() -> ModuleType:
+    """Only where there is a card: it imports Triton, which need not be installed elsewhere."""
+    return importlib.import_module("kvrelay.engine.device_startup")
+
+
+def _cpu_only(options: EngineOptions) -> str:
+    """An option among those given that leaves only the CPU; empty without one."""
+    if options.quantization != "none":
+        return f"--quantization {options.quantization}"
+    return "--attention-backend native" if options.attention_backend == "native" else ""
+
+
+def _attention(options: EngineOptions, device: torch.device, kv_scales: KVScales | None = None) -> AttentionBackend:
+    try:
+        return select_backend(options.attention_backend, device, kv_scales=kv_scales)
+    except BackendUnavailableError as error:
+        raise ConfigurationError(f"--attention-backend {options.attention_backend}: {error}") from error
 
 
 def _progress_logger() -> Callable[[int, int], None]:
@@ -154,8 +202,19 @@ def free_memory() -> int:
 
 
 def size_pool(options: EngineOptions, layout: KVLayout, *, model_limit: int, free_bytes: int) -> PoolSize:
-    """How many blocks, and how long a sequence may be. The pool always holds at least one sequence of max_model_len
-    tokens.
+    """For a pool in host memory: how many blocks, and how long a sequence may be (`fit_length`)."""
+    wanted = options.max_model_len or model_limit
+    num_blocks = options.num_blocks
+    if not num_blocks and options.gpu_memory_utilization:
+        num_blocks = int(free_bytes * options.gpu_memory_utilization) // layout.block_bytes
+    if not num_blocks:
+        pool_bytes = max(_DEFAULT_POOL_BYTES, layout.num_blocks_for(wanted) * layout.block_bytes)
+        num_blocks = int(min(pool_bytes, free_bytes * _LARGEST_DEFAULT_SHARE)) // layout.block_bytes
+    return fit_length(options, layout, num_blocks, model_limit=model_limit)
+
+
+def fit_length(options: EngineOptions, layout: KVLayout, num_blocks: int, *, model_limit: int) -> PoolSize:
+    """The pool always holds at least one sequence of max_model_len tokens.
 
     An explicit `max_model_len` that does not fit raises ConfigurationError; the model's own limit is lowered to what
     fits.
@@ -165,12 +224,6 @@ def size_pool(options: EngineOptions, layout: KVLayout, *, model_limit: int, fre
         raise ConfigurationError(
             f"--max-model-len {options.max_model_len} is more than the model can do; lower it to {model_limit}"
         )
-    num_blocks = options.num_blocks
-    if not num_blocks and options.gpu_memory_utilization:
-        num_blocks = int(free_bytes * options.gpu_memory_utilization) // layout.block_bytes
-    if not num_blocks:
-        pool_bytes = max(_DEFAULT_POOL_BYTES, layout.num_blocks_for(wanted) * layout.block_bytes)
-        num_blocks = int(min(pool_bytes, free_bytes * _LARGEST_DEFAULT_SHARE)) // layout.block_bytes
     fits = num_blocks * layout.block_size
     if fits < wanted and options.max_model_len:
         raise ConfigurationError(

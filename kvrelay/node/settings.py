@@ -39,6 +39,15 @@ class NodeSettings(ProcessSettings):
     attention_backend: Literal["auto", "native", "reference"] = Field(
         default="auto", description="Attention kernels; auto takes the fastest that is installed."
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute; auto takes a card where torch sees one that the kernels run on."
+    )
+    nodes_per_device: int = Field(
+        default=1, ge=1, description="Nodes that share this one's card, and so the memory that it takes by default."
+    )
+    enforce_eager: bool = Field(
+        default=False, description="On a card: record no decode steps at the start. Starts faster, decodes slower."
+    )
     connector: ConnectorSetting = Field(
         default=AUTO,
         description="How KV moves: shared_memory (nodes of one host), ucx or redis (any hosts), or several in that "
@@ -66,8 +75,9 @@ class NodeSettings(ProcessSettings):
         default=0.0,
         ge=0.0,
         le=0.95,
-        description="Share of the device's free memory (of free RAM on a CPU) for KV when num_blocks is 0; "
-        "0 takes 1 GiB, or what one sequence of max_model_len needs if that is more.",
+        description="When num_blocks is 0. On a card: share of its memory for this node, weights and all; 0 takes 0.9, "
+        "divided by nodes_per_device. On a CPU: share of free RAM for KV; 0 takes 1 GiB, or what one sequence of "
+        "max_model_len needs if that is more.",
     )
     max_model_len: int = Field(default=0, ge=0, description="Most tokens of prompt and output; 0 takes the model's.")
     max_num_seqs: int = Field(default=64, ge=1, description="Most sequences that run at a time.")

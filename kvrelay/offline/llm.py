@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.device import DeviceName
 from kvrelay.engine.kv_cache_dtype import KVCacheDType
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.layers.weight_format import Quantization
@@ -50,6 +51,8 @@ class LLM:
         quantization: Quantization = "none",
         threads: int = 0,
         attention_backend: Literal["auto", "native", "reference"] = "auto",
+        device: DeviceName = "auto",
+        enforce_eager: bool = False,
         block_size: int = 16,
         num_blocks: int = 0,
         gpu_memory_utilization: float = 0.0,
@@ -65,6 +68,8 @@ class LLM:
             quantization=quantization,
             threads=threads,
             attention_backend=attention_backend,
+            device=device,
+            enforce_eager=enforce_eager,
             block_size=block_size,
             num_blocks=num_blocks,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -76,7 +81,7 @@ class LLM:
         prepared = prepare_engine(options)
         self.max_model_len = prepared.size.max_model_len
         self.vocab_size = prepared.loaded.config.vocab_size
-        kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks)
+        kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
         self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
         self._max_num_seqs = max_num_seqs
         self._batches = itertools.count()  # what an interrupted one still has to say is not taken for a later one's

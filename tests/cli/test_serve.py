@@ -66,7 +66,8 @@ def test_nodes_understand_what_they_are_given() -> None:
         *("m", "--dtype", "bfloat16", "--num-blocks", "99", "--block-size", "32", "--max-model-len", "512"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--attention-backend", "reference"),
         *("--gpu-memory-utilization", "0.5", "--log-level", "debug", "--connector", "ucx,redis"),
-        *("--redis-ttl", "60", "--quantization", "int4", "--kv-cache-dtype", "fp8", "--calculate-kv-scales"),
+        *("--redis-ttl", "60", "--quantization", "int4", "--device", "cuda", "--enforce-eager"),
+        *("--kv-cache-dtype", "fp8", "--calculate-kv-scales"),
     )
     node = child_settings(NodeSettings, node_commands(settings, {}, cores=2)[1])
     assert (node.model, node.node_id, node.host, node.port, node.supervised) == ("m", "decode-0", "127.0.0.1", 0, True)
@@ -74,13 +75,14 @@ def test_nodes_understand_what_they_are_given() -> None:
     assert (node.max_num_seqs, node.max_num_batched_tokens, node.attention_backend) == (4, 128, "reference")
     assert (node.gpu_memory_utilization, node.log_level, node.connector) == (0.25, "debug", "ucx,redis")
     assert (node.redis_ttl, node.quantization) == (60, "int4")
+    assert (node.device, node.nodes_per_device, node.enforce_eager) == ("cuda", 2, True)
     assert (node.kv_cache_dtype, node.calculate_kv_scales) == ("fp8", True)
 
 
 def test_what_is_not_set_is_left_to_the_node() -> None:
     node = child_settings(NodeSettings, node_commands(settings_of("m"), {}, cores=2)[0])
     defaults = NodeSettings(model="m")
-    same = set(NodeSettings.model_fields) - {"node_id", "threads", "supervised", "drain_timeout"}
+    same = set(NodeSettings.model_fields) - {"node_id", "threads", "supervised", "drain_timeout", "nodes_per_device"}
     assert {name: getattr(node, name) for name in same} == {name: getattr(defaults, name) for name in same}
 
 

@@ -5,9 +5,11 @@ The next token is a pure function of the tokens read back through the block tabl
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
+from kvrelay.engine.runner import FinishedStep, LaunchedStep
 from kvrelay.engine.sampler import SampledToken
 
 VOCAB_SIZE = 1000
@@ -33,15 +35,27 @@ class FakeRunner:
         self.block_size = block_size
         self.num_computed_tokens = 0
         self.largest_step = 0
+        self._last_sampled: list[int] = []
 
-    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        return FinishedStep(self._run(plan))
+
+    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        entries = [self._resolved(entry) for entry in plan.scheduled]
         for source, target in plan.copies:
             self.pool[target] = self.pool[source].copy()
-        for entry in plan.scheduled:
+        for entry in entries:
             self._write(entry)
         self.num_computed_tokens += plan.num_scheduled_tokens
         self.largest_step = max(self.largest_step, plan.num_scheduled_tokens)
-        return ModelRunnerOutput(tuple(self._sample(entry) for entry in plan.scheduled))
+        results = tuple(self._sample(entry) for entry in entries)
+        self._last_sampled = [token.token_id for result in results for token in result.sampled]
+        return ModelRunnerOutput(results)
+
+    def _resolved(self, entry: ScheduledSequence) -> ScheduledSequence:
+        if entry.input_row is None:
+            return entry
+        return replace(entry, token_ids=(self._last_sampled[entry.input_row],), input_row=None)
 
     def _write(self, entry: ScheduledSequence) -> None:
         for offset, token_id in enumerate(entry.token_ids):

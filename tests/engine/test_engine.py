@@ -13,8 +13,9 @@ from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
+from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
+from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.scheduler import SchedulerConfig
 from tests.engine.fake_runner import FakeRunner, expected_output
 
@@ -473,10 +474,10 @@ def test_a_request_that_can_never_run_is_refused(bad: EngineRequest, field: str)
 
 
 class FailingRunner(FakeRunner):
-    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         if any(999 in entry.token_ids for entry in plan.scheduled):
             raise KVRelayError("the logits are not finite")
-        return super().run(plan)
+        return super().launch(plan)
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on() -> None:

@@ -1,5 +1,7 @@
 """From a plan to tokens with a real model: every sampling row reads the logits of its own sequence's last token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from paged_kernels.registry import select_backend
@@ -7,7 +9,7 @@ from paged_kernels.registry import select_backend
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.loader import load_model
-from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
+from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
 from kvrelay.engine.sampler import Sampler, SamplingRow
 from tests.engine.tiny_models import make_tiny_model
 
@@ -33,14 +35,25 @@ def greedy_prompt(n: int, block_id: int = 0) -> ScheduledSequence:
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_parallel_outputs_start_from_the_prompts_last_token(runner: ModelRunner, n: int) -> None:
     """Also when there are as many outputs as tokens in the step, which then looks like a batch of decodes."""
-    [alone] = runner.run(SchedulerOutput((greedy_prompt(1),), ())).results
-    [together] = runner.run(SchedulerOutput((greedy_prompt(n),), ())).results
+    [alone] = runner.launch(SchedulerOutput((greedy_prompt(1),), ())).collect().results
+    [together] = runner.launch(SchedulerOutput((greedy_prompt(n),), ())).collect().results
     assert [sampled.token_id for sampled in together.sampled] == [alone.sampled[0].token_id] * n
 
 
 def test_a_chunk_without_rows_lends_its_tokens_to_nobody(runner: ModelRunner) -> None:
     """Six tokens, six rows, all of them of the second sequence."""
-    [alone] = runner.run(SchedulerOutput((greedy_prompt(1),), ())).results
+    [alone] = runner.launch(SchedulerOutput((greedy_prompt(1),), ())).collect().results
     chunk = ScheduledSequence(token_ids=(9, 8, 7), start=0, block_table=[1], rows=())
-    _, together = runner.run(SchedulerOutput((chunk, greedy_prompt(6)), ())).results
+    _, together = runner.launch(SchedulerOutput((chunk, greedy_prompt(6)), ())).collect().results
     assert [sampled.token_id for sampled in together.sampled] == [alone.sampled[0].token_id] * 6
+
+
+def test_a_row_of_the_step_before_is_the_input(runner: ModelRunner) -> None:
+    """The second row of two sequences' prompts: what its sequence goes on with."""
+    prompts = (greedy_prompt(1), replace(greedy_prompt(1, block_id=1), token_ids=(9, 8, 7)))
+    first = runner.launch(SchedulerOutput(prompts, ())).collect().results[1].sampled[0].token_id
+    row = replace(prompts[1].rows[0], position=4, num_output_tokens=1)
+    unknown = ScheduledSequence((UNKNOWN_TOKEN,), start=3, block_table=[1], rows=(row,), input_row=1)
+    ahead = runner.launch(SchedulerOutput((unknown,), ())).collect()
+    known = replace(unknown, token_ids=(first,), input_row=None)
+    assert ahead == runner.launch(SchedulerOutput((known,), ())).collect()

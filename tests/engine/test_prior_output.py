@@ -8,8 +8,9 @@ from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
-from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
+from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampler import SamplingRow
 from kvrelay.node.convert import engine_request
 from tests.engine.fake_runner import FakeRunner, expected_output
@@ -98,9 +99,9 @@ class RecordingRunner(FakeRunner):
         super().__init__(64, BLOCK_SIZE)
         self.rows: list[tuple[int, int, int, list[int], list[int]]] = []
 
-    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         self.rows.extend(_values(row) for entry in plan.scheduled for row in entry.rows)
-        return super().run(plan)
+        return super().launch(plan)
 
 
 def _values(row: SamplingRow) -> tuple[int, int, int, list[int], list[int]]:

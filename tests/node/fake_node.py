@@ -11,8 +11,9 @@ from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.engine import Engine, Runner
-from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.plan import SchedulerOutput
+from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.scheduler import SchedulerConfig
 from kvrelay.node.node import Node, NodeIdentity
 from prefill_node.service import PrefillService
@@ -32,9 +33,9 @@ class GatedRunner(FakeRunner):
         super().__init__(NUM_BLOCKS, BLOCK_SIZE)
         self.gate = threading.Event()
 
-    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         assert self.gate.wait(timeout=10.0)
-        return super().run(plan)
+        return super().launch(plan)
 
 
 NAMESPACE = KVNamespace(b"fake", "float32", LAYOUT.layout_id, BLOCK_SIZE)

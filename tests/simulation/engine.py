@@ -6,12 +6,14 @@ Invariant: the runner attends to every byte of a sequence's KV, and raises when 
 import asyncio
 from collections.abc import Callable
 from contextvars import Context
+from dataclasses import replace
 
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, Message
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.request import StepResult
+from kvrelay.engine.runner import FinishedStep
 from kvrelay.engine.sampler import SampledToken, SamplingRow
 from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, slots_of
 
@@ -28,14 +30,26 @@ class DigestRunner:
         self._memory = memory
         self._block_size = block_size
         self._block_bytes = block_size * SLOT_BYTES
+        self._last_sampled: list[int] = []
 
-    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> FinishedStep:
+        entries = [self._resolved(entry) for entry in plan.scheduled]
         for source, target in plan.copies:
             self._memory[self._block(target)] = self._memory[self._block(source)]
-        for entry in plan.scheduled:
+        for entry in entries:
             self._write(entry)
         self.num_computed_tokens += plan.num_scheduled_tokens
-        return ModelRunnerOutput(tuple(self._sample(entry) for entry in plan.scheduled))
+        results = tuple(self._sample(entry) for entry in entries)
+        self._last_sampled = [token.token_id for result in results for token in result.sampled]
+        return FinishedStep(ModelRunnerOutput(results))
+
+    def _resolved(self, entry: ScheduledSequence) -> ScheduledSequence:
+        """The unknown token, and the output that each row was sampled from, are those of the step before."""
+        if entry.input_row is None:
+            return entry
+        token_id = self._last_sampled[entry.input_row]
+        rows = tuple(replace(row, output_token_ids=(*row.output_token_ids, token_id)) for row in entry.rows)
+        return replace(entry, token_ids=(token_id,), rows=rows, input_row=None)
 
     def _write(self, entry: ScheduledSequence) -> None:
         state = self._read(entry, entry.start - 1) if entry.start else FIRST_STATE

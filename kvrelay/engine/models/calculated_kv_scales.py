@@ -52,7 +52,7 @@ def _largest_projected(tensors: dict[str, StoredTensor], config: ModelConfig, la
     norm = _read(tensors, f"model.layers.{layer}.input_layernorm.weight")
     name = f"model.layers.{layer}.self_attn.{projection}"
     rows = _read(tensors, f"{name}.weight") * norm
-    bounds = torch.linalg.vector_norm(rows, dim=1) * math.sqrt(config.hidden_size)
+    bounds: Tensor = torch.linalg.vector_norm(rows, dim=1) * math.sqrt(config.hidden_size)
     if config.qkv_bias:
         bounds = bounds + _read(tensors, f"{name}.bias").abs()
     return bounds.view(config.num_kv_heads, config.head_dim)

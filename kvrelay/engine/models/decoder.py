@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch.nn.functional as F
 from paged_kernels.base import AttentionBackend, AttentionMetadata
-from paged_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
+from paged_kernels.fused import add_rms_norm, rms_norm, silu_mul
 from paged_kernels.packed import can_pack
 from torch import Tensor
 
@@ -47,8 +47,7 @@ class Attention:
         query, key, value = heads.split_with_sizes(self.head_counts, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self._norm_heads(query, self.query_norm), self._norm_heads(key, self.key_norm)
-        rotary(query, key, cos, sin)
-        self.backend.write_kv(key, value, kv_pool, self.layer, metadata.slot_mapping)
+        self.backend.write_kv_rotary(query, key, value, (cos, sin), kv_pool, self.layer, metadata.slot_mapping)
         attended = self.backend.attend(
             query, kv_pool, self.layer, metadata, scale=self.scale, sliding_window=self.sliding_window
         )

@@ -28,7 +28,7 @@ def generate(directory: Path, attention: AttentionBackend, sampler: type[Sampler
     chosen: TokenSampler = sampler(config.vocab_size, config.eos_token_ids)
     runner = ModelRunner(loaded.model, chosen, pool)
     first = ScheduledSequence(PROMPTS[0][:20], 0, TABLES[0], ())
-    runner.run(SchedulerOutput((first,), ()))
+    runner.launch(SchedulerOutput((first,), ())).collect()
     outputs: list[list[int]] = [[], []]
     for _ in range(4):
         steps = []
@@ -36,7 +36,7 @@ def generate(directory: Path, attention: AttentionBackend, sampler: type[Sampler
             row = SamplingRow(PARAMS[index], 0, len(prompt) + len(output), len(output), prompt, tuple(output))
             start = len(prompt) + len(output) - 1 if output else 20 * (1 - index)
             steps.append(ScheduledSequence((*prompt, *output)[start:], start, TABLES[index], (row,)))
-        results = runner.run(SchedulerOutput(tuple(steps), ())).results
+        results = runner.launch(SchedulerOutput(tuple(steps), ())).collect().results
         for output, result in zip(outputs, results, strict=True):
             output.append(result.sampled[0].token_id)
     return outputs

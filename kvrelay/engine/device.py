@@ -1,0 +1,82 @@
+"""Where the engine computes: what was asked for against what this process has.
+
+Invariant: a device is chosen once, before anything is loaded, and the log says which and why.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvrelay.core.errors import ConfigurationError
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+_OLDEST = (8, 0)  # compute capability; what the kernels are compiled for at least
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The first card that this process sees. `capability` is None for ROCm, whose versions are not CUDA's."""
+
+    name: str
+    total_bytes: int
+    capability: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What of a GPU there is. `torch_has_cuda`: torch was built for CUDA or ROCm."""
+
+    torch_has_cuda: bool
+    has_triton: bool
+    card: Card | None
+
+    @property
+    def problem(self) -> str | None:
+        """Why no card can be used, and what to do; None when one can."""
+        if not self.torch_has_cuda:
+            return "this torch is for CPUs only: install one built for CUDA (pytorch.org says how)"
+        if self.card is None:
+            return "torch sees no card: check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        if self.card.capability is not None and self.card.capability < _OLDEST:
+            major, minor = self.card.capability
+            return (
+                f"{self.card.name} has compute capability {major}.{minor} and the kernels need "
+                f"{_OLDEST[0]}.{_OLDEST[1]} (Ampere) or later: use another card"
+            )
+        if not self.has_triton:
+            return "the GPU kernels need triton: install the package triton"
+        return None
+
+
+def look_at_machine() -> Machine:
+    has_cuda = torch.version.cuda is not None or torch.version.hip is not None
+    return Machine(has_cuda, importlib.util.find_spec("triton") is not None, _first_card())
+
+
+def choose_device(name: DeviceName, machine: Machine, *, cpu_only: str = "") -> tuple[torch.device, str]:
+    """The device, and why it. `cpu_only` names an option that was given and works on a CPU only, if there is one.
+
+    Raises ConfigurationError for `cuda` where that can not be had."""
+    cpu = torch.device("cpu")
+    if name == "cpu":
+        return cpu, "as asked for"
+    problem = f"{cpu_only} is for CPUs" if cpu_only else machine.problem
+    if name == "cuda" and cpu_only:
+        raise ConfigurationError(f"--device cuda: {problem}; leave it out, or use --device cpu")
+    if name == "cuda" and problem is not None:
+        raise ConfigurationError(f"--device cuda: {problem}; or use --device cpu")
+    if problem is not None:
+        return cpu, problem
+    assert machine.card is not None
+    return torch.device("cuda", 0), f"{machine.card.name}, {machine.card.total_bytes / 2**30:.0f} GiB"
+
+
+def _first_card() -> Card | None:
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    capability = None if torch.version.hip is not None else (properties.major, properties.minor)
+    return Card(properties.name, properties.total_memory, capability)

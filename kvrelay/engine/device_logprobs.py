@@ -1,0 +1,55 @@
+"""Log-probabilities where the logits are: enqueued with the step, read when it is collected.
+
+Invariant: equal to `sampler.prompt_logprobs` and `sampler.logprobs_of` up to the rounding of a log-softmax; the rank
+and the most likely tokens are equal exactly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.engine.packed_arrays import to_host
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedLogprobs:
+    """Host tensors, one entry a row, valid once the step has ended; `num_top[i]` of row i's most likely are wanted."""
+
+    num_top: tuple[int, ...]
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor  # [num_rows, largest of num_top]
+    top_logprobs: Tensor
+
+    def collect(self) -> list[TokenLogprobs]:
+        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        rows = zip(*(column.tolist() for column in columns), self.num_top, strict=True)
+        return [
+            TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids[:k], top_logprobs[:k], strict=True)))
+            for token_id, logprob, rank, top_ids, top_logprobs, k in rows
+        ]
+
+
+def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> LaunchedLogprobs:
+    """Of `token_ids` `[num_rows]` int64 under `logits` `[num_rows, vocab_size]` float32; ids below 0 count as 0. Among
+    equals lower ids come first, and tokens as likely as the given one do not count against its rank."""
+    chosen = token_ids.clamp(min=0)[:, None]
+    logprobs = logits.log_softmax(dim=-1)
+    ranks = (logits > logits.gather(1, chosen)).sum(dim=-1) + 1
+    most = max(num_top, default=0)
+    if most:  # stable: topk promises nothing about equals
+        top_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :most]
+    else:
+        top_ids = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+    return LaunchedLogprobs(
+        tuple(num_top),
+        to_host(chosen.squeeze(1)),
+        to_host(logprobs.gather(1, chosen).squeeze(1)),
+        to_host(ranks),
+        to_host(top_ids),
+        to_host(logprobs.gather(1, top_ids)),
+    )

@@ -1,0 +1,206 @@
+"""Carries out plans on a card: inputs travel in one copy, everything is enqueued, and the host waits once a step, when
+the sampled tokens are collected.
+
+Invariant: nothing between `launch` and `collect` reads from the device. Work is in the order of one stream, so that a
+step may read what the one before samples, and memory may be reused as soon as what uses it has been enqueued.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from paged_kernels.base import AttentionMetadata
+from torch import Tensor
+
+from kvrelay.core.errors import KVRelayError
+from kvrelay.engine.decode_graphs import DecodeGraphs, Step, StepRecorder, batch_sizes
+from kvrelay.engine.device_logprobs import LaunchedLogprobs, launch_logprobs
+from kvrelay.engine.device_sampler import DeviceSampler, LaunchedSampling
+from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.packed_arrays import Array, PackedArrays
+from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
+from kvrelay.engine.step_inputs import StepInputs, flatten
+
+_LOGPROB_ROWS = 128  # prompt log-probabilities in slices, since a row of logits is as long as the vocabulary
+_SAMPLING_BYTES = 128  # of a row's sampling parameters; steps that need more, for penalties, are not replayed
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What no plan exceeds."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class DeviceRunner:
+    """`Runner` for a card, or for the CPU where Triton is interpreted. `kv_pool` as `ModelRunner`'s. With a `recorder`
+    every step of one token per sequence is recorded at once, in `batch_sizes`, and replayed from then on.
+    """
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        sampler: DeviceSampler,
+        kv_pool: Tensor,
+        limits: StepLimits,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        self._model = model
+        self._sampler = sampler
+        self._kv_pool = kv_pool
+        self._limits = limits
+        self._block_size = kv_pool.shape[4]
+        self._table_width = -(-limits.max_model_len // self._block_size)
+        # By the step before, one token for each row of its plan; -1 for a row that failed.
+        self._last_sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=kv_pool.device)
+        self._inputs = torch.zeros(0, dtype=torch.uint8, device=kv_pool.device)  # what recorded steps read
+        self._graphs: DecodeGraphs | None = None
+        if recorder is not None:
+            self._record(recorder)
+
+    @torch.inference_mode()
+    def launch(self, plan: SchedulerOutput) -> "DeviceStep":
+        try:
+            return self._launch(plan)
+        except torch.OutOfMemoryError as error:
+            raise KVRelayError(
+                f"the device has no memory for a step of {plan.num_scheduled_tokens} tokens; lower "
+                f"--gpu-memory-utilization or --max-num-batched-tokens ({error})"
+            ) from error
+
+    def _launch(self, plan: SchedulerOutput) -> "DeviceStep":
+        for source, target in plan.copies:
+            self._kv_pool[target].copy_(self._kv_pool[source], non_blocking=True)
+        inputs = flatten(plan, self._block_size)
+        size = self._graphs.size_for(inputs.num_seqs) if self._graphs is not None and inputs.one_token_each else None
+        packed = PackedArrays(self._arrays(plan, inputs, size))
+        replayed = size is not None and packed.num_bytes <= len(self._inputs)
+        memory = self._inputs if replayed else self._empty(packed.num_bytes)
+        packed.to(memory)
+        tensors = packed.views(memory)
+        if replayed and self._graphs is not None and size is not None:
+            hidden = self._graphs.replay(size)
+        else:
+            unknown = any(row >= 0 for row in inputs.input_rows)
+            longest = max(entry.num_scheduled_tokens for entry in plan.scheduled)
+            hidden = self._forward(tensors, longest, max(inputs.seq_lens), resolve=unknown)
+        sampled = self._sample(inputs, hidden, tensors)
+        prompt_logprobs = self._prompt_logprobs(plan, hidden, tensors)
+        return DeviceStep(plan.scheduled, sampled, prompt_logprobs, _mark(self._kv_pool.device))
+
+    def _arrays(self, plan: SchedulerOutput, inputs: StepInputs, size: int | None) -> dict[str, Array]:
+        """Those that a recorded step reads come first, so that they lie where it looks for them."""
+        arrays = inputs.arrays() if size is None else inputs.arrays(num_rows=size, table_width=self._table_width)
+        if inputs.rows:
+            arrays["last_tokens"] = np.array(inputs.last_tokens, dtype=np.int64)
+            arrays |= self._sampler.arrays(inputs.rows)
+        targets = [target for entry in plan.scheduled if entry.prompt_logprobs for target in entry.prompt_logprobs[1]]
+        if targets:
+            arrays["targets"] = np.array(targets, dtype=np.int64)
+        return arrays
+
+    def _forward(self, tensors: Mapping[str, Tensor], max_query_len: int, max_seq_len: int, *, resolve: bool) -> Tensor:
+        """The final hidden states, `[num_tokens, hidden_size]`. `resolve`: some tokens are those of the step before."""
+        token_ids = tensors["token_ids"]
+        if resolve:
+            before = self._last_sampled[tensors["input_rows"]].clamp(min=0)
+            token_ids = torch.where(tensors["known"], token_ids, before)
+        metadata = AttentionMetadata(
+            slot_mapping=tensors["slots"],
+            block_tables=tensors["block_tables"],
+            query_start_loc=tensors["query_start_loc"],
+            seq_lens=tensors["seq_lens"],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+        return self._model.forward(token_ids, tensors["positions"], self._kv_pool, metadata)
+
+    def _sample(self, inputs: StepInputs, hidden: Tensor, tensors: Mapping[str, Tensor]) -> LaunchedSampling | None:
+        num_rows = len(inputs.rows)
+        if not num_rows:
+            return None
+        in_order = inputs.last_tokens == list(range(num_rows))  # a batch of decodes
+        wanted = hidden[:num_rows] if in_order else hidden[tensors["last_tokens"]]
+        logits = self._model.compute_logits(wanted)
+        return self._sampler.launch(logits, inputs.rows, tensors, self._last_sampled[:num_rows])
+
+    def _prompt_logprobs(
+        self, plan: SchedulerOutput, hidden: Tensor, tensors: Mapping[str, Tensor]
+    ) -> list[list[LaunchedLogprobs]]:
+        """One list per scheduled sequence."""
+        found: list[list[LaunchedLogprobs]] = []
+        first_token = first_target = 0
+        for entry in plan.scheduled:
+            slices: list[LaunchedLogprobs] = []
+            k, targets = entry.prompt_logprobs or (0, ())
+            for start in range(0, len(targets), _LOGPROB_ROWS):
+                count = min(_LOGPROB_ROWS, len(targets) - start)
+                logits = self._model.compute_logits(hidden[first_token + start : first_token + start + count])
+                ids = tensors["targets"][first_target + start : first_target + start + count]
+                slices.append(launch_logprobs(logits, ids, [k] * count))
+            found.append(slices)
+            first_token += entry.num_scheduled_tokens
+            first_target += len(targets)
+        return found
+
+    @torch.inference_mode()
+    def _record(self, recorder: StepRecorder) -> None:
+        sizes = batch_sizes(self._limits.max_num_seqs)
+        padding = flatten(SchedulerOutput((_PADDING,), ()), self._block_size)
+        arrays = {size: padding.arrays(num_rows=size, table_width=self._table_width) for size in sizes}
+        for of_size in arrays.values():  # the one sequence of the plan becomes padding, too
+            of_size["slots"][:] = -1
+            of_size["seq_lens"][:] = 0
+        packed = {size: PackedArrays(of_size) for size, of_size in arrays.items()}
+        largest = max(one.num_bytes for one in packed.values())
+        self._inputs = self._empty(largest + sizes[-1] * _SAMPLING_BYTES + _SAMPLING_BYTES)
+
+        def step_of(size: int) -> Step:
+            packed[size].to(self._inputs)
+            tensors = packed[size].views(self._inputs)
+            return lambda: self._forward(tensors, 1, self._limits.max_model_len, resolve=True)
+
+        self._graphs = DecodeGraphs(recorder, sizes, step_of)
+
+    def _empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._kv_pool.device)
+
+
+_PADDING = ScheduledSequence((0,), 0, (0,), ())
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """A `LaunchedStep`; `end` is None where nothing runs beside the caller."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    sampled: LaunchedSampling | None
+    prompt_logprobs: list[list[LaunchedLogprobs]]
+    end: torch.cuda.Event | None
+
+    def collect(self) -> ModelRunnerOutput:
+        if self.end is not None:
+            self.end.synchronize()
+        tokens = iter(() if self.sampled is None else self.sampled.collect())
+        return ModelRunnerOutput(
+            tuple(
+                SequenceResult(
+                    tuple(islice(tokens, len(entry.rows))),
+                    tuple(one for launched in slices for one in launched.collect()),
+                )
+                for entry, slices in zip(self.scheduled, self.prompt_logprobs, strict=True)
+            )
+        )
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """The end of what has been enqueued until now."""
+    if device.type != "cuda":
+        return None
+    end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    end.record(torch.cuda.current_stream(device))
+    return end

@@ -1,0 +1,52 @@
+"""The part of start-up that needs Triton and a card: profile a step, size the pool, record decode steps.
+
+Imported only where the engine runs on a card.
+"""
+
+import logging
+import time
+
+from torch import Tensor
+
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.decode_graphs import CudaGraphRecorder
+from kvrelay.engine.device_runner import DeviceRunner, StepLimits
+from kvrelay.engine.device_sampler import DeviceSampler
+from kvrelay.engine.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
+from kvrelay.engine.models.loader import LoadedModel
+from kvrelay.engine.runner import Runner
+from kvrelay.engine.startup import EngineOptions, PoolSize, fit_length
+
+_logger = logging.getLogger(__name__)
+
+
+def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout) -> PoolSize:
+    """Raises ConfigurationError when too little of the card is left."""
+    _logger.info("profiling a step of %d tokens", options.max_num_batched_tokens)
+    start = time.monotonic()
+    profile = profile_memory(
+        loaded.model,
+        DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids),
+        layout,
+        _limits(options, loaded.max_model_len),
+        graphs=not options.enforce_eager,
+    )
+    _logger.info("profiled in %.1f s", time.monotonic() - start)
+    utilization = options.gpu_memory_utilization or DEFAULT_UTILIZATION / options.nodes_per_device
+    num_blocks = blocks_that_fit(profile, layout, utilization=utilization, num_blocks=options.num_blocks)
+    return fit_length(options, layout, num_blocks, model_limit=loaded.max_model_len)
+
+
+def device_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max_model_len: int) -> Runner:
+    """Records decode steps, unless they are not wanted."""
+    start = time.monotonic()
+    recorder = None if options.enforce_eager else CudaGraphRecorder()
+    sampler = DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
+    runner = DeviceRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
+    if recorder is not None:
+        _logger.info("recorded decode steps in %.1f s", time.monotonic() - start)
+    return runner
+
+
+def _limits(options: EngineOptions, max_model_len: int) -> StepLimits:
+    return StepLimits(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)

@@ -1,0 +1,103 @@
+"""How much of a card is left for the pool: what a worst-case step needs is measured, not guessed.
+
+Invariant: the engine's own memory (weights, the largest step, recorded steps, pool) stays below its share of the card,
+and below what is free when the pool is made.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.decode_graphs import batch_sizes
+from kvrelay.engine.device_runner import DeviceRunner, StepLimits
+from kvrelay.engine.device_sampler import DeviceSampler
+from kvrelay.engine.kv_pool import allocate_pool
+from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
+from kvrelay.engine.sampler import SamplingRow
+
+DEFAULT_UTILIZATION = 0.9
+
+_logger = logging.getLogger(__name__)
+_GRAPH_BYTES = 8 << 20  # an estimate of what the driver keeps for one recorded step
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Bytes. `resident` is the weights, `step` what the largest step needs besides them, `graphs` is set aside for
+    recorded steps. `free` is what the card had left with only the weights loaded, whoever uses the rest."""
+
+    total: int
+    free: int
+    resident: int
+    step: int
+    graphs: int
+
+    def pool_bytes(self, utilization: float) -> int:
+        """What the pool may take of a share of the card; negative when even the rest does not fit."""
+        needed = self.step + self.graphs
+        return min(int(self.total * utilization) - self.resident - needed, self.free - needed)
+
+
+def blocks_that_fit(profile: MemoryProfile, layout: KVLayout, *, utilization: float, num_blocks: int) -> int:
+    """`num_blocks` if they fit, as many as do for 0. Raises ConfigurationError, naming the sizes, when it is too
+    few."""
+    pool_bytes = profile.pool_bytes(utilization)
+    wanted = max(1, num_blocks) * layout.block_bytes
+    summary = (
+        f"{profile.total / _GIB:.1f} GiB card of which {utilization:.0%} may be used and {profile.free / _GIB:.1f} GiB "
+        f"are free; weights {profile.resident / _GIB:.1f} GiB, the largest step {profile.step / _GIB:.1f} GiB, "
+        f"recorded steps {profile.graphs / _GIB:.1f} GiB"
+    )
+    if pool_bytes < wanted:
+        asked = f"{num_blocks} KV blocks need" if num_blocks else "one KV block needs"
+        raise ConfigurationError(
+            f"{asked} {wanted / _GIB:.2f} GiB and {max(0, pool_bytes) / _GIB:.2f} GiB are left ({summary}); end what "
+            "else uses the card, raise --gpu-memory-utilization, or lower --num-blocks, --max-num-batched-tokens or "
+            "--max-num-seqs"
+        )
+    _logger.info("%s: %.1f GiB are left for KV", summary, pool_bytes / _GIB)
+    return num_blocks or pool_bytes // layout.block_bytes
+
+
+def graph_bytes(step_bytes: int, limits: StepLimits) -> int:
+    """What to set aside for recorded steps: they share the activations of the largest, whose tokens are part of the
+    largest step's."""
+    sizes = batch_sizes(limits.max_num_seqs)
+    num_tokens = max(1, min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len))
+    return len(sizes) * _GRAPH_BYTES + step_bytes * min(sizes[-1], num_tokens) // num_tokens
+
+
+def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
+    """As many tokens and as many sampled rows as a step may have, all of them in block 0."""
+    num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    num_tokens = min(limits.max_num_batched_tokens, num_seqs * (limits.max_model_len - 1))
+    sampling = SamplingParams(seed=0, top_p=0.9)
+    entries = []
+    for index in range(num_seqs):
+        length = num_tokens // num_seqs + (index < num_tokens % num_seqs)
+        row = SamplingRow(sampling, 0, length, 0, (), ())
+        entries.append(ScheduledSequence((0,) * length, 0, (0,) * -(-length // block_size), (row,)))
+    return SchedulerOutput(tuple(entries), ())
+
+
+def profile_memory(
+    model: DecoderForCausalLM, sampler: DeviceSampler, layout: KVLayout, limits: StepLimits, *, graphs: bool
+) -> MemoryProfile:
+    """Runs the largest step once; it also compiles most kernels."""
+    device = model.device
+    torch.cuda.empty_cache()
+    resident = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner = DeviceRunner(model, sampler, allocate_pool(layout, 1, device), limits)
+    runner.launch(largest_step(limits, layout.block_size)).collect()
+    step = torch.cuda.max_memory_reserved(device) - resident
+    del runner
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryProfile(total, free, resident, step, graph_bytes(step, limits) if graphs else 0)

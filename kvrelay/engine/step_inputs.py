@@ -1,0 +1,93 @@
+"""A plan as flat arrays: what a forward pass reads, for all sequences of the step one after the other.
+
+Invariant: of two plans with the same shape, padding included, every array has the same size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrelay.engine.packed_arrays import Array
+from kvrelay.engine.plan import SchedulerOutput
+from kvrelay.engine.sampler import SamplingRow
+
+_PADDING_SLOT = -1  # nothing is written for it
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Lists, since most steps have a few tokens only, for which numpy costs more than it saves. One entry per token:
+    `token_ids`, `input_rows` (-1: the token is known), `positions`, `slots`. One per sequence: `block_tables`,
+    `seq_lens`, and one more in `query_start_loc`. One per sampling row: `rows`, `last_tokens` (index of the token whose
+    logits it reads; parallel outputs share one).
+    """
+
+    token_ids: list[int]
+    input_rows: list[int]
+    positions: list[int]
+    slots: list[int]
+    query_start_loc: list[int]
+    seq_lens: list[int]
+    block_tables: list[Sequence[int]]
+    rows: list[SamplingRow]
+    last_tokens: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def one_token_each(self) -> bool:
+        return self.num_tokens == self.num_seqs
+
+    def arrays(self, *, num_rows: int = 0, table_width: int = 0) -> dict[str, Array]:
+        """With `num_rows`, at least as many as sequences, a step of one token each is padded to so many; `table_width`
+        blocks a table is then wide enough for any. Padding has no slot and length 0."""
+        padding = max(0, num_rows - self.num_seqs)
+        assert not padding or self.one_token_each, "only a step of one token each is padded"
+        input_rows = _array(self.input_rows, padding, -1, np.int64)
+        last = self.query_start_loc[-1]
+        return {
+            "token_ids": _array(self.token_ids, padding, 0, np.int64),
+            "known": input_rows < 0,
+            "input_rows": np.maximum(input_rows, 0),
+            "positions": _array(self.positions, padding, 0, np.int64),
+            "slots": _array(self.slots, padding, _PADDING_SLOT, np.int64),
+            "query_start_loc": np.array([*self.query_start_loc, *range(last + 1, last + 1 + padding)], dtype=np.int32),
+            "seq_lens": _array(self.seq_lens, padding, 0, np.int32),
+            "block_tables": padded_tables(self.block_tables, self.num_seqs + padding, table_width),
+        }
+
+
+def flatten(plan: SchedulerOutput, block_size: int) -> StepInputs:
+    inputs = StepInputs([], [], [], [], [0], [], [], [], [])
+    for entry in plan.scheduled:
+        table, start = entry.block_table, entry.start
+        end = start + entry.num_scheduled_tokens
+        inputs.token_ids.extend(entry.token_ids)
+        inputs.input_rows.extend([-1 if entry.input_row is None else entry.input_row] * entry.num_scheduled_tokens)
+        inputs.positions.extend(range(start, end))
+        inputs.slots.extend([table[at // block_size] * block_size + at % block_size for at in range(start, end)])
+        inputs.query_start_loc.append(len(inputs.token_ids))
+        inputs.seq_lens.append(end)
+        inputs.block_tables.append(table)
+        inputs.rows.extend(entry.rows)
+        inputs.last_tokens.extend([len(inputs.token_ids) - 1] * len(entry.rows))
+    return inputs
+
+
+def padded_tables(block_tables: Sequence[Sequence[int]], num_rows: int, width: int = 0) -> Array:
+    """`[num_rows, width or that of the longest]` int32, padded with 0."""
+    padded = np.zeros((num_rows, max(width, *map(len, block_tables))), dtype=np.int32)
+    for row, block_table in zip(padded, block_tables, strict=False):
+        row[: len(block_table)] = block_table
+    return padded
+
+
+def _array(values: list[int], padding: int, fill: int, dtype: type[np.int32] | type[np.int64]) -> Array:
+    return np.array(values + [fill] * padding, dtype=dtype)

@@ -1,0 +1,27 @@
+"""Log-probabilities beside the logits equal those that the host computes row by row."""
+
+import pytest
+import torch
+
+from kvrelay.engine.device_logprobs import launch_logprobs
+from kvrelay.engine.sampler import prompt_logprobs
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_they_are_the_hosts(k: int) -> None:
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(3))
+    logits[1, 10:20] = 3.0  # equals
+    logits[2, 5:] = -torch.inf
+    targets = [4, 15, 2, 49, 0]
+    expected = prompt_logprobs(logits, targets, k)
+    found = launch_logprobs(logits, torch.tensor(targets), [k] * 5).collect()
+    for one, other in zip(found, expected, strict=True):
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert [top for top, _ in one.top] == [top for top, _ in other.top]
+        assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-5)
+
+
+def test_each_row_gets_as_many_as_it_asked_for() -> None:
+    found = launch_logprobs(torch.randn(3, 20), torch.tensor([1, 2, 3]), [0, 5, 2]).collect()
+    assert [len(one.top) for one in found] == [0, 5, 2]

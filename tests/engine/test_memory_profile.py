@@ -1,0 +1,55 @@
+"""How much of a card the pool gets; no card is needed for the arithmetic."""
+
+import pytest
+
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.device_runner import StepLimits
+from kvrelay.engine.memory_profile import MemoryProfile, blocks_that_fit, graph_bytes, largest_step
+
+LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="bfloat16")  # 32 KiB a block
+GIB = 1 << 30
+PROFILE = MemoryProfile(total=80 * GIB, free=62 * GIB, resident=16 * GIB, step=2 * GIB, graphs=GIB)
+
+
+def test_the_pool_gets_what_is_left_of_the_share() -> None:
+    assert PROFILE.pool_bytes(0.5) == (40 - 16 - 3) * GIB
+
+
+def test_the_pool_never_gets_more_than_is_free() -> None:
+    """Others may use the card too."""
+    assert PROFILE.pool_bytes(0.95) == (62 - 3) * GIB
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [(0, 21 * GIB // LAYOUT.block_bytes), (100, 100)])
+def test_blocks(wanted: int, expected: int) -> None:
+    assert blocks_that_fit(PROFILE, LAYOUT, utilization=0.5, num_blocks=wanted) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "utilization", "what"),
+    [(0, 0.2, "one KV block needs 0.00 GiB and 0.00 GiB are left"), (2**20, 0.5, "1048576 KV blocks need 32.00 GiB")],
+)
+def test_too_little_names_sizes_and_remedies(num_blocks: int, utilization: float, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{what}.*80.0 GiB card.*weights 16.0 GiB.*--gpu-memory-utilization"):
+        blocks_that_fit(PROFILE, LAYOUT, utilization=utilization, num_blocks=num_blocks)
+
+
+def test_recorded_steps_get_their_share_of_the_largest_step() -> None:
+    limits = StepLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)
+    sizes = 11  # 1, 2, 4, 8, 16 .. 64
+    assert graph_bytes(GIB, limits) == GIB // 8 + sizes * (8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_seqs", "num_tokens"),
+    [
+        (StepLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096), 64, 512),
+        (StepLimits(max_num_seqs=300, max_num_batched_tokens=256, max_model_len=4096), 256, 256),
+        (StepLimits(max_num_seqs=2, max_num_batched_tokens=512, max_model_len=100), 2, 198),
+    ],
+)
+def test_the_largest_step_is_as_large_as_may_be(limits: StepLimits, num_seqs: int, num_tokens: int) -> None:
+    plan = largest_step(limits, 16)
+    assert (len(plan.scheduled), plan.num_scheduled_tokens) == (num_seqs, num_tokens)
+    assert all(len(entry.block_table) * 16 >= entry.num_scheduled_tokens for entry in plan.scheduled)
