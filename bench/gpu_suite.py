@@ -1,6 +1,7 @@
-"""Checks and times every GPU kernel: against float64 on fresh random inputs, against its floor, against torch.
+"""Checks and times every GPU kernel: against float64 on fresh random inputs, against its floor, against torch. Then the
+whole engine: decode steps and prompts of random-weight models, against their floors and transformers.
 
-    python bench/gpu_suite.py --output gpu.json
+    python bench/gpu_suite.py --output gpu.json [--part kernels|engine]
 
 The floor is the larger of the bytes a kernel must move over the card's copy bandwidth and its operations over the
 card's matrix rate, both measured first. `--self-test` runs tiny shapes in Triton's interpreter, where times mean
@@ -8,6 +9,7 @@ nothing. The exit status is 1 when a result is wrong.
 """
 
 import argparse
+import logging
 import os
 import secrets
 import sys
@@ -25,6 +27,7 @@ from bench.gpu.report import Result, table, write_json
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--part", choices=("all", "kernels", "engine"), default="all", help="what to measure")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the inputs; fresh by default")
     parser.add_argument("--self-test", action="store_true", help="tiny shapes on the CPU, interpreted")
@@ -36,34 +39,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cpu" if args.self_test else "cuda")
     torch.manual_seed(args.seed)
     watch = Stopwatch(device, 1 if args.self_test else args.repeats)
-    rates, results = run_suite(watch, tiny=args.self_test)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    rates = suite_rates(watch, tiny=args.self_test)
+    results: list[Result] = []
+    if args.part != "engine":
+        results += run_kernels(watch, rates, tiny=args.self_test)
+        _report(args.output, results, rates, device, args.seed)  # what follows may not come to its end
+    if args.part != "kernels":
+        results += run_engine(device, rates, args.seed, tiny=args.self_test)
+        _report(args.output, results, rates, device, args.seed)
     print(f"copy {rates.copy / 1e9:.0f} GB/s, matmul {rates.matmul / 1e12:.1f} TFLOP/s, seed {args.seed}")
     print(table(results))
-    if args.output:
-        write_json(args.output, results, rates, device, args.seed)
     return 0 if all(result.is_right for result in results) else 1
 
 
-def run_suite(watch: Stopwatch, *, tiny: bool) -> tuple[Rates, list[Result]]:
-    """A card runs the shapes of an 8B model in bfloat16; the self-test float16, which the interpreter rounds right."""
+def _report(output: Path | None, results: Sequence[Result], rates: Rates, device: torch.device, seed: int) -> None:
+    if output:
+        write_json(output, results, rates, device, seed)
+
+
+def suite_rates(watch: Stopwatch, *, tiny: bool) -> Rates:
+    """A card runs in bfloat16; the self-test in float16, which the interpreter rounds right."""
+    if tiny:
+        return measure_rates(watch, copy_bytes=1 << 20, matmul_size=64, dtype=torch.float16)
+    return measure_rates(watch, copy_bytes=1 << 30, matmul_size=8192, dtype=torch.bfloat16)
+
+
+def run_kernels(watch: Stopwatch, rates: Rates, *, tiny: bool) -> list[Result]:
+    """In the shapes of an 8B model."""
     from bench.gpu.attention_cases import Shapes, attention_cases
     from bench.gpu.layer_cases import Sizes, layer_cases
 
     if tiny:
         dtype = torch.float16
-        rates = measure_rates(watch, copy_bytes=1 << 20, matmul_size=64, dtype=dtype)
         shapes = Shapes(4, 2, 64, 16, decode=((2, 40), (1, 600)), prefill=((0, 33), (20, 17)))
         sizes = Sizes(3, 128, 64, 4, 2, 64, 300)
     else:
         dtype = torch.bfloat16
-        rates = measure_rates(watch, copy_bytes=1 << 30, matmul_size=8192, dtype=dtype)
         decode = ((1, 4096), (16, 4096), (64, 4096), (256, 1024), (1, 32768))
         prefill = ((0, 512), (0, 2048), (0, 8192), (8192, 512))
         shapes = Shapes(32, 8, 128, 16, decode=decode, prefill=prefill)
         sizes = Sizes(64, 4096, 14336, 32, 8, 128, 128256)
     results = [case.measure(watch, rates) for case in attention_cases(shapes, dtype, watch.device)]
-    results += [case.measure(watch, rates) for case in layer_cases(sizes, dtype, watch.device)]
-    return rates, results
+    return results + [case.measure(watch, rates) for case in layer_cases(sizes, dtype, watch.device)]
+
+
+def run_engine(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> list[Result]:
+    """Models of 1B and 8B parameters; the self-test a tiny one."""
+    from bench.gpu.engine_cases import EnginePlan, engine_cases
+    from kvrelay.engine.device_runner import StepLimits
+
+    if tiny:
+        limits = StepLimits(max_num_seqs=3, max_num_batched_tokens=24, max_model_len=64)
+        plan = EnginePlan("tiny", ((1, 20), (3, 8)), (30,), (2, 10, 3), 2, limits)
+        return list(engine_cases(plan, torch.float32, device, rates, seed))
+    limits = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=9216)
+    decode = ((1, 1024), (16, 1024), (64, 1024), (256, 1024))
+    results: list[Result] = []
+    for shape in ("llama-1b", "llama-8b"):
+        plan = EnginePlan(shape, decode, (512, 2048, 8192), (64, 512, 128), 64, limits)
+        results += engine_cases(plan, torch.bfloat16, device, rates, seed)
+    return results
 
 
 if __name__ == "__main__":

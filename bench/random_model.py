@@ -76,6 +76,32 @@ def llama_1b() -> PreTrainedConfig:
     )
 
 
+def llama_8b() -> PreTrainedConfig:
+    """Llama 3.1 8B."""
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=False,
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_id=EOS_TOKEN_ID,
+    )
+
+
 def tiny() -> PreTrainedConfig:
     """Small enough to write and load in a second."""
     return LlamaConfig(
@@ -91,7 +117,12 @@ def tiny() -> PreTrainedConfig:
     )
 
 
-SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {"qwen2-0.5b": qwen2_0_5b, "llama-1b": llama_1b, "tiny": tiny}
+SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "qwen2-0.5b": qwen2_0_5b,
+    "llama-1b": llama_1b,
+    "llama-8b": llama_8b,
+    "tiny": tiny,
+}
 
 
 def write_random_model(directory: Path, shape: str, *, seed: int = 0) -> Path:

@@ -1,8 +1,18 @@
 """What has happened in an engine since its last `StepResult`, in the order of happening."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.engine.request import Admission, PinnedBlock, PromptOutput, RequestFailure, RequestOutput
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.engine.request import (
+    Admission,
+    EngineLoad,
+    PinnedBlock,
+    PromptOutput,
+    RequestFailure,
+    RequestOutput,
+    StepResult,
+)
 
 
 @dataclass(slots=True)
@@ -20,3 +30,21 @@ class Changes:
     def any(self) -> bool:
         events = self.admissions or self.prompts or self.outputs or self.failures or self.named or self.progress
         return bool(events) or self.load
+
+    def take(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], load: EngineLoad) -> StepResult:
+        """All of it, which is forgotten here."""
+        result = StepResult(
+            admissions=tuple(self.admissions),
+            prompts=tuple(self.prompts),
+            outputs=tuple(self.outputs),
+            failures=tuple(self.failures),
+            named=tuple(self.named),
+            progress=tuple(self.progress),
+            stored=tuple(stored),
+            removed=tuple(removed),
+            load=load,
+        )
+        for events in (self.admissions, self.prompts, self.outputs, self.failures, self.named, self.progress):
+            events.clear()
+        self.load = False
+        return result

@@ -4,6 +4,7 @@ Invariant: a device is chosen once, before anything is loaded, and the log says 
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,20 +35,17 @@ class Machine:
     card: Card | None
 
     @property
-    def problem(self) -> str | None:
-        """Why no card can be used, and what to do; None when one can."""
+    def problem(self) -> tuple[str, str] | None:
+        """Why no card can be used, and what to do about it; None when one can."""
         if not self.torch_has_cuda:
-            return "this torch is for CPUs only: install one built for CUDA (pytorch.org says how)"
+            return "this torch is for CPUs only", "install one built for CUDA (pytorch.org says how)"
         if self.card is None:
-            return "torch sees no card: check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+            return "torch sees no card", "check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
         if self.card.capability is not None and self.card.capability < _OLDEST:
-            major, minor = self.card.capability
-            return (
-                f"{self.card.name} has compute capability {major}.{minor} and the kernels need "
-                f"{_OLDEST[0]}.{_OLDEST[1]} (Ampere) or later: use another card"
-            )
+            has, needed = (".".join(map(str, version)) for version in (self.card.capability, _OLDEST))
+            return f"{self.card.name} has compute capability {has}, the kernels need {needed}", "use a later card"
         if not self.has_triton:
-            return "the GPU kernels need triton: install the package triton"
+            return "the GPU kernels need triton", "install the package triton"
         return None
 
 
@@ -56,19 +54,23 @@ def look_at_machine() -> Machine:
     return Machine(has_cuda, importlib.util.find_spec("triton") is not None, _first_card())
 
 
-def choose_device(name: DeviceName, machine: Machine, *, cpu_only: str = "") -> tuple[torch.device, str]:
-    """The device, and why it. `cpu_only` names an option that was given and works on a CPU only, if there is one.
+def choose_device(name: DeviceName, look: Callable[[], Machine], *, cpu_only: str = "") -> tuple[torch.device, str]:
+    """The device, and why it. `look` is called only where a card may be used: it wakes the driver. `cpu_only` names an
+    option that was given and works on a CPU only, if there is one.
 
     Raises ConfigurationError for `cuda` where that can not be had."""
     cpu = torch.device("cpu")
     if name == "cpu":
         return cpu, "as asked for"
-    problem = f"{cpu_only} is for CPUs" if cpu_only else machine.problem
-    if name == "cuda" and cpu_only:
-        raise ConfigurationError(f"--device cuda: {problem}; leave it out, or use --device cpu")
-    if name == "cuda" and problem is not None:
-        raise ConfigurationError(f"--device cuda: {problem}; or use --device cpu")
-    if problem is not None:
+    if cpu_only:
+        if name == "cuda":
+            raise ConfigurationError(f"--device cuda: {cpu_only} is for CPUs; leave it out, or use --device cpu")
+        return cpu, f"{cpu_only} is for CPUs"
+    machine = look()
+    if machine.problem is not None:
+        problem, remedy = machine.problem
+        if name == "cuda":
+            raise ConfigurationError(f"--device cuda: {problem}: {remedy}, or use --device cpu")
         return cpu, problem
     assert machine.card is not None
     return torch.device("cuda", 0), f"{machine.card.name}, {machine.card.total_bytes / 2**30:.0f} GiB"

@@ -1,18 +1,26 @@
-"""The engine: schedule, run, update. One thread owns it; `EngineThread` is how the others reach it.
+"""The engine: schedule, launch, collect, update. One thread owns it; `EngineThread` is how the others reach it.
 
-Invariant between steps: every block is free, cached, referenced by a sequence, or pinned by a lease or by a transfer
-the node was told about; `check_idle` says so when there are no requests.
+With `run_ahead` a step is planned and launched while the one before it runs, as if every output went on by one token.
+That token is the runner's to fill in. An output that has ended with it (an end token, an abort) has its extra token
+thrown away. Where the plan depends on what the token is, the engine waits for it: see `Scheduler.can_run_ahead` and
+`Sequence.waits_for_result`. The tokens are the same as without.
+
+Invariant between steps: every block is free, cached, referenced by a sequence, or pinned by a lease, a step in flight
+or a transfer the node was told about; `check_idle` says so when there are no requests.
 """
 
 from collections.abc import Sequence as SequenceOf
 
-from kvrelay.core.block_hash import BlockHash, KVNamespace
+from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.engine.block_names import BlockNames
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.changes import Changes
-from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput, SequenceResult
+from kvrelay.engine.in_flight import StepInFlight, StepsInFlight
+from kvrelay.engine.leases import Leases
+from kvrelay.engine.plan import ModelRunnerOutput, SequenceResult
 from kvrelay.engine.prefill_meter import PrefillMeter
 from kvrelay.engine.request import (
     Admission,
@@ -34,7 +42,7 @@ from kvrelay.engine.sequence import Sequence, SequenceState
 class Engine:
     """Requests in, `StepResult`s out. `publish`: newly named blocks are pinned and reported so that the node can
     publish them. `publish_hits`: so are blocks that a PRODUCE request has found by name, since what was published once
-    may be gone.
+    may be gone. `run_ahead`: for a runner whose steps run beside the caller; of no use with another.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class Engine:
         eos_token_ids: SequenceOf[int],
         publish: bool,
         publish_hits: bool = False,
+        run_ahead: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self.config = config
@@ -54,15 +63,24 @@ class Engine:
         self._runner = runner
         self._namespace = namespace
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._publish = publish
-        self._publish_hits = publish and publish_hits
+        self._run_ahead = run_ahead
         self._clock: Clock = clock or MonotonicClock()
-        self._scheduler = Scheduler(config, pool, on_preempt=self._restart_lease)
-        self._sequences: dict[str, list[Sequence]] = {}
-        self._leases: dict[str, list[int]] = {}
         self._changes = Changes()
+        self._in_flight = StepsInFlight(pool)
+        self._names = BlockNames(
+            pool,
+            self._in_flight,
+            self._changes,
+            block_size=config.block_size,
+            publish=publish,
+            publish_hits=publish_hits,
+        )
+        self._leases = Leases(pool, self._names, self._changes)
+        self._scheduler = Scheduler(config, pool, self._in_flight, on_preempt=self._leases.restart)
+        self._sequences: dict[str, list[Sequence]] = {}
         self._num_arrived = 0
         self._num_steps = 0
+        self._collected_at = 0.0
         self._prefill = PrefillMeter()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -78,13 +96,14 @@ class Engine:
             index=request.first_choice_index,
             root=self._namespace.root(cache_salt=request.cache_salt),
             block_size=self.config.block_size,
+            max_model_len=self.config.max_model_len,
             arrival=self._num_arrived,
             priority=request.priority if self.config.policy == "priority" else 0,
         )
         self._sequences[request.request_id] = [sequence]
         self._changes.load = True
         if request.role is KVRole.PRODUCE:
-            self._leases[request.request_id] = []
+            self._leases.open(request.request_id)
         self._scheduler.add(sequence)
 
     def deliver(self, request_id: str, num_blocks: int) -> None:
@@ -96,8 +115,8 @@ class Engine:
             start = sequence.num_computed_tokens // self.config.block_size
             tokens = (start + num_blocks) * self.config.block_size
             sequence.num_computed_tokens = min(tokens, sequence.num_given_tokens)
-            self._name_full_blocks(sequence)
-            self._extend_lease(sequence, sequence.num_named_blocks)
+            self._names.name_full_blocks(sequence)
+            self._leases.extend(sequence, sequence.num_named_blocks)
 
     def start(self, request_id: str, first_tokens: SequenceOf[TokenOutput] = ()) -> None:
         """No more KV will arrive for a receiving request: compute what is missing and go on from `first_tokens`
@@ -121,10 +140,7 @@ class Engine:
 
     def release_lease(self, request_id: str) -> None:
         """Ends the lease on a request's published blocks; they stay cached. Idempotent and valid in every state."""
-        lease = self._leases.pop(request_id, None)
-        if lease is not None:
-            self.pool.unpin(lease)
-            self._changes.load = True
+        self._leases.release(request_id)
 
     def unpin(self, block_ids: SequenceOf[int]) -> None:
         """A transfer of these blocks, reported as `Admission.missing` or `StepResult.named`, has ended."""
@@ -132,43 +148,77 @@ class Engine:
         self._changes.load = True  # an idle node's last report must say that they are free
 
     def check_idle(self) -> None:
-        """Raises when anything is left of any request."""
+        """Raises when anything is left of any request. Steps in flight are collected first."""
+        self.settle()
         assert not self._sequences, f"requests left: {sorted(self._sequences)}"
-        assert not self._leases, f"leases left: {sorted(self._leases)}"
+        self._leases.check_idle()
         self.pool.check_idle()
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> tuple[StepResult | None, bool]:
-        """One step. The result is None when nothing changed; the flag says whether another step could do anything by
-        itself.
+        """Launches a step, and collects it, or with `run_ahead` the one before it. The result is None when nothing
+        changed; the flag says whether another step could do anything by itself.
         """
+        was_in_flight = bool(self._in_flight)
         for sequence in self._scheduler.reserve():
             self._changes.admissions.append(self._admission(sequence))
-        plan, sequences = self._scheduler.schedule()
-        if plan.scheduled:
-            self._num_steps += 1
-            started = self._clock.now()
-            try:
-                output = self._runner.launch(plan).collect()
-            except KVRelayError as error:
-                self._fail(sequences, str(error))
-            else:
-                self._prefill.count(plan, self._clock.now() - started)
-                self._update(plan, sequences, output)
-        return self._take_result(), bool(plan.scheduled)
+        if was_in_flight and not self._scheduler.can_run_ahead():
+            self.settle()
+        launched = self._launch()
+        while len(self._in_flight) > int(self._run_ahead and launched):
+            self._collect()
+        return self._take_result(), launched or was_in_flight
 
-    def _update(self, plan: SchedulerOutput, sequences: list[Sequence], output: ModelRunnerOutput) -> None:
-        for entry, sequence, result in zip(plan.scheduled, sequences, output.results, strict=True):
+    def settle(self) -> None:
+        """Waits for the steps in flight; the next step's result tells of them."""
+        while self._in_flight:
+            self._collect()
+
+    def _launch(self) -> bool:
+        """False when there is nothing to do."""
+        plan, sequences = self._scheduler.schedule()
+        if not plan.scheduled:
+            return False
+        self._num_steps += 1
+        started = self._clock.now()
+        try:
+            launched = self._runner.launch(plan)
+        except KVRelayError as error:
+            self.settle()  # it may end some of these sequences; and no later plan is to refer to a step that never ran
+            self._in_flight.cancel(plan)
+            self._fail(sequences, str(error))
+        else:
+            self._in_flight.add(plan, sequences, launched, started)
+        return True
+
+    def _collect(self) -> None:
+        step = self._in_flight.pop()
+        try:
+            output = step.launched.collect()
+        except KVRelayError as error:
+            self._fail(step.sequences, str(error))
+            return
+        finally:
+            self._changes.load |= self._in_flight.end(step)  # who is idle must still say that these are free
+        now = self._clock.now()
+        self._prefill.count(step.plan, now - max(step.launched_at, self._collected_at))
+        self._collected_at = now
+        self._update(step, output)
+
+    def _update(self, step: StepInFlight, output: ModelRunnerOutput) -> None:
+        for entry, sequence, result in zip(step.plan.scheduled, step.sequences, output.results, strict=True):
+            if sequence.state is SequenceState.FINISHED:
+                continue  # while the step was in flight: this is its extra token
             sequence.num_computed_tokens += entry.num_scheduled_tokens
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
-            self._name_full_blocks(sequence)
+            self._names.name_full_blocks(sequence)
             if entry.rows and not sequence.has_new_tokens:
                 self._finish_given(sequence, result)
             elif entry.rows:
                 self._append(sequence, result.sampled[0])
             else:
-                self._extend_lease(sequence, sequence.num_named_blocks)
+                self._leases.extend(sequence, sequence.num_named_blocks)
 
     def _finish_given(self, sequence: Sequence, result: SequenceResult) -> None:
         """The last given token's logits are here: every output of the request gets its first new token."""
@@ -178,8 +228,8 @@ class Engine:
             logprobs = tuple(sequence.prompt_logprobs)
             self._changes.prompts.append(PromptOutput(request.request_id, sequence.num_cached_tokens, logprobs))
         if request.role is KVRole.PRODUCE:
-            self._name_tail(sequence)
-            self._extend_lease(sequence, len(sequence.block_table))
+            self._names.name_tail(sequence)
+            self._leases.extend(sequence, len(sequence.block_table))
         unfinished = []
         num_output_tokens = sequence.num_output_tokens + 1
         for index, sampled in zip(request.choices, result.sampled, strict=True):
@@ -211,8 +261,7 @@ class Engine:
         ended = token_id in self._eos_token_ids and not sampling.ignore_eos
         if ended or token_id in sampling.stop_token_ids:
             return FinishReason.STOP, token_id
-        num_tokens = sequence.num_prompt_tokens + num_output_tokens
-        if num_output_tokens >= sampling.max_tokens or num_tokens >= self.config.max_model_len:
+        if sequence.num_prompt_tokens + num_output_tokens >= sequence.max_num_tokens:
             return FinishReason.LENGTH, None
         return None, None
 
@@ -236,80 +285,11 @@ class Engine:
         if not siblings:
             del self._sequences[request_id]
 
-    def _fail(self, sequences: list[Sequence], message: str) -> None:
-        for request_id in dict.fromkeys(sequence.request.request_id for sequence in sequences):
+    def _fail(self, sequences: SequenceOf[Sequence], message: str) -> None:
+        left = [sequence for sequence in sequences if sequence.state is not SequenceState.FINISHED]
+        for request_id in dict.fromkeys(sequence.request.request_id for sequence in left):
             self.abort(request_id)
             self._changes.failures.append(RequestFailure(request_id, message))
-
-    # -- names and leases --------------------------------------------------------------------------------------------
-
-    def _name_full_blocks(self, sequence: Sequence) -> None:
-        num_full = sequence.num_computed_tokens // self.config.block_size
-        if num_full == sequence.num_named_blocks:
-            return
-        names = sequence.names(num_full)
-        for index in range(sequence.num_named_blocks, num_full):
-            self._name(sequence, index, names[index], self.config.block_size)
-        sequence.num_named_blocks = num_full
-
-    def _name_tail(self, sequence: Sequence) -> None:
-        tail = sequence.given_tail()
-        if tail is not None:
-            self._name(sequence, len(sequence.block_table) - 1, *tail)
-
-    def _name(self, sequence: Sequence, index: int, block_hash: BlockHash, num_tokens: int) -> None:
-        """Names a computed block; when another block has the name already, the sequence takes that one and gives its
-        own back.
-        """
-        block_id = sequence.block_table[index]
-        holder = self.pool.find(block_hash)
-        if holder is None:
-            self.pool.register(block_id, block_hash)
-            if self._publish:
-                self._offer(PinnedBlock(block_id, block_hash, num_tokens))
-            return
-        if holder != block_id:
-            self.pool.acquire([holder])
-            self.pool.release([block_id])
-            sequence.block_table[index] = holder
-        if self._publish_hits and sequence.request.role is KVRole.PRODUCE:
-            self._offer(PinnedBlock(holder, block_hash, num_tokens))
-
-    def _offer(self, block: PinnedBlock) -> None:
-        """Has the node publish a block; it unpins it."""
-        self.pool.pin([block.block_id])
-        self._changes.named.append(block)
-
-    def _offer_hits(self, sequence: Sequence) -> None:
-        """Before the first progress of a PRODUCE request: the blocks that were here already."""
-        num_hits = sequence.num_cached_tokens // self.config.block_size
-        for block_id, block_hash in zip(sequence.block_table, sequence.names(num_hits), strict=False):
-            self._offer(PinnedBlock(block_id, block_hash, self.config.block_size))
-
-    def _extend_lease(self, sequence: Sequence, num_blocks: int) -> None:
-        """The first `num_blocks` blocks of a PRODUCE request stay until its lease ends. One that has ended already
-        keeps nothing, but who waits for the blocks still hears of them.
-        """
-        request = sequence.request
-        if request.role is not KVRole.PRODUCE:
-            return
-        lease = self._leases.get(request.request_id)
-        if lease is not None and num_blocks > len(lease):
-            blocks = sequence.block_table[len(lease) : num_blocks]
-            self.pool.pin(blocks)
-            lease.extend(blocks)
-        if num_blocks > sequence.num_reported_blocks:
-            if self._publish_hits and sequence.num_reported_blocks == 0:
-                self._offer_hits(sequence)
-            sequence.num_reported_blocks = num_blocks
-            self._changes.progress.append((request.request_id, num_blocks))
-
-    def _restart_lease(self, sequence: Sequence) -> None:
-        """A preempted request keeps no blocks by its lease either: two such would wait for each other for ever."""
-        lease = self._leases.get(sequence.request.request_id)
-        if lease:
-            self.pool.unpin(lease)
-            lease.clear()
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -330,21 +310,9 @@ class Engine:
 
     def _take_result(self) -> StepResult | None:
         stored, removed = self.pool.drain_changes()
-        changes = self._changes
-        if not (changes.any() or stored or removed):
+        if not (self._changes.any() or stored or removed):
             return None
-        self._changes = Changes()
-        return StepResult(
-            admissions=tuple(changes.admissions),
-            prompts=tuple(changes.prompts),
-            outputs=tuple(changes.outputs),
-            failures=tuple(changes.failures),
-            named=tuple(changes.named),
-            progress=tuple(changes.progress),
-            stored=tuple(stored),
-            removed=tuple(removed),
-            load=self.load(),
-        )
+        return self._changes.take(stored, removed, self.load())
 
     def load(self) -> EngineLoad:
         scheduler = self._scheduler

@@ -101,6 +101,7 @@ class EngineThread:
         busy = False
         while True:
             if not self._handle_messages(wait=not busy):
+                self._engine.settle()  # whose memory may be gone after this
                 return
             self.num_turns += 1
             result, busy = self._engine.step()

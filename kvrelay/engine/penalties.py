@@ -18,13 +18,12 @@ _LARGEST = torch.finfo(torch.float32).max
 
 def changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:
     """Whether `adjust` would do anything."""
-    return (
-        bool(params.logit_bias)
-        or num_output_tokens < params.min_tokens
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-    )
+    return bool(params.logit_bias) or num_output_tokens < params.min_tokens or reads_tokens(params)
+
+
+def reads_tokens(params: SamplingParams) -> bool:
+    """Whether `adjust` needs the output's tokens, and not only their number."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def adjust(

@@ -22,8 +22,8 @@ class Runner(Protocol):
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """Enqueues a step and returns at once where there is a device to wait for. At most one other step has been
-        launched and not been collected; an `input_row` of `plan` names a row of that one, or of the last one collected.
-        That row may have failed: the step then runs on any valid token, and nobody reads what it samples there.
+        launched and not been collected; an `input_row` of `plan` names a row of that one. Should that row fail, this
+        step runs on any valid token, and nobody reads what it samples there.
 
         Raises KVRelayError when this plan can not be carried out: nothing of it is under way then, its sequences fail,
         and no later plan refers to it.

@@ -39,7 +39,8 @@ class SamplingRow:
     """What is to be sampled from one row of logits.
 
     `position`: index of the token in its sequence, prompt tokens included. `num_output_tokens`: sampled before it. The
-    token ids are read only when a penalty needs them, and not kept.
+    token ids are read only when a penalty needs them (`reads_tokens`), and not kept; the last one of the output may be
+    missing otherwise.
     """
 
     params: SamplingParams

@@ -1,8 +1,9 @@
 """Decides what the next step computes. There are no phases: a sequence has `num_computed_tokens` catching up with its
 tokens.
 
-Chunked prefill, prefix hits and KV received from other nodes are all "tokens already computed". Invariant: every
-sequence is in exactly one of the queues, and owns one request reference for each entry of its block table.
+Chunked prefill, prefix hits and KV received from other nodes are all "tokens already computed", and so are those that a
+launched step computes. Invariant: every sequence is in exactly one of the queues, and owns one request reference for
+each entry of its block table.
 
 Chunked prefill beside decodes: Sarathi-Serve (Agrawal et al., 2024), section 4. Preemption by recompute:
 PagedAttention (Kwon et al., 2023), section 4.5.
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
+from kvrelay.engine.in_flight import StepsInFlight
+from kvrelay.engine.penalties import reads_tokens
+from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
 from kvrelay.engine.sampler import SamplingRow
 from kvrelay.engine.sequence import Sequence, SequenceState
 
@@ -65,8 +68,16 @@ class Scheduler:
     always be taken from a running one or will be given back by a receiving one. `on_preempt` is told who has just lost
     its blocks, and gives up whatever else keeps them."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, *, on_preempt: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        in_flight: StepsInFlight,
+        *,
+        on_preempt: Callable[[Sequence], None],
+    ) -> None:
         self.config = config
+        self._in_flight = in_flight
         self._on_preempt = on_preempt
         self.num_preemptions = 0
         self.reserving = SequenceQueue()
@@ -122,6 +133,20 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         self.running.append(sequence)
 
+    def can_run_ahead(self) -> bool:
+        """Whether the next step can be planned while one is in flight: nobody's sampling reads a token that is not
+        known yet, and nobody has to be preempted, which helps only when the blocks come back at once."""
+        num_blocks = 0
+        for sequence in self.running:
+            if sequence.waits_for_result:
+                continue
+            if sequence.num_unknown_tokens and reads_tokens(sequence.request.sampling):
+                return False
+            count = min(sequence.num_missing_tokens, self.config.max_num_batched_tokens)
+            shared, num_new = self._blocks_to_take(sequence, count)
+            num_blocks += len(shared) + num_new
+        return num_blocks <= self._pool.num_free
+
     def schedule(self) -> tuple[SchedulerOutput, list[Sequence]]:
         """The next step's plan and its sequences, in the same order. Running sequences first, then waiting ones,
         within the budget.
@@ -136,7 +161,8 @@ class Scheduler:
     def _schedule_running(self, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> int:
         """Returns the budget that is left. A prompt's chunk leaves one token of it to every decode behind it."""
         budget = self.config.max_num_batched_tokens
-        ordered = sorted(self.running, key=lambda item: item.order)
+        going_on = (sequence for sequence in self.running if not sequence.waits_for_result)
+        ordered = sorted(going_on, key=lambda item: item.order)
         decodes_left = sum(sequence.num_missing_tokens == 1 for sequence in ordered)
         for sequence in ordered:
             if sequence.state is not SequenceState.RUNNING:
@@ -180,6 +206,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert not self._in_flight, "a launched step may need the blocks that this is to free"
         self.running.remove(sequence)
         self._free_blocks(sequence)
         self._on_preempt(sequence)
@@ -195,11 +222,8 @@ class Scheduler:
         All or nothing: False leaves the sequence as it was.
         """
         size = self.config.block_size
-        first = sequence.num_computed_tokens // size
-        end = -(-(sequence.num_computed_tokens + count) // size)
         table = sequence.block_table
-        shared = [i for i in range(first, min(end, len(table))) if self._pool.ref_count(table[i]) > 1]
-        num_new = max(0, end - len(table))
+        shared, num_new = self._blocks_to_take(sequence, count)
         if not shared and not num_new:
             return True
         blocks = self._pool.allocate(len(shared) + num_new)
@@ -207,12 +231,23 @@ class Scheduler:
             return False
         for index in shared:
             source, target = table[index], blocks.pop()
-            if index * size < sequence.num_computed_tokens:
+            if index * size < sequence.next_position:
                 copies.append((source, target))
+                self._pool.pin([source])  # until the step is collected
             table[index] = target
-            self._pool.release([source])
+            self._in_flight.release([source])
         table.extend(blocks)
         return True
+
+    def _blocks_to_take(self, sequence: Sequence, count: int) -> tuple[list[int], int]:
+        """For `count` more tokens: indices in the block table of shared blocks that they are written to, and how many
+        blocks the table lacks."""
+        size = self.config.block_size
+        first = sequence.next_position // size
+        end = -(-(sequence.next_position + count) // size)
+        table = sequence.block_table
+        shared = [i for i in range(first, min(end, len(table))) if self._pool.ref_count(table[i]) > 1]
+        return shared, max(0, end - len(table))
 
     def _take_cached_blocks(self, sequence: Sequence) -> None:
         """Starts the block table with what is found by name."""
@@ -235,7 +270,7 @@ class Scheduler:
         return True
 
     def _free_blocks(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.block_table)
+        self._in_flight.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_named_blocks = 0
         sequence.num_computed_tokens = 0
@@ -244,11 +279,12 @@ class Scheduler:
 
 
 def _entry(sequence: Sequence, count: int) -> ScheduledSequence:
-    start = sequence.num_computed_tokens
+    start = sequence.next_position
     end = start + count
+    is_unknown = start == sequence.num_tokens  # what the step in flight samples
     sampling = sequence.request.sampling
     rows: tuple[SamplingRow, ...] = ()
-    if end == sequence.num_tokens:
+    if end == sequence.num_expected_tokens:
         choices = (sequence.index,) if sequence.has_new_tokens else sequence.request.choices
         rows = tuple(_sampling_row(sequence, choice) for choice in choices)
     prompt_logprobs = None
@@ -256,11 +292,12 @@ def _entry(sequence: Sequence, count: int) -> ScheduledSequence:
         targets = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
         prompt_logprobs = (sampling.prompt_logprobs, targets)
     return ScheduledSequence(
-        token_ids=sequence.token_ids[start:end],
+        token_ids=(UNKNOWN_TOKEN,) if is_unknown else sequence.token_ids[start:end],
         start=start,
         block_table=sequence.block_table.copy(),
         rows=rows,
         prompt_logprobs=prompt_logprobs,
+        input_row=sequence.sampled_row if is_unknown else None,
     )
 
 
@@ -269,8 +306,8 @@ def _sampling_row(sequence: Sequence, choice_index: int) -> SamplingRow:
     return SamplingRow(
         params=sequence.request.sampling,
         choice_index=choice_index,
-        position=sequence.num_tokens,
-        num_output_tokens=sequence.num_output_tokens,
+        position=sequence.num_expected_tokens,
+        num_output_tokens=sequence.num_expected_tokens - num_prompt,
         prompt_token_ids=sequence.request.prompt_token_ids,
         output_token_ids=sequence.token_ids[num_prompt:],
     )

@@ -1,7 +1,8 @@
 """The engine's state for one output: tokens, block table, counters.
 
-Invariant: the first `num_computed_tokens` tokens have their KV in `block_table`; the first `num_named_blocks` entries
-of `block_table` are full and carry their names in the pool.
+Invariant: the first `num_computed_tokens` tokens have their KV in `block_table`, the `num_launched_tokens` after them
+get it from launched steps; the first `num_named_blocks` entries of `block_table` are full and carry their names in the
+pool.
 """
 
 from enum import Enum
@@ -23,7 +24,9 @@ class Sequence:
     """One output of a request; the first one also computes the given tokens for its siblings.
 
     `token_ids` are the prompt, output tokens sampled elsewhere before the request came here, and new ones. The first
-    two are given: the prompt has `num_prompt_tokens`, both together `num_given_tokens`."""
+    two are given: the prompt has `num_prompt_tokens`, both together `num_given_tokens`. Behind them come
+    `num_unknown_tokens` that launched steps sample, the last of them in row `sampled_row` of the newest such step. The
+    output ends at `max_num_tokens`, if not before."""
 
     __slots__ = (
         "_names",
@@ -33,23 +36,35 @@ class Sequence:
         "block_table",
         "finish_reason",
         "index",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_given_tokens",
+        "num_launched_tokens",
         "num_named_blocks",
         "num_prompt_tokens",
         "num_reported_blocks",
+        "num_unknown_tokens",
         "priority",
         "prompt_logprobs",
         "prompt_reported",
         "request",
+        "sampled_row",
         "state",
         "token_ids",
         "was_preempted",
     )
 
     def __init__(
-        self, request: EngineRequest, *, index: int, root: BlockHash, block_size: int, arrival: int, priority: int
+        self,
+        request: EngineRequest,
+        *,
+        index: int,
+        root: BlockHash,
+        block_size: int,
+        max_model_len: int,
+        arrival: int,
+        priority: int,
     ) -> None:
         self.request = request
         self.priority = priority
@@ -59,7 +74,11 @@ class Sequence:
         self.token_ids: list[int] = list(request.given_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_given_tokens = len(self.token_ids)
+        self.max_num_tokens = min(self.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
         self.num_computed_tokens = 0
+        self.num_launched_tokens = 0
+        self.num_unknown_tokens = 0
+        self.sampled_row = 0
         self.num_cached_tokens = 0
         self.block_table: list[int] = []
         self.num_named_blocks = 0
@@ -77,13 +96,23 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def num_expected_tokens(self) -> int:
+        """With the unknown ones."""
+        return len(self.token_ids) + self.num_unknown_tokens
+
+    @property
+    def next_position(self) -> int:
+        """Where the next step begins."""
+        return self.num_computed_tokens + self.num_launched_tokens
+
+    @property
     def num_output_tokens(self) -> int:
-        """Since the request's beginning, wherever they were sampled."""
+        """Known ones, since the request's beginning, wherever they were sampled."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def has_new_tokens(self) -> bool:
-        """Whether this output goes on by itself: siblings are forked off with the first new token."""
+        """Whether this output is known to go on by itself: siblings are forked off with the first new token."""
         return len(self.token_ids) > self.num_given_tokens
 
     @property
@@ -105,7 +134,17 @@ class Sequence:
     @property
     def num_missing_tokens(self) -> int:
         """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_expected_tokens - self.next_position
+
+    @property
+    def waits_for_result(self) -> bool:
+        """Whether no step can be planned before the one that samples its newest token is collected: the output ends
+        with that token, or branches, or goes on elsewhere."""
+        if self.num_unknown_tokens == 0:
+            return False
+        request = self.request
+        splits = request.sampling.n > 1 or request.role is KVRole.PRODUCE
+        return self.num_expected_tokens >= self.max_num_tokens or (splits and not self.has_new_tokens)
 
     @property
     def width(self) -> int:
@@ -138,6 +177,7 @@ class Sequence:
             index=index,
             root=self._root,
             block_size=self.block_size,
+            max_model_len=self.max_num_tokens,
             arrival=self.arrival,
             priority=self.priority,
         )

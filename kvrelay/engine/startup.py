@@ -121,6 +121,7 @@ class PreparedEngine:
             eos_token_ids=eos_token_ids,
             publish=publish,
             publish_hits=publish_hits,
+            run_ahead=self.device.type != "cpu",
         )
 
     def _runner(self, kv_pool: Tensor) -> Runner:
@@ -136,7 +137,7 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
     """Loads the model. Raises ModelLoadError or ConfigurationError."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    device, reason = choose_device(options.device, look_at_machine(), cpu_only=_cpu_only(options))
+    device, reason = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
     _logger.info("device %s (--device %s): %s", device, options.device, reason)
     attention = _attention(options, device)
     _logger.info("loading %s", options.model)

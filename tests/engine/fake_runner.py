@@ -1,6 +1,7 @@
 """A runner without a model, whose KV is the tokens themselves: whatever goes wrong with blocks changes what it samples.
 
-The next token is a pure function of the tokens read back through the block table: `expected_output` knows it.
+The next token is a pure function of the tokens read back through the block table: `expected_output` knows it. What a
+sampler would be told is held against them.
 """
 
 import hashlib
@@ -8,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.engine.penalties import reads_tokens
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.runner import FinishedStep, LaunchedStep
-from kvrelay.engine.sampler import SampledToken
+from kvrelay.engine.sampler import SampledToken, SamplingRow
 
 VOCAB_SIZE = 1000
 
@@ -73,8 +75,16 @@ class FakeRunner:
 
     def _sample(self, entry: ScheduledSequence) -> SequenceResult:
         context = self._read(entry)
+        for row in entry.rows:
+            self._check_row(row, context)
         sampled = tuple(SampledToken(next_token(context, row.choice_index), None) for row in entry.rows)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if entry.prompt_logprobs is not None:
             logprobs = tuple(TokenLogprobs(target, -1.0, 1) for target in entry.prompt_logprobs[1])
         return SequenceResult(sampled, logprobs)
+
+    def _check_row(self, row: SamplingRow, context: list[int]) -> None:
+        output = context[len(row.prompt_token_ids) :]
+        assert (row.position, row.num_output_tokens) == (len(context), len(output))
+        if reads_tokens(row.params):
+            assert [*row.prompt_token_ids, *row.output_token_ids] == context

@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,16 +15,18 @@ from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
-from kvrelay.engine.runner import LaunchedStep
+from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.scheduler import SchedulerConfig
 from tests.engine.fake_runner import FakeRunner, expected_output
+from tests.engine.late_runner import LateRunner, WatchedPool
 
 BLOCK_SIZE = 8
 NAMESPACE = KVNamespace(b"fake", "float32", "fake", BLOCK_SIZE)
 
 
 class Harness:
-    """An engine, its fake runner, and everything it reported."""
+    """An engine, its fake runner, and everything it reported. With `run_ahead`, `late` stands between the two, and
+    `wrap` may put another runner before it."""
 
     def __init__(
         self,
@@ -36,8 +38,11 @@ class Harness:
         publish_hits: bool = False,
         policy: str = "fcfs",
         eos: Sequence[int] = (),
+        run_ahead: bool = False,
+        wrap: Callable[[Runner], Runner] = lambda runner: runner,
     ) -> None:
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
+        self.late = LateRunner(self.runner)
         self.evicted: list[int] = []
         config = SchedulerConfig(
             block_size=BLOCK_SIZE,
@@ -46,9 +51,15 @@ class Harness:
             max_model_len=num_blocks * BLOCK_SIZE,
             policy="priority" if policy == "priority" else "fcfs",
         )
-        pool = BlockPool(num_blocks, on_evict=self.evicted.extend)
         self.engine = Engine(
-            config, self.runner, pool, NAMESPACE, eos_token_ids=eos, publish=publish, publish_hits=publish_hits
+            config,
+            wrap(self.late if run_ahead else self.runner),
+            WatchedPool(num_blocks, self.late, on_evict=self.evicted.extend),
+            NAMESPACE,
+            eos_token_ids=eos,
+            publish=publish,
+            publish_hits=publish_hits,
+            run_ahead=run_ahead,
         )
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[str, int], FinishReason] = {}

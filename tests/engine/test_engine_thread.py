@@ -8,7 +8,8 @@ import pytest
 from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread
-from tests.engine.test_engine import Harness
+from kvrelay.engine.request import StepResult
+from tests.engine.test_engine import Harness, prompt_of, request
 
 PATIENCE = 10.0
 
@@ -48,3 +49,23 @@ async def test_calls_behind_a_stop_fail_too() -> None:
         with pytest.raises(UnavailableError):
             await thread.call(lambda engine: engine.load())
         await stopping
+
+
+async def test_a_stopped_thread_leaves_no_step_in_flight() -> None:
+    """Its memory may be gone next."""
+    harness, started = Harness(run_ahead=True), asyncio.Event()
+
+    def on_result(result: StepResult) -> None:
+        if result.outputs:
+            started.set()
+
+    thread = EngineThread(
+        harness.engine, asyncio.get_running_loop(), on_result=on_result, on_crash=lambda error: started.set()
+    )
+    thread.start()
+    async with asyncio.timeout(PATIENCE):
+        await thread.call(lambda engine: engine.add(request("a", prompt_of(5), 400)))
+        await started.wait()
+        await thread.stop(PATIENCE)
+    assert harness.late.num_ahead > 0
+    assert not harness.late.in_flight

@@ -19,7 +19,6 @@ from kv_connector.faulty import DamagingCopy, FaultyConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.scheduler import SchedulerConfig
 from kvrelay.node.node import Node, NodeIdentity
@@ -31,6 +30,7 @@ from router.node import NodeRole
 from router.policy import make_policy
 from router.registry import Registry
 from router.relay import ClusterRelay
+from tests.engine.late_runner import LateRunner, WatchedPool
 from tests.simulation.engine import DigestRunner, VirtualEngineThread
 from tests.simulation.faults import Faults
 from tests.simulation.network import Network
@@ -47,7 +47,8 @@ NAMESPACE = KVNamespace(b"simulated", LAYOUT.dtype, LAYOUT.layout_id, BLOCK_SIZE
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """`damage`: probability that a copied payload loses a bit. Times in seconds."""
+    """`damage`: probability that a copied payload loses a bit. `run_ahead`: engines plan the next step while the device
+    has not begun the one before. Times in seconds."""
 
     num_prefill_nodes: int = 2
     num_decode_nodes: int = 2
@@ -62,6 +63,7 @@ class ClusterConfig:
     fetch_timeout: float = 3.0
     longest_step: float = 0.02
     damage: float = 0.0
+    run_ahead: bool = False
 
     @property
     def prefill_addresses(self) -> list[str]:
@@ -228,13 +230,16 @@ class Cluster:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.config.max_model_len,
         )
+        runner = DigestRunner(buffer.memory, BLOCK_SIZE)
+        late = LateRunner(runner)
         engine = Engine(
             config,
-            DigestRunner(buffer.memory, BLOCK_SIZE),
-            BlockPool(self.config.num_blocks, on_evict=connector.retract),
+            late if self.config.run_ahead else runner,
+            WatchedPool(self.config.num_blocks, late, on_evict=connector.retract),
             NAMESPACE,
             eos_token_ids=(EOS_TOKEN_ID,),
             publish=True,
+            run_ahead=self.config.run_ahead,
         )
         node = Node(
             NodeIdentity(node_id, epoch, "simulated", NAMESPACE, LAYOUT.block_bytes, VOCAB_SIZE),

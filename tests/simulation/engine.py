@@ -134,6 +134,7 @@ class VirtualEngineThread(EngineThread):
     def _turn(self) -> None:
         try:
             if not self._handle_messages(wait=False):
+                self._engine.settle()
                 self._end()
                 return
             result, busy = self._engine.step()

@@ -66,7 +66,7 @@ def run_seed(seed: int, *, traced: bool = False) -> Outcome:
     """The run of this seed."""
     random = Random(seed)
     rates = draw_rates(random)
-    scenario = _draw_scenario(random, damage=rates.damage, is_calm=rates == CALM)
+    scenario = _draw_scenario(random, damage=rates.damage, is_calm=rates == CALM, run_ahead=seed % 2 == 1)
     longest_delay = random.choice((0.001, 0.005, 0.05))
     faults = SeededFaults(Random(random.getrandbits(64)), rates, longest_delay=longest_delay)
     return run_scenario(scenario, faults, random, traced=traced)
@@ -202,6 +202,7 @@ class _Run:
         counts["runs"] += 1
         counts["faults"] += cluster.faults.num_injected
         counts["disasters"] += self._num_disasters
+        counts["run_ahead"] += self._scenario.config.run_ahead
         counts["damaged"] += cluster.copy.num_damaged
         for client in self._clients:
             counts["requests"] += 1
@@ -221,7 +222,7 @@ class _LogTrace(logging.Handler):
         self._trace(f"{record.levelname.lower()} {record.name}: {record.getMessage()}")
 
 
-def _draw_scenario(random: Random, *, damage: float, is_calm: bool) -> Scenario:
+def _draw_scenario(random: Random, *, damage: float, is_calm: bool, run_ahead: bool) -> Scenario:
     num_prefill, num_decode = random.choice(((2, 2), (2, 2), (2, 2), (1, 1), (1, 2), (0, 2)))
     config = ClusterConfig(
         num_prefill_nodes=num_prefill,
@@ -234,6 +235,7 @@ def _draw_scenario(random: Random, *, damage: float, is_calm: bool) -> Scenario:
         max_attempts=random.choice((3, 10)),
         longest_step=random.choice((0.005, 0.02, 0.1)),
         damage=damage,
+        run_ahead=run_ahead,
     )
     plans = draw_plans(random, random.randrange(4, 13), config.max_model_len, arrival_seconds=_ARRIVAL_SECONDS)
     if is_calm:

@@ -40,6 +40,7 @@ def test_seeds_run_clean_and_are_not_empty() -> None:
     assert counts["runs"] == NUM_SEEDS
     assert counts["complete"] > counts["requests"] / 2
     happened = ("migrations", "damaged", "faults", "kill", "drain", "pause", "partition", "cut", "kill_router", "left")
+    assert counts["run_ahead"] == NUM_SEEDS / 2
     assert all(counts[what] > 0 for what in happened)
 
 

@@ -12,12 +12,12 @@ from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend
 from torch import Tensor
 
+from bench.gpu.eager_recorder import EagerRecorder
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.decode_graphs import RecordedStep, Step
 from kvrelay.engine.device_runner import DeviceRunner, StepLimits
 from kvrelay.engine.device_sampler import DeviceSampler
 from kvrelay.engine.engine import Engine
@@ -34,28 +34,6 @@ from tests.engine.tiny_models import make_tiny_model
 NUM_BLOCKS = 24
 LIMITS = StepLimits(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=96)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, seed=0)
-
-
-@dataclass(slots=True)
-class EagerRecorder:
-    """Stands for CUDA graphs: a replay is the step once more, over the same memory."""
-
-    replayed: list[int] = field(default_factory=list)  # tokens of each replayed step
-
-    def record(self, step: Step) -> RecordedStep:
-        step()
-        return _Replay(step, self.replayed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    step: Step
-    replayed: list[int]
-
-    def replay(self) -> Tensor:
-        hidden = self.step()
-        self.replayed.append(len(hidden))
-        return hidden
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +66,15 @@ class Spoken:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-def speak(runner: Runner, requests: Sequence[Sequence[EngineRequest]]) -> dict[tuple[str, int], Spoken]:
+def speak(
+    runner: Runner, requests: Sequence[Sequence[EngineRequest]], *, run_ahead: bool
+) -> dict[tuple[str, int], Spoken]:
     """Each group of requests is added when the group before has had its first tokens. By request and output; a prompt's
     own log-probabilities are output -1."""
     config = SchedulerConfig(16, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len)
     pool = BlockPool(NUM_BLOCKS, on_evict=lambda block_ids: None)
     namespace = KVNamespace(bytes(32), "float32", "test", 16)
-    engine = Engine(config, runner, pool, namespace, eos_token_ids=(), publish=False)
+    engine = Engine(config, runner, pool, namespace, eos_token_ids=(), publish=False, run_ahead=run_ahead)
     found: dict[tuple[str, int], Spoken] = {}
     groups = iter(requests)
     awaited: set[str] = set()
@@ -150,15 +130,15 @@ def exact(logprobs: Sequence[TokenLogprobs]) -> list[object]:
 def test_the_engine_speaks_the_tokens_of_the_cpu(directory: Path) -> None:
     recorder = EagerRecorder()
     runner = device_runner(load(directory, TritonBackend()), recorder)
-    expected = speak(cpu_runner(directory), mixed_requests())
-    found = speak(runner, mixed_requests())
+    expected = speak(cpu_runner(directory), mixed_requests(), run_ahead=False)
+    found = speak(runner, mixed_requests(), run_ahead=True)
     assert {name: spoken.token_ids for name, spoken in found.items()} == {
         name: spoken.token_ids for name, spoken in expected.items()
     }
     for name, spoken in found.items():
         assert exact(spoken.logprobs) == close(expected[name].logprobs)
     assert found["explained", -1].logprobs and found["explained", 0].logprobs
-    assert {2, 4, 6} <= set(recorder.replayed) <= {1, 2, 4, 6}
+    assert 6 in recorder.replayed and set(recorder.replayed) <= {1, 2, 4, 6}
 
 
 def decode(token_id: int, position: int, table: Sequence[int], input_row: int | None = None) -> ScheduledSequence:

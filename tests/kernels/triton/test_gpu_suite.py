@@ -48,5 +48,18 @@ def _check_record(record: Any, shown: str) -> None:
         assert result["error"] <= 1.0 and result["seconds"] > 0 and result["floor_seconds"] > 0
         assert result["name"] in shown
     names = " ".join(result["name"] for result in record["results"])
-    for part in ("decode", "float8", "prefill", "rms_norm", "silu_mul", "write_kv", "awq", "gptq", "sampling"):
+    for part in (
+        "decode",
+        "float8",
+        "prefill",
+        "rms_norm",
+        "silu_mul",
+        "write_kv",
+        "awq",
+        "gptq",
+        "sampling",
+        "tiny decode step",
+        "tiny first token",
+        "tiny 2 x",
+    ):
         assert part in names

@@ -1,0 +1,219 @@
+"""The whole engine on a card, scheduler and sampling included: seconds of a decode step, of a prompt, of a batch from
+beginning to end, against what the card's copy bandwidth and matrix rate allow, and against transformers.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.gpu.case import deviation
+from bench.gpu.eager_recorder import EagerRecorder
+from bench.gpu.measure import Rates
+from bench.gpu.random_decoder import random_decoder
+from bench.gpu.report import Result
+from bench.gpu.transformers_peer import generate_with_transformers
+from bench.random_model import SHAPES
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.decode_graphs import CudaGraphRecorder
+from kvrelay.engine.device_runner import DeviceRunner, StepLimits
+from kvrelay.engine.device_sampler import DeviceSampler
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
+from kvrelay.engine.request import EngineRequest
+from kvrelay.engine.sampler import SamplingRow
+from kvrelay.engine.scheduler import SchedulerConfig
+
+_logger = logging.getLogger(__name__)
+_BLOCK_SIZE = 16
+_WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What is measured of one shape of `bench/random_model.py`. `decode`: (batch, context); `prefill`: tokens of one
+    prompt; `batch`: (prompts, tokens of each, new tokens), from beginning to end; `steps` are timed of each decode."""
+
+    shape: str
+    decode: tuple[tuple[int, int], ...]
+    prefill: tuple[int, ...]
+    batch: tuple[int, int, int]
+    steps: int
+    limits: StepLimits
+
+    @property
+    def num_blocks(self) -> int:
+        """For the largest of the batches, and what its sequences add."""
+        count, prompt, new = self.batch
+        tokens = [batch * (context + self._most_tokens(batch, context)) for batch, context in self.decode]
+        return (max(*tokens, count * (prompt + new), *self.prefill) // _BLOCK_SIZE) + 2 * self.limits.max_num_seqs
+
+    def _most_tokens(self, batch: int, context: int) -> int:
+        """What a sequence may add while the others' prompts are computed, and while it is timed."""
+        return 2 * (batch * context // self.limits.max_num_batched_tokens + 2) + self.steps + _WARMUP_STEPS + 8
+
+    def sampling_for(self, batch: int, context: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=self._most_tokens(batch, context))
+
+
+class EngineBench:
+    """One model, its pool and its recorded steps, used for all measurements; prompts never repeat, so that none is
+    found by name."""
+
+    def __init__(self, plan: EnginePlan, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self._plan = plan
+        self._device = device
+        self._generator = torch.Generator().manual_seed(seed)
+        limits = plan.limits
+        self.model = random_decoder(
+            SHAPES[plan.shape](), max_model_len=limits.max_model_len, dtype=dtype, device=device
+        )
+        config = self.model.config
+        shape = (plan.num_blocks, config.num_kv_heads, config.num_layers, 2, _BLOCK_SIZE, config.head_dim)
+        self._pool = torch.zeros(shape, dtype=dtype, device=device)
+        self._sampler = DeviceSampler(config.vocab_size, ())
+        start = time.perf_counter()
+        recorder = CudaGraphRecorder() if device.type == "cuda" else EagerRecorder()
+        self._runner = DeviceRunner(self.model, self._sampler, self._pool, limits, recorder)
+        _logger.info("%s: recorded decode steps in %.1f s", plan.shape, time.perf_counter() - start)
+        self._engine = self._make_engine()
+        self._num_requests = 0
+
+    def _make_engine(self) -> Engine:
+        limits = self._plan.limits
+        scheduling = SchedulerConfig(
+            _BLOCK_SIZE, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
+        )
+        pool = BlockPool(len(self._pool), on_evict=lambda block_ids: None)
+        namespace = KVNamespace(bytes(32), str(self.model.dtype), "bench", _BLOCK_SIZE)
+        return Engine(scheduling, self._runner, pool, namespace, eos_token_ids=(), publish=False, run_ahead=True)
+
+    def prompt(self, length: int) -> tuple[int, ...]:
+        ids: list[int] = torch.randint(self.model.config.vocab_size, (length,), generator=self._generator).tolist()
+        return tuple(ids)
+
+    def decode_step_seconds(self, batch: int, context: int) -> float:
+        names = [self._add(context, self._plan.sampling_for(batch, context)) for _ in range(batch)]
+        while self._engine.load().num_requests_decoding < batch:
+            self._engine.step()
+        for _ in range(_WARMUP_STEPS):
+            self._engine.step()
+        start = time.perf_counter()
+        num_tokens = sum(self._step() for _ in range(self._plan.steps))
+        seconds = time.perf_counter() - start
+        for name in names:
+            self._engine.abort(name)
+        self._finish()
+        assert num_tokens == batch * self._plan.steps, "a timed step did something else than decoding"
+        return seconds / self._plan.steps
+
+    def prompt_seconds(self, length: int) -> float:
+        """Until the first token; the best of three, the first of which may compile."""
+        return min(self.batch_seconds(1, length, 1) for _ in range(3))
+
+    def batch_seconds(self, count: int, length: int, new: int) -> float:
+        sampling = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=new)
+        for _ in range(count):
+            self._add(length, sampling)
+        start = time.perf_counter()
+        num_tokens = 0
+        while num_tokens < count * new:
+            num_tokens += self._step()
+        seconds = time.perf_counter() - start
+        self._finish()
+        return seconds
+
+    def replay_error(self) -> float:
+        """A recorded step against the same one launched kernel by kernel: log-probabilities of the likeliest tokens, as
+        a share of what is allowed."""
+        sampling = SamplingParams(temperature=0.0, seed=0, logprobs=20)
+        length = 3 * _BLOCK_SIZE - 5
+        tables = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(min(3, self._plan.limits.max_num_seqs))]
+        for table in tables:
+            chunk = ScheduledSequence(self.prompt(length), 0, table, ())
+            self._runner.launch(SchedulerOutput((chunk,), ())).collect()
+        row = SamplingRow(sampling, 0, length + 1, 1, (), ())
+        step = SchedulerOutput(tuple(ScheduledSequence((7,), length, table, (row,)) for table in tables), ())
+        eager = DeviceRunner(self.model, self._sampler, self._pool, self._plan.limits)
+        found, expected = (_top_logprobs(runner, step) for runner in (self._runner, eager))
+        return deviation(found.to(self.model.dtype), expected.double())
+
+    def _add(self, length: int, sampling: SamplingParams) -> str:
+        self._num_requests += 1
+        name = str(self._num_requests)
+        self._engine.add(EngineRequest(name, self.prompt(length), sampling))
+        return name
+
+    def _step(self) -> int:
+        """Returns the number of new tokens."""
+        result, _ = self._engine.step()
+        if result is None:
+            return 0
+        assert not result.failures, result.failures[0].message
+        return sum(len(output.output.token_ids) for output in result.outputs)
+
+    def _finish(self) -> None:
+        while self._engine.step()[1]:
+            pass
+        self._engine.check_idle()
+
+
+def _top_logprobs(runner: DeviceRunner, step: SchedulerOutput) -> Tensor:
+    """`[num_seqs, 20]`, largest first: which of two equally likely tokens comes first does not matter."""
+    rows = [result.sampled[0].logprobs for result in runner.launch(step).collect().results]
+    return torch.tensor([[value for _, value in row.top] for row in rows if row is not None])
+
+
+def engine_cases(
+    plan: EnginePlan, dtype: torch.dtype, device: torch.device, rates: Rates, seed: int
+) -> Iterator[Result]:
+    bench = EngineBench(plan, dtype, device, seed)
+    error = bench.replay_error()
+    work = _Work(bench.model)
+    for batch, context in plan.decode:
+        seconds = bench.decode_step_seconds(batch, context)
+        floor = rates.floor_seconds(work.decode_bytes(batch, context), work.flops(batch))
+        yield Result(f"{plan.shape} decode step {batch} x {context}", error, seconds, floor, {})
+    for length in plan.prefill:
+        seconds = bench.prompt_seconds(length)
+        floor = rates.floor_seconds(work.weight_bytes, work.flops(length) + work.attention_flops(length))
+        yield Result(f"{plan.shape} first token of {length}", error, seconds, floor, {})
+    count, prompt, new = plan.batch
+    seconds = bench.batch_seconds(count, prompt, new)
+    floor = count * rates.floor_seconds(0, work.flops(prompt) + work.attention_flops(prompt))
+    floor += new * rates.floor_seconds(work.decode_bytes(count, prompt), work.flops(count))
+    prompts = [list(bench.prompt(prompt)) for _ in range(count)]
+    del bench, work
+    peers = generate_with_transformers(plan.shape, prompts, new) if device.type == "cuda" else {}
+    yield Result(f"{plan.shape} {count} x ({prompt} in, {new} out)", error, seconds, floor, peers)
+
+
+class _Work:
+    """What a model can not avoid: bytes and floating-point operations."""
+
+    def __init__(self, model: DecoderForCausalLM) -> None:
+        config = model.config
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+        self._layer_weights = config.num_layers * layer
+        self._head_weights = config.hidden_size * config.vocab_size
+        self._kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+        self._attention = 2 * config.num_layers * config.num_heads * config.head_dim
+        self.weight_bytes = (self._layer_weights + self._head_weights) * model.dtype.itemsize
+
+    def decode_bytes(self, batch: int, context: int) -> float:
+        return self.weight_bytes + batch * context * self._kv_bytes
+
+    def flops(self, num_tokens: int) -> float:
+        """Of the matrix products of the layers; the head's are few where tokens are many."""
+        return 2.0 * num_tokens * self._layer_weights
+
+    def attention_flops(self, num_tokens: int) -> float:
+        """Of one prompt, causal."""
+        return float(self._attention) * num_tokens * num_tokens

@@ -1,0 +1,32 @@
+"""A decoder of a known shape with random weights, made where it runs: no file is written or read."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from paged_kernels.triton_attention import TritonBackend
+from transformers import PreTrainedConfig
+
+from kvrelay.engine.layers.weight_format import WeightFormat
+from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.models.model_config import load_model_config
+
+
+def random_decoder(
+    config: PreTrainedConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> DecoderForCausalLM:
+    """Norms are 1, all else is small."""
+    config.architectures = ["LlamaForCausalLM"]
+    with TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        ours = load_model_config(Path(directory))
+    model = DecoderForCausalLM(ours, TritonBackend(), max_model_len=max_model_len, weights=WeightFormat(dtype, device))
+    for name, slot in model.checkpoint_slots().items():
+        memory = slot.open()
+        if name.endswith("norm.weight"):
+            memory.fill_(1.0)
+        else:
+            memory.normal_(0.0, 0.02)
+        slot.filled(memory)
+    model.pack()
+    return model

@@ -1,0 +1,79 @@
+"""The steps that were launched and not collected yet, and the blocks that were given back meanwhile.
+
+Invariant: a block that a launched step may read or write is in use until that step is collected, whoever gives it back:
+a step runs on a device that nobody asks, beside transfers that write to blocks as soon as they get them.
+"""
+
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.plan import SchedulerOutput
+from kvrelay.engine.runner import LaunchedStep
+from kvrelay.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """`sequences` are those of the plan, in its order; `pinned` blocks wait for the step."""
+
+    plan: SchedulerOutput
+    sequences: SequenceOf[Sequence]
+    launched: LaunchedStep
+    launched_at: float
+    pinned: list[SequenceOf[int]] = field(default_factory=list)
+
+
+class StepsInFlight:
+    """In the order of launching. While there are any, blocks given back stay pinned until the newest of them ends: that
+    is simpler than to know who uses which, and costs one step."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._steps: deque[StepInFlight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def release(self, block_ids: SequenceOf[int]) -> None:
+        """As `BlockPool.release`; the blocks are not handed out before every step launched so far is collected."""
+        if self._steps and block_ids:
+            self._pool.pin(block_ids)
+            self._steps[-1].pinned.append(block_ids)
+        self._pool.release(block_ids)
+
+    def add(self, plan: SchedulerOutput, sequences: SequenceOf[Sequence], launched: LaunchedStep, now: float) -> None:
+        """A step has been launched. The plan's copies read from blocks that the scheduler has pinned."""
+        step = StepInFlight(plan, sequences, launched, now)
+        step.pinned.append(_sources(plan))
+        self._steps.append(step)
+        row = 0
+        for entry, sequence in zip(plan.scheduled, sequences, strict=True):
+            sequence.num_launched_tokens += entry.num_scheduled_tokens
+            if entry.rows:
+                sequence.num_unknown_tokens += 1
+                sequence.sampled_row = row
+                row += len(entry.rows)
+
+    def cancel(self, plan: SchedulerOutput) -> None:
+        """A plan that was not launched, with no other step in flight."""
+        assert not self._steps, "a step in flight may still need these blocks"
+        self._pool.unpin(_sources(plan))
+
+    def pop(self) -> StepInFlight:
+        """The oldest, to be collected; `end` follows in any case."""
+        return self._steps.popleft()
+
+    def end(self, step: StepInFlight) -> bool:
+        """The step touches nothing any more. True when blocks have waited for it."""
+        for entry, sequence in zip(step.plan.scheduled, step.sequences, strict=True):
+            sequence.num_launched_tokens -= entry.num_scheduled_tokens
+            sequence.num_unknown_tokens -= bool(entry.rows)
+        for block_ids in step.pinned:
+            self._pool.unpin(block_ids)
+        return any(step.pinned)
+
+
+def _sources(plan: SchedulerOutput) -> list[int]:
+    return [source for source, _ in plan.copies]

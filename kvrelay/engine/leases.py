@@ -1,0 +1,64 @@
+"""The leases of PRODUCE requests: their named blocks stay pinned until they were fetched, or the lease ends.
+
+Invariant: a lease pins exactly the leading blocks that it lists. It may outlive its request, and end before it.
+"""
+
+from kvrelay.engine.block_names import BlockNames
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.changes import Changes
+from kvrelay.engine.request import KVRole
+from kvrelay.engine.sequence import Sequence
+
+
+class Leases:
+    """By request id."""
+
+    def __init__(self, pool: BlockPool, names: BlockNames, changes: Changes) -> None:
+        self._pool = pool
+        self._names = names
+        self._changes = changes
+        self._blocks: dict[str, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._blocks
+
+    def open(self, request_id: str) -> None:
+        self._blocks[request_id] = []
+
+    def extend(self, sequence: Sequence, num_blocks: int) -> None:
+        """The first `num_blocks` blocks of a PRODUCE request stay until its lease ends. One that has ended already
+        keeps nothing, but who waits for the blocks still hears of them.
+        """
+        request = sequence.request
+        if request.role is not KVRole.PRODUCE:
+            return
+        lease = self._blocks.get(request.request_id)
+        if lease is not None and num_blocks > len(lease):
+            blocks = sequence.block_table[len(lease) : num_blocks]
+            self._pool.pin(blocks)
+            lease.extend(blocks)
+        if num_blocks > sequence.num_reported_blocks:
+            if sequence.num_reported_blocks == 0:
+                self._names.offer_hits(sequence)
+            sequence.num_reported_blocks = num_blocks
+            self._changes.progress.append((request.request_id, num_blocks))
+
+    def restart(self, sequence: Sequence) -> None:
+        """A preempted request keeps no blocks by its lease either: two such would wait for each other for ever."""
+        lease = self._blocks.get(sequence.request.request_id)
+        if lease:
+            self._pool.unpin(lease)
+            lease.clear()
+
+    def release(self, request_id: str) -> None:
+        """Idempotent."""
+        lease = self._blocks.pop(request_id, None)
+        if lease is not None:
+            self._pool.unpin(lease)
+            self._changes.load = True
+
+    def check_idle(self) -> None:
+        assert not self._blocks, f"leases left: {sorted(self._blocks)}"
