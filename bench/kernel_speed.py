@@ -1,4 +1,7 @@
-"""Measures attention: decode in GB/s of KV read, beside plain memory reads; prefill in GFLOP/s, beside torch SDPA."""
+"""Measures attention: decode in GB/s of KV read, beside plain memory reads; prefill in GFLOP/s, beside torch SDPA.
+
+With `--fp8` decode over an FP8 pool is measured in turn with decode over a pool of `--dtype`.
+"""
 
 import argparse
 import time
@@ -6,7 +9,9 @@ from collections.abc import Callable
 
 import torch
 from paged_kernels.base import AttentionBackend, AttentionMetadata
+from paged_kernels.kv_scales import FP8, KVScales
 from paged_kernels.registry import select_backend
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK_SIZE = 16
@@ -35,27 +40,41 @@ def metadata_for(num_seqs: int, seq_len: int, query_len: int) -> AttentionMetada
     )
 
 
+def decode_all_layers(
+    backend: AttentionBackend, query: Tensor, pool: Tensor, metadata: AttentionMetadata
+) -> Callable[[], None]:
+    def run() -> None:
+        for layer in range(NUM_LAYERS):
+            backend.attend(query, pool, layer, metadata, scale=query.shape[-1] ** -0.5)
+
+    return run
+
+
 def bench_decode(backend: AttentionBackend, args: argparse.Namespace, dtype: torch.dtype) -> None:
     source = torch.ones(1 << 26)
     bandwidth = source.nbytes / best_seconds(source.sum, repeats=args.repeats)
     print(f"memory read: {bandwidth / 1e9:.1f} GB/s")
+    scales = torch.full((NUM_LAYERS, args.kv_heads), 2.0**-6)
+    over_fp8 = select_backend(args.backend, kv_scales=KVScales(scales, scales))
     for num_seqs, seq_len in ((1, 4096), (16, 512), (16, 2048)):
         metadata = metadata_for(num_seqs, seq_len, 1)
         num_blocks = metadata.block_tables.numel()
         pool = torch.randn(num_blocks, args.kv_heads, NUM_LAYERS, 2, BLOCK_SIZE, args.head_dim).to(dtype)
         query = torch.randn(num_seqs, args.heads, args.head_dim).to(dtype)
-
-        def all_layers() -> None:
-            for layer in range(NUM_LAYERS):
-                backend.attend(query, pool, layer, metadata, scale=args.head_dim**-0.5)  # noqa: B023
-
-        seconds = best_seconds(all_layers, repeats=args.repeats)
-        rate = pool.nbytes / seconds
-        per_layer = seconds / NUM_LAYERS * 1e6
-        share = rate / bandwidth
-        print(
-            f"decode  {num_seqs:3} x {seq_len:5}: {per_layer:9.1f} us, {rate / 1e9:6.1f} GB/s, {share:4.0%} of memory"
-        )
+        runs = {args.dtype: (decode_all_layers(backend, query, pool, metadata), pool.nbytes)}
+        if args.fp8:
+            codes = (pool.float() / scales[0, 0]).to(FP8)
+            runs["fp8"] = (decode_all_layers(over_fp8, query, codes, metadata), codes.nbytes)
+        seconds = dict.fromkeys(runs, float("inf"))
+        for _ in range(args.rounds):
+            for name, (run, _) in runs.items():
+                seconds[name] = min(seconds[name], best_seconds(run, repeats=args.repeats))
+        for name, (_, num_bytes) in runs.items():
+            rate, per_layer = num_bytes / seconds[name], seconds[name] / NUM_LAYERS * 1e6
+            print(
+                f"decode  {num_seqs:3} x {seq_len:5} {name:>8}: {per_layer:9.1f} us, {rate / 1e9:6.1f} GB/s, "
+                f"{rate / bandwidth:4.0%} of memory, {seconds[name] / seconds[args.dtype]:4.2f} of {args.dtype}'s time"
+            )
 
 
 def bench_prefill(backend: AttentionBackend, args: argparse.Namespace, dtype: torch.dtype) -> None:
@@ -85,6 +104,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3, help="of decode, pool after pool; the best counts")
+    parser.add_argument("--fp8", action="store_true", help="decode over an FP8 pool as well")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

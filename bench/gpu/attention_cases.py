@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from paged_kernels.base import AttentionMetadata
+from paged_kernels.kv_scales import KVScales
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend
-from paged_kernels.triton_write_kv import KVScales
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention

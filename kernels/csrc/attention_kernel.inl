@@ -1,6 +1,7 @@
 // Paged attention of one item: online softmax over KV tiles (Dao, "FlashAttention-2", 2023, section 3.1) read through a block table
 // (Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023). The query heads that share a KV head are rows of
-// one matrix, so a KV tile is loaded once for all of them. Nothing outside the item's KV range is read.
+// one matrix, so a KV tile is loaded once for all of them. Nothing outside the item's KV range is read. T is the element type of queries
+// and outputs, P that of the pool: T, or e4m3, whose scales go into the scores and into the outputs.
 
 // Up to this many rows, K and V rows are used where they lie; from there on it pays to pack a tile for `matmul`.
 inline constexpr int kMaxDotRows = 3;
@@ -8,10 +9,10 @@ inline constexpr int kMaxDotRows = 3;
 inline constexpr float kLog2E = 1.44269504f;
 
 // One KV tile: pointers to the rows of tokens [first, last) of it.
-template <class T>
+template <class P>
 struct TileRows {
-  const T* k[kTileTokens];
-  const T* v[kTileTokens];
+  const P* k[kTileTokens];
+  const P* v[kTileTokens];
   int first;
   int last;
 };
@@ -35,17 +36,17 @@ struct ItemRows {
   std::int64_t end(int row) const { return first_position + row / group + 1; }
 };
 
-template <class T>
-static void locate_tile(const AttentionCall& call, const AttentionItem& item, int tile_begin, TileRows<T>& tile) {
-  const T* pool = static_cast<const T*>(call.pool) + item.kv_head * call.head_stride;
+template <class P>
+static void locate_tile(const AttentionCall& call, const AttentionItem& item, int tile_begin, TileRows<P>& tile) {
+  const P* pool = static_cast<const P*>(call.pool) + item.kv_head * call.head_stride;
   const std::int32_t* table = call.block_tables + item.sequence * call.table_stride;
   tile.first = item.kv_begin > tile_begin ? item.kv_begin - tile_begin : 0;
   tile.last = item.kv_end - tile_begin < kTileTokens ? item.kv_end - tile_begin : kTileTokens;
   int index = (tile_begin + tile.first) / call.block_size;
   int offset = (tile_begin + tile.first) % call.block_size;
   for (int token = tile.first; token < tile.last; ++index, offset = 0) {
-    const T* k = pool + table[index] * call.block_stride;
-    const T* v = k + static_cast<std::int64_t>(call.block_size) * call.head_dim;
+    const P* k = pool + table[index] * call.block_stride;
+    const P* v = k + static_cast<std::int64_t>(call.block_size) * call.head_dim;
     for (; offset < call.block_size && token < tile.last; ++offset, ++token) {
       tile.k[token] = k + offset * call.head_dim;
       tile.v[token] = v + offset * call.head_dim;
@@ -54,9 +55,9 @@ static void locate_tile(const AttentionCall& call, const AttentionItem& item, in
 }
 
 // The tile after `tile`; tokens that it does not have get some valid pointer, so that all can be prefetched.
-template <class T>
-static const TileRows<T>& locate_next(const AttentionCall& call, const AttentionItem& item, int tile_begin, const TileRows<T>& tile,
-                                      TileRows<T>& next) {
+template <class P>
+static const TileRows<P>& locate_next(const AttentionCall& call, const AttentionItem& item, int tile_begin, const TileRows<P>& tile,
+                                      TileRows<P>& next) {
   if (tile_begin < item.kv_end) {
     locate_tile(call, item, tile_begin, next);
   } else {
@@ -70,23 +71,26 @@ static const TileRows<T>& locate_next(const AttentionCall& call, const Attention
 }
 
 // Elements `d` .. of a row, as float32. Lanes past the row's end are zero.
-template <class T>
-INLINE Reg load_floats(const T* row, int d, int head_dim) {
+template <class P>
+INLINE Reg load_floats(const P* row, int d, int head_dim) {
   return head_dim - d >= kWidth ? load(row + d) : load_n(row + d, head_dim - d);
 }
 
 // The same in words; see matmul.inl.
-template <class T>
-INLINE Reg load_words(const T* row, int word, int num_words) {
-  if constexpr (kPaired<T>) {
+template <class T, class P>
+INLINE Reg load_words(const P* row, int word, int num_words) {
+#if PAGED_BF16_DOT
+  if constexpr (kPaired<T> && std::is_same_v<P, e4m3>) return load_pairs(row + 2 * word, num_words - word);
+#endif
+  if constexpr (kPaired<T> && std::is_same_v<P, T>) {
     return load_floats(reinterpret_cast<const float*>(row), word, num_words);  // vector loads may alias
   } else {
     return load_floats(row, word, num_words);
   }
 }
 
-template <class T>
-INLINE const T* word_address(const T* row, int word) {
+template <class T, class P>
+INLINE const P* word_address(const P* row, int word) {
   return row + (kPaired<T> ? 2 * word : word);
 }
 
@@ -99,7 +103,7 @@ static void copy_queries(const AttentionCall& call, const AttentionItem& item, c
     const std::int64_t head = static_cast<std::int64_t>(item.kv_head) * rows.group + row % rows.group;
     const T* source = query + (first_token + row / rows.group) * call.query_token_stride + head * call.query_head_stride;
     for (int word = 0; word < stride; word += kWidth)
-      store(target + row * stride + word, word < num_words ? load_words(source, word, num_words) : splat(0.0f));
+      store(target + row * stride + word, word < num_words ? load_words<T>(source, word, num_words) : splat(0.0f));
   }
 }
 
@@ -107,21 +111,21 @@ static void copy_queries(const AttentionCall& call, const AttentionItem& item, c
 INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 // K of a tile as [words, kTileTokens], words padded to kWidth; tokens outside [first, last) are zero.
-template <class T>
-static void pack_keys(const TileRows<T>& tile, const TileRows<T>& next, int num_words, float* target) {
+template <class T, class P>
+static void pack_keys(const TileRows<P>& tile, const TileRows<P>& next, int num_words, float* target) {
   for (int token = 0; token < kTileTokens; token += kWidth) {
     const bool whole = token >= tile.first && token + kWidth <= tile.last;
     for (int word = 0; word < num_words; word += kWidth) {
       Reg block[kWidth];
       if (whole && word + kWidth <= num_words) {
-        for (int i = 0; i < kWidth; ++i) block[i] = load_words(tile.k[token + i], word, word + kWidth);
+        for (int i = 0; i < kWidth; ++i) block[i] = load_words<T>(tile.k[token + i], word, word + kWidth);
       } else {
         for (int i = 0; i < kWidth; ++i) {
           const bool valid = token + i >= tile.first && token + i < tile.last;
-          block[i] = valid ? load_words(tile.k[token + i], word, num_words) : splat(0.0f);
+          block[i] = valid ? load_words<T>(tile.k[token + i], word, num_words) : splat(0.0f);
         }
       }
-      for (int i = 0; i < kWidth; ++i) prefetch(word_address(next.k[token + i], word));
+      for (int i = 0; i < kWidth; ++i) prefetch(word_address<T>(next.k[token + i], word));
       transpose(block);
       for (int i = 0; i < kWidth; ++i) store(target + (word + i) * kTileTokens + token, block[i]);
     }
@@ -130,14 +134,15 @@ static void pack_keys(const TileRows<T>& tile, const TileRows<T>& next, int num_
 
 #if PAGED_BF16_DOT
 // V of a tile as [kTileTokens / 2, stride] words of two tokens each; tokens outside [first, last) are zero.
-static void pack_value_pairs(const TileRows<bf16>& tile, const TileRows<bf16>& next, int head_dim, int stride, float* target) {
+template <class P>
+static void pack_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, int head_dim, int stride, float* target) {
   for (int token = 0; token < kTileTokens; token += 2) {
     const bool low_valid = token >= tile.first && token < tile.last;
     const bool high_valid = token + 1 >= tile.first && token + 1 < tile.last;
     for (int d = 0; d < stride; d += kWidth) {
       const int count = head_dim - d < kWidth ? head_dim - d : kWidth;
-      const bf16* low = low_valid ? tile.v[token] + d : nullptr;
-      const bf16* high = high_valid ? tile.v[token + 1] + d : nullptr;
+      const P* low = low_valid ? tile.v[token] + d : nullptr;
+      const P* high = high_valid ? tile.v[token + 1] + d : nullptr;
       store(target + token / 2 * stride + d, interleave(low, high, low_valid ? count : 0, high_valid ? count : 0));
       prefetch(next.v[token + d / kWidth % 2] + d / (2 * kWidth) * (2 * kWidth));  // a line holds 2 kWidth values
     }
@@ -146,8 +151,8 @@ static void pack_value_pairs(const TileRows<bf16>& tile, const TileRows<bf16>& n
 #endif
 
 // V of a tile as the second operand of `matmul`.
-template <class T>
-static void pack_values(const TileRows<T>& tile, const TileRows<T>& next, int head_dim, int stride, float* target) {
+template <class T, class P>
+static void pack_values(const TileRows<P>& tile, const TileRows<P>& next, int head_dim, int stride, float* target) {
 #if PAGED_BF16_DOT
   if constexpr (kPaired<T>) return pack_value_pairs(tile, next, head_dim, stride, target);
 #endif
@@ -205,11 +210,11 @@ static void softmax_rows(float* scores, int tile_begin, int tile_first, int tile
 }
 
 // Scores of up to kMaxDotRows rows against K where it lies, four tokens at a time.
-template <class T, int kRows>
-static void dot_scores(const TileRows<T>& tile, const TileRows<T>& next, int num_words, const float* query, int query_stride,
+template <class T, class P, int kRows>
+static void dot_scores(const TileRows<P>& tile, const TileRows<P>& next, int num_words, const float* query, int query_stride,
                        float* scores) {
   for (int token = tile.first; token < tile.last; token += 4) {
-    const T* keys[4];
+    const P* keys[4];
     for (int i = 0; i < 4; ++i) keys[i] = tile.k[token + i < tile.last ? token + i : tile.last - 1];
     Reg sums[kRows][4];
     for (int row = 0; row < kRows; ++row)
@@ -217,8 +222,8 @@ static void dot_scores(const TileRows<T>& tile, const TileRows<T>& next, int num
     for (int word = 0; word < num_words; word += kWidth) {
       Reg key[4];
       for (int i = 0; i < 4; ++i) {
-        key[i] = load_words(keys[i], word, num_words);
-        prefetch(word_address(next.k[token + i < kTileTokens ? token + i : token], word));
+        key[i] = load_words<T>(keys[i], word, num_words);
+        prefetch(word_address<T>(next.k[token + i < kTileTokens ? token + i : token], word));
       }
       for (int row = 0; row < kRows; ++row) {
         const Reg value = load(query + row * query_stride + word);
@@ -234,8 +239,8 @@ static void dot_scores(const TileRows<T>& tile, const TileRows<T>& next, int num
 }
 
 // Adds weights times V to kCols vectors of the output from element `d` on.
-template <class T, int kRows, int kCols>
-static void add_values(const TileRows<T>& tile, const TileRows<T>& next, int d, int head_dim, const float* weights, const ItemRows& rows) {
+template <class P, int kRows, int kCols>
+static void add_values(const TileRows<P>& tile, const TileRows<P>& next, int d, int head_dim, const float* weights, const ItemRows& rows) {
   Reg sums[kRows][kCols];
   for (int row = 0; row < kRows; ++row)
     for (int col = 0; col < kCols; ++col) sums[row][col] = load(rows.output + row * rows.output_stride + d + col * kWidth);
@@ -243,7 +248,7 @@ static void add_values(const TileRows<T>& tile, const TileRows<T>& next, int d, 
     Reg value[kCols];
     for (int col = 0; col < kCols; ++col) value[col] = load_floats(tile.v[token], d + col * kWidth, head_dim);
     prefetch(next.v[token] + d);
-    if constexpr (kCols * kWidth * sizeof(T) > 64) prefetch(next.v[token] + d + kCols * kWidth / 2);
+    if constexpr (kCols * kWidth * sizeof(P) > 64) prefetch(next.v[token] + d + kCols * kWidth / 2);
     for (int row = 0; row < kRows; ++row) {
       const Reg weight = splat(weights[row * kTileTokens + token]);
       for (int col = 0; col < kCols; ++col) sums[row][col] = fma(weight, value[col], sums[row][col]);
@@ -253,25 +258,26 @@ static void add_values(const TileRows<T>& tile, const TileRows<T>& next, int d, 
     for (int col = 0; col < kCols; ++col) store(rows.output + row * rows.output_stride + d + col * kWidth, sums[row][col]);
 }
 
-template <class T, int kRows>
+template <class T, class P, int kRows>
 static void attend_dot(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows, const float* query,
                        int query_stride, float* scores) {
   const int num_words = kPaired<T> ? call.head_dim / 2 : call.head_dim;
-  TileRows<T> tiles[2];
+  TileRows<P> tiles[2];
+  const float factor = call.scale * kLog2E * call.key_scale(item.kv_head);
   int begin = item.kv_begin / kTileTokens * kTileTokens;
   locate_tile(call, item, begin, tiles[0]);
   for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
-    const TileRows<T>& tile = tiles[index];
-    const TileRows<T>& next = locate_next(call, item, begin + kTileTokens, tile, tiles[index ^ 1]);
-    dot_scores<T, kRows>(tile, next, num_words, query, query_stride, scores);
-    softmax_rows<false>(scores, begin, tile.first, tile.last, call.scale * kLog2E, rows);
+    const TileRows<P>& tile = tiles[index];
+    const TileRows<P>& next = locate_next(call, item, begin + kTileTokens, tile, tiles[index ^ 1]);
+    dot_scores<T, P, kRows>(tile, next, num_words, query, query_stride, scores);
+    softmax_rows<false>(scores, begin, tile.first, tile.last, factor, rows);
     int d = 0;
-    for (; d + 4 * kWidth <= call.head_dim; d += 4 * kWidth) add_values<T, kRows, 4>(tile, next, d, call.head_dim, scores, rows);
-    for (; d < call.head_dim; d += kWidth) add_values<T, kRows, 1>(tile, next, d, call.head_dim, scores, rows);
+    for (; d + 4 * kWidth <= call.head_dim; d += 4 * kWidth) add_values<P, kRows, 4>(tile, next, d, call.head_dim, scores, rows);
+    for (; d < call.head_dim; d += kWidth) add_values<P, kRows, 1>(tile, next, d, call.head_dim, scores, rows);
   }
 }
 
-template <class T>
+template <class T, class P>
 static void attend_packed(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows, const float* query,
                           int query_stride, float* scores, float* packed) {
   constexpr bool kPairs = kPaired<T>;
@@ -280,16 +286,17 @@ static void attend_packed(const AttentionCall& call, const AttentionItem& item, 
   const Matmul score{num_words, query, query_stride, packed, kTileTokens, scores, kTileTokens, false};
   const int depth = kPairs ? kTileTokens / 2 : kTileTokens;
   const Matmul output{depth, scores, kTileTokens, packed, rows.output_stride, rows.output, rows.output_stride, true};
-  TileRows<T> tiles[2];
+  TileRows<P> tiles[2];
+  const float factor = call.scale * kLog2E * call.key_scale(item.kv_head);
   int begin = item.kv_begin / kTileTokens * kTileTokens;
   locate_tile(call, item, begin, tiles[0]);
   for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
-    const TileRows<T>& tile = tiles[index];
-    const TileRows<T>& next = locate_next(call, item, begin + kTileTokens, tile, tiles[index ^ 1]);
-    pack_keys(tile, next, num_words, packed);
+    const TileRows<P>& tile = tiles[index];
+    const TileRows<P>& next = locate_next(call, item, begin + kTileTokens, tile, tiles[index ^ 1]);
+    pack_keys<T>(tile, next, num_words, packed);
     matmul<kPairs>(score, rows.count, kTileTokens);
-    softmax_rows<kPairs>(scores, begin, tile.first, tile.last, call.scale * kLog2E, rows);
-    pack_values(tile, next, call.head_dim, rows.output_stride, packed);
+    softmax_rows<kPairs>(scores, begin, tile.first, tile.last, factor, rows);
+    pack_values<T>(tile, next, call.head_dim, rows.output_stride, packed);
     matmul<kPairs>(output, rows.count, rows.output_stride);
   }
 }
@@ -309,14 +316,14 @@ static void store_rows(const AttentionCall& call, const AttentionItem& item, con
     }
     const std::int64_t head = static_cast<std::int64_t>(item.kv_head) * rows.group + row % rows.group;
     T* target = static_cast<T*>(call.output) + ((first_token + row / rows.group) * call.num_heads + head) * call.head_dim;
-    const Reg inverse = splat(1.0f / row_sum);
+    const Reg inverse = splat(call.value_scale(item.kv_head) / row_sum);
     int d = 0;
     for (; d + kWidth <= call.head_dim; d += kWidth) store(target + d, mul(load(source + d), inverse));
     if (d < call.head_dim) store_n(target + d, mul(load(source + d), inverse), call.head_dim - d);
   }
 }
 
-template <class T>
+template <class T, class P>
 static void attend_item(const AttentionCall& call, const AttentionItem& item, float* scratch) {
   const int group = call.num_heads / call.num_kv_heads;
   const int count = item.num_queries * group;
@@ -338,10 +345,10 @@ static void attend_item(const AttentionCall& call, const AttentionItem& item, fl
   const ItemRows rows{count, group, first_position, call.window, maxima, sums, output, stride};
   copy_queries<T>(call, item, rows, query, stride);
   switch (count) {
-    case 1: attend_dot<T, 1>(call, item, rows, query, stride, scores); break;
-    case 2: attend_dot<T, 2>(call, item, rows, query, stride, scores); break;
-    case kMaxDotRows: attend_dot<T, kMaxDotRows>(call, item, rows, query, stride, scores); break;
-    default: attend_packed<T>(call, item, rows, query, stride, scores, packed); break;
+    case 1: attend_dot<T, P, 1>(call, item, rows, query, stride, scores); break;
+    case 2: attend_dot<T, P, 2>(call, item, rows, query, stride, scores); break;
+    case kMaxDotRows: attend_dot<T, P, kMaxDotRows>(call, item, rows, query, stride, scores); break;
+    default: attend_packed<T, P>(call, item, rows, query, stride, scores, packed); break;
   }
   store_rows<T>(call, item, rows);
 }
@@ -368,7 +375,7 @@ static void merge_item(const AttentionCall& call, const MergeItem& item) {
         denominator = fma(weight, splat(slot[1]), denominator);
         total = fma(weight, load(slot + kMaxWidth + d), total);
       }
-      const Reg result = div(total, denominator);
+      const Reg result = mul(div(total, denominator), splat(call.value_scale(item.kv_head)));
       if (d + kWidth <= call.head_dim) {
         store(target + d, result);
       } else {
@@ -376,4 +383,15 @@ static void merge_item(const AttentionCall& call, const MergeItem& item) {
       }
     }
   }
+}
+
+// The write of one row into an e4m3 pool.
+template <class T>
+static void encode_row(const void* row, float inverse_scale, int size, e4m3* target) {
+  const T* source = static_cast<const T*>(row);
+  float scaled[kMaxHeadDim];
+  int d = 0;
+  for (; d + kWidth <= size; d += kWidth) store(scaled + d, mul(load(source + d), splat(inverse_scale)));
+  if (d < size) store_n(scaled + d, mul(load_n(source + d, size - d), splat(inverse_scale)), size - d);
+  for (int i = 0; i < size; ++i) from_float(scaled[i], target[i]);  // without branches: the compiler makes vectors of it
 }

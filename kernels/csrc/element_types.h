@@ -1,5 +1,5 @@
-// Element types of pools and activations. bfloat16 and float16 are storage only: arithmetic is float32, except for dot products that
-// the instruction set offers.
+// Element types of pools and activations. All but float32 are storage only: arithmetic is float32, except for dot products that the
+// instruction set offers. Only pools are e4m3.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,11 @@ struct bf16 {
 
 struct f16 {
   std::uint16_t bits;
+};
+
+// FP8 "fn": no infinities, largest 448, multiples of 2^-9 below 2^-6.
+struct e4m3 {
+  std::uint8_t bits;
 };
 
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
@@ -43,6 +48,28 @@ inline float to_float(f16 value) {
   if (magnitude >= 0x0400u) return float_from_bits(sign | ((magnitude << 13) + 0x38000000u));         // normal
   const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
   return float_from_bits(sign | bits_of_float(subnormal));
+}
+
+// The NaN codes 0x7f and 0xff are never written; they become +-480, as in every decoder of ours.
+inline float to_float(e4m3 value) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x80u) << 24;
+  const std::uint32_t magnitude = value.bits & 0x7fu;
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-9f;
+  const std::uint32_t bits = magnitude < 8 ? bits_of_float(subnormal) : (magnitude << 20) + 0x3c000000u;
+  return float_from_bits(sign | bits);
+}
+
+// To nearest, ties to even; what is too large, and NaN, becomes the largest. The same bits as triton_device/fp8.py.
+inline void from_float(float value, e4m3& out) {
+  const std::uint32_t bits = bits_of_float(value);
+  const float absolute = float_from_bits(bits & 0x7fffffffu);
+  const float magnitude = absolute < 448.0f ? absolute : 448.0f;
+  const std::uint32_t wide = bits_of_float(magnitude);
+  const std::uint32_t normal = ((wide + 0x7ffffu + ((wide >> 20) & 1u)) >> 20) - ((127u - 7u) << 3);
+  // Near 2^14 float32 numbers are 2^-9 apart: the sum rounds.
+  const std::uint32_t subnormal = bits_of_float(magnitude + 16384.0f) - bits_of_float(16384.0f);
+  const std::uint32_t code = magnitude < 0x1p-6f ? subnormal : normal;
+  out.bits = static_cast<std::uint8_t>(code | ((bits >> 24) & 0x80u));
 }
 
 // Both conversions round to nearest, ties to even, and keep NaN a NaN.

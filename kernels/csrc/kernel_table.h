@@ -14,8 +14,10 @@ namespace paged {
 inline constexpr int kTileTokens = 64;
 // Longest vector of any instruction set, in floats: rows in scratch memory are padded to it.
 inline constexpr int kMaxWidth = 16;
+inline constexpr int kMaxHeadDim = 256;
 
-// One attention call. Strides count elements. `pool` points at block 0 of the wanted layer.
+// One attention call. Strides count elements. `pool` points at block 0 of the wanted layer. Scales are what a stored 1.0 stands for,
+// one per KV head; without them it is 1.0.
 struct AttentionCall {
   const void* query;  // [num_tokens, num_heads, head_dim]
   std::int64_t query_token_stride;
@@ -35,6 +37,11 @@ struct AttentionCall {
   float scale;
   std::int64_t window;  // tokens a query sees, itself included; 0 = all
   float* partials;      // see partial_floats
+  const float* key_scales;
+  const float* value_scales;
+
+  float key_scale(int kv_head) const { return key_scales != nullptr ? key_scales[kv_head] : 1.0f; }
+  float value_scale(int kv_head) const { return value_scales != nullptr ? value_scales[kv_head] : 1.0f; }
 };
 
 // All query heads of one KV head, for `num_queries` consecutive queries of a sequence, over KV positions [kv_begin, kv_end).
@@ -171,7 +178,9 @@ struct KernelTable {
   const char* name;
   bool integer_inputs;  // of quantised products, unless x is float32: digits instead of `wide`
   void (*attend[kNumDTypes])(const AttentionCall&, const AttentionItem&, float* scratch);
+  void (*attend_e4m3[kNumDTypes])(const AttentionCall&, const AttentionItem&, float* scratch);  // by the dtype of the queries
   void (*merge[kNumDTypes])(const AttentionCall&, const MergeItem&);
+  void (*encode_row[kNumDTypes])(const void* row, float inverse_scale, int size, e4m3* target);  // size <= kMaxHeadDim
   void (*rms_norm[kNumDTypes])(const NormCall&, RowSpan);
   void (*silu_mul[kNumDTypes])(const SiluMulCall&, RowSpan);
   void (*rotary[kNumDTypes])(const RotaryCall&, RowSpan);

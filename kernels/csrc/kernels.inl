@@ -11,8 +11,10 @@ static constexpr KernelTable kernel_table(const char* name) {
   return KernelTable{
       name,
       PAGED_BYTE_DOT == 1,
-      {attend_item<float>, attend_item<bf16>, attend_item<f16>},
+      {attend_item<float, float>, attend_item<bf16, bf16>, attend_item<f16, f16>},
+      {attend_item<float, e4m3>, attend_item<bf16, e4m3>, attend_item<f16, e4m3>},
       {merge_item<float>, merge_item<bf16>, merge_item<f16>},
+      {encode_row<float>, encode_row<bf16>, encode_row<f16>},
       {rms_norm_rows<float>, rms_norm_rows<bf16>, rms_norm_rows<f16>},
       {silu_mul_rows<float>, silu_mul_rows<bf16>, silu_mul_rows<f16>},
       {rotary_rows<float>, rotary_rows<bf16>, rotary_rows<f16>},

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -19,21 +20,28 @@ namespace nb = nanobind;
 namespace paged {
 namespace {
 
-constexpr int kMaxHeadDim = 256;
-
 void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-// The pool with its layer chosen.
+// The pool with its layer chosen; e4m3 (as uint8) exactly where there are scales.
 struct Pool {
-  Pool(nb::handle object, std::int64_t layer) : view(object, "kv_pool", 6), dtype(view.element_type()) {
+  Pool(nb::handle object, std::int64_t layer, nb::handle key_scale_object, nb::handle value_scale_object) : view(object, "kv_pool", 6) {
     view.require_contiguous_from(1);
     require(layer >= 0 && layer < view.shape(2), "layer is outside the pool");
     require(view.shape(3) == 2, "kv_pool: axis 3 is not K and V");
     require(block_size() > 0 && block_size() % 8 == 0, "kv_pool: block_size is not a multiple of 8");
     require(head_dim() > 0 && head_dim() % 8 == 0 && head_dim() <= kMaxHeadDim, "kv_pool: head_dim is not a multiple of 8 up to 256");
-    data = view.data<char>() + layer * view.stride(2) * element_size(dtype);
+    require(key_scale_object.is_none() == value_scale_object.is_none(), "key_scale and value_scale go together");
+    if (key_scale_object.is_none()) {
+      dtype = view.element_type();
+      element_bytes = element_size(*dtype);
+    } else {
+      view.uint8_data();
+      key_scales = scales(key_scale_object, "key_scale");
+      value_scales = scales(value_scale_object, "value_scale");
+    }
+    data = view.data<char>() + layer * view.stride(2) * element_bytes;
   }
   std::int64_t num_blocks() const { return view.shape(0); }
   std::int64_t num_kv_heads() const { return view.shape(1); }
@@ -41,28 +49,42 @@ struct Pool {
   std::int64_t head_dim() const { return view.shape(5); }
 
   TensorView view;
-  DType dtype;
+  std::optional<DType> dtype;  // what queries, keys and values must have; none for e4m3, which takes any
+  std::int64_t element_bytes = 1;
+  const float* key_scales = nullptr;
+  const float* value_scales = nullptr;
   char* data;
+
+ private:
+  const float* scales(nb::handle object, const char* name) const {
+    const TensorView scale(object, name, 1);
+    scale.require_element_type(DType::f32);
+    scale.require_contiguous_from(0);
+    require(scale.shape(0) == num_kv_heads(), "key_scale and value_scale need one value per KV head of the pool");
+    return scale.data<const float>();
+  }
 };
 
-// [num_tokens, num_heads, head_dim] with a contiguous last axis, of the pool's element type.
+// [num_tokens, num_heads, head_dim] with a contiguous last axis, of an element type that the pool takes.
 TensorView token_tensor(nb::handle object, const char* name, const Pool& pool) {
   TensorView view(object, name, 3);
-  view.require_element_type(pool.dtype);
+  if (pool.dtype) view.require_element_type(*pool.dtype);
   view.require_contiguous_from(2);
   require(view.shape(2) == pool.head_dim(), "queries, keys and values must have the pool's head_dim");
   return view;
 }
 
 void bind_write_kv(nb::handle key_object, nb::handle value_object, nb::handle pool_object, std::int64_t layer, nb::handle slot_mapping,
-                   int num_threads) {
-  const Pool pool(pool_object, layer);
+                   nb::handle key_scale, nb::handle value_scale, int num_threads) {
+  const Pool pool(pool_object, layer, key_scale, value_scale);
   const TensorView key = token_tensor(key_object, "key", pool);
   const TensorView value = token_tensor(value_object, "value", pool);
   const TensorView slots(slot_mapping, "slot_mapping", 1);
   require(key.shape(1) == pool.num_kv_heads() && value.shape(1) == pool.num_kv_heads(), "key and value must have the pool's KV heads");
   require(key.shape(0) == slots.shape(0) && value.shape(0) == slots.shape(0), "key, value and slot_mapping differ in tokens");
-  const std::int64_t bytes = element_size(pool.dtype);
+  const DType source = key.element_type();
+  value.require_element_type(source);
+  const std::int64_t bytes = element_size(source);
   WriteCall call{};
   call.key = key.data<const char>();
   call.key_token_stride = key.stride(0) * bytes;
@@ -71,24 +93,28 @@ void bind_write_kv(nb::handle key_object, nb::handle value_object, nb::handle po
   call.value_token_stride = value.stride(0) * bytes;
   call.value_head_stride = value.stride(1) * bytes;
   call.pool = pool.data;
-  call.block_stride = pool.view.stride(0) * bytes;
-  call.head_stride = pool.view.stride(1) * bytes;
+  call.block_stride = pool.view.stride(0) * pool.element_bytes;
+  call.head_stride = pool.view.stride(1) * pool.element_bytes;
   call.num_tokens = slots.shape(0);
   call.num_kv_heads = pool.num_kv_heads();
   call.num_blocks = pool.num_blocks();
   call.block_size = pool.block_size();
-  call.row_bytes = pool.head_dim() * bytes;
+  call.row_bytes = pool.head_dim() * pool.element_bytes;
   call.slot_mapping = slots.int64_data();
+  call.key_scales = pool.key_scales;
+  call.value_scales = pool.value_scales;
+  call.source = source;
   const nb::gil_scoped_release release;
   write_kv(call, num_threads);
 }
 
 void bind_paged_attention(nb::handle output_object, nb::handle query_object, nb::handle pool_object, std::int64_t layer,
                           nb::handle block_tables, nb::handle query_start_loc, nb::handle seq_lens, float scale, std::int64_t window,
-                          int num_threads) {
-  const Pool pool(pool_object, layer);
+                          nb::handle key_scale, nb::handle value_scale, int num_threads) {
+  const Pool pool(pool_object, layer, key_scale, value_scale);
   const TensorView query = token_tensor(query_object, "query", pool);
   const TensorView output = token_tensor(output_object, "output", pool);
+  output.require_element_type(query.element_type());
   const TensorView tables(block_tables, "block_tables", 2);
   const TensorView starts(query_start_loc, "query_start_loc", 1);
   const TensorView lens(seq_lens, "seq_lens", 1);
@@ -115,9 +141,12 @@ void bind_paged_attention(nb::handle output_object, nb::handle query_object, nb:
   call.block_size = static_cast<int>(pool.block_size());
   call.scale = scale;
   call.window = window;
+  call.key_scales = pool.key_scales;
+  call.value_scales = pool.value_scales;
   const BatchShape batch{query.shape(0), lens.shape(0), pool.num_blocks()};
+  const DType dtype = query.element_type();
   const nb::gil_scoped_release release;
-  paged_attention(call, batch, pool.dtype, num_threads);
+  paged_attention(call, batch, dtype, num_threads);
 }
 
 // [rows, size] with a contiguous last axis; outputs are contiguous throughout.
@@ -362,9 +391,10 @@ NB_MODULE(_native, m) {
   m.def("available_instruction_sets", &paged::available_instruction_sets);
   m.def("set_instruction_set", [](const std::string& name) { paged::force_instruction_set(name); }, "name"_a);
   m.def("borrow_openmp_runtime", [](const std::string& path) { return paged::borrow_openmp_runtime(path.c_str()); }, "path"_a);
-  m.def("write_kv", &paged::bind_write_kv, "key"_a, "value"_a, "kv_pool"_a, "layer"_a, "slot_mapping"_a, "num_threads"_a);
+  m.def("write_kv", &paged::bind_write_kv, "key"_a, "value"_a, "kv_pool"_a, "layer"_a, "slot_mapping"_a,
+        "key_scale"_a.none(), "value_scale"_a.none(), "num_threads"_a);
   m.def("paged_attention", &paged::bind_paged_attention, "output"_a, "query"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
-        "query_start_loc"_a, "seq_lens"_a, "scale"_a, "window"_a, "num_threads"_a);
+        "query_start_loc"_a, "seq_lens"_a, "scale"_a, "window"_a, "key_scale"_a.none(), "value_scale"_a.none(), "num_threads"_a);
   m.def("rms_norm", &paged::bind_rms_norm, "out"_a, "x"_a, "weight"_a, "epsilon"_a, "num_threads"_a);
   m.def("add_rms_norm", &paged::bind_add_rms_norm, "out"_a, "residual_out"_a, "x"_a, "residual"_a, "weight"_a, "epsilon"_a,
         "num_threads"_a);

@@ -123,7 +123,7 @@ void paged_attention(AttentionCall call, const BatchShape& batch, DType dtype, i
   if (plan.work < kMinParallelWork) num_threads = 1;
   if (plan.num_partials > 0)
     call.partials = partial_scratch.floats(static_cast<std::size_t>(plan.num_partials * partial_floats(call.head_dim)));
-  const auto attend = kernels().attend[static_cast<int>(dtype)];
+  const auto attend = (call.key_scales != nullptr ? kernels().attend_e4m3 : kernels().attend)[static_cast<int>(dtype)];
   const auto merge = kernels().merge[static_cast<int>(dtype)];
   const std::size_t scratch = scratch_floats(plan.max_rows, call.head_dim);
   parallel_for(num_threads, static_cast<std::int64_t>(plan.items.size()), [&](std::int64_t i) {
@@ -132,12 +132,36 @@ void paged_attention(AttentionCall call, const BatchShape& batch, DType dtype, i
   for (const MergeItem& item : plan.merges) merge(call, item);
 }
 
+namespace {
+
+// One row of K or V, scaled to e4m3 if the pool is.
+class RowWriter {
+ public:
+  explicit RowWriter(const WriteCall& call)
+      : row_bytes_(call.row_bytes), encode_(call.key_scales != nullptr ? kernels().encode_row[static_cast<int>(call.source)] : nullptr) {}
+
+  void write(char* target, const char* row, const float* scales, std::int64_t head) const {
+    if (encode_ == nullptr) {
+      std::memcpy(target, row, static_cast<std::size_t>(row_bytes_));
+    } else {
+      encode_(row, 1.0f / scales[head], static_cast<int>(row_bytes_), reinterpret_cast<e4m3*>(target));
+    }
+  }
+
+ private:
+  std::int64_t row_bytes_;
+  void (*encode_)(const void*, float, int, e4m3*);
+};
+
+}  // namespace
+
 void write_kv(const WriteCall& call, int num_threads) {
   for (std::int64_t i = 0; i < call.num_tokens; ++i) {
     if (call.slot_mapping[i] < 0 || call.slot_mapping[i] >= call.num_blocks * call.block_size)
       throw std::out_of_range("slot_mapping: slot " + std::to_string(call.slot_mapping[i]) + " is outside the pool");
   }
   if (call.num_tokens * call.num_kv_heads * call.row_bytes < kMinParallelBytes) num_threads = 1;
+  const RowWriter writer(call);
   constexpr std::int64_t kTokensPerItem = 32;
   parallel_for(num_threads, (call.num_tokens + kTokensPerItem - 1) / kTokensPerItem, [&](std::int64_t item) {
     const std::int64_t end = std::min(call.num_tokens, (item + 1) * kTokensPerItem);
@@ -147,10 +171,9 @@ void write_kv(const WriteCall& call, int num_threads) {
       char* target = call.pool + block * call.block_stride + offset * call.row_bytes;
       const char* key = call.key + token * call.key_token_stride;
       const char* value = call.value + token * call.value_token_stride;
-      const auto row_bytes = static_cast<std::size_t>(call.row_bytes);
       for (std::int64_t head = 0; head < call.num_kv_heads; ++head, target += call.head_stride) {
-        std::memcpy(target, key + head * call.key_head_stride, row_bytes);
-        std::memcpy(target + call.block_size * call.row_bytes, value + head * call.value_head_stride, row_bytes);
+        writer.write(target, key + head * call.key_head_stride, call.key_scales, head);
+        writer.write(target + call.block_size * call.row_bytes, value + head * call.value_head_stride, call.value_scales, head);
       }
     }
   });

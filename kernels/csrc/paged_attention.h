@@ -15,6 +15,7 @@ struct BatchShape {
 
 // Throws std::invalid_argument when the metadata contradict one another, std::out_of_range for a block outside the pool; nothing has been
 // written then. `call.partials` is set here.
+// `dtype` is that of queries and outputs; the pool has it too, or with scales is e4m3.
 void paged_attention(AttentionCall call, const BatchShape& batch, DType dtype, int num_threads);
 
 struct WriteCall {
@@ -31,8 +32,12 @@ struct WriteCall {
   std::int64_t num_kv_heads;
   std::int64_t num_blocks;
   std::int64_t block_size;
-  std::int64_t row_bytes;
+  std::int64_t row_bytes;  // of the pool
   const std::int64_t* slot_mapping;
+  // With scales the pool is e4m3, and keys and values are divided by them, one per KV head.
+  const float* key_scales;
+  const float* value_scales;
+  DType source;
 };
 
 // Throws std::out_of_range for a slot outside the pool; nothing has been written then.

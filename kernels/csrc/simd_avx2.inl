@@ -17,6 +17,11 @@ INLINE Reg load(const bf16* source) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 INLINE Reg load(const f16* source) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))); }
+// Shifted by seven bits a code is a float16 but for the exponent's bias, which is larger by eight; bit 14 is the sign once more.
+INLINE Reg load(const e4m3* source) {
+  const __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))), 7);
+  return _mm256_mul_ps(_mm256_cvtph_ps(_mm_andnot_si128(_mm_set1_epi16(0x4000), shifted)), _mm256_set1_ps(256.0f));
+}
 INLINE void store(float* target, Reg value) { _mm256_storeu_ps(target, value); }
 INLINE void store(bf16* target, Reg value) {
   const __m256i bits = _mm256_castps_si256(value);

@@ -15,6 +15,13 @@ INLINE Reg splat(float value) { return _mm512_set1_ps(value); }
 INLINE Reg load(const float* source) { return _mm512_loadu_ps(source); }
 INLINE Reg load(const bf16* source) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))); }
 INLINE Reg load(const f16* source) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))); }
+// Shifted by seven bits a code is a float16 but for the exponent's bias, which is larger by eight; bit 14 is the sign once more.
+INLINE Reg widen_e4m3(__m128i codes) {
+  const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_andnot_si256(_mm256_set1_epi16(0x4000), shifted)), _mm512_set1_ps(256.0f));
+}
+INLINE Reg load(const e4m3* source) { return widen_e4m3(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))); }
+INLINE Reg load_n(const e4m3* source, int n) { return widen_e4m3(_mm_maskz_loadu_epi8(first_lanes(n), source)); }
 INLINE Reg load_n(const float* source, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), source); }
 INLINE Reg load_n(const bf16* source, int n) { return widen_bf16(_mm256_maskz_loadu_epi16(first_lanes(n), source)); }
 INLINE Reg load_n(const f16* source, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), source)); }
@@ -96,6 +103,28 @@ INLINE Reg interleave(const bf16* low, const bf16* high, int low_count, int high
   const __m512i b = _mm512_cvtepu16_epi32(whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high))
                                                 : _mm256_maskz_loadu_epi16(first_lanes(high_count), high));
   return _mm512_castsi512_ps(_mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+}
+// 32 codes as bfloat16, exactly. Those below 2^-6 come from a table, since dot products take subnormal bfloat16 for zero.
+INLINE Reg pairs_of_e4m3(__m256i codes) {
+  const __m512i table = _mm512_castsi128_si512(_mm_set_epi16(0x3c60, 0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00, 0));
+  const __m512i wide = _mm512_cvtepi8_epi16(codes);
+  const __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(0x07f0));
+  const __m512i normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(0x3c00));
+  const __mmask32 small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(0x0080));
+  const __m512i value = _mm512_mask_permutexvar_epi16(normal, small, wide, table);
+  constexpr int kFirstOrBothOthers = 0xf8;
+  return _mm512_castsi512_ps(
+      _mm512_ternarylogic_epi32(value, wide, _mm512_set1_epi16(static_cast<short>(0x8000)), kFirstOrBothOthers));
+}
+// The first `count` <= kWidth pairs of a row.
+INLINE Reg load_pairs(const e4m3* source, int count) {
+  if (count >= kWidth) return pairs_of_e4m3(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+  return pairs_of_e4m3(_mm256_maskz_loadu_epi8((1u << (2 * count)) - 1u, source));
+}
+INLINE Reg interleave(const e4m3* low, const e4m3* high, int low_count, int high_count) {
+  const __m128i a = _mm_maskz_loadu_epi8(first_lanes(low_count), low);
+  const __m128i b = _mm_maskz_loadu_epi8(first_lanes(high_count), high);
+  return pairs_of_e4m3(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
 }
 #endif
 

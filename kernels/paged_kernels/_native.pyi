@@ -12,7 +12,14 @@ def available_instruction_sets() -> list[str]: ...
 def set_instruction_set(name: str) -> None: ...
 def borrow_openmp_runtime(path: str) -> bool: ...
 def write_kv(
-    key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor, num_threads: int
+    key: Tensor,
+    value: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    num_threads: int,
 ) -> None: ...
 def paged_attention(
     output: Tensor,
@@ -24,6 +31,8 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     window: int,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
     num_threads: int,
 ) -> None: ...
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float, num_threads: int) -> None: ...

@@ -2,7 +2,8 @@
 
 The pool is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; index 0 of the fourth axis is K, 1 is V.
 A backend may assume that every block is contiguous, and nothing else about strides of queries, keys and values beyond
-a contiguous last axis.
+a contiguous last axis. The pool's element type is that of keys and values, or float8_e4m3fn: then the backend was made
+with `KVScales`, encodes what it writes and widens what it reads (`kv_scales.py`).
 """
 
 from dataclasses import dataclass

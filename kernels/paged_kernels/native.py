@@ -12,10 +12,12 @@ from paged_kernels import _native
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.extension import load_extension
 from paged_kernels.fused import rotary
+from paged_kernels.kv_scales import KVScales, scales_of_pool
 
 
 class NativeBackend:
-    """`AttentionBackend` in C++. All tensors live on the CPU; query, key, value and pool share one dtype.
+    """`AttentionBackend` in C++. All tensors live on the CPU; query, key and value share one dtype, and the pool has it
+    too, or is float8_e4m3fn with `kv_scales`.
 
     Raises ValueError for tensors that do not fit together and IndexError for a block or slot outside the pool, before
     anything is written.
@@ -23,11 +25,14 @@ class NativeBackend:
 
     name = "native"
 
-    def __init__(self) -> None:
+    def __init__(self, kv_scales: KVScales | None = None) -> None:
         load_extension()  # shares torch's threads
+        self._kv_scales = kv_scales
 
     def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        _native.write_kv(key, value, kv_pool, layer, slot_mapping, torch.get_num_threads())
+        key_scale, value_scale = scales_of_pool(kv_pool, layer, self._kv_scales)
+        pool = kv_pool if key_scale is None else kv_pool.view(torch.uint8)
+        _native.write_kv(key, value, pool, layer, slot_mapping, key_scale, value_scale, torch.get_num_threads())
 
     def write_kv_rotary(
         self,
@@ -53,16 +58,19 @@ class NativeBackend:
         sliding_window: int | None = None,
     ) -> Tensor:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        key_scale, value_scale = scales_of_pool(kv_pool, layer, self._kv_scales)
         _native.paged_attention(
             output,
             query,
-            kv_pool,
+            kv_pool if key_scale is None else kv_pool.view(torch.uint8),
             layer,
             metadata.block_tables,
             metadata.query_start_loc,
             metadata.seq_lens,
             scale,
             sliding_window or 0,
+            key_scale,
+            value_scale,
             torch.get_num_threads(),
         )
         return output

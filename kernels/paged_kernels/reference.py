@@ -8,19 +8,28 @@ from torch import Tensor
 
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.fused import rotary
+from paged_kernels.kv_scales import FP8, KVScales, LayerScales, encode, scales_of_pool
 
 _MAX_SCORES = 1 << 24  # query rows are handled in pieces that keep the score matrix below this many elements
 
 
 class ReferenceBackend:
-    """`AttentionBackend` on any device torch knows. Reads nothing of the pool beyond each sequence's tokens."""
+    """`AttentionBackend` on any device torch knows. Reads nothing of the pool beyond each sequence's tokens. A
+    float8_e4m3fn pool, with `kv_scales`, is encoded and widened by torch."""
 
     name = "reference"
+
+    def __init__(self, kv_scales: KVScales | None = None) -> None:
+        self._kv_scales = kv_scales
 
     def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
         block_size = kv_pool.shape[4]
         blocks = slot_mapping // block_size
         offsets = slot_mapping % block_size
+        key_scale, value_scale = scales_of_pool(kv_pool, layer, self._kv_scales)
+        if key_scale is not None and value_scale is not None:
+            key, value = encode(key, key_scale[:, None]), encode(value, value_scale[:, None])
+            kv_pool, key, value = (tensor.view(torch.uint8) for tensor in (kv_pool, key, value))
         kv_pool[blocks, :, layer, 0, offsets] = key
         kv_pool[blocks, :, layer, 1, offsets] = value
 
@@ -49,12 +58,13 @@ class ReferenceBackend:
     ) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         starts = metadata.query_start_loc.tolist()
+        scales = scales_of_pool(kv_pool, layer, self._kv_scales)
         for index, seq_len in enumerate(metadata.seq_lens.tolist()):
             begin, end = starts[index], starts[index + 1]
             if begin == end:
                 continue
             visible = 0 if sliding_window is None else max(0, seq_len - (end - begin) + 1 - sliding_window)
-            key, value = _gather(kv_pool, layer, metadata.block_tables[index], visible, seq_len)
+            key, value = _gather(kv_pool, layer, metadata.block_tables[index], visible, seq_len, scales)
             rows = max(1, _MAX_SCORES // (seq_len * query.shape[1]))
             for first in range(begin, end, rows):
                 last = min(first + rows, end)
@@ -63,14 +73,21 @@ class ReferenceBackend:
         return output
 
 
-def _gather(kv_pool: Tensor, layer: int, block_table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+def _gather(
+    kv_pool: Tensor, layer: int, block_table: Tensor, begin: int, end: int, scales: LayerScales
+) -> tuple[Tensor, Tensor]:
     """K and V of tokens [begin, end), each `[num_kv_heads, end - begin, head_dim]`, in the dtype of the sums."""
     block_size = kv_pool.shape[4]
     first_block = begin // block_size
     block_ids = block_table[first_block : -(-end // block_size)].long()
-    blocks = kv_pool[block_ids, :, layer]  # [num_blocks, num_kv_heads, 2, block_size, head_dim]
+    stored = kv_pool.view(torch.uint8) if kv_pool.dtype is FP8 else kv_pool  # torch indexes no FP8 tensor
+    blocks = stored[block_ids, :, layer]  # [num_blocks, num_kv_heads, 2, block_size, head_dim]
     offset = first_block * block_size
     tokens = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, begin - offset : end - offset]
+    key_scale, value_scale = scales
+    if key_scale is not None and value_scale is not None:
+        key, value = tokens.contiguous().view(FP8).float()
+        return key * key_scale[:, None, None], value * value_scale[:, None, None]
     wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
     return wide[0], wide[1]
 

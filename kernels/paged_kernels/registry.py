@@ -8,6 +8,7 @@ import torch
 
 from paged_kernels.base import AttentionBackend
 from paged_kernels.extension import load_extension
+from paged_kernels.kv_scales import KVScales
 
 logger = logging.getLogger(__name__)
 
@@ -22,15 +23,17 @@ class BackendUnavailableError(RuntimeError):
     """The attention backend that was asked for was not built; the message says what to do."""
 
 
-def select_backend(name: BackendName, device: torch.device = _CPU) -> AttentionBackend:
+def select_backend(
+    name: BackendName, device: torch.device = _CPU, *, kv_scales: KVScales | None = None
+) -> AttentionBackend:
     """A backend by name, for a pool on `device`. `auto` takes Triton for a pool on a GPU, else the compiled kernels
-    where they were built, else, with a warning, plain torch.
+    where they were built, else, with a warning, plain torch. A float8_e4m3fn pool needs `kv_scales`.
 
     Raises BackendUnavailableError when `native` is asked for and was not built, or one does not run on the device;
     ValueError for an unknown name.
     """
     if name == "triton" or (name == "auto" and device.type == "cuda"):
-        return _triton_backend(device)
+        return _triton_backend(device, kv_scales)
     if name == "native" and device.type != "cpu":
         raise BackendUnavailableError(f"the native attention kernels run on the CPU, not on {device}: use auto")
     if name == "native" and load_extension() is None:
@@ -46,16 +49,16 @@ def select_backend(name: BackendName, device: torch.device = _CPU) -> AttentionB
         case "auto" | "native":
             from paged_kernels.native import NativeBackend
 
-            return NativeBackend()
+            return NativeBackend(kv_scales)
         case "reference":
             from paged_kernels.reference import ReferenceBackend
 
-            return ReferenceBackend()
+            return ReferenceBackend(kv_scales)
         case _:
             raise ValueError(f"unknown attention backend {name!r}: use auto, native, reference or triton")
 
 
-def _triton_backend(device: torch.device) -> AttentionBackend:
+def _triton_backend(device: torch.device, kv_scales: KVScales | None) -> AttentionBackend:
     if device.type != "cuda":
         raise BackendUnavailableError(
             f"the Triton attention kernels need a CUDA or ROCm device, not {device}: use auto"
@@ -64,4 +67,4 @@ def _triton_backend(device: torch.device) -> AttentionBackend:
         raise BackendUnavailableError("the Triton attention kernels need triton: install the package triton")
     from paged_kernels.triton_attention import TritonBackend
 
-    return TritonBackend()
+    return TritonBackend(kv_scales)

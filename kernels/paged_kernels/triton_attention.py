@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paged_kernels.base import AttentionMetadata
+from paged_kernels.kv_scales import FP8, KVScales, scales_of_pool
 from paged_kernels.triton_device.decode import decode_attention_kernel, merge_splits_kernel
 from paged_kernels.triton_device.prefill import prefill_attention_kernel
 from paged_kernels.triton_launch import (
@@ -21,7 +22,7 @@ from paged_kernels.triton_launch import (
     traits_of,
     widen_products,
 )
-from paged_kernels.triton_write_kv import KVScales, plan_write_kv
+from paged_kernels.triton_write_kv import plan_write_kv
 
 _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # of a matrix product
@@ -183,11 +184,9 @@ def _tile(call: AttentionCall, traits: GpuTraits, *, largest: int) -> tuple[int,
 
 
 def _inputs(call: AttentionCall) -> dict[str, Tensor | int | float | None]:
-    key_scale, value_scale = (None, None) if call.kv_scales is None else call.kv_scales.of_layer(call.layer)
+    key_scale, value_scale = scales_of_pool(call.kv_pool, call.layer, call.kv_scales)
     stored = call.kv_pool
-    if stored.dtype == torch.float8_e4m3fn:
-        if key_scale is None:
-            raise ValueError("a float8_e4m3fn pool needs kv_scales")
+    if stored.dtype is FP8:
         stored = stored.view(torch.uint8)
     elif stored.dtype != call.query.dtype:
         raise ValueError(f"the pool is {stored.dtype} and the query {call.query.dtype}")
@@ -227,6 +226,6 @@ def _shared_constants(call: AttentionCall) -> dict[str, int | bool]:
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": next_power_of_two(max(16, head_dim)),
         "WINDOWED": call.sliding_window is not None,
-        "FP8": call.kv_pool.dtype == torch.float8_e4m3fn,
+        "FP8": call.kv_pool.dtype is FP8,
         "DOT_FP32": widen_products(call.query.dtype),
     }

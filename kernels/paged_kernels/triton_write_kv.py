@@ -1,25 +1,13 @@
 """Plans the write of new K and V into the pool, with rotary positions and FP8 quantisation on the way if wanted."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from paged_kernels.kv_scales import FP8, KVScales, scales_of_pool
 from paged_kernels.triton_device.write_kv import write_kv_kernel
 from paged_kernels.triton_launch import KernelCall, ceil_divide, next_power_of_two
 
 _TILE_ELEMENTS = 2048  # of one half of the heads that a program rotates
-
-
-@dataclass(frozen=True, slots=True)
-class KVScales:
-    """What a stored FP8 1.0 stands for, for each layer and KV head: `[num_layers, num_kv_heads]` float32 each."""
-
-    key: Tensor
-    value: Tensor
-
-    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.key[layer], self.value[layer]
 
 
 def plan_write_kv(
@@ -41,10 +29,8 @@ def plan_write_kv(
         raise ValueError("query, key and value must agree in tokens and have a contiguous last axis")
     if num_kv_heads != kv_pool.shape[1] or head_dim != kv_pool.shape[5]:
         raise ValueError(f"heads {tuple(key.shape[1:])} do not fit the pool {tuple(kv_pool.shape)}")
-    fp8 = kv_pool.dtype == torch.float8_e4m3fn
-    if fp8 and kv_scales is None:
-        raise ValueError("a float8_e4m3fn pool needs kv_scales")
-    key_scale, value_scale = (None, None) if kv_scales is None else kv_scales.of_layer(layer)
+    fp8 = kv_pool.dtype is FP8
+    key_scale, value_scale = scales_of_pool(kv_pool, layer, kv_scales)
     cos, sin = (None, None) if angles is None else angles
     half_padded = next_power_of_two(head_dim // 2)
     heads = min(next_power_of_two(max(num_heads, num_kv_heads)), max(1, _TILE_ELEMENTS // half_padded))

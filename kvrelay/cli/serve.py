@@ -28,6 +28,8 @@ from kvrelay.core.logs import LogLevel
 # Settings of serve that every node gets as they are, when they are set.
 NODE_SETTINGS = (
     "dtype",
+    "kv_cache_dtype",
+    "calculate_kv_scales",
     "quantization",
     "connector",
     "redis_ttl",
@@ -115,6 +117,12 @@ class ServeSettings(ProcessSettings):
         description="Times that an output is placed again when a node serving it is lost; unset: router's default.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Of weights and KV.")
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = Field(
+        default="auto", description="Of KV: auto is that of dtype, fp8 half of bfloat16."
+    )
+    calculate_kv_scales: bool = Field(
+        default=False, description="With fp8 KV: nodes derive scales from the weights if the checkpoint has none."
+    )
     quantization: Literal["none", "int8", "int4"] = Field(
         default="none", description="Of weights only, to nearest, while loading; of all nodes."
     )
@@ -267,7 +275,9 @@ def _python(module: str, settings: ServeSettings) -> tuple[str, ...]:
 
 def _flags(settings: ServeSettings, names: Sequence[str]) -> list[str]:
     values = {name: getattr(settings, name) for name in names}
-    return [item for name, value in values.items() if value is not None for item in (flag_of(name), str(value))]
+    switches = [flag_of(name) for name, value in values.items() if value is True]
+    given = {name: value for name, value in values.items() if value is not None and not isinstance(value, bool)}
+    return switches + [item for name, value in given.items() for item in (flag_of(name), str(value))]
 
 
 def _announce(settings: ServeSettings, ready: ReadyLine) -> None:

@@ -6,18 +6,21 @@ contiguous byte range of the block, and a block means the same to every tensor-p
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of one block. `dtype` is a torch dtype name without the prefix."""
+    """Shape of one block. `dtype` is a torch dtype name without the prefix. `scales_digest` names what an FP8 value is
+    multiplied with: bytes that were stored with other scales mean other KV. Empty unless the dtype is FP8.
+    """
 
     num_kv_heads: int
     num_layers: int
     block_size: int
     head_dim: int
     dtype: str
+    scales_digest: str = ""
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -30,8 +33,9 @@ class KVLayout:
 
     @property
     def layout_id(self) -> str:
-        """Names the arrangement of bytes; part of every block's name and of every header."""
-        return f"hl2td/{self.num_kv_heads}x{self.num_layers}x2x{self.block_size}x{self.head_dim}/{self.dtype}"
+        """Names the arrangement of bytes and what they mean; part of every block's name and of every header."""
+        arrangement = f"hl2td/{self.num_kv_heads}x{self.num_layers}x2x{self.block_size}x{self.head_dim}/{self.dtype}"
+        return f"{arrangement}/{self.scales_digest}" if self.scales_digest else arrangement
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

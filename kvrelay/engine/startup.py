@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from paged_kernels.base import AttentionBackend
+from paged_kernels.kv_scales import KVScales
 from paged_kernels.registry import BackendUnavailableError, select_backend
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.device import DeviceName, choose_device, look_at_machine
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv_cache_dtype import KVCacheDType, choose_kv_scales, kv_layout
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
@@ -42,6 +44,8 @@ class EngineOptions:
 
     model: str
     dtype: DTypeName = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"
+    calculate_kv_scales: bool = False
     quantization: Quantization = "none"
     threads: int = 0
     attention_backend: Literal["auto", "native", "reference"] = "auto"
@@ -148,13 +152,11 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
     )
     quantized = "" if options.quantization == "none" else f", weights as {options.quantization}"
     _logger.info("loaded in %.1f s as %s%s", loaded.load_seconds, loaded.dtype, quantized)
-    layout = KVLayout(
-        num_kv_heads=loaded.config.num_kv_heads,
-        num_layers=loaded.config.num_layers,
-        block_size=options.block_size,
-        head_dim=loaded.config.head_dim,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-    )
+    kv_scales = choose_kv_scales(loaded, options.kv_cache_dtype, calculate=options.calculate_kv_scales)
+    if kv_scales is not None:
+        attention = _attention(options, device, kv_scales)
+        loaded.model.attend_with(attention)
+    layout = kv_layout(loaded, options.block_size, kv_scales)
     if device.type == "cpu":
         size = size_pool(options, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
     else:
@@ -174,9 +176,9 @@ def _cpu_only(options: EngineOptions) -> str:
     return "--attention-backend native" if options.attention_backend == "native" else ""
 
 
-def _attention(options: EngineOptions, device: torch.device) -> AttentionBackend:
+def _attention(options: EngineOptions, device: torch.device, kv_scales: KVScales | None = None) -> AttentionBackend:
     try:
-        return select_backend(options.attention_backend, device)
+        return select_backend(options.attention_backend, device, kv_scales=kv_scales)
     except BackendUnavailableError as error:
         raise ConfigurationError(f"--attention-backend {options.attention_backend}: {error}") from error
 

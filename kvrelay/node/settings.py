@@ -18,7 +18,17 @@ class NodeSettings(ProcessSettings):
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     node_id: str = Field(default="", description="Name of this node in logs and metrics; drawn when empty.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of weights and KV; auto takes the checkpoint's."
+        default="auto", description="Type of weights, and of KV unless it is fp8; auto takes the checkpoint's."
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = Field(
+        default="auto",
+        description="Type of KV: auto takes that of dtype; fp8 (the same as fp8_e4m3) needs half of bfloat16's memory, "
+        "with the checkpoint's scales where it has some.",
+    )
+    calculate_kv_scales: bool = Field(
+        default=False,
+        description="With an FP8 KV cache whose scales the checkpoint lacks: derive them from the weights. Otherwise "
+        "they are 1.",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         default="none",

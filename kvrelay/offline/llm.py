@@ -14,6 +14,7 @@ from tqdm import tqdm
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.device import DeviceName
+from kvrelay.engine.kv_cache_dtype import KVCacheDType
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import DTypeName
@@ -45,6 +46,8 @@ class LLM:
         model: str,
         *,
         dtype: DTypeName = "auto",
+        kv_cache_dtype: KVCacheDType = "auto",
+        calculate_kv_scales: bool = False,
         quantization: Quantization = "none",
         threads: int = 0,
         attention_backend: Literal["auto", "native", "reference"] = "auto",
@@ -60,6 +63,8 @@ class LLM:
         options = EngineOptions(
             model=model,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            calculate_kv_scales=calculate_kv_scales,
             quantization=quantization,
             threads=threads,
             attention_backend=attention_backend,

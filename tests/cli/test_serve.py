@@ -67,6 +67,7 @@ def test_nodes_understand_what_they_are_given() -> None:
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--attention-backend", "reference"),
         *("--gpu-memory-utilization", "0.5", "--log-level", "debug", "--connector", "ucx,redis"),
         *("--redis-ttl", "60", "--quantization", "int4", "--device", "cuda", "--enforce-eager"),
+        *("--kv-cache-dtype", "fp8", "--calculate-kv-scales"),
     )
     node = child_settings(NodeSettings, node_commands(settings, {}, cores=2)[1])
     assert (node.model, node.node_id, node.host, node.port, node.supervised) == ("m", "decode-0", "127.0.0.1", 0, True)
@@ -75,6 +76,7 @@ def test_nodes_understand_what_they_are_given() -> None:
     assert (node.gpu_memory_utilization, node.log_level, node.connector) == (0.25, "debug", "ucx,redis")
     assert (node.redis_ttl, node.quantization) == (60, "int4")
     assert (node.device, node.nodes_per_device, node.enforce_eager) == ("cuda", 2, True)
+    assert (node.kv_cache_dtype, node.calculate_kv_scales) == ("fp8", True)
 
 
 def test_what_is_not_set_is_left_to_the_node() -> None:

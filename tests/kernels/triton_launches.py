@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import torch
 from paged_kernels.base import AttentionMetadata
+from paged_kernels.kv_scales import KVScales
 from paged_kernels.triton_attention import AttentionCall, plan_attention
 from paged_kernels.triton_int4 import Int4Format, Int4Weight, plan_int4_matmul
 from paged_kernels.triton_launch import GpuTraits, KernelCall
 from paged_kernels.triton_rowwise import plan_rms_norm, plan_silu_mul
 from paged_kernels.triton_sampling import SamplingTensors, plan_sample
-from paged_kernels.triton_write_kv import KVScales, plan_write_kv
+from paged_kernels.triton_write_kv import plan_write_kv
 from torch import Tensor
 
 from tests.kernels.batch import Heads

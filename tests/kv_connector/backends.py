@@ -1,6 +1,7 @@
 """One harness per backend: how the contract suite makes nodes and damages blocks, and what the backend promises."""
 
 import hashlib
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvrelay.core.kv_layout import KVLayout
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=32, dtype="float32")  # 32 KiB a block
 OTHER_LAYOUT = KVLayout(num_kv_heads=4, num_layers=2, block_size=16, head_dim=32, dtype="float32")  # as many bytes
+OTHER_SCALES = replace(LAYOUT, scales_digest="0123456789abcdef0123456789abcdef")  # the same bytes mean other KV
 CLUSTER_SECRET = "only the tests know this one"
 EPOCH = 0x1234_5678_9ABC_DEF0
 

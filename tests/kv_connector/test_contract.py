@@ -9,10 +9,12 @@ import pytest
 from kv_connector.base import Block, FetchOutcome, Source
 from kv_connector.header import Mismatch
 from kvrelay.core.errors import KVError
+from kvrelay.core.kv_layout import KVLayout
 from tests.kv_connector.backends import (
     EPOCH,
     LAYOUT,
     OTHER_LAYOUT,
+    OTHER_SCALES,
     Harness,
     InProcessHarness,
     Node,
@@ -139,8 +141,9 @@ async def test_after_the_owner_closed(node: MakeNode, harness: Harness) -> None:
         await owner.connector.fetch(owner.source, sent, timeout=10)
 
 
-async def test_another_layout_is_refused(node: MakeNode) -> None:
-    owner, peer = node("owner"), node("peer", layout=OTHER_LAYOUT)
+@pytest.mark.parametrize("layout", [OTHER_LAYOUT, OTHER_SCALES], ids=["shape", "scales"])
+async def test_another_layout_is_refused(layout: KVLayout, node: MakeNode) -> None:
+    owner, peer = node("owner"), node("peer", layout=layout)
     sent = blocks(2)
     await write_and_publish(owner, sent)
     result = await peer.connector.fetch(owner.source, sent, timeout=10)

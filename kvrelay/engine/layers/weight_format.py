@@ -13,8 +13,8 @@ Quantization = Literal["none", "int8", "int4"]
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """`dtype` is that of activations, of KV, and of all weights that are not quantised. `bits` is None, or the width
-    of the decoder layers' matrices in weight-only quantisation, which is for the CPU.
+    """`dtype` is that of activations, of KV unless it is FP8, and of all weights that are not quantised. `bits` is
+    None, or the width of the decoder layers' matrices in weight-only quantisation, which is for the CPU.
     """
 
     dtype: torch.dtype

@@ -17,6 +17,7 @@ import torch
 import xxhash
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
@@ -105,6 +106,17 @@ def open_checkpoint(directory: Path) -> Checkpoint:
                 f"tensor {name} is missing from {directory / file_name}, where {INDEX_FILE} says it is"
             )
     return checkpoint
+
+
+def read_tensor(tensor: StoredTensor) -> Tensor:
+    """One tensor as it is stored, on the CPU, beside the pass over everything. Raises ModelLoadError."""
+    try:
+        with safe_open(tensor.file, framework="pt") as file:
+            stored = file.get_tensor(tensor.name)
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"can not read tensor {tensor.name} of {tensor.file}: {error}") from error
+    assert isinstance(stored, Tensor)
+    return stored
 
 
 def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Callable[[int], None]) -> bytes:

@@ -130,7 +130,7 @@ class DecoderForCausalLM:
     """The whole model. Weights are uninitialised until something has filled `checkpoint_slots`.
 
     Positions reach up to `max_model_len` - 1. The KV pool is `[num_blocks, num_kv_heads, num_layers, 2, block_size,
-    head_dim]` of the model's dtype, on its device.
+    head_dim]` of the model's dtype, or of FP8, on its device.
     """
 
     def __init__(
@@ -170,6 +170,11 @@ class DecoderForCausalLM:
         """`[num_rows, hidden_size]` -> float32 `[num_rows, vocab_size]`."""
         logits = F.linear(hidden, self.embedding) if self.lm_head is None else self.lm_head(hidden)
         return logits.float()
+
+    def attend_with(self, backend: AttentionBackend) -> None:
+        """From the next step on; an FP8 pool needs one that knows its scales."""
+        for layer in self.layers:
+            layer.attention.backend = backend
 
     def checkpoint_slots(self) -> dict[str, Slot]:
         """The place of every tensor of the checkpoint, by its name there. Not after `pack`."""

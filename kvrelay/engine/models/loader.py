@@ -28,6 +28,7 @@ from kvrelay.engine.models.checkpoint import (
 )
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig, load_model_config
+from kvrelay.engine.models.stored_kv_scales import is_kv_scale
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`fingerprint`: 32 bytes; equal only where equal tokens give equal KV. `max_model_len` in tokens."""
+    """`fingerprint`: 32 bytes; equal only where equal tokens give equal KV. `max_model_len` in tokens. `checkpoint`:
+    where the weights came from."""
 
     model: DecoderForCausalLM
     config: ModelConfig
@@ -50,6 +52,7 @@ class LoadedModel:
     max_model_len: int
     fingerprint: bytes
     load_seconds: float
+    checkpoint: Checkpoint
 
 
 def load_model(
@@ -88,6 +91,7 @@ def load_model(
         max_model_len=length,
         fingerprint=fingerprint(config, weights, digests),
         load_seconds=clock.now() - start,
+        checkpoint=checkpoint,
     )
 
 
@@ -175,12 +179,16 @@ def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: Mo
             raise ModelLoadError(
                 f"tensor {name} in {tensor.file} has shape {list(tensor.shape)}, not {list(slot.shape)}"
             )
-    # A tied head may be stored once more, and old Llama files carry the rotary frequencies; neither is a surprise.
+    # A tied head may be stored once more, old Llama files carry the rotary frequencies, and scales of an FP8 KV cache
+    # are read by whoever wants them; none is a surprise.
     expected = {"lm_head.weight"} if config.tie_word_embeddings else set()
     extra = [
         name
         for name in stored
-        if name not in slots and name not in expected and not name.endswith("rotary_emb.inv_freq")
+        if name not in slots
+        and name not in expected
+        and not name.endswith("rotary_emb.inv_freq")
+        and not is_kv_scale(name)
     ]
     if extra:
         shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")

@@ -102,9 +102,22 @@ def _family(raw: dict[str, Any], path: Path) -> str:
         raise ModelLoadError(
             f"{path}: model_type: {raw.get('model_type')!r} is not supported; supported are {', '.join(_FAMILIES)}"
         )
-    if raw.get("quantization_config") is not None:
+    if raw.get("quantization_config") is not None and not _quantises_only_kv(raw["quantization_config"]):
         raise ModelLoadError(f"{path}: quantization_config: quantised checkpoints are not supported")
     return str(raw["model_type"])
+
+
+def _quantises_only_kv(quantization_config: Any) -> bool:
+    """Whether config.json's `quantization_config` is about nothing but a static FP8 KV cache: the weights are plain."""
+    if not isinstance(quantization_config, dict) or quantization_config.get("config_groups"):
+        return False
+    scheme = quantization_config.get("kv_cache_scheme")
+    return (
+        quantization_config.get("quant_method") == "compressed-tensors"
+        and isinstance(scheme, dict)
+        and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+        and not scheme.get("dynamic")
+    )
 
 
 def _convert(parsed: Any, family: str, directory: Path) -> ModelConfig:

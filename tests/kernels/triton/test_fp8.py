@@ -4,10 +4,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from paged_kernels.kv_scales import KVScales
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend
 from paged_kernels.triton_device.fp8 import decode_e4m3, encode_e4m3
-from paged_kernels.triton_write_kv import KVScales
 from torch import Tensor
 
 from tests.kernels.batch import LAYER, NUM_LAYERS, Heads, Lengths, make_batch
@@ -43,13 +43,14 @@ def test_encodes_like_torch() -> None:
     middles = (exact[1:] + exact[:-1]) / 2
     around = torch.cat((exact, middles, torch.nextafter(middles, exact[1:]), torch.nextafter(middles, exact[:-1])))
     drawn = torch.randn(20_000) * torch.exp2(torch.randint(-12, 10, (20_000,)))
-    x = torch.cat((around, drawn)).clamp(-448, 448)
+    every_bfloat16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    x = torch.cat((around, drawn, every_bfloat16[~every_bfloat16.isnan()])).clamp(-448, 448)
     assert torch.equal(encode(x), x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def test_encoding_saturates() -> None:
-    x = torch.tensor([449.0, 1e30, float("inf"), -1e30, float("-inf")])
-    assert encode(x).view(torch.float8_e4m3fn).float().tolist() == [448.0, 448.0, 448.0, -448.0, -448.0]
+    x = torch.tensor([449.0, 1e30, float("inf"), float("nan"), -1e30, float("-inf")])
+    assert encode(x).view(torch.float8_e4m3fn).float().tolist() == [448.0] * 4 + [-448.0] * 2
 
 
 @pytest.mark.parametrize("lengths", [((70, 1), (3, 1)), ((20, 1), (40, 30))], ids=["decode", "mixed"])

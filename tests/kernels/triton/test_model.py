@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import torch
-from paged_kernels.base import AttentionBackend
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend
 
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.device_sampler import DeviceSampler
+from kvrelay.engine.kv_cache_dtype import KVCacheDType, choose_kv_scales, kv_layout
+from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.model_runner import ModelRunner, TokenSampler
 from kvrelay.engine.models.loader import load_model
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
@@ -21,10 +21,18 @@ TABLES = ([4, 1, 6], [2, 5, 0])
 PARAMS = (SamplingParams(temperature=0.0), SamplingParams(seed=3, top_p=0.9, repetition_penalty=1.2))
 
 
-def generate(directory: Path, attention: AttentionBackend, sampler: type[Sampler | DeviceSampler]) -> list[list[int]]:
-    loaded = load_model(str(directory), dtype="float32", attention=attention, max_model_len=None)
+def generate(
+    directory: Path,
+    backend: type[ReferenceBackend | TritonBackend],
+    sampler: type[Sampler | DeviceSampler],
+    *,
+    kv_cache_dtype: KVCacheDType = "auto",
+) -> list[list[int]]:
+    loaded = load_model(str(directory), dtype="float32", attention=backend(), max_model_len=None)
     config = loaded.config
-    pool = torch.zeros(8, config.num_kv_heads, config.num_layers, 2, 16, config.head_dim)
+    kv_scales = choose_kv_scales(loaded, kv_cache_dtype, calculate=kv_cache_dtype != "auto")
+    loaded.model.attend_with(backend(kv_scales))
+    pool = allocate_pool(kv_layout(loaded, 16, kv_scales), 8)
     chosen: TokenSampler = sampler(config.vocab_size, config.eos_token_ids)
     runner = ModelRunner(loaded.model, chosen, pool)
     first = ScheduledSequence(PROMPTS[0][:20], 0, TABLES[0], ())
@@ -44,6 +52,13 @@ def generate(directory: Path, attention: AttentionBackend, sampler: type[Sampler
 
 def test_tokens_of_a_sliding_window_model(tmp_path: Path) -> None:
     directory = make_tiny_model("mistral", tmp_path, vocab_size=VOCAB_SIZE)
-    expected = generate(directory, ReferenceBackend(), Sampler)
-    assert generate(directory, TritonBackend(), DeviceSampler) == expected
+    expected = generate(directory, ReferenceBackend, Sampler)
+    assert generate(directory, TritonBackend, DeviceSampler) == expected
+    assert len({*expected[0], *expected[1]}) > 2
+
+
+def test_tokens_over_an_fp8_pool(tmp_path: Path) -> None:
+    directory = make_tiny_model("qwen3", tmp_path, vocab_size=VOCAB_SIZE)
+    expected = generate(directory, ReferenceBackend, Sampler, kv_cache_dtype="fp8")
+    assert generate(directory, TritonBackend, DeviceSampler, kv_cache_dtype="fp8") == expected
     assert len({*expected[0], *expected[1]}) > 2

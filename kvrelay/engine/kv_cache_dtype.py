@@ -1,0 +1,67 @@
+"""What the KV pool stores: the model's own dtype, or FP8 with scales of which every node has the same.
+
+Invariant: two engines whose scales differ in a bit have different layouts, so that neither takes a block of the other.
+"""
+
+import hashlib
+import logging
+from typing import Literal
+
+import torch
+from paged_kernels.kv_scales import FP8, KVScales
+
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.models.calculated_kv_scales import calculate_kv_scales
+from kvrelay.engine.models.loader import LoadedModel
+from kvrelay.engine.models.stored_kv_scales import stored_kv_scales
+
+_logger = logging.getLogger(__name__)
+
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
+"""`fp8` and `fp8_e4m3` are the same."""
+
+
+def choose_kv_scales(loaded: LoadedModel, kv_cache_dtype: KVCacheDType, *, calculate: bool) -> KVScales | None:
+    """None: the pool has the model's dtype. Otherwise it is FP8: with the checkpoint's scales where it has some, else
+    calculated ones if so asked, else all 1. On the model's device. Raises ModelLoadError for unusable scales,
+    ConfigurationError when scales are asked for without FP8."""
+    if kv_cache_dtype == "auto":
+        if calculate:
+            raise ConfigurationError("--calculate-kv-scales is for an FP8 KV cache: add --kv-cache-dtype fp8")
+        return None
+    scales = stored_kv_scales(loaded.checkpoint, loaded.config)
+    if scales is not None:
+        _logger.info("FP8 KV cache with the checkpoint's scales%s", "; none are calculated" if calculate else "")
+    elif calculate:
+        scales = calculate_kv_scales(loaded.checkpoint, loaded.config)
+        _logger.info("FP8 KV cache with scales calculated from the weights")
+    else:
+        _logger.warning(
+            "FP8 KV cache with scales of 1: the checkpoint has none. K and V above 448 are cut off; "
+            "--calculate-kv-scales finds scales that fit the model"
+        )
+        ones = torch.ones(loaded.config.num_layers, loaded.config.num_kv_heads)
+        scales = KVScales(ones, ones)
+    return KVScales(scales.key.to(loaded.model.device), scales.value.to(loaded.model.device))
+
+
+def kv_layout(loaded: LoadedModel, block_size: int, kv_scales: KVScales | None) -> KVLayout:
+    """Of a pool for this model, FP8 exactly when there are scales."""
+    dtype = loaded.dtype if kv_scales is None else FP8
+    return KVLayout(
+        num_kv_heads=loaded.config.num_kv_heads,
+        num_layers=loaded.config.num_layers,
+        block_size=block_size,
+        head_dim=loaded.config.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        scales_digest="" if kv_scales is None else scales_digest(kv_scales),
+    )
+
+
+def scales_digest(kv_scales: KVScales) -> str:
+    """32 hex digits: SHA-256 over the float32 scales, little-endian, of K by layer and head, then of V, cut to half."""
+    digest = hashlib.sha256()
+    for scales in (kv_scales.key, kv_scales.value):
+        digest.update(scales.cpu().contiguous().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,77 @@
+"""Scales for an FP8 KV cache out of a checkpoint's weights alone: the least powers of two under which no K or V of any
+request can be too large.
+
+Nodes that exchange blocks need the same scales, each by itself and before the first request. What a model computes over
+some prompts differs in its last bits between processors, and so would maxima of it; a function of the stored weights in
+float64 is the same on all. The bound is Cauchy-Schwarz: a row of a projection times the normalised input, whose length
+RMSNorm fixes. It lies far above what is typical, about the square root of the hidden size, which costs no precision:
+FP8 is a floating-point format, and keeps its three bits over four decimal orders of magnitude.
+"""
+
+import math
+
+import torch
+from paged_kernels.kv_scales import LARGEST_FP8, KVScales
+from torch import Tensor
+
+from kvrelay.core.errors import ModelLoadError
+from kvrelay.engine.models.checkpoint import Checkpoint, StoredTensor, read_tensor
+from kvrelay.engine.models.model_config import ModelConfig
+
+_MARGIN = 1.25  # for roundings of weights and activations on the way
+
+
+def calculate_kv_scales(checkpoint: Checkpoint, config: ModelConfig) -> KVScales:
+    """On the CPU. Raises ModelLoadError where the weights of K or V are not finite, or are stored quantised."""
+    tensors = checkpoint.tensors()
+    layers = range(config.num_layers)
+    key = torch.stack([largest_keys(tensors, config, layer) for layer in layers])
+    value = torch.stack([largest_values(tensors, config, layer) for layer in layers])
+    return KVScales(_scales(key), _scales(value))
+
+
+def largest_keys(tensors: dict[str, StoredTensor], config: ModelConfig, layer: int) -> Tensor:
+    """What no rotated K of a head exceeds, `[num_kv_heads]` float64."""
+    if config.qk_norm:
+        weight = _read(tensors, f"model.layers.{layer}.self_attn.k_norm.weight")
+        bounds = (weight.abs() * math.sqrt(config.head_dim)).expand(config.num_kv_heads, -1)
+    else:
+        bounds = _largest_projected(tensors, config, layer, "k_proj")
+    first, second = bounds.chunk(2, dim=-1)  # the two that turn together
+    return torch.hypot(first, second).amax(dim=-1) * config.rope.attention_factor
+
+
+def largest_values(tensors: dict[str, StoredTensor], config: ModelConfig, layer: int) -> Tensor:
+    """What no V of a head exceeds, `[num_kv_heads]` float64."""
+    return _largest_projected(tensors, config, layer, "v_proj").amax(dim=-1)
+
+
+def _largest_projected(tensors: dict[str, StoredTensor], config: ModelConfig, layer: int, projection: str) -> Tensor:
+    """`[num_kv_heads, head_dim]`: |w . x + b| is at most |w| |x| + |b|, and RMSNorm leaves |x| at most the square root
+    of the hidden size before it multiplies with its weight."""
+    norm = _read(tensors, f"model.layers.{layer}.input_layernorm.weight")
+    name = f"model.layers.{layer}.self_attn.{projection}"
+    rows = _read(tensors, f"{name}.weight") * norm
+    bounds: Tensor = torch.linalg.vector_norm(rows, dim=1) * math.sqrt(config.hidden_size)
+    if config.qkv_bias:
+        bounds = bounds + _read(tensors, f"{name}.bias").abs()
+    return bounds.view(config.num_kv_heads, config.head_dim)
+
+
+def _read(tensors: dict[str, StoredTensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise ModelLoadError(
+            f"tensor {name} is missing: scales for an FP8 KV cache can not be calculated from quantised weights; "
+            "leave out --calculate-kv-scales"
+        )
+    weights = read_tensor(tensors[name]).double()
+    if not bool(weights.isfinite().all()):
+        raise ModelLoadError(f"tensor {name} is not finite: no scales can be calculated for an FP8 KV cache")
+    return weights
+
+
+def _scales(largest: Tensor) -> Tensor:
+    """The least powers of two that hold `largest`; 1 for what is always zero. Float32."""
+    mantissa, exponent = torch.frexp(largest * (_MARGIN / LARGEST_FP8))  # mantissa * 2^exponent, mantissa in [1/2, 1)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-120, 120)  # scale and 1 / scale are normal
+    return torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponent, 0)).float()

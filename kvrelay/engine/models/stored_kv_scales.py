@@ -1,0 +1,56 @@
+"""The scales of an FP8 KV cache that a checkpoint brings, as calibration tools publish them.
+
+A layer has one tensor for K and one for V, of one value or of one per KV head. Invariant: what is read are float32
+values that are finite and above zero, for all layers or for none.
+"""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from paged_kernels.kv_scales import KVScales
+from torch import Tensor
+
+from kvrelay.core.errors import ModelLoadError
+from kvrelay.engine.models.checkpoint import Checkpoint, read_tensor
+from kvrelay.engine.models.model_config import ModelConfig
+
+# Under model.layers.N.self_attn, in the order in which they are looked for: compressed-tensors and AutoFP8, vLLM's own
+# names, ModelOpt, and the older single scale of both.
+_KEY_NAMES = ("k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale")
+_VALUE_NAMES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "kv_scale")
+_ANY_NAME = re.compile(
+    r"model\.layers\.\d+\.self_attn\.(" + "|".join(map(re.escape, sorted({*_KEY_NAMES, *_VALUE_NAMES}))) + ")"
+)
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of this name is a scale of an FP8 KV cache."""
+    return _ANY_NAME.fullmatch(name) is not None
+
+
+def stored_kv_scales(checkpoint: Checkpoint, config: ModelConfig) -> KVScales | None:
+    """On the CPU; None when the checkpoint has none. Raises ModelLoadError, naming the tensor."""
+    if not any(map(is_kv_scale, checkpoint.tensors())):
+        return None
+    layers = range(config.num_layers)
+    key = torch.stack([_of_heads(checkpoint, layer, _KEY_NAMES, config.num_kv_heads) for layer in layers])
+    value = torch.stack([_of_heads(checkpoint, layer, _VALUE_NAMES, config.num_kv_heads) for layer in layers])
+    return KVScales(key, value)
+
+
+def _of_heads(checkpoint: Checkpoint, layer: int, endings: Sequence[str], num_kv_heads: int) -> Tensor:
+    """`[num_kv_heads]` float32."""
+    names = [f"model.layers.{layer}.self_attn.{ending}" for ending in endings]
+    tensors = checkpoint.tensors()
+    name = next((name for name in names if name in tensors), None)
+    if name is None:
+        raise ModelLoadError(f"tensor {names[0]} is missing, though other layers have scales for an FP8 KV cache")
+    stored = read_tensor(tensors[name]).float()
+    if stored.numel() not in (1, num_kv_heads):
+        raise ModelLoadError(
+            f"tensor {name} has shape {list(stored.shape)}, not one value or one per KV head ({num_kv_heads})"
+        )
+    if not bool((stored.isfinite() & (stored > 0)).all()):
+        raise ModelLoadError(f"tensor {name} must be finite and above zero, not {stored.flatten().tolist()}")
+    return stored.flatten().expand(num_kv_heads)
