@@ -44,7 +44,7 @@ class _Open:
 
 
 class UcxConnector:
-    """Implements KVConnector. `allocate` needs the running loop. The endpoint is "host:port" of the listener."""
+    """Implements HostConnector. `allocate` needs the running loop. The endpoint is "host:port" of the listener."""
 
     name = "ucx"
     has_store = False
