@@ -8,7 +8,6 @@ calls from outside; "results" is whatever else a step does. Medians over steps, 
 
 import argparse
 import json
-import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.request import EngineRequest
 from kvrelay.engine.startup import EngineOptions, PreparedEngine, prepare_engine
 
@@ -84,8 +84,8 @@ def main() -> None:
 
 
 def _measure(prepared: PreparedEngine, batch: int, num_steps: int, prompt_len: int, temperature: float) -> Measurement:
-    memory = mmap.mmap(-1, prepared.size.num_blocks * prepared.layout.block_bytes)
-    engine = prepared.build(memoryview(memory), on_evict=lambda block_ids: None, publish=False)
+    kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks)
+    engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
     stopwatch = Stopwatch()
     _wrap(engine, stopwatch)
     sampling = SamplingParams(

@@ -1,6 +1,6 @@
 """From options to an engine: load the model, size the pool, join runner, pool and scheduler. Logs each step as it goes.
 
-Two steps, because the memory of the pool is somebody else's: `prepare_engine` says how much, `build` takes it.
+Two steps, because the pool is somebody else's: `prepare_engine` says how large, `build` takes it.
 """
 
 import logging
@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from paged_kernels.registry import select_backend
+from torch import Tensor
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import ConfigurationError
@@ -77,15 +78,15 @@ class PreparedEngine:
 
     def build(
         self,
-        memory: memoryview,
+        kv_pool: Tensor,
         *,
         on_evict: Callable[[Sequence[int]], None],
         publish: bool,
         publish_hits: bool = False,
     ) -> Engine:
-        """`memory`: writable, zeroed, `size.num_blocks * layout.block_bytes` bytes. `on_evict` as BlockPool's,
-        `publish` and `publish_hits` as Engine's."""
-        kv_pool = torch.frombuffer(memory, dtype=self.loaded.dtype).view(self.size.num_blocks, *self.layout.block_shape)
+        """`kv_pool`: zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on the model's device.
+        `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's."""
+        assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape)
         eos_token_ids = self.loaded.config.eos_token_ids
         config = SchedulerConfig(
             block_size=self.layout.block_size,

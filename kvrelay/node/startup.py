@@ -8,6 +8,7 @@ from dataclasses import fields
 from kv_connector.base import KVConnector
 from kv_connector.registry import create_tiers
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
+from kvrelay.engine.kv_pool import pool_over
 from kvrelay.engine.startup import EngineOptions, prepare_engine
 from kvrelay.node.connector_choice import choose_connectors, is_ucx_installed
 from kvrelay.node.node import Node, NodeIdentity
@@ -29,7 +30,8 @@ def build_node(settings: NodeSettings, role: str) -> Node:
     prefill_rate = PrefillRate()
     connector = _connector(settings, prefill_rate)
     buffer = connector.allocate(layout, size.num_blocks, node_id=node_id, epoch=epoch)
-    engine = prepared.build(buffer.memory, on_evict=connector.retract, publish=True, publish_hits=connector.has_store)
+    kv_pool = pool_over(buffer.memory, layout, size.num_blocks)
+    engine = prepared.build(kv_pool, on_evict=connector.retract, publish=True, publish_hits=connector.has_store)
     identity = NodeIdentity(
         node_id=node_id,
         epoch=epoch,

@@ -4,7 +4,6 @@ Invariant: when `generate` or `chat` has returned or raised, a keyboard interrup
 """
 
 import itertools
-import mmap
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from tqdm import tqdm
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import DTypeName
 from kvrelay.engine.request import EngineRequest, StepResult
@@ -71,8 +71,8 @@ class LLM:
         prepared = prepare_engine(options)
         self.max_model_len = prepared.size.max_model_len
         self.vocab_size = prepared.loaded.config.vocab_size
-        memory = mmap.mmap(-1, prepared.size.num_blocks * prepared.layout.block_bytes)
-        self._engine = prepared.build(memoryview(memory), on_evict=lambda block_ids: None, publish=False)
+        kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks)
+        self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
         self._max_num_seqs = max_num_seqs
         self._batches = itertools.count()  # what an interrupted one still has to say is not taken for a later one's
 

@@ -1,0 +1,31 @@
+"""The pool's tensor, `[num_blocks, *layout.block_shape]`, over memory that somebody else made or of our own.
+
+Invariant: its dtype is the layout's, whatever the model computes in.
+"""
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from kvrelay.core.kv_layout import KVLayout
+
+_CPU = torch.device("cpu")
+
+
+def pool_dtype(layout: KVLayout) -> torch.dtype:
+    dtype = getattr(torch, layout.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def pool_over(memory: memoryview, layout: KVLayout, num_blocks: int) -> Tensor:
+    """A view of host memory: writable, zeroed, `num_blocks * layout.block_bytes` bytes, alive as long as the tensor."""
+    return torch.frombuffer(memory, dtype=pool_dtype(layout)).view(num_blocks, *layout.block_shape)
+
+
+def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device = _CPU) -> Tensor:
+    """Zeroed memory of its own. On the host the kernel zeroes a page when it is first touched."""
+    if device.type == "cpu":
+        return pool_over(memoryview(mmap.mmap(-1, num_blocks * layout.block_bytes)), layout, num_blocks)
+    return torch.zeros(num_blocks, *layout.block_shape, dtype=pool_dtype(layout), device=device)
