@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kv_connector.base import Block, KVConnector, Source
+from kv_connector.base import Block, HostConnector, KVConnector, Source
 from kv_connector.registry import create_connector
 from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
 from kvrelay.core.block_hash import BlockHash
@@ -50,7 +50,9 @@ async def own(backend: str, layout: KVLayout, count: int) -> None:
     await connector.close()
 
 
-async def fetch_rate(connector: KVConnector, source: Source | None, blocks: Sequence[Block], block_bytes: int) -> float:
+async def fetch_rate(
+    connector: HostConnector, source: Source | None, blocks: Sequence[Block], block_bytes: int
+) -> float:
     best = float("inf")
     for _ in range(_ROUNDS):
         started = time.perf_counter()

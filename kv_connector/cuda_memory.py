@@ -7,7 +7,7 @@ streams is made of events on the device.
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -39,6 +39,7 @@ class CudaMemory:
             failure = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 1))
         self._pinned = failure == 0
         if not self._pinned:
+            self._forget_last_error()
             _logger.warning(
                 "%d MiB of staging memory can not be pinned (CUDA error %d): KV moves slowly. Allow this process to "
                 "lock memory (ulimit -l, docker: --ulimit memlock=-1), or lower --kv-staging-gib",
@@ -72,6 +73,11 @@ class CudaMemory:
         end = torch.cuda.Event(blocking=True)
         end.record(self._stream)
         end.synchronize()
+
+    def _forget_last_error(self) -> None:
+        """CUDA reports a failed call once more, to whoever looks next; that is to be us and not the engine."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
 
     def _require_staging(self) -> torch.Tensor:
         if self._staging is None:

@@ -46,7 +46,7 @@ def staging_blocks(layout: KVLayout, num_blocks: int, staging_bytes: int) -> int
 
 class StagedConnector:
     """Implements KVConnector. Owns `inner`, allocated with `staging` as its pool; `memory` is the pool on the device,
-    with blocks of the same layout. `forgets`: a block may be MISSING while the pool still holds it."""
+    attached to `staging`, with blocks of the same layout. `forgets`: a block may be MISSING while the pool has it."""
 
     def __init__(
         self, inner: KVConnector, staging: PoolBuffer, memory: DeviceMemory, *, clock: Clock | None = None
@@ -69,7 +69,6 @@ class StagedConnector:
         self._publish_part = max(1, min(part, num_copies // 2))
         self._worker = Worker("kv-staging")
         self._open = True
-        memory.attach(staging)
 
     @property
     def stats(self) -> ConnectorStats:
@@ -163,9 +162,7 @@ class StagedConnector:
         self, source: Source | None, blocks: Sequence[Block], slots: Sequence[int], timeout: float
     ) -> Sequence[FetchOutcome]:
         """The slots are the caller's again when this has ended, however it does."""
-        wanted = [
-            Block(slot, block.block_hash, block.num_tokens) for slot, block in zip(slots, blocks, strict=True)
-        ]
+        wanted = [Block(slot, block.block_hash, block.num_tokens) for slot, block in zip(slots, blocks, strict=True)]
         outcomes = (await self._inner.fetch(source, wanted, timeout=timeout)).outcomes
         arrived = [
             BlockCopy(block.block_id, slot)

@@ -13,6 +13,7 @@ from kv_connector.base import Block, FetchOutcome, KVConnector, Source
 from kvrelay.core.errors import KVError
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission
+from kvrelay.node.absences import Absences
 from kvrelay.node.ladder import Ask, FetchReport, Ladder
 
 _logger = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ class Receiver:
     """One receiving request: `offer` and `announce` what is available, then `end`; `run` returns what arrived.
 
     `on_missing` is told the number of missing tokens when the announcing source has ended and nobody known has them;
-    then `run` waits for more, `patience` seconds from one word to the next. `fetch_timeout` in seconds."""
+    then `run` waits for more, `patience` seconds from one word to the next. `fetch_timeout` in seconds. `absences` are
+    the node's."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class Receiver:
         engine: EngineThread,
         *,
         block_size: int,
+        absences: Absences,
         fetch_timeout: float,
         patience: float,
         on_missing: Callable[[int], None] = lambda num_tokens: None,
@@ -42,6 +45,7 @@ class Receiver:
         self._ladder = Ladder(len(self._missing))
         self._connector = connector
         self._engine = engine
+        self._absences = absences
         self._fetch_timeout = fetch_timeout
         self._patience = patience
         self._on_missing = on_missing
@@ -123,14 +127,30 @@ class Receiver:
             )  # fmt: skip
 
     async def _outcomes(self, ask: Ask) -> Sequence[FetchOutcome]:
-        wanted = [self._missing[index] for index in ask.indices]
+        """One for each block asked for. A holder that announced nothing itself is not asked for what it has just been
+        found not to have."""
+        source = ask.source
+        outcomes = [FetchOutcome.MISSING] * len(ask.indices)
+        asked = [
+            position
+            for position, index in enumerate(ask.indices)
+            if source is None or not (ask.is_guess and self._absences.has(source, self._missing[index].block_hash))
+        ]
+        if not asked:
+            return outcomes
+        wanted = [self._missing[ask.indices[position]] for position in asked]
         timeout = self._fetch_timeout * (_GUESS_SHARE if ask.is_guess else 1.0)
         try:
-            result = await self._connector.fetch(ask.source, wanted, timeout=timeout)
+            found = (await self._connector.fetch(source, wanted, timeout=timeout)).outcomes
         except KVError as error:
             _logger.warning("request %s: nothing fetched: %s", self._request_id, error)
-            return [FetchOutcome.FAILED] * len(wanted)
-        return result.outcomes
+            found = (FetchOutcome.FAILED,) * len(wanted)
+        for position, outcome in zip(asked, found, strict=True):
+            outcomes[position] = outcome
+        if source is not None:
+            arrived = zip(wanted, found, strict=True)
+            self._absences.note(source, [block.block_hash for block, why in arrived if why is FetchOutcome.MISSING])
+        return outcomes
 
 
 def posted_unpin(engine: EngineThread) -> Callable[[Sequence[int]], None]:
