@@ -61,6 +61,7 @@ def stage(backend: HostConnector, plan: PoolPlan, memory: DeviceMemory) -> Stage
     memory.attach(staging)
     report = check_device(memory, staging)
     if report.problem:
+        memory.detach()
         raise ConfigurationError(
             f"blocks do not come back from the device as they went there ({report.problem}): "
             "check the card and its driver; --device cpu serves without it"

@@ -28,6 +28,14 @@ async def build_node(settings: NodeSettings, role: str) -> Node:
     """
     prefill_rate = PrefillRate()
     backend = await _backend(settings, prefill_rate)
+    try:
+        return _join(settings, role, backend, prefill_rate)
+    except BaseException:
+        await backend.close()  # what it has allocated may be a file
+        raise
+
+
+def _join(settings: NodeSettings, role: str, backend: HostConnector, prefill_rate: PrefillRate) -> Node:
     prepared = prepare_engine(_engine_options(settings))
     layout, size = prepared.layout, prepared.size
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
