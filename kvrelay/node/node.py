@@ -108,7 +108,11 @@ class Node:
         self._watchdog.start()
 
     def receiver(
-        self, admission: Admission, *, on_missing: Callable[[int], None] = lambda num_tokens: None
+        self,
+        admission: Admission,
+        *,
+        on_missing: Callable[[int], None] = lambda num_tokens: None,
+        ends_at: float | None = None,
     ) -> Receiver:
         return Receiver(
             admission,
@@ -119,6 +123,7 @@ class Node:
             fetch_timeout=self._fetch_timeout,
             patience=2 * self._fetch_timeout,
             on_missing=on_missing,
+            ends_at=ends_at,
         )
 
     async def check_idle(self) -> None:

@@ -17,6 +17,7 @@ from kvrelay.node.absences import Absences
 from kvrelay.node.ladder import Ask, FetchReport, Ladder
 
 _logger = logging.getLogger(__name__)
+_DEADLINE_SHARE = 0.5  # of what the request has left
 _GUESS_SHARE = 0.2  # of the fetch timeout, for a holder that has not announced anything itself
 
 
@@ -24,8 +25,9 @@ class Receiver:
     """One receiving request: `offer` and `announce` what is available, then `end`; `run` returns what arrived.
 
     `on_missing` is told the number of missing tokens when the announcing source has ended and nobody known has them;
-    then `run` waits for more, `patience` seconds from one word to the next. `fetch_timeout` in seconds. `absences` are
-    the node's."""
+    then `run` waits for more, `patience` seconds from one word to the next. `fetch_timeout` in seconds; nor does a
+    fetch take more than half of what is left until `ends_at`, the request's end by the loop's time: who comes next on
+    the ladder is to have a chance. `absences` are the node's."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class Receiver:
         fetch_timeout: float,
         patience: float,
         on_missing: Callable[[int], None] = lambda num_tokens: None,
+        ends_at: float | None = None,
     ) -> None:
         self._request_id = admission.request_id
         self._first = admission.num_cached_tokens // block_size  # blocks of the prompt that were here already
@@ -48,6 +51,7 @@ class Receiver:
         self._absences = absences
         self._fetch_timeout = fetch_timeout
         self._patience = patience
+        self._ends_at = ends_at
         self._on_missing = on_missing
         self._quiet = False  # the source that was announcing has ended, and nobody was told of what is missing
         self._deadline: float | None = None  # of the wait for more, once somebody was told
@@ -139,9 +143,8 @@ class Receiver:
         if not asked:
             return outcomes
         wanted = [self._missing[ask.indices[position]] for position in asked]
-        timeout = self._fetch_timeout * (_GUESS_SHARE if ask.is_guess else 1.0)
         try:
-            found = (await self._connector.fetch(source, wanted, timeout=timeout)).outcomes
+            found = (await self._connector.fetch(source, wanted, timeout=self._timeout(ask))).outcomes
         except KVError as error:
             _logger.warning("request %s: nothing fetched: %s", self._request_id, error)
             found = (FetchOutcome.FAILED,) * len(wanted)
@@ -151,6 +154,18 @@ class Receiver:
             arrived = zip(wanted, found, strict=True)
             self._absences.note(source, [block.block_hash for block, why in arrived if why is FetchOutcome.MISSING])
         return outcomes
+
+    def _timeout(self, ask: Ask) -> float:
+        timeout = self._fetch_timeout * (_GUESS_SHARE if ask.is_guess else 1.0)
+        if self._ends_at is None:
+            return timeout
+        left = self._ends_at - asyncio.get_running_loop().time()
+        return max(0.0, min(timeout, left * _DEADLINE_SHARE))
+
+
+def ends_at(timeout_ms: int) -> float | None:
+    """By the loop's time, when a message that arrives now states what is left of its request; 0 states nothing."""
+    return asyncio.get_running_loop().time() + timeout_ms / 1000 if timeout_ms else None
 
 
 def posted_unpin(engine: EngineThread) -> Callable[[Sequence[int]], None]:

@@ -14,7 +14,7 @@ from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.ladder import FetchReport
 from kvrelay.node.node import Node
-from kvrelay.node.receiver import Receiver
+from kvrelay.node.receiver import Receiver, ends_at
 from tests.node.fake_node import BLOCK_SIZE, LAYOUT, make_node
 from tests.node.holders import Holder, LadderConnector, content
 
@@ -51,7 +51,11 @@ class Reception:
 
 @asynccontextmanager
 async def reception(
-    *, patience: float = PATIENCE, fetch_timeout: float = PATIENCE, absences: Absences | None = None
+    *,
+    patience: float = PATIENCE,
+    fetch_timeout: float = PATIENCE,
+    absences: Absences | None = None,
+    time_left: float | None = None,
 ) -> AsyncIterator[Reception]:
     hub = InProcessHub()
     connector = LadderConnector(hub)
@@ -84,6 +88,7 @@ async def reception(
             fetch_timeout=fetch_timeout,
             patience=patience,
             on_missing=missing.append,
+            ends_at=None if time_left is None else asyncio.get_running_loop().time() + time_left,
         )
         yield Reception(node, connector, admission, p, h, store, receiver, missing)
         await node.engine.call(lambda engine: engine.abort("r"))
@@ -148,6 +153,17 @@ async def test_a_holder_is_not_asked_for_what_another_request_did_not_get_unless
         await case.h.hold(case.admission, 5)
         case.receiver.announce(case.h.source, 5, ended=True)
         assert (await case.run()).fetched == (("h", 5),)
+
+
+async def test_a_fetch_leaves_half_of_the_requests_time_to_others() -> None:
+    for time_left, fetch_timeout, least, most in ((1000.0, 10.0, 10.0, 10.0), (1000.0, 9000.0, 400.0, 500.0)):
+        async with reception(time_left=time_left, fetch_timeout=fetch_timeout) as case:
+            await case.p.hold(case.admission, 5)
+            case.receiver.announce(case.p.source, 5)
+            await case.run()
+            [timeout] = case.connector.timeouts
+            assert least <= timeout <= most
+    assert ends_at(0) is None
 
 
 async def test_what_a_holder_does_not_have_is_remembered() -> None:
