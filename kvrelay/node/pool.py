@@ -57,7 +57,10 @@ def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> N
 def stage(backend: HostConnector, plan: PoolPlan, memory: DeviceMemory) -> StagedConnector:
     """Serves `memory` through a staging that `backend` allocates. Raises as `make_pool`."""
     slots = staging_blocks(plan.layout, plan.num_blocks, plan.staging_bytes)
-    staging = backend.allocate(plan.layout, slots, node_id=plan.node_id, epoch=plan.epoch)
+    try:
+        staging = backend.allocate(plan.layout, slots, node_id=plan.node_id, epoch=plan.epoch)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}; with KV on a card, lowering --kv-staging-gib helps, too") from error
     memory.attach(staging)
     report = check_device(memory, staging)
     if report.problem:
