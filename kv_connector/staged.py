@@ -133,24 +133,21 @@ class StagedConnector:
         claims = self._copies.claim(blocks)
         if claims.given_up:
             self._inner.retract(claims.given_up)
-        try:
-            if claims.copies:
-                await self._worker.run(self._memory.to_host, [copy.copy for copy in claims.copies])
-        except BaseException:
-            self._copies.abandon(claims.copies)
-            raise
-        if standing := self._copies.commit(claims.copies):
-            await self._offer(standing)
+        if claims.copies:
+            await self._copy_and_offer(claims.copies)
         if claims.num_refused:
             raise KVError(f"no staging slot for {claims.num_refused} blocks")
 
-    async def _offer(self, standing: Sequence[StagedBlock]) -> None:
+    async def _copy_and_offer(self, claimed: Sequence[StagedBlock]) -> None:
         try:
+            await self._worker.run(self._memory.to_host, [copy.copy for copy in claimed])
+            claimed = self._copies.standing(claimed)
             self._require_open()
-            await self._inner.publish([copy.staged for copy in standing])
+            await self._inner.publish([copy.staged for copy in claimed])
         except BaseException:
-            self._take_back(self._copies.discard(standing))
+            self._take_back([copy.slot for copy in claimed])
             raise
+        self._take_back(self._copies.commit(claimed))
 
     def _take_back(self, slots: Sequence[int]) -> None:
         """Slots that hold no block any more, in the order that matters: nobody is given one before peers know."""

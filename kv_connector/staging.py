@@ -1,7 +1,8 @@
 """Which staging slot holds the copy of which block of a device's pool, and slots for blocks that arrive.
 
-Invariant: a slot is free, claimed by one copy under way, or the copy of one block as it still is; a copy whose block
-was retracted meanwhile is never committed.
+Invariant: a slot is free, claimed by one copy under way, or the copy of one block as it still is. One that is claimed
+is given to nobody else until its block is published or given up: otherwise a name could be published over the bytes of
+another block.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class StagedCopies:
         self._lock = threading.Lock()  # held for dictionary updates only
 
     def claim(self, blocks: Sequence[Block]) -> Claims:
-        """Slots for those that have no copy yet. End with `commit` or `abandon`."""
+        """Slots for those that have no copy yet. They stay taken until `standing`, `commit` or `free`."""
         copies: list[StagedBlock] = []
         given_up: list[int] = []
         with self._lock:
@@ -63,26 +64,28 @@ class StagedCopies:
                     copies.append(StagedBlock(block, slot, self._generations[block.block_id]))
         return Claims(tuple(copies), tuple(given_up), len(wanted) - len(copies))
 
-    def commit(self, copies: Sequence[StagedBlock]) -> list[StagedBlock]:
+    def standing(self, copies: Sequence[StagedBlock]) -> list[StagedBlock]:
         """Those whose blocks still are what was copied; the slots of the others are free again."""
-        standing: list[StagedBlock] = []
+        with self._lock:
+            good = [copy for copy in copies if self._stands(copy)]
+            self._free.extend(copy.slot for copy in copies if not self._stands(copy))
+        return good
+
+    def commit(self, copies: Sequence[StagedBlock]) -> list[int]:
+        """These are published. Slots of blocks that were retracted meanwhile, to be given back with `free`: until now
+        nobody could be given them, so what was published under a name was that block's content."""
+        stale: list[int] = []
         with self._lock:
             for copy in copies:
-                block_id = copy.block.block_id
-                if self._generations[block_id] == copy.generation and block_id not in self._copies:
-                    self._copies[block_id] = copy
-                    standing.append(copy)
+                if self._stands(copy) and copy.block.block_id not in self._copies:
+                    self._copies[copy.block.block_id] = copy
                 else:
-                    self._free.append(copy.slot)
-        return standing
-
-    def abandon(self, copies: Sequence[StagedBlock]) -> None:
-        """Claims that were not committed."""
-        with self._lock:
-            self._free.extend(copy.slot for copy in copies)
+                    stale.append(copy.slot)
+        return stale
 
     def forget(self, block_ids: Sequence[int]) -> list[int]:
-        """These blocks lose their content. The slots of their copies, to be given back with `free`."""
+        """These blocks lose their content. The slots of their copies, to be given back with `free`; a copy under way is
+        not among them."""
         with self._lock:
             slots: list[int] = []
             for block_id in block_ids:
@@ -92,12 +95,6 @@ class StagedCopies:
                     slots.append(copy.slot)
             return slots
 
-    def discard(self, copies: Sequence[StagedBlock]) -> list[int]:
-        """As `forget`, for those that are still there; the blocks keep their content."""
-        with self._lock:
-            held = [copy for copy in copies if self._copies.get(copy.block.block_id) is copy]
-            return [self._copies.pop(copy.block.block_id).slot for copy in held]
-
     def free(self, slots: Sequence[int]) -> None:
         with self._lock:
             self._free.extend(slots)
@@ -105,6 +102,9 @@ class StagedCopies:
     def slot_of(self, block_id: int) -> int | None:
         copy = self._copies.get(block_id)
         return None if copy is None else copy.slot
+
+    def _stands(self, copy: StagedBlock) -> bool:
+        return self._generations[copy.block.block_id] == copy.generation
 
     def _touch(self, block: Block) -> bool:
         """Whether there is a copy of exactly this block, which is now the last to give way."""

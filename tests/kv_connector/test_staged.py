@@ -1,11 +1,11 @@
 """A pool on a device behind a staging that is smaller: what gives way to what, and what a copy may not outlive."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from kv_connector.base import FetchOutcome
+from kv_connector.base import Block, FetchOutcome
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.staged import staging_blocks
 from kvrelay.core.errors import ConfigurationError, KVError
@@ -78,6 +78,49 @@ async def test_a_block_that_changes_while_it_is_copied_is_not_published(pair: Pa
     pair.owner.device.gate.set()
     await publishing
     assert await pair.fetch(2) == (MISSING, FETCHED)
+
+
+class SlowPublisher(InProcessConnector):
+    """`open` lets publications go on."""
+
+    def __init__(self, hub: InProcessHub) -> None:
+        super().__init__(hub)
+        self.num_waiting = 0
+        self.open = asyncio.Event()
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        self.num_waiting += 1
+        await self.open.wait()
+        await super().publish(blocks)
+
+
+async def test_a_slot_that_is_being_published_is_given_to_nobody_else() -> None:
+    """Otherwise the first name would be published over the bytes of the third block."""
+    hub = InProcessHub()
+    inner = SlowPublisher(hub)
+    owner = DeviceNode(inner, "owner", 64, LAYOUT, EPOCH, staging_bytes=SMALL)
+    peer = DeviceNode(InProcessConnector(hub), "peer", 64, LAYOUT, EPOCH, staging_bytes=SMALL)
+    names = [moved(blocks(3, tag=str(turn)), 3 * turn) for turn in range(3)]
+    publications = []
+    for sent in names:
+        for block in sent:
+            owner.fill(block)
+        publications.append(asyncio.create_task(owner.connector.publish(sent)))
+    while inner.num_waiting < 2:
+        await asyncio.sleep(0)
+    with pytest.raises(KVError, match="no staging slot for 3 blocks"):
+        await publications[2]
+    owner.connector.retract([block.block_id for block in names[0]])
+    with pytest.raises(KVError, match="no staging slot"):
+        await owner.connector.publish(names[2])
+    inner.open.set()
+    await asyncio.gather(*publications[:2])
+    for sent, outcome in zip(names, (MISSING, FETCHED, MISSING), strict=True):
+        assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {outcome}
+    await owner.connector.publish(names[2])
+    assert set((await peer.connector.fetch(owner.source, names[2], timeout=10)).outcomes) == {FETCHED}
+    for node in (owner, peer):
+        await node.connector.close()
 
 
 async def test_another_name_for_a_block_replaces_its_copy(pair: Pair) -> None:
