@@ -24,7 +24,9 @@ from tests.kv_connector.slow_device import SlowDevice
 def on_device(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
     """As `make_pool` on a card. The engine's tensor is the device's memory; the connector has only the device."""
     memory = SlowDevice(plan.num_blocks, plan.layout.block_bytes)
+    memory.starting = True
     connector = stage(backend, plan, memory)
+    memory.starting = False
     return NodePool(pool_over(memoryview(memory.memory), plan.layout, plan.num_blocks), connector, connector.forgets)
 
 
@@ -68,7 +70,9 @@ class Forgetful(SlowDevice):
 
 async def test_a_device_that_does_not_copy_right_ends_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
-        stage(backend, plan, Forgetful(plan.num_blocks, plan.layout.block_bytes))
+        memory = Forgetful(plan.num_blocks, plan.layout.block_bytes)
+        memory.starting = True
+        stage(backend, plan, memory)
         raise AssertionError("it passed")
 
     monkeypatch.setattr(startup, "make_pool", make_pool)
