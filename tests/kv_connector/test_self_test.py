@@ -80,7 +80,7 @@ async def test_what_never_ends_is_left_to_itself(make: Make) -> None:
     ],
 )
 async def test_ucx_that_is_set_up_wrong_says_so(settings: UcxSettings) -> None:
-    report = await check_transport(lambda: UcxConnector(settings), timeout=1.0)
+    report = await check_transport(lambda: UcxConnector(settings))
     assert report.problem == "16 of 16 blocks did not arrive: failed" and not report.is_wrong
 
 
