@@ -1,10 +1,11 @@
 """Speed of `fetch` between two processes, in turn with a yardstick in the same run: shared memory against a plain copy,
 UCX (where ucxx is installed) against bare ucxx send/recv. Redis on request.
 
-    python -m bench.connectors [--megabytes 256] [--redis-url redis://127.0.0.1:6379/0]
+    python -m bench.connectors [--megabytes 256] [--redis-url redis://127.0.0.1:6379/0] [--device cuda]
 
-A fetch digests every block, which the yardsticks do not. The best of several rounds counts, so page
-faults of the first one do not.
+A fetch digests every block, which the yardsticks do not. The best of several rounds counts, so page faults of the first
+one do not. Every byte that has arrived is compared; the exit status is 1 when one is wrong. With `--device cuda` both
+pools are in the memory of a card, and blocks pass through pinned host memory.
 """
 
 import argparse
@@ -16,14 +17,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from kv_connector.base import Block, KVConnector, Source
+from kv_connector.base import Block, FetchResult, KVConnector, Source
 from kv_connector.registry import create_connector
 from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.node.pool import NodePool, PoolPlan, make_pool
 
 _BLOCK_SIZES = {
     "128 KiB": KVLayout(num_kv_heads=2, num_layers=16, block_size=16, head_dim=64, dtype="bfloat16"),
@@ -39,22 +43,50 @@ def named_blocks(count: int) -> list[Block]:
     return [Block(i, BlockHash(hashlib.sha256(b"bench %d" % i).digest()), 16) for i in range(count)]
 
 
-async def own(backend: str, layout: KVLayout, count: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where pools lie and what is in them."""
+
+    layout: KVLayout
+    count: int
+    device: torch.device
+
+    def pool(self, backend: str, node_id: str, settings: ConnectorSettings = _SETTINGS) -> NodePool:
+        staging_bytes = 2 * self.count * self.layout.block_bytes
+        plan = PoolPlan(self.layout, self.count, staging_bytes, node_id, _EPOCH)
+        return make_pool(create_connector(backend, settings), plan, self.device)
+
+    def content(self) -> torch.Tensor:
+        """`[count, block_bytes]`: no two blocks are alike, nor two neighbouring bytes."""
+        offsets = torch.arange(self.layout.block_bytes, dtype=torch.int32)
+        blocks = torch.arange(self.count, dtype=torch.int32)
+        return torch.stack([((offsets * 7 + block * 31) % 251).to(torch.uint8) for block in blocks])
+
+    def rows(self, pool: NodePool) -> torch.Tensor:
+        return pool.tensor.view(torch.uint8).view(self.count, -1)
+
+
+async def own(backend: str, place: Place) -> None:
     """The other process: publishes, prints the endpoint, and stays until stdin ends."""
-    connector = create_connector(backend, _SETTINGS)
-    pool = connector.allocate(layout, count, node_id="bench-owner", epoch=_EPOCH)
-    np.frombuffer(pool.memory, np.uint8)[:] = 7
-    await connector.publish(named_blocks(count))
-    print(connector.endpoint, flush=True)
+    pool = place.pool(backend, "bench-owner")
+    place.rows(pool).copy_(place.content())
+    _finish(place.device)
+    await pool.connector.publish(named_blocks(place.count))
+    print(pool.connector.endpoint, flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    await connector.close()
+    await pool.connector.close()
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 async def fetch_rate(connector: KVConnector, source: Source | None, blocks: Sequence[Block], block_bytes: int) -> float:
     best = float("inf")
     for _ in range(_ROUNDS):
         started = time.perf_counter()
-        result = await connector.fetch(source, blocks, timeout=60)
+        result: FetchResult = await connector.fetch(source, blocks, timeout=60)
         best = min(best, time.perf_counter() - started)
         assert result.num_leading_fetched == len(blocks)
     return len(blocks) * block_bytes / best / 1e9
@@ -71,47 +103,49 @@ def copy_rate(count: int, block_bytes: int) -> float:
     return count * block_bytes / best / 1e9
 
 
-async def between_processes(backend: str, name: str, layout: KVLayout, count: int, megabytes: int) -> float:
-    """GB/s."""
+async def between_processes(backend: str, name: str, place: Place, megabytes: int) -> float:
+    """GB/s. Exits with status 1 when a byte is wrong."""
     command = [sys.executable, "-m", "bench.connectors", "--own", name, "--backend", backend]
-    command += ["--megabytes", str(megabytes)]
+    command += ["--megabytes", str(megabytes), "--device", place.device.type]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         assert process.stdout is not None and process.stdin is not None
         endpoint = process.stdout.readline().strip()
-        connector = create_connector(backend, _SETTINGS)
-        connector.allocate(layout, count, node_id="bench-peer", epoch=_EPOCH)
+        pool = place.pool(backend, "bench-peer")
         source = Source("bench-owner", _EPOCH, endpoint)
-        rate = await fetch_rate(connector, source, named_blocks(count), layout.block_bytes)
-        await connector.close()
+        rate = await fetch_rate(pool.connector, source, named_blocks(place.count), place.layout.block_bytes)
+        is_right = torch.equal(place.rows(pool).cpu(), place.content())
+        await pool.connector.close()
         process.stdin.close()
+    if not is_right:
+        sys.exit(f"{backend} on {place.device}: wrong bytes arrived")
     return rate
 
 
-async def shared_memory(name: str, layout: KVLayout, count: int, megabytes: int) -> None:
-    rate = await between_processes("shared_memory", name, layout, count, megabytes)
-    plain = copy_rate(count, layout.block_bytes)
+async def shared_memory(name: str, place: Place, megabytes: int) -> None:
+    rate = await between_processes("shared_memory", name, place, megabytes)
+    plain = copy_rate(place.count, place.layout.block_bytes)
     print(f"shared_memory {name:>8}: {rate:6.2f} GB/s, plain copy {plain:6.2f} GB/s, ratio {rate / plain:.2f}")
 
 
-async def ucx(name: str, layout: KVLayout, count: int, megabytes: int) -> None:
+async def ucx(name: str, place: Place, megabytes: int) -> None:
     from bench.bare_ucxx import bare_rate
 
     ratios: list[float] = []
     for _ in range(_TURNS):
-        bare = bare_rate(layout.block_bytes, count, _ROUNDS)
-        rate = await between_processes("ucx", name, layout, count, megabytes)
+        bare = bare_rate(place.layout.block_bytes, place.count, _ROUNDS)
+        rate = await between_processes("ucx", name, place, megabytes)
         ratios.append(rate / bare)
         print(f"ucx           {name:>8}: {rate:6.2f} GB/s, bare ucxx  {bare:6.2f} GB/s, ratio {rate / bare:.2f}")
     print(f"ucx           {name:>8}: median ratio {statistics.median(ratios):.2f}")
 
 
-async def redis(name: str, layout: KVLayout, count: int, url: str) -> None:
-    settings = ConnectorSettings(redis=RedisSettings(url=url, key_prefix=f"bench-{layout.block_bytes}", ttl_seconds=60))
-    connector = create_connector("redis", settings)
-    connector.allocate(layout, count, node_id="bench", epoch=_EPOCH)
-    await connector.publish(named_blocks(count))
-    rate = await fetch_rate(connector, None, named_blocks(count), layout.block_bytes)
-    await connector.close()
+async def redis(name: str, place: Place, url: str) -> None:
+    prefix = f"bench-{place.layout.block_bytes}"
+    settings = ConnectorSettings(redis=RedisSettings(url=url, key_prefix=prefix, ttl_seconds=60))
+    pool = place.pool("redis", "bench", settings)
+    await pool.connector.publish(named_blocks(place.count))
+    rate = await fetch_rate(pool.connector, None, named_blocks(place.count), place.layout.block_bytes)
+    await pool.connector.close()
     print(f"redis         {name:>8}: {rate:6.2f} GB/s")
 
 
@@ -119,20 +153,26 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of KV block transfers on this machine.")
     parser.add_argument("--megabytes", type=int, default=256, help="size of the pools")
     parser.add_argument("--redis-url", help="also measure this Redis")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pools are")
     parser.add_argument("--backend", default="shared_memory", help=argparse.SUPPRESS)
     parser.add_argument("--own", choices=_BLOCK_SIZES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no card that torch can use: --device cuda has to run where there is one")
+    device = torch.device(arguments.device)
+    places = {
+        name: Place(layout, (arguments.megabytes << 20) // layout.block_bytes, device)
+        for name, layout in _BLOCK_SIZES.items()
+    }
     if arguments.own:
-        layout = _BLOCK_SIZES[arguments.own]
-        await own(arguments.backend, layout, (arguments.megabytes << 20) // layout.block_bytes)
+        await own(arguments.backend, places[arguments.own])
         return
-    for name, layout in _BLOCK_SIZES.items():
-        count = (arguments.megabytes << 20) // layout.block_bytes
-        await shared_memory(name, layout, count, arguments.megabytes)
+    for name, place in places.items():
+        await shared_memory(name, place, arguments.megabytes)
         if importlib.util.find_spec("ucxx") is not None:
-            await ucx(name, layout, count, arguments.megabytes)
+            await ucx(name, place, arguments.megabytes)
         if arguments.redis_url:
-            await redis(name, layout, count, arguments.redis_url)
+            await redis(name, place, arguments.redis_url)
 
 
 if __name__ == "__main__":

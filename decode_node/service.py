@@ -35,7 +35,7 @@ from kvrelay.engine.request import Admission, KVRole, StepResult
 from kvrelay.node.convert import engine_request, report_to_wire, source_from_wire
 from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
 from kvrelay.node.node import Node
-from kvrelay.node.receiver import Receiver
+from kvrelay.node.receiver import Receiver, ends_at
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc, node_pb2
 
@@ -58,6 +58,7 @@ class _Decode:
     num_unfinished: int
     wants_prompt_logprobs: bool
     is_local: bool  # the prompt is computed here
+    ends_at: float | None  # the request, by the loop's time, as far as the router says
     sources: tuple[tuple[Source, int], ...] = ()
     fetches: FetchReport = NOTHING_FETCHED
     receiver: Receiver | None = None
@@ -163,6 +164,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             request.sampling.n,
             wants_prompt_logprobs=request.sampling.prompt_logprobs is not None,
             is_local=admit.local_prefill,
+            ends_at=ends_at(admit.timeout_ms),
             sources=tuple((source_from_wire(entry.source), entry.num_blocks) for entry in admit.sources),
         )
         stream.request_ids.add(request.request_id)
@@ -229,7 +231,11 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
 
     def _receive(self, admission: Admission) -> None:
         decode = self._active.get(admission.request_id)
-        receiver = self._node.receiver(admission, on_missing=partial(self._on_missing, admission.request_id))
+        receiver = self._node.receiver(
+            admission,
+            on_missing=partial(self._on_missing, admission.request_id),
+            ends_at=None if decode is None else decode.ends_at,
+        )
         if decode is None:
             receiver.discard()
             return

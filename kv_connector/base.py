@@ -73,7 +73,8 @@ class FetchResult:
 
 
 class KVConnector(Protocol):
-    """One backend. `allocate` first, exactly once; then the others, from the node's asyncio loop unless said otherwise.
+    """What a node moves its blocks with, over a pool that is there. Called from the node's asyncio loop unless said
+    otherwise.
 
     No method blocks the loop for longer than it takes to copy a few blocks, and none waits without a deadline. Methods
     that move data report per block instead of raising; they raise `KVError` only when nothing can be said about any
@@ -92,15 +93,6 @@ class KVConnector(Protocol):
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
         """The counters of every backend in use, by the backend's name: its own, or those of each tier."""
-        ...
-
-    def allocate(
-        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
-    ) -> PoolBuffer:
-        """Memory for the pool, zeroed, that this connector can serve from; or `buffer`, memory of that shape which
-        belongs to another connector, is served from and stays until after `close`. Raises ConfigurationError when there
-        is not enough, or when this backend can only serve from its own.
-        """
         ...
 
     @property
@@ -131,4 +123,18 @@ class KVConnector(Protocol):
 
     async def close(self) -> None:
         """Release the pool memory and everything left in the system (segments, connections). Idempotent."""
+        ...
+
+
+class HostConnector(KVConnector, Protocol):
+    """A backend, whose pool is host memory. `allocate` first, exactly once. A pool on a device is served through one of
+    these by a `StagedConnector`."""
+
+    def allocate(
+        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+    ) -> PoolBuffer:
+        """Memory for the pool, zeroed, that this connector can serve from; or `buffer`, memory of that shape which
+        belongs to another connector, is served from and stays until after `close`. Raises ConfigurationError when there
+        is not enough, or when this backend can only serve from its own.
+        """
         ...

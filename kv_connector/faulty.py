@@ -13,7 +13,7 @@ from enum import Enum
 from random import Random
 from typing import Protocol
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer, Source
 from kv_connector.header import Mismatch, payload_digest
 from kv_connector.pool import Rows, copy_payload
 from kv_connector.stats import ConnectorStats
@@ -61,9 +61,9 @@ class SeededFaults:
 
 
 class FaultyConnector:
-    """Implements KVConnector by means of `inner`. `num_under_way`: calls that have not returned."""
+    """Implements HostConnector by means of `inner`. `num_under_way`: calls that have not returned."""
 
-    def __init__(self, inner: KVConnector, faults: ConnectorFaults) -> None:
+    def __init__(self, inner: HostConnector, faults: ConnectorFaults) -> None:
         self.name = inner.name  # peers are to be of the same kind, and are
         self.has_store = inner.has_store
         self.num_under_way = 0

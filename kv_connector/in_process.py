@@ -27,7 +27,7 @@ class InProcessHub:
 
 
 class InProcessConnector:
-    """Implements KVConnector among the connectors of one hub. `copy` moves one payload and digests what arrived."""
+    """Implements HostConnector among the connectors of one hub. `copy` moves one payload and digests what arrived."""
 
     name = "in_process"
     has_store = False

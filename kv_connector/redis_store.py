@@ -50,7 +50,7 @@ class _Open:
 
 
 class RedisConnector:
-    """Implements KVConnector. Over its own pool `publish` returns when Redis has the blocks; over somebody else's
+    """Implements HostConnector. Over its own pool `publish` returns when Redis has the blocks; over somebody else's
     (`buffer`) it returns at once, and the blocks follow in the background, unpinned."""
 
     name = "redis"

@@ -5,32 +5,32 @@ before.
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from kv_connector.base import KVConnector
+from kv_connector.base import HostConnector
 from kv_connector.cost_gate import RecomputeSeconds
 from kv_connector.settings import ConnectorSettings
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError
 
 
-def _shared_memory(settings: ConnectorSettings) -> KVConnector:
+def _shared_memory(settings: ConnectorSettings) -> HostConnector:
     from kv_connector.shared_memory import SharedMemoryConnector
 
     return SharedMemoryConnector(settings.shared_memory)
 
 
-def _redis(settings: ConnectorSettings) -> KVConnector:
+def _redis(settings: ConnectorSettings) -> HostConnector:
     from kv_connector.redis_store import RedisConnector
 
     return RedisConnector(settings.redis)
 
 
-def _ucx(settings: ConnectorSettings) -> KVConnector:
+def _ucx(settings: ConnectorSettings) -> HostConnector:
     from kv_connector.ucx_connector import UcxConnector
 
     return UcxConnector(settings.ucx)
 
 
-def _in_process(settings: ConnectorSettings) -> KVConnector:
+def _in_process(settings: ConnectorSettings) -> HostConnector:
     """A hub of its own: for a node that is alone in its process. Nodes that share a process share a hub and
     construct directly.
     """
@@ -39,7 +39,7 @@ def _in_process(settings: ConnectorSettings) -> KVConnector:
     return InProcessConnector(InProcessHub())
 
 
-_FACTORIES: Mapping[str, Callable[[ConnectorSettings], KVConnector]] = MappingProxyType(
+_FACTORIES: Mapping[str, Callable[[ConnectorSettings], HostConnector]] = MappingProxyType(
     {"shared_memory": _shared_memory, "redis": _redis, "ucx": _ucx, "in_process": _in_process}
 )
 # Top-level module -> our extra that installs it.
@@ -48,7 +48,7 @@ _EXTRAS: Mapping[str, str] = MappingProxyType({"redis": "redis", "ucxx": "ucx"})
 CONNECTOR_NAMES = tuple(_FACTORIES)
 
 
-def create_connector(name: str, settings: ConnectorSettings | None = None) -> KVConnector:
+def create_connector(name: str, settings: ConnectorSettings | None = None) -> HostConnector:
     """The backend called `name`, not yet allocated. Raises ConfigurationError for an unknown name or a missing
     library.
     """

@@ -50,7 +50,7 @@ class _Holder:
 
 
 class SharedMemoryConnector:
-    """Implements KVConnector. The endpoint is the segment's file name: peers look in their own directory and nowhere
+    """Implements HostConnector. The endpoint is the segment's file name: peers look in their own directory and nowhere
     else.
     """
 

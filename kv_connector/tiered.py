@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer, Source
 from kv_connector.cost_gate import CostGate, RecomputeSeconds
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
 from kv_connector.stats import ConnectorStats, total
@@ -31,11 +31,11 @@ _logger = logging.getLogger(__name__)
 
 
 class TieredConnector:
-    """Implements KVConnector over others, which it owns."""
+    """Implements HostConnector over others, which it owns."""
 
     def __init__(
         self,
-        tiers: Sequence[KVConnector],
+        tiers: Sequence[HostConnector],
         *,
         recompute_seconds: RecomputeSeconds = lambda num_tokens: None,
         clock: Clock | None = None,
@@ -111,7 +111,7 @@ class TieredConnector:
             for tier in self.tiers:
                 stack.push_async_callback(tier.close)
 
-    def _route(self, source: Source | None) -> list[tuple[KVConnector, Source | None]]:
+    def _route(self, source: Source | None) -> list[tuple[HostConnector, Source | None]]:
         """The tiers to ask, each with the source as it knows it. A store is another source, and the caller's to ask."""
         if source is None or not source.endpoint:
             return [(tier, source) for tier in self.tiers if tier.has_store]
@@ -120,7 +120,7 @@ class TieredConnector:
         except KVError as error:
             _logger.warning("node %s can not be asked: %s", source.node_id, error)
             return []
-        holders: list[tuple[KVConnector, Source | None]] = [
+        holders: list[tuple[HostConnector, Source | None]] = [
             (tier, replace(source, endpoint=found.by_name[tier.name]))
             for tier in self.tiers
             if tier.name in found.by_name and (tier.name not in _SAME_HOST or found.host == self._host)
@@ -130,7 +130,7 @@ class TieredConnector:
         return holders
 
     async def _ask(
-        self, tier: KVConnector, source: Source | None, blocks: Sequence[Block], timeout: float
+        self, tier: HostConnector, source: Source | None, blocks: Sequence[Block], timeout: float
     ) -> Sequence[FetchOutcome]:
         gate = self._gates.get(tier.name)
         num_bytes = len(blocks) * self._block_bytes

@@ -41,10 +41,11 @@ class _Open:
     holder: Holder
     peers: dict[str, Peer] = field(default_factory=dict)  # by endpoint
     fetches: set["_Fetch"] = field(default_factory=set)  # under way
+    leaving: set["asyncio.Task[None]"] = field(default_factory=set)  # peers that are being closed
 
 
 class UcxConnector:
-    """Implements KVConnector. `allocate` needs the running loop. The endpoint is "host:port" of the listener."""
+    """Implements HostConnector. `allocate` needs the running loop. The endpoint is "host:port" of the listener."""
 
     name = "ucx"
     has_store = False
@@ -97,7 +98,7 @@ class UcxConnector:
         state = self._require()
         verdicts: list[Verdict] = [FetchOutcome.MISSING if source is None else FetchOutcome.FAILED] * len(blocks)
         if source is not None and blocks and timeout > 0:
-            await _forget_deserted(state)
+            _forget_deserted(state)
             peer = state.peers.get(source.endpoint)
             if peer is None:
                 peer = Peer(source.endpoint, state.transport, state.shared.pool, self._key, self.stats)
@@ -126,6 +127,7 @@ class UcxConnector:
         await state.holder.close()
         for peer in state.peers.values():
             await peer.close()
+        await asyncio.gather(*state.leaving)
         state.transport.close()
         state.shared.pool.release()
 
@@ -135,13 +137,16 @@ class UcxConnector:
         return self._state
 
 
-async def _forget_deserted(state: _Open) -> None:
-    """A holder that comes back has another port; what is left of the old one goes at the first occasion."""
+def _forget_deserted(state: _Open) -> None:
+    """A holder that comes back has another port; what is left of the old one goes at the first occasion. Nobody waits
+    for that: UCX may hold on to a buffer for long."""
     in_use = {fetch.peer for fetch in state.fetches}
     for endpoint, peer in list(state.peers.items()):
         if peer not in in_use and peer.is_deserted:
             del state.peers[endpoint]
-            await peer.close()
+            task = asyncio.get_running_loop().create_task(peer.close(), name="kv peer that is gone")
+            state.leaving.add(task)
+            task.add_done_callback(state.leaving.discard)
 
 
 class _Fetch:

@@ -30,7 +30,7 @@ from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutpu
 from kvrelay.node.convert import engine_request, report_to_wire, source_from_wire
 from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
 from kvrelay.node.node import Node
-from kvrelay.node.receiver import Receiver
+from kvrelay.node.receiver import Receiver, ends_at
 from kvrelay.v1 import node_pb2, prefill_node_pb2_grpc
 from kvrelay.v1 import prefill_node_pb2 as pb
 from prefill_node.leases import LeaseTable
@@ -53,6 +53,7 @@ class _Prefill:
     fetches: FetchReport = NOTHING_FETCHED
     finished: bool = False
     published: bool = False
+    ends_at: float | None = None  # the request, by the loop's time, as far as the router says
     reception: asyncio.Task[None] | None = None
 
 
@@ -88,7 +89,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         num_blocks = -(-len(asked.given_token_ids) // self._node.engine_config.block_size)
         if asked.request_id in self._active or asked.request_id in self._leases:
             raise InvalidRequestError(f"request {asked.request_id} is running already", field="request_id")
-        prefill = self._active[asked.request_id] = _Prefill(request, num_blocks)
+        prefill = self._active[asked.request_id] = _Prefill(request, num_blocks, ends_at=ends_at(request.timeout_ms))
         self._leases.open(asked.request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
         self._node.activity.begin(asked.request_id)  # until its lease ends
         try:
@@ -197,8 +198,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     # -- blocks that others hold -------------------------------------------------------------------------------------
 
     def _receive(self, admission: Admission) -> None:
-        receiver = self._node.receiver(admission)
         prefill = self._active.get(admission.request_id)
+        receiver = self._node.receiver(admission, ends_at=None if prefill is None else prefill.ends_at)
         if prefill is None:
             receiver.discard()
             return

@@ -107,12 +107,14 @@ class Attempt:
         self._charged: tuple[NodeHandle, int] | None = None  # who computes the prompt, and how much of it
 
     def open(self, sink: Callable[[AttemptEvent], None], *, timeout: float) -> None:
-        """`timeout` of the prefill, in seconds."""
+        """`timeout` in seconds: of the prefill, and what the request has left."""
         self._sink = sink
         self._timeout = timeout
         self._decode.node.num_sequences += self._asked.sampling.n
         self._session = self._decode.client.open(self._wire_id, sink)
-        self._session.admit(self._asked, local_prefill=self._prefill is None, sources=self._decode.sources)
+        self._session.admit(
+            self._asked, local_prefill=self._prefill is None, timeout=timeout, sources=self._decode.sources
+        )
         if self._prefill is None:
             self._decoding = set(self._asked.choices)
             self._charge(self._decode.node, self._decode.num_uncached_tokens)

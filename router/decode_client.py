@@ -134,7 +134,10 @@ class DecodeSession:
         self._stream = stream
         self._wire_id = wire_id
 
-    def admit(self, asked: NodeRequest, *, local_prefill: bool, sources: Sequence[HeldBlocks] = ()) -> None:
+    def admit(
+        self, asked: NodeRequest, *, local_prefill: bool, timeout: float, sources: Sequence[HeldBlocks] = ()
+    ) -> None:
+        """`timeout`: seconds that the request has left."""
         admit = pb.Admit(
             request_id=self._wire_id,
             prompt_token_ids=asked.token_ids,
@@ -145,6 +148,7 @@ class DecodeSession:
             num_prior_output_tokens=asked.num_prior_output_tokens,
             first_choice_index=asked.first_choice_index,
             sources=[held_to_wire(held) for held in sources],
+            timeout_ms=max(1, round(timeout * 1000)),
         )
         self._stream.send(pb.DecodeCommand(admit=admit))
 

@@ -126,6 +126,7 @@ class PrefillClient:
             sources=[held_to_wire(held) for held in sources],
             num_prior_output_tokens=asked.num_prior_output_tokens,
             first_choice_index=asked.first_choice_index,
+            timeout_ms=max(1, round(timeout * 1000)),
         )
         session = PrefillSession(self)
         session.task = self._spawn(self._stream(session, message, timeout, sink), name=f"prefill {wire_id}")

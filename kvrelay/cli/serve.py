@@ -34,6 +34,7 @@ NODE_SETTINGS = (
     "connector",
     "redis_ttl",
     "shared_memory_dir",
+    "kv_staging_gib",
     "num_blocks",
     "block_size",
     "max_model_len",
@@ -84,6 +85,11 @@ class ServeSettings(ProcessSettings):
         description="For the ucx connector; drawn for this run when empty. Belongs into KVRELAY_CLUSTER_SECRET.",
     )
     shared_memory_dir: str | None = Field(default=None, description="Where KV pools are mapped; unset: /dev/shm.")
+    kv_staging_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Host memory, per node, through which KV on a card moves; unset: the nodes' 4 GiB.",
+    )
     host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     grpc_port: int = Field(default=8001, ge=0, le=65535, description="gRPC port; 0 takes a free one.")

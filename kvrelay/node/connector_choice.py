@@ -1,10 +1,32 @@
-"""What `--connector auto` comes to on a node, and why. A pure function of facts about the node."""
+"""Which connectors a node runs on, and why: what is set, or what `auto` comes to, without what failed its self-test.
+
+Invariant: a connector that moves wrong bytes is never among them; one that was asked for and does not work ends the
+start with a remedy, except a store, which may come back.
+"""
 
 import importlib.util
 import ipaddress
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from kv_connector.self_test import SelfTestReport
 from kvrelay.core.connectors import AUTO, parse_connectors
+from kvrelay.core.errors import ConfigurationError
+
+CheckConnector = Callable[[str], Awaitable[SelfTestReport]]
+
+_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "shared_memory": "set --shared-memory-dir to a directory in memory with room, or another --connector",
+        "ucx": "set --ucx-net-devices to devices that reach --ucx-host, or another --connector",
+        "redis": "see to what is between this node and --redis-url, or set another --connector",
+    }
+)
+_NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,23 +37,63 @@ class ConnectorChoice:
     reason: str
 
 
-def choose_connectors(value: str, *, host: str, ucx_installed: bool, has_secret: bool) -> ConnectorChoice:
-    """`value` as in the settings, `host`: where peers reach this node. Raises ConfigurationError for a wrong value."""
+def choose_connectors(
+    value: str, *, host: str, ucx_installed: bool, has_secret: bool, broken: Mapping[str, str] = _NONE_BROKEN
+) -> ConnectorChoice:
+    """`value` as in the settings, `host`: where peers reach this node, `broken`: connectors that failed their
+    self-test, and how. Raises ConfigurationError for a wrong value, and when nothing that works is left."""
     names = parse_connectors(value)
     if names != (AUTO,):
-        return ConnectorChoice(names, "as set")
+        return ConnectorChoice(_working(names, broken), "as set")
     if _is_loopback(host):
-        return ConnectorChoice(("shared_memory",), f"only this host reaches {host}")
-    if ucx_installed and has_secret:
+        return ConnectorChoice(_working(("shared_memory",), broken), f"only this host reaches {host}")
+    if ucx_installed and has_secret and "ucx" not in broken:
+        names = tuple(name for name in ("shared_memory", "ucx") if name not in broken)
         return ConnectorChoice(
-            ("shared_memory", "ucx"), "ucxx is installed and there is a cluster secret; peers of this host map the pool"
+            names, "ucxx is installed and there is a cluster secret; peers of this host map the pool"
         )
     lacking = "ucxx is not installed" if not ucx_installed else "there is no cluster secret"
-    return ConnectorChoice(("redis",), f"no ucx: {lacking}")
+    if "ucx" in broken:
+        lacking = f"its self-test failed: {broken['ucx']}"
+    return ConnectorChoice(_working(("redis",), broken), f"no ucx: {lacking}")
+
+
+async def choose_working(
+    choose: Callable[[Mapping[str, str]], ConnectorChoice], check: CheckConnector
+) -> ConnectorChoice:
+    """The first choice of which every connector has passed `check`; `choose` is asked again without one that has
+    not."""
+    broken: dict[str, str] = {}
+    passed: set[str] = set()
+    while True:
+        choice = choose(broken)
+        untested = [name for name in choice.names if name not in passed]
+        if not untested:
+            return choice
+        name = untested[0]
+        report = await check(name)
+        if not report.problem:
+            _logger.info("connector %s: self-test passed, %.2f GB/s", name, report.bytes_per_second / 1e9)
+            passed.add(name)
+        elif name == "redis" and not report.is_wrong:
+            _logger.warning("connector redis does not work now and is tried again later: %s", report.problem)
+            passed.add(name)
+        else:
+            _logger.warning("connector %s: self-test failed: %s", name, report.problem)
+            broken[name] = report.problem
 
 
 def is_ucx_installed() -> bool:
     return importlib.util.find_spec("ucxx") is not None
+
+
+def _working(names: tuple[str, ...], broken: Mapping[str, str]) -> tuple[str, ...]:
+    for name in names:
+        if name in broken:
+            raise ConfigurationError(
+                f"connector {name!r} does not work on this machine: {broken[name]}; {_REMEDIES[name]}"
+            )
+    return names
 
 
 def _is_loopback(host: str) -> bool:

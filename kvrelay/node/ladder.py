@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kv_connector.base import FetchOutcome, Source
 
 _BLOCKS_PER_ASK = 64  # the first blocks of a long prefix are delivered while the last ones still move
+_MOST_REFUSED = 3  # blocks that failed verification; one may be an accident, more are the source's fault
 _STORE = ""
 
 
@@ -35,7 +36,8 @@ class _Offer:
     source: Source | None
     available: int = 0
     in_vain: dict[int, FetchOutcome] = field(default_factory=dict)
-    unreachable: bool = False
+    given_up: bool = False  # it could not be reached, or sends what is not to be trusted
+    num_refused: int = 0
 
     def raise_to(self, num_blocks: int) -> None:
         self.available = max(self.available, num_blocks)
@@ -45,7 +47,13 @@ class _Offer:
         self.in_vain = {index: why for index, why in self.in_vain.items() if why is not FetchOutcome.MISSING}
 
     def has(self, index: int) -> bool:
-        return index < self.available and index not in self.in_vain and not self.unreachable
+        return index < self.available and index not in self.in_vain and not self.given_up
+
+    def fail(self, index: int, outcome: FetchOutcome) -> None:
+        """What it was asked for did not arrive, or not as it should be."""
+        self.in_vain[index] = outcome
+        self.num_refused += outcome is FetchOutcome.REFUSED
+        self.given_up |= outcome is FetchOutcome.FAILED or self.num_refused >= _MOST_REFUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +117,7 @@ class Ladder:
             if outcome is FetchOutcome.FETCHED:
                 self._origins[index] = _STORE if ask.source is None else ask.source.node_id
                 continue
-            offer.in_vain[index] = outcome
-            offer.unreachable |= outcome is FetchOutcome.FAILED
+            offer.fail(index, outcome)
             if ask.source is not None or outcome is not FetchOutcome.MISSING:  # a store may be empty, or not there
                 self._in_vain[outcome] += 1
         before = self.num_leading

@@ -20,6 +20,7 @@ from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission, StepResult
+from kvrelay.node.absences import Absences
 from kvrelay.node.activity import Activity
 from kvrelay.node.event_log import EventLog
 from kvrelay.node.lease_counts import LeaseCounts
@@ -84,6 +85,7 @@ class Node:
         self.engine = engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
         self._publisher = Publisher(connector, posted_unpin(self.engine))
         self._fetch_timeout = fetch_timeout
+        self._absences = Absences(loop.time)
         self._watchdog: Watchdog | None = None
         self._hangs = False
         self._prefill_rate = prefill_rate or PrefillRate()
@@ -106,16 +108,22 @@ class Node:
         self._watchdog.start()
 
     def receiver(
-        self, admission: Admission, *, on_missing: Callable[[int], None] = lambda num_tokens: None
+        self,
+        admission: Admission,
+        *,
+        on_missing: Callable[[int], None] = lambda num_tokens: None,
+        ends_at: float | None = None,
     ) -> Receiver:
         return Receiver(
             admission,
             self.connector,
             self.engine,
             block_size=self.engine_config.block_size,
+            absences=self._absences,
             fetch_timeout=self._fetch_timeout,
             patience=2 * self._fetch_timeout,
             on_missing=on_missing,
+            ends_at=ends_at,
         )
 
     async def check_idle(self) -> None:

@@ -30,7 +30,7 @@ def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]
 
 async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node], Service]) -> int:
     signals = StopSignals(supervised=settings.supervised)
-    node = build_node(settings, role)
+    node = await build_node(settings, role)
     server = NodeServer(node, make_service(node))
     try:
         port = await server.start(settings.host, settings.port)

@@ -13,9 +13,11 @@ from kv_connector.base import Block, FetchOutcome, KVConnector, Source
 from kvrelay.core.errors import KVError
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission
+from kvrelay.node.absences import Absences
 from kvrelay.node.ladder import Ask, FetchReport, Ladder
 
 _logger = logging.getLogger(__name__)
+_DEADLINE_SHARE = 0.5  # of what the request has left
 _GUESS_SHARE = 0.2  # of the fetch timeout, for a holder that has not announced anything itself
 
 
@@ -23,7 +25,9 @@ class Receiver:
     """One receiving request: `offer` and `announce` what is available, then `end`; `run` returns what arrived.
 
     `on_missing` is told the number of missing tokens when the announcing source has ended and nobody known has them;
-    then `run` waits for more, `patience` seconds from one word to the next. `fetch_timeout` in seconds."""
+    then `run` waits for more, `patience` seconds from one word to the next. `fetch_timeout` in seconds; nor does a
+    fetch take more than half of what is left until `ends_at`, the request's end by the loop's time: who comes next on
+    the ladder is to have a chance. `absences` are the node's."""
 
     def __init__(
         self,
@@ -32,9 +36,11 @@ class Receiver:
         engine: EngineThread,
         *,
         block_size: int,
+        absences: Absences,
         fetch_timeout: float,
         patience: float,
         on_missing: Callable[[int], None] = lambda num_tokens: None,
+        ends_at: float | None = None,
     ) -> None:
         self._request_id = admission.request_id
         self._first = admission.num_cached_tokens // block_size  # blocks of the prompt that were here already
@@ -42,8 +48,10 @@ class Receiver:
         self._ladder = Ladder(len(self._missing))
         self._connector = connector
         self._engine = engine
+        self._absences = absences
         self._fetch_timeout = fetch_timeout
         self._patience = patience
+        self._ends_at = ends_at
         self._on_missing = on_missing
         self._quiet = False  # the source that was announcing has ended, and nobody was told of what is missing
         self._deadline: float | None = None  # of the wait for more, once somebody was told
@@ -123,14 +131,41 @@ class Receiver:
             )  # fmt: skip
 
     async def _outcomes(self, ask: Ask) -> Sequence[FetchOutcome]:
-        wanted = [self._missing[index] for index in ask.indices]
-        timeout = self._fetch_timeout * (_GUESS_SHARE if ask.is_guess else 1.0)
+        """One for each block asked for. A holder that announced nothing itself is not asked for what it has just been
+        found not to have."""
+        source = ask.source
+        outcomes = [FetchOutcome.MISSING] * len(ask.indices)
+        asked = [
+            position
+            for position, index in enumerate(ask.indices)
+            if source is None or not (ask.is_guess and self._absences.has(source, self._missing[index].block_hash))
+        ]
+        if not asked:
+            return outcomes
+        wanted = [self._missing[ask.indices[position]] for position in asked]
         try:
-            result = await self._connector.fetch(ask.source, wanted, timeout=timeout)
+            found = (await self._connector.fetch(source, wanted, timeout=self._timeout(ask))).outcomes
         except KVError as error:
             _logger.warning("request %s: nothing fetched: %s", self._request_id, error)
-            return [FetchOutcome.FAILED] * len(wanted)
-        return result.outcomes
+            found = (FetchOutcome.FAILED,) * len(wanted)
+        for position, outcome in zip(asked, found, strict=True):
+            outcomes[position] = outcome
+        if source is not None:
+            arrived = zip(wanted, found, strict=True)
+            self._absences.note(source, [block.block_hash for block, why in arrived if why is FetchOutcome.MISSING])
+        return outcomes
+
+    def _timeout(self, ask: Ask) -> float:
+        timeout = self._fetch_timeout * (_GUESS_SHARE if ask.is_guess else 1.0)
+        if self._ends_at is None:
+            return timeout
+        left = self._ends_at - asyncio.get_running_loop().time()
+        return max(0.0, min(timeout, left * _DEADLINE_SHARE))
+
+
+def ends_at(timeout_ms: int) -> float | None:
+    """By the loop's time, when a message that arrives now states what is left of its request; 0 states nothing."""
+    return asyncio.get_running_loop().time() + timeout_ms / 1000 if timeout_ms else None
 
 
 def posted_unpin(engine: EngineThread) -> Callable[[Sequence[int]], None]:

@@ -52,7 +52,8 @@ class NodeSettings(ProcessSettings):
         default=AUTO,
         description="How KV moves: shared_memory (nodes of one host), ucx or redis (any hosts), or several in that "
         "order, such as ucx,redis: what one can not give is asked of the next. auto: shared_memory on loopback, "
-        "otherwise shared_memory,ucx where ucxx is installed and there is a cluster secret, otherwise redis.",
+        "otherwise shared_memory,ucx where ucxx is installed and there is a cluster secret, otherwise redis; "
+        "never one that fails its self-test at the start.",
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),
@@ -69,6 +70,15 @@ class NodeSettings(ProcessSettings):
     )
     redis_ttl: int = Field(default=3600, gt=0, description="Seconds a block stays in Redis.")
     shared_memory_dir: str = Field(default="", description="Where pools are mapped; /dev/shm when empty.")
+    kv_staging_gib: float = Field(
+        default=4.0,
+        gt=0,
+        description="With KV on a card: host memory, at most, through which blocks move to other nodes (GiB). Blocks "
+        "wait in it until peers have fetched them.",
+    )
+    fetch_timeout: float = Field(
+        default=10.0, gt=0, le=600, description="Seconds that one fetch of KV from another node may take."
+    )
     block_size: int = Field(default=16, ge=8, le=256, multiple_of=8, description="Tokens per KV block.")
     num_blocks: int = Field(default=0, ge=0, description="KV blocks in the pool; 0 sizes the pool by memory.")
     gpu_memory_utilization: float = Field(

@@ -3,35 +3,47 @@
 import logging
 import secrets
 import socket
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 
-from kv_connector.base import KVConnector
-from kv_connector.registry import create_tiers
+from kv_connector.base import HostConnector
+from kv_connector.registry import create_connector, create_tiers
+from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
-from kvrelay.engine.kv_pool import pool_over
 from kvrelay.engine.startup import EngineOptions, prepare_engine
-from kvrelay.node.connector_choice import choose_connectors, is_ucx_installed
+from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
 from kvrelay.node.node import Node, NodeIdentity
+from kvrelay.node.pool import PoolPlan, make_pool
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.settings import NodeSettings
 
 _logger = logging.getLogger(__name__)
+_SELF_TEST_TTL = 10  # seconds
 _LOOPBACK_DEVICE = "lo"  # a node that listens on loopback opens no port to the network
 
 
-def build_node(settings: NodeSettings, role: str) -> Node:
-    """Loads and joins everything; call on the node's loop before it serves. Raises ModelLoadError or
+async def build_node(settings: NodeSettings, role: str) -> Node:
+    """Loads and joins everything; call on the node's loop before it serves, which it holds up. Raises ModelLoadError or
     ConfigurationError.
     """
+    prefill_rate = PrefillRate()
+    backend = await _backend(settings, prefill_rate)
+    try:
+        return _join(settings, role, backend, prefill_rate)
+    except BaseException:
+        await backend.close()  # what it has allocated may be a file
+        raise
+
+
+def _join(settings: NodeSettings, role: str, backend: HostConnector, prefill_rate: PrefillRate) -> Node:
     prepared = prepare_engine(_engine_options(settings))
     layout, size = prepared.layout, prepared.size
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
     epoch = secrets.randbits(63) | 1
-    prefill_rate = PrefillRate()
-    connector = _connector(settings, prefill_rate)
-    buffer = connector.allocate(layout, size.num_blocks, node_id=node_id, epoch=epoch)
-    kv_pool = pool_over(buffer.memory, layout, size.num_blocks)
-    engine = prepared.build(kv_pool, on_evict=connector.retract, publish=True, publish_hits=connector.has_store)
+    plan = PoolPlan(layout, size.num_blocks, int(settings.kv_staging_gib * 2**30), node_id, epoch)
+    pool = make_pool(backend, plan, prepared.loaded.model.embedding.device)
+    connector = pool.connector
+    engine = prepared.build(pool.tensor, on_evict=connector.retract, publish=True, publish_hits=pool.forgets)
     identity = NodeIdentity(
         node_id=node_id,
         epoch=epoch,
@@ -45,22 +57,34 @@ def build_node(settings: NodeSettings, role: str) -> Node:
         node_id, size.num_blocks, layout.block_size, size.num_blocks * layout.block_bytes / 2**30,
         size.max_model_len, prepared.attention, connector.name,
     )  # fmt: skip
-    return Node(identity, engine, connector, prefill_rate=prefill_rate)
+    return Node(identity, engine, connector, fetch_timeout=settings.fetch_timeout, prefill_rate=prefill_rate)
 
 
 def _engine_options(settings: NodeSettings) -> EngineOptions:
     return EngineOptions(**{field.name: getattr(settings, field.name) for field in fields(EngineOptions)})
 
 
-def _connector(settings: NodeSettings, prefill_rate: PrefillRate) -> KVConnector:
-    choice = choose_connectors(
-        settings.connector,
-        host=settings.ucx_host or settings.host,
-        ucx_installed=is_ucx_installed(),
-        has_secret=bool(settings.cluster_secret.get_secret_value()),
-    )
+async def _backend(settings: NodeSettings, prefill_rate: PrefillRate) -> HostConnector:
+    """What is set, or chosen, and moves bytes on this machine."""
+    connector_settings = _connector_settings(settings)
+
+    def choose(broken: Mapping[str, str]) -> ConnectorChoice:
+        return choose_connectors(
+            settings.connector,
+            host=settings.ucx_host or settings.host,
+            ucx_installed=is_ucx_installed(),
+            has_secret=bool(settings.cluster_secret.get_secret_value()),
+            broken=broken,
+        )
+
+    async def check(name: str) -> SelfTestReport:
+        redis = replace(connector_settings.redis, ttl_seconds=_SELF_TEST_TTL, key_prefix="kvrelay-self-test")
+        scratch = replace(connector_settings, redis=redis)
+        return await check_transport(lambda: create_connector(name, scratch))
+
+    choice = await choose_working(choose, check)
     _logger.info("connector %s: %s", ",".join(choice.names), choice.reason)
-    return create_tiers(choice.names, _connector_settings(settings), recompute_seconds=prefill_rate.seconds)
+    return create_tiers(choice.names, connector_settings, recompute_seconds=prefill_rate.seconds)
 
 
 def _connector_settings(settings: NodeSettings) -> ConnectorSettings:

@@ -60,6 +60,7 @@ class Admit(google.protobuf.message.Message):
     NUM_PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     FIRST_CHOICE_INDEX_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     priority: builtins.int
     cache_salt: builtins.bytes
@@ -70,6 +71,8 @@ class Admit(google.protobuf.message.Message):
     """
     first_choice_index: builtins.int
     """the outputs are those from this index on: it is their index in every event, and in what a seed means"""
+    timeout_ms: builtins.int
+    """what the request has left, 0 when nobody says: no fetch of its blocks takes more than half of it"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -90,9 +93,10 @@ class Admit(google.protobuf.message.Message):
         num_prior_output_tokens: builtins.int = ...,
         first_choice_index: builtins.int = ...,
         sources: collections.abc.Iterable[kvrelay.v1.common_pb2.BlockSource] | None = ...,
+        timeout_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling_params", b"sampling_params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "local_prefill", b"local_prefill", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "local_prefill", b"local_prefill", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources", "timeout_ms", b"timeout_ms"]) -> None: ...
 
 global___Admit = Admit
 

@@ -26,6 +26,7 @@ class PrefillRequest(google.protobuf.message.Message):
     SOURCES_FIELD_NUMBER: builtins.int
     NUM_PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     FIRST_CHOICE_INDEX_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     priority: builtins.int
     """lower runs earlier"""
@@ -36,6 +37,8 @@ class PrefillRequest(google.protobuf.message.Message):
     num_prior_output_tokens: builtins.int
     """As in Admit: the last so many of prompt_token_ids are output tokens of this request, sampled before elsewhere. With any, n must be 1."""
     first_choice_index: builtins.int
+    """as in Admit"""
+    timeout_ms: builtins.int
     """as in Admit"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -57,9 +60,10 @@ class PrefillRequest(google.protobuf.message.Message):
         sources: collections.abc.Iterable[kvrelay.v1.common_pb2.BlockSource] | None = ...,
         num_prior_output_tokens: builtins.int = ...,
         first_choice_index: builtins.int = ...,
+        timeout_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling_params", b"sampling_params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "lease_ttl_ms", b"lease_ttl_ms", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "lease_ttl_ms", b"lease_ttl_ms", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources", "timeout_ms", b"timeout_ms"]) -> None: ...
 
 global___PrefillRequest = PrefillRequest
 

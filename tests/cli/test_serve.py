@@ -66,7 +66,17 @@ def test_nodes_understand_what_they_are_given() -> None:
         *("m", "--dtype", "bfloat16", "--num-blocks", "99", "--block-size", "32", "--max-model-len", "512"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--attention-backend", "reference"),
         *("--gpu-memory-utilization", "0.5", "--log-level", "debug", "--connector", "ucx,redis"),
-        *("--redis-ttl", "60", "--quantization", "int4", "--device", "cuda", "--enforce-eager"),
+        *(
+            "--redis-ttl",
+            "60",
+            "--quantization",
+            "int4",
+            "--kv-staging-gib",
+            "1.5",
+            "--device",
+            "cuda",
+            "--enforce-eager",
+        ),
         *("--kv-cache-dtype", "fp8", "--calculate-kv-scales"),
     )
     node = child_settings(NodeSettings, node_commands(settings, {}, cores=2)[1])
@@ -74,7 +84,7 @@ def test_nodes_understand_what_they_are_given() -> None:
     assert (node.dtype, node.num_blocks, node.block_size, node.max_model_len) == ("bfloat16", 99, 32, 512)
     assert (node.max_num_seqs, node.max_num_batched_tokens, node.attention_backend) == (4, 128, "reference")
     assert (node.gpu_memory_utilization, node.log_level, node.connector) == (0.25, "debug", "ucx,redis")
-    assert (node.redis_ttl, node.quantization) == (60, "int4")
+    assert (node.redis_ttl, node.quantization, node.kv_staging_gib) == (60, "int4", 1.5)
     assert (node.device, node.nodes_per_device, node.enforce_eager) == ("cuda", 2, True)
     assert (node.kv_cache_dtype, node.calculate_kv_scales) == ("fp8", True)
 

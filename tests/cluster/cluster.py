@@ -159,7 +159,7 @@ async def cluster(
         for role, count in (("prefill", prefill_nodes), ("decode", decode_nodes)):
             for index in range(count):
                 own = {"node_id": f"{role}-{index}", **(decode_settings if role == "decode" else {})}
-                node = build_node(NodeSettings.model_validate({**values, **own}), role)
+                node = await build_node(NodeSettings.model_validate({**values, **own}), role)
                 service = PrefillService(node) if role == "prefill" else DecodeService(node)
                 server = NodeServer(node, service)
                 servers[node.identity.node_id] = server

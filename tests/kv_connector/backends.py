@@ -7,17 +7,19 @@ from typing import Protocol
 import numpy as np
 import redis
 
-from kv_connector.base import Block, KVConnector, PoolBuffer, Source
+from kv_connector.base import Block, HostConnector, KVConnector, PoolBuffer, Source
 from kv_connector.header import HEADER_BYTES
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.redis_store import RedisConnector
 from kv_connector.settings import RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.shared_memory import SharedMemoryConnector
+from kv_connector.staged import StagedConnector, staging_blocks
 from kv_connector.stats import ConnectorStats
 from kv_connector.tiered import TieredConnector
 from kv_connector.ucx_connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
+from tests.kv_connector.slow_device import SlowDevice
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=32, dtype="float32")  # 32 KiB a block
 OTHER_LAYOUT = KVLayout(num_kv_heads=4, num_layers=2, block_size=16, head_dim=32, dtype="float32")  # as many bytes
@@ -29,9 +31,9 @@ EPOCH = 0x1234_5678_9ABC_DEF0
 class Node:
     """A connector with its pool."""
 
-    def __init__(self, connector: KVConnector, node_id: str, num_blocks: int, layout: KVLayout, epoch: int) -> None:
-        self.connector = connector
+    def __init__(self, connector: HostConnector, node_id: str, num_blocks: int, layout: KVLayout, epoch: int) -> None:
         self.pool: PoolBuffer = connector.allocate(layout, num_blocks, node_id=node_id, epoch=epoch)
+        self.connector: KVConnector = connector
         self.source = Source(node_id, epoch, connector.endpoint)
 
     @property
@@ -47,12 +49,41 @@ class Node:
         self.row(block.block_id)[:] = content(block.block_hash, self.pool.layout.block_bytes)
 
 
+class DeviceNode(Node):
+    """One whose pool is on a device: `pool` is what only the test can see of it. `staging_bytes`: of host memory."""
+
+    def __init__(
+        self,
+        connector: HostConnector,
+        node_id: str,
+        num_blocks: int,
+        layout: KVLayout,
+        epoch: int,
+        *,
+        staging_bytes: int = 1 << 30,
+    ) -> None:
+        slots = staging_blocks(layout, num_blocks, staging_bytes)
+        self.staging = connector.allocate(layout, slots, node_id=node_id, epoch=epoch)
+        self.device = SlowDevice(num_blocks, layout.block_bytes)
+        self.device.attach(self.staging)
+        self.staged = StagedConnector(connector, self.staging, self.device)
+        self.connector = self.staged
+        self.pool = PoolBuffer(memoryview(self.device.memory), layout, num_blocks)
+        self.source = Source(node_id, epoch, connector.endpoint)
+
+    def staged_row(self, block_id: int) -> memoryview:
+        slot = self.staged._copies.slot_of(block_id)
+        assert slot is not None
+        size = self.staging.layout.block_bytes
+        return self.staging.memory[slot * size : (slot + 1) * size]
+
+
 class Harness(Protocol):
     outlives_owner: bool  # blocks stay fetchable after retract and close
     has_source: bool  # endpoint and epoch of the source matter
     has_store: bool  # blocks are there when nobody is named as the source
 
-    def connector(self) -> KVConnector: ...
+    def connector(self) -> HostConnector: ...
 
     def damage(self, owner: Node, block: Block) -> None:
         """Flips one payload byte of a published block where it is stored."""
@@ -64,7 +95,7 @@ class SharedMemoryHarness:
     has_source = True
     has_store = False
 
-    def connector(self) -> KVConnector:
+    def connector(self) -> HostConnector:
         return SharedMemoryConnector(SharedMemorySettings())
 
     def damage(self, owner: Node, block: Block) -> None:
@@ -79,7 +110,7 @@ class InProcessHarness:
     def __init__(self) -> None:
         self.hub = InProcessHub()
 
-    def connector(self) -> KVConnector:
+    def connector(self) -> HostConnector:
         return InProcessConnector(self.hub)
 
     def damage(self, owner: Node, block: Block) -> None:
@@ -91,7 +122,7 @@ class UcxHarness:
     has_source = True
     has_store = False
 
-    def connector(self) -> KVConnector:
+    def connector(self) -> HostConnector:
         return UcxConnector(UcxSettings(CLUSTER_SECRET))
 
     def damage(self, owner: Node, block: Block) -> None:
@@ -106,7 +137,7 @@ class RedisHarness:
     def __init__(self, url: str, prefix: str) -> None:
         self.settings = RedisSettings(url=url, key_prefix=prefix, ttl_seconds=60)
 
-    def connector(self) -> KVConnector:
+    def connector(self) -> HostConnector:
         return RedisConnector(self.settings)
 
     def key(self, block: Block) -> str:
@@ -130,12 +161,33 @@ class TieredHarness:
         self.first = first
         self.store = store
 
-    def connector(self) -> KVConnector:
+    def connector(self) -> HostConnector:
         return TieredConnector([self.first.connector(), self.store.connector()])
 
     def damage(self, owner: Node, block: Block) -> None:
         self.store.damage(owner, block)
         self.first.damage(owner, block)
+
+
+class DeviceHarness:
+    """A pool on a device, behind the connector of another harness."""
+
+    def __init__(self, inner: Harness) -> None:
+        self.inner = inner
+        self.outlives_owner = inner.outlives_owner
+        self.has_source = inner.has_source
+        self.has_store = inner.has_store
+
+    def connector(self) -> HostConnector:
+        return self.inner.connector()
+
+    def damage(self, owner: Node, block: Block) -> None:
+        """In the copy that peers are given."""
+        assert isinstance(owner, DeviceNode)
+        if self.has_store:
+            self.inner.damage(owner, block)
+        if self.has_source:
+            owner.staged_row(block.block_id)[-1] ^= 1
 
 
 def content(name: BlockHash, size: int) -> bytes:
@@ -159,6 +211,8 @@ async def write_and_publish(node: Node, chosen: list[Block]) -> None:
 
 
 async def settled(connector: KVConnector) -> None:
+    if isinstance(connector, StagedConnector):
+        connector = connector._inner
     for tier in connector.tiers if isinstance(connector, TieredConnector) else (connector,):
         if isinstance(tier, RedisConnector):
             await tier.settled()

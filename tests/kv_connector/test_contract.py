@@ -15,6 +15,8 @@ from tests.kv_connector.backends import (
     LAYOUT,
     OTHER_LAYOUT,
     OTHER_SCALES,
+    DeviceHarness,
+    DeviceNode,
     Harness,
     InProcessHarness,
     Node,
@@ -40,11 +42,21 @@ HOLDERS: dict[str, Callable[[], Harness]] = {
 }
 
 
-@pytest.fixture(params=["shared_memory", "redis", "ucx", "in_process", "shared_memory,redis", "ucx,redis"])
+CONNECTORS = ["shared_memory", "redis", "ucx", "in_process", "shared_memory,redis", "ucx,redis"]
+ON_DEVICE = ["shared_memory on device", "redis on device", "ucx on device"]
+
+
+@pytest.fixture(params=CONNECTORS + ON_DEVICE)
 def harness(request: pytest.FixtureRequest) -> Harness:
-    first, _, _ = request.param.partition(",")
+    names, _, place = request.param.partition(" on ")
+    found = _harness(request, names)
+    return DeviceHarness(found) if place else found
+
+
+def _harness(request: pytest.FixtureRequest, names: str) -> Harness:
+    first, _, _ = names.partition(",")
     holder: Harness | None = HOLDERS[first]() if first in HOLDERS else None
-    if request.param in HOLDERS:
+    if names in HOLDERS:
         assert holder is not None
         return holder
     server: RedisServer = request.getfixturevalue("redis_server")
@@ -59,7 +71,8 @@ async def node(harness: Harness) -> AsyncIterator[MakeNode]:
 
     def make(node_id: str, num_blocks: int = 64, layout: object = LAYOUT) -> Node:
         assert isinstance(layout, type(LAYOUT))
-        made.append(Node(harness.connector(), node_id, num_blocks, layout, EPOCH + len(made)))
+        kind = DeviceNode if isinstance(harness, DeviceHarness) else Node
+        made.append(kind(harness.connector(), node_id, num_blocks, layout, EPOCH + len(made)))
         return made[-1]
 
     yield make

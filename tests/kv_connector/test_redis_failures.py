@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from kv_connector.base import Block, FetchOutcome, KVConnector
+from kv_connector.base import Block, FetchOutcome, HostConnector
 from kv_connector.header import HEADER_BYTES, Mismatch
 from kv_connector.redis_store import RedisConnector
 from kv_connector.settings import RedisSettings, SharedMemorySettings
@@ -43,7 +43,7 @@ class Setup:
         self.node = Node(self.store, "plain", 64, LAYOUT, EPOCH)
         patient = RedisSettings(url=self.server.url, key_prefix=PREFIX, operation_timeout_seconds=30.0)
         self.tier = RedisConnector(patient, clock=self.clock)
-        tiers: list[KVConnector] = [SharedMemoryConnector(SharedMemorySettings()), self.tier]
+        tiers: list[HostConnector] = [SharedMemoryConnector(SharedMemorySettings()), self.tier]
         self.behind = Node(TieredConnector(tiers), "behind", 64, LAYOUT, EPOCH)
 
     def signal(self, number: signal.Signals) -> None:

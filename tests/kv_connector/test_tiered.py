@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer, Source
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
@@ -194,7 +194,7 @@ async def test_a_source_that_nobody_can_reach(pair: Pair) -> None:
 # -- shared memory, UCX and Redis over one pool ----------------------------------------------------------------------
 
 
-def three(redis_url: str, prefix: str) -> list[KVConnector]:
+def three(redis_url: str, prefix: str) -> list[HostConnector]:
     return [
         SharedMemoryConnector(SharedMemorySettings()),
         UcxConnector(UcxSettings(CLUSTER_SECRET)),

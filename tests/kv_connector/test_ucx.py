@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_connector.base import Block, FetchOutcome, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, Source
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx_connector import UcxConnector
@@ -78,10 +78,11 @@ async def holder() -> AsyncIterator[Node]:
     await made.connector.close()
 
 
-async def first_bytes(peer: Node, block_id: int) -> None:
-    """Returns when a block has begun to arrive."""
+async def first_bytes(peer: Node, block_id: int, fetch: "asyncio.Task[FetchResult]") -> None:
+    """Returns when a block has begun to arrive; fails when the fetch that it is to arrive by has ended before."""
     row = np.frombuffer(peer.row(block_id), np.uint8)
     while not row[::4096].any():
+        assert not fetch.done(), fetch.result()
         await asyncio.sleep(0)
 
 
@@ -102,7 +103,7 @@ async def test_another_process_serves(child: Child, peer: Node) -> None:
 
 async def test_a_killed_holder_fails_at_once(child: Child, peer: Node) -> None:
     fetch = asyncio.create_task(peer.connector.fetch(child.source, blocks(NUM_BLOCKS), timeout=60))
-    await first_bytes(peer, 1)
+    await first_bytes(peer, 1, fetch)
     child.signal(signal.SIGKILL)
     started = time.monotonic()
     result = await fetch
@@ -117,14 +118,17 @@ async def test_a_killed_holder_fails_at_once(child: Child, peer: Node) -> None:
 async def test_a_stopped_holder_writes_nothing_later(child: Child, peer: Node, cancelled: bool) -> None:
     """Stopped in the middle of a block; when it continues it finds its connections cut, and our memory stays ours."""
     wanted = blocks(NUM_BLOCKS)
-    fetch = asyncio.create_task(peer.connector.fetch(child.source, wanted, timeout=30 if cancelled else 0.5))
-    await first_bytes(peer, 1)
+    fetch = asyncio.create_task(peer.connector.fetch(child.source, wanted, timeout=30))
+    await first_bytes(peer, 1, fetch)
     child.signal(signal.SIGSTOP)
     if cancelled:
         fetch.cancel()
         await asyncio.wait([fetch], timeout=5)
         assert fetch.cancelled()
     else:
+        assert isinstance(peer.connector, UcxConnector)
+        [under_way] = peer.connector._require().fetches
+        under_way._deadline.reschedule(asyncio.get_running_loop().time())  # a short one might be over before the stop
         assert (await asyncio.wait_for(fetch, 5)).outcomes[-1] is FAILED
     clear(peer)
     stopped = await asyncio.wait_for(peer.connector.fetch(child.source, wanted[:1], timeout=0.2), 5)

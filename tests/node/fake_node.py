@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from decode_node.service import DecodeService
-from kv_connector.base import KVConnector
+from kv_connector.base import HostConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_layout import KVLayout
@@ -42,7 +42,7 @@ NAMESPACE = KVNamespace(b"fake", "float32", LAYOUT.layout_id, BLOCK_SIZE)
 
 
 def make_node(
-    runner: Runner | None = None, connector: KVConnector | None = None, *, fetch_timeout: float = 10.0
+    runner: Runner | None = None, connector: HostConnector | None = None, *, fetch_timeout: float = 10.0
 ) -> Node:
     connector = connector or InProcessConnector(InProcessHub())
     connector.allocate(LAYOUT, NUM_BLOCKS, node_id="node", epoch=1)

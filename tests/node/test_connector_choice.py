@@ -1,12 +1,15 @@
 """Which connectors a node runs on, and what it says of a setting that can not work."""
 
+from collections.abc import Mapping
+
 import pytest
 from pydantic import ValidationError
 
+from kv_connector.self_test import SelfTestReport
 from kvrelay.core.connectors import can_exchange, parse_connectors
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.engine.request import EngineLoad
-from kvrelay.node.connector_choice import choose_connectors, is_ucx_installed
+from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.settings import NodeSettings
 
@@ -35,6 +38,66 @@ def test_what_was_asked_for_is_taken() -> None:
     choice = choose_connectors("ucx,redis", host="127.0.0.1", ucx_installed=False, has_secret=False)
     assert choice.names == ("ucx", "redis")
     assert is_ucx_installed(), "the tests need it"
+
+
+class SelfTests:
+    """What each connector's self-test says; good unless stated. `asked` in order."""
+
+    def __init__(self, **problems: SelfTestReport) -> None:
+        self.asked: list[str] = []
+        self._problems = problems
+
+    async def check(self, name: str) -> SelfTestReport:
+        self.asked.append(name)
+        return self._problems.get(name, SelfTestReport(bytes_per_second=1e9))
+
+    async def choose(self, value: str, host: str = "10.0.0.2") -> ConnectorChoice:
+        def choose(broken: Mapping[str, str]) -> ConnectorChoice:
+            return choose_connectors(value, host=host, ucx_installed=True, has_secret=True, broken=broken)
+
+        return await choose_working(choose, self.check)
+
+
+SILENT = SelfTestReport("nothing arrived")
+WRONG = SelfTestReport("other bytes", is_wrong=True)
+
+
+@pytest.mark.parametrize("report", [SILENT, WRONG])
+async def test_auto_leaves_out_what_fails_its_self_test(report: SelfTestReport) -> None:
+    tests = SelfTests(ucx=report)
+    choice = await tests.choose("auto")
+    assert choice.names == ("redis",) and report.problem in choice.reason
+    assert tests.asked == ["shared_memory", "ucx", "redis"]
+    assert (await SelfTests(shared_memory=report).choose("auto")).names == ("ucx",)
+
+
+@pytest.mark.parametrize("report", [SILENT, WRONG])
+@pytest.mark.parametrize(
+    ("value", "host", "bad", "remedy"),
+    [
+        ("ucx,redis", "10.0.0.2", "ucx", "--ucx-net-devices"),
+        ("shared_memory", "127.0.0.1", "shared_memory", "--shared-memory-dir"),
+        ("auto", "127.0.0.1", "shared_memory", "--shared-memory-dir"),
+    ],
+)
+async def test_what_was_asked_for_has_to_work(
+    value: str, host: str, bad: str, remedy: str, report: SelfTestReport
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"connector '{bad}' does not work.*{report.problem}.*{remedy}"):
+        await SelfTests(**{bad: report}).choose(value, host)
+
+
+async def test_a_redis_that_is_away_may_come_back_but_one_that_lies_is_refused() -> None:
+    assert (await SelfTests(redis=SILENT).choose("ucx,redis")).names == ("ucx", "redis")
+    assert (await SelfTests(redis=SILENT, ucx=SILENT).choose("auto")).names == ("redis",)
+    with pytest.raises(ConfigurationError, match="--redis-url"):
+        await SelfTests(redis=WRONG).choose("ucx,redis")
+
+
+async def test_each_connector_is_tested_once() -> None:
+    tests = SelfTests()
+    assert (await tests.choose("shared_memory,ucx,redis")).names == ("shared_memory", "ucx", "redis")
+    assert tests.asked == ["shared_memory", "ucx", "redis"]
 
 
 @pytest.mark.parametrize(

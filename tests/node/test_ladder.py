@@ -86,6 +86,21 @@ def test_what_was_missing_is_asked_for_again_after_a_new_word_and_what_was_refus
     assert asked(ladder) == (P, (0,))
 
 
+def test_who_sends_several_bad_blocks_is_not_asked_again() -> None:
+    ladder = Ladder(6)
+    ladder.announce(P, 6)
+    ladder.offer(H, 6)
+    settle(ladder, REFUSED, REFUSED, FETCHED, FETCHED, FETCHED, MISSING)
+    assert settle(ladder, FETCHED, FETCHED, MISSING) == 5, "two may be an accident"
+    settle(ladder, REFUSED)  # the store, like every other source
+    ladder.announce(P, 6)
+    assert asked(ladder) == (P, (5,))
+    settle(ladder, REFUSED)
+    ladder.announce(P, 6)
+    ladder.announce(Source("late", 1, "at-late"), 6)
+    assert asked(ladder) == (Source("late", 1, "at-late"), (5,))
+
+
 def test_the_store_is_not_asked_for_what_is_still_being_computed() -> None:
     ladder = Ladder(3)
     assert ladder.next() is None

@@ -11,9 +11,10 @@ from kv_connector.base import FetchOutcome
 from kv_connector.in_process import InProcessHub
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
+from kvrelay.node.absences import Absences
 from kvrelay.node.ladder import FetchReport
 from kvrelay.node.node import Node
-from kvrelay.node.receiver import Receiver
+from kvrelay.node.receiver import Receiver, ends_at
 from tests.node.fake_node import BLOCK_SIZE, LAYOUT, make_node
 from tests.node.holders import Holder, LadderConnector, content
 
@@ -49,7 +50,13 @@ class Reception:
 
 
 @asynccontextmanager
-async def reception(*, patience: float = PATIENCE, fetch_timeout: float = PATIENCE) -> AsyncIterator[Reception]:
+async def reception(
+    *,
+    patience: float = PATIENCE,
+    fetch_timeout: float = PATIENCE,
+    absences: Absences | None = None,
+    time_left: float | None = None,
+) -> AsyncIterator[Reception]:
     hub = InProcessHub()
     connector = LadderConnector(hub)
     admissions: asyncio.Queue[Admission] = asyncio.Queue()
@@ -77,9 +84,11 @@ async def reception(*, patience: float = PATIENCE, fetch_timeout: float = PATIEN
             connector,
             node.engine,
             block_size=BLOCK_SIZE,
+            absences=absences or Absences(lambda: 0.0),
             fetch_timeout=fetch_timeout,
             patience=patience,
             on_missing=missing.append,
+            ends_at=None if time_left is None else asyncio.get_running_loop().time() + time_left,
         )
         yield Reception(node, connector, admission, p, h, store, receiver, missing)
         await node.engine.call(lambda engine: engine.abort("r"))
@@ -129,6 +138,44 @@ async def test_a_block_that_one_holder_has_not_comes_from_the_next(fault: Fault,
         report = await case.run()
         assert (report.num_tokens, report.fetched, report.in_vain) == (37, (("p", 4), ("h", 1)), ((outcome, 1),))
         assert case.connector.asked == [("p", 5), ("h", 1)], "the blocks behind the bad one were kept"
+
+
+async def test_a_holder_is_not_asked_for_what_another_request_did_not_get_unless_it_announces_it() -> None:
+    absences = Absences(lambda: 0.0)
+    async with reception(absences=absences) as case:
+        await case.h.hold(case.admission, 5)
+        missing = case.admission.missing
+        absences.note(case.h.source, [missing[index].block_hash for index in (0, 1, 2, 3, 4)])
+        case.receiver.offer(case.h.source, 5)
+        case.receiver.end()
+        assert (await case.run()).num_tokens == 0 and case.connector.asked == [("", 5)]
+    async with reception(absences=absences) as case:
+        await case.h.hold(case.admission, 5)
+        case.receiver.announce(case.h.source, 5, ended=True)
+        assert (await case.run()).fetched == (("h", 5),)
+
+
+async def test_a_fetch_leaves_half_of_the_requests_time_to_others() -> None:
+    for time_left, fetch_timeout, least, most in ((1000.0, 10.0, 10.0, 10.0), (1000.0, 9000.0, 400.0, 500.0)):
+        async with reception(time_left=time_left, fetch_timeout=fetch_timeout) as case:
+            await case.p.hold(case.admission, 5)
+            case.receiver.announce(case.p.source, 5)
+            await case.run()
+            [timeout] = case.connector.timeouts
+            assert least <= timeout <= most
+    assert ends_at(0) is None
+
+
+async def test_what_a_holder_does_not_have_is_remembered() -> None:
+    absences = Absences(lambda: 0.0)
+    async with reception(absences=absences) as case:
+        await case.h.hold(case.admission, 5)
+        case.h.lose(1, 3)
+        case.receiver.offer(case.h.source, 5)
+        case.receiver.end()
+        assert (await case.run()).fetched == (("h", 1),)
+        names = [block.block_hash for block in case.admission.missing]
+        assert [absences.has(case.h.source, name) for name in names] == [False, True, False, True, False]
 
 
 async def test_a_holder_that_is_gone_is_asked_once() -> None:

@@ -1,0 +1,176 @@
+"""The connector of a node whose pool is on a device: blocks pass through host memory, which another connector serves.
+
+    publish   device -> slot of the staging -> `inner` publishes the slot: its digest is that of the copied bytes
+    fetch     `inner` fetches into a slot and verifies it there -> device
+
+`inner` keeps every rule of the seam for the staging, whose blocks are the slots; this adds which slot belongs to which
+block. The staging is smaller than the pool, as a rule: a block whose copy gave way to newer ones is MISSING for peers
+until it is published again, though the pool still has it.
+Invariant: no block of the device is written before `inner` has verified what is written; a slot is used again only when
+neither `inner` nor the device touches it any more.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer, Source
+from kv_connector.device_memory import BlockCopy, DeviceMemory
+from kv_connector.staging import ArrivalSlots, StagedBlock, StagedCopies
+from kv_connector.stats import ConnectorStats
+from kv_connector.worker import Worker
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.kv_layout import KVLayout
+
+_PART_BYTES = 32 << 20  # copied at a time
+_ARRIVAL_SHARE = 4  # one slot in so many is for blocks that arrive,
+_ARRIVAL_BYTES = 512 << 20  # but no more than this
+_FEWEST_SLOTS = 8
+
+_logger = logging.getLogger(__name__)
+
+
+def staging_blocks(layout: KVLayout, num_blocks: int, staging_bytes: int) -> int:
+    """How many blocks the staging of a pool of `num_blocks` has in at most `staging_bytes`. Raises ConfigurationError
+    when that is too little to work with."""
+    all_of_it = num_blocks + num_blocks // (_ARRIVAL_SHARE - 1) + 1
+    slots = min(max(all_of_it, _FEWEST_SLOTS), staging_bytes // layout.block_bytes)
+    if slots < _FEWEST_SLOTS:
+        raise ConfigurationError(
+            f"{staging_bytes} bytes of host memory hold {staging_bytes // layout.block_bytes} blocks of "
+            f"{layout.block_bytes} bytes, KV in device memory needs {_FEWEST_SLOTS} to move: raise --kv-staging-gib"
+        )
+    return slots
+
+
+class StagedConnector:
+    """Implements KVConnector. Owns `inner`, allocated with `staging` as its pool; `memory` is the pool on the device,
+    attached to `staging`, with blocks of the same layout. `forgets`: a block may be MISSING while the pool has it."""
+
+    def __init__(
+        self, inner: KVConnector, staging: PoolBuffer, memory: DeviceMemory, *, clock: Clock | None = None
+    ) -> None:
+        assert staging.num_blocks >= 2
+        block_bytes = staging.layout.block_bytes
+        num_arriving = max(1, min(staging.num_blocks // _ARRIVAL_SHARE, _ARRIVAL_BYTES // block_bytes))
+        num_copies = staging.num_blocks - num_arriving
+        self.name = inner.name
+        self.has_store = inner.has_store
+        self.forgets = inner.has_store or num_copies < memory.num_blocks
+        self._inner = inner
+        self._memory = memory
+        self._clock: Clock = clock or MonotonicClock()
+        self._arrivals = ArrivalSlots(range(num_arriving))
+        self._copies = StagedCopies(range(num_arriving, staging.num_blocks), memory.num_blocks)
+        # Small enough that parts of two fetches, and of two publications, have room at a time.
+        part = _PART_BYTES // block_bytes
+        self._fetch_part = max(1, min(part, num_arriving // 2))
+        self._publish_part = max(1, min(part, num_copies // 2))
+        self._worker = Worker("kv-staging")
+        self._open = True
+
+    @property
+    def stats(self) -> ConnectorStats:
+        return self._inner.stats
+
+    def all_stats(self) -> Mapping[str, ConnectorStats]:
+        return self._inner.all_stats()
+
+    @property
+    def endpoint(self) -> str:
+        return self._inner.endpoint
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        errors: list[KVError] = []
+        num_parts = 0
+        for start in range(0, len(blocks), self._publish_part):
+            num_parts += 1
+            try:
+                await self._publish(blocks[start : start + self._publish_part])
+            except KVError as error:
+                errors.append(error)
+        if errors and len(errors) == num_parts:
+            raise errors[0]
+        for error in errors:
+            _logger.warning("some of %d blocks are not published: %s", len(blocks), error)
+
+    def retract(self, block_ids: Sequence[int]) -> None:
+        self._take_back(self._copies.forget(block_ids))
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        deadline = self._clock.now() + timeout
+        outcomes: list[FetchOutcome] = []
+        while len(outcomes) < len(blocks):
+            self._require_open()
+            rest = blocks[len(outcomes) :]
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                    slots = await self._arrivals.take(min(self._fetch_part, len(rest)))
+            except TimeoutError:
+                _logger.warning("no staging slot for %d blocks in time: raise --kv-staging-gib", len(rest))
+                outcomes += [FetchOutcome.FAILED] * len(rest)
+                break
+            try:
+                left = max(0.0, deadline - self._clock.now())
+                outcomes += await self._fetch(source, rest[: len(slots)], slots, left)
+            finally:
+                self._arrivals.give_back(slots)
+        return FetchResult(tuple(outcomes))
+
+    async def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        try:
+            await self._worker.run(self._memory.detach)  # after whatever is being copied
+        finally:
+            self._worker.stop()
+            await self._inner.close()
+
+    async def _publish(self, blocks: Sequence[Block]) -> None:
+        self._require_open()
+        claims = self._copies.claim(blocks)
+        if claims.given_up:
+            self._inner.retract(claims.given_up)
+        if claims.copies:
+            await self._copy_and_offer(claims.copies)
+        if claims.num_refused:
+            raise KVError(f"no staging slot for {claims.num_refused} blocks")
+
+    async def _copy_and_offer(self, claimed: Sequence[StagedBlock]) -> None:
+        try:
+            await self._worker.run(self._memory.to_host, [copy.copy for copy in claimed])
+            claimed = self._copies.standing(claimed)
+            self._require_open()
+            await self._inner.publish([copy.staged for copy in claimed])
+        except BaseException:
+            self._take_back([copy.slot for copy in claimed])
+            raise
+        self._take_back(self._copies.commit(claimed))
+
+    def _take_back(self, slots: Sequence[int]) -> None:
+        """Slots that hold no block any more, in the order that matters: nobody is given one before peers know."""
+        if slots:
+            self._inner.retract(slots)
+            self._copies.free(slots)
+
+    async def _fetch(
+        self, source: Source | None, blocks: Sequence[Block], slots: Sequence[int], timeout: float
+    ) -> Sequence[FetchOutcome]:
+        """The slots are the caller's again when this has ended, however it does."""
+        wanted = [Block(slot, block.block_hash, block.num_tokens) for slot, block in zip(slots, blocks, strict=True)]
+        outcomes = (await self._inner.fetch(source, wanted, timeout=timeout)).outcomes
+        arrived = [
+            BlockCopy(block.block_id, slot)
+            for block, slot, outcome in zip(blocks, slots, outcomes, strict=True)
+            if outcome is FetchOutcome.FETCHED
+        ]
+        if arrived:
+            self._require_open()
+            await self._worker.run(self._memory.from_host, arrived)
+        return outcomes
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise KVError("the connector is closed")

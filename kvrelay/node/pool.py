@@ -1,0 +1,76 @@
+"""The node's KV pool and the connector that serves it: in host memory, which the connector makes, or on a device.
+
+Invariant: the engine and the connector see the same blocks, and nobody looks into device memory from the host.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kv_connector.base import HostConnector, KVConnector
+from kv_connector.device_memory import DeviceMemory
+from kv_connector.self_test import check_device
+from kv_connector.staged import StagedConnector, staging_blocks
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.kv_pool import allocate_pool, pool_over
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """`staging_bytes`: host memory for blocks on their way, where the pool is on a device."""
+
+    layout: KVLayout
+    num_blocks: int
+    staging_bytes: int
+    node_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodePool:
+    """`tensor`: zeroed, `[num_blocks, *layout.block_shape]`. `forgets`: blocks may be out of peers' reach while the
+    pool still holds them; what a request finds by name is to be published again."""
+
+    tensor: Tensor
+    connector: KVConnector
+    forgets: bool
+
+
+def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
+    """`backend` is not allocated yet. Raises ConfigurationError when there is not enough memory, or when the device
+    does not copy what it is told to."""
+    if device.type == "cpu":
+        buffer = backend.allocate(plan.layout, plan.num_blocks, node_id=plan.node_id, epoch=plan.epoch)
+        return NodePool(pool_over(buffer.memory, plan.layout, plan.num_blocks), backend, backend.has_store)
+    from kv_connector.cuda_memory import CudaMemory
+
+    tensor = allocate_pool(plan.layout, plan.num_blocks, device)
+    connector = stage(backend, plan, CudaMemory(tensor, torch.cuda.default_stream(device)))
+    return NodePool(tensor, connector, connector.forgets)
+
+
+def stage(backend: HostConnector, plan: PoolPlan, memory: DeviceMemory) -> StagedConnector:
+    """Serves `memory` through a staging that `backend` allocates. Raises as `make_pool`."""
+    slots = staging_blocks(plan.layout, plan.num_blocks, plan.staging_bytes)
+    try:
+        staging = backend.allocate(plan.layout, slots, node_id=plan.node_id, epoch=plan.epoch)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}; with KV on a card, lowering --kv-staging-gib helps, too") from error
+    memory.attach(staging)
+    report = check_device(memory, staging)
+    if report.problem:
+        memory.detach()
+        raise ConfigurationError(
+            f"blocks do not come back from the device as they went there ({report.problem}): "
+            "check the card and its driver; --device cpu serves without it"
+        )
+    _logger.info(
+        "KV on the device moves through %.2f GiB of host memory, %d blocks of %d; self-test passed, %.2f GB/s",
+        slots * plan.layout.block_bytes / 2**30, slots, plan.num_blocks, report.bytes_per_second / 1e9,
+    )  # fmt: skip
+    return StagedConnector(backend, staging, memory)

@@ -1,0 +1,81 @@
+"""Nodes whose KV lies on a device, where connectors only reach it by copies: the same tokens, and pools whole."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv_connector.base import HostConnector
+from kv_connector.device_memory import BlockCopy
+from kv_connector.staged import StagedConnector
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.engine.kv_pool import pool_over
+from kvrelay.node import startup
+from kvrelay.node.pool import NodePool, PoolPlan, stage
+from tests.cluster.cluster import cluster
+from tests.cluster.reference import Reference
+from tests.cluster.test_equality import VOCAB_SIZE, prompt_of
+from tests.engine.tiny_models import make_tiny_model
+from tests.kv_connector.slow_device import SlowDevice
+
+
+def on_device(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
+    """As `make_pool` on a card. The engine's tensor is the device's memory; the connector has only the device."""
+    memory = SlowDevice(plan.num_blocks, plan.layout.block_bytes)
+    memory.starting = True
+    connector = stage(backend, plan, memory)
+    memory.starting = False
+    return NodePool(pool_over(memoryview(memory.memory), plan.layout, plan.num_blocks), connector, connector.forgets)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(("connector", "slots"), [("shared_memory", 1000), ("shared_memory", 16), ("ucx", 16)])
+async def test_the_tokens_are_the_same(
+    connector: str, slots: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 16 slots the staging holds a fraction of a prompt of 44 blocks: what peers find there no more is computed
+    again."""
+
+    def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
+        return on_device(backend, replace(plan, staging_bytes=slots * plan.layout.block_bytes), device)
+
+    monkeypatch.setattr(startup, "make_pool", make_pool)
+    reference = Reference(model)
+    async with cluster(model, connector=connector, max_num_batched_tokens=64) as running:
+        for prompt in (prompt_of(1), prompt_of(100), prompt_of(700), [*prompt_of(100), 5, 6, 7]):
+            result = await running.generate(prompt, max_tokens=8)
+            assert result.tokens == {0: reference.generate(prompt, 8)}
+        await running.wait_idle()
+        moved = [device_of(node.connector).num_from_host for node in running.nodes]
+        assert moved[1] > 0, "the decode node has received blocks"
+
+
+def device_of(connector: object) -> SlowDevice:
+    assert isinstance(connector, StagedConnector) and isinstance(connector._memory, SlowDevice)
+    return connector._memory
+
+
+class Forgetful(SlowDevice):
+    """Takes nothing in."""
+
+    def from_host(self, copies: Sequence[BlockCopy]) -> None:
+        return
+
+
+async def test_a_device_that_does_not_copy_right_ends_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
+        memory = Forgetful(plan.num_blocks, plan.layout.block_bytes)
+        memory.starting = True
+        stage(backend, plan, memory)
+        raise AssertionError("it passed")
+
+    monkeypatch.setattr(startup, "make_pool", make_pool)
+    with pytest.raises(ConfigurationError, match="4 of 4 blocks arrived with other bytes"):
+        async with cluster(model):
+            pass

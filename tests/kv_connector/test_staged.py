@@ -1,0 +1,232 @@
+"""A pool on a device behind a staging that is smaller: what gives way to what, and what a copy may not outlive."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from kv_connector.base import Block, FetchOutcome
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kv_connector.staged import staging_blocks
+from kvrelay.core.errors import ConfigurationError, KVError
+from tests.kv_connector.backends import EPOCH, LAYOUT, DeviceNode, Node, blocks, content, moved, write_and_publish
+
+FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
+SMALL = 8 * LAYOUT.block_bytes  # 2 slots for what arrives, 6 for copies
+
+
+class Pair:
+    """A holder and a reader of 64 blocks, each on a device."""
+
+    def __init__(self, staging_bytes: int) -> None:
+        hub = InProcessHub()
+        self.owner, self.peer = (
+            DeviceNode(InProcessConnector(hub), name, 64, LAYOUT, EPOCH, staging_bytes=staging_bytes)
+            for name in ("owner", "peer")
+        )
+
+    async def fetch(self, count: int, *, timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
+        return (await self.peer.connector.fetch(self.owner.source, blocks(count), timeout=timeout)).outcomes
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    made = Pair(SMALL)
+    yield made
+    for node in (made.owner, made.peer):
+        node.device.gate.set()
+        await node.connector.close()
+        assert node.device._staging is None
+
+
+async def test_the_oldest_copies_give_way(pair: Pair) -> None:
+    sent = blocks(10)
+    await write_and_publish(pair.owner, sent)
+    assert await pair.fetch(10) == (MISSING,) * 4 + (FETCHED,) * 6
+    for block in sent[4:]:
+        assert pair.peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
+    assert pair.owner.staged.forgets
+    await pair.owner.connector.publish(sent[:2])  # found by name: asked for again
+    await pair.owner.connector.publish(sent[6:8])
+    assert pair.owner.device.num_to_host == 12, "those that were there are not copied again"
+    assert await pair.fetch(10) == (FETCHED,) * 2 + (MISSING,) * 4 + (FETCHED,) * 4
+
+
+async def test_more_is_fetched_than_the_staging_holds(pair: Pair) -> None:
+    await write_and_publish(pair.owner, blocks(6))
+    assert await pair.fetch(6) == (FETCHED,) * 6
+    assert pair.peer.device.num_from_host == 6
+
+
+async def test_a_retracted_block_gives_its_slot_back(pair: Pair) -> None:
+    for turn in range(5):
+        sent = blocks(6, tag=str(turn))
+        await write_and_publish(pair.owner, sent)
+        pair.owner.connector.retract([block.block_id for block in sent])
+    assert pair.owner.device.num_to_host == 30
+    assert len(pair.owner.staged._copies._free) == 6
+
+
+async def test_a_block_that_changes_while_it_is_copied_is_not_published(pair: Pair) -> None:
+    sent = blocks(2)
+    for block in sent:
+        pair.owner.fill(block)
+    pair.owner.device.gate.clear()
+    publishing = asyncio.create_task(pair.owner.connector.publish(sent))
+    await asyncio.to_thread(pair.owner.device.waiting.wait, 10)
+    pair.owner.connector.retract([0])
+    pair.owner.device.gate.set()
+    await publishing
+    assert await pair.fetch(2) == (MISSING, FETCHED)
+
+
+class SlowPublisher(InProcessConnector):
+    """`open` lets publications go on."""
+
+    def __init__(self, hub: InProcessHub) -> None:
+        super().__init__(hub)
+        self.num_waiting = 0
+        self.open = asyncio.Event()
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        self.num_waiting += 1
+        await self.open.wait()
+        await super().publish(blocks)
+
+
+async def test_a_slot_that_is_being_published_is_given_to_nobody_else() -> None:
+    """Otherwise the first name would be published over the bytes of the third block."""
+    hub = InProcessHub()
+    inner = SlowPublisher(hub)
+    owner = DeviceNode(inner, "owner", 64, LAYOUT, EPOCH, staging_bytes=SMALL)
+    peer = DeviceNode(InProcessConnector(hub), "peer", 64, LAYOUT, EPOCH, staging_bytes=SMALL)
+    names = [moved(blocks(3, tag=str(turn)), 3 * turn) for turn in range(3)]
+    publications = []
+    for sent in names:
+        for block in sent:
+            owner.fill(block)
+        publications.append(asyncio.create_task(owner.connector.publish(sent)))
+    while inner.num_waiting < 2:
+        await asyncio.sleep(0)
+    with pytest.raises(KVError, match="no staging slot for 3 blocks"):
+        await publications[2]
+    owner.connector.retract([block.block_id for block in names[0]])
+    with pytest.raises(KVError, match="no staging slot"):
+        await owner.connector.publish(names[2])
+    inner.open.set()
+    await asyncio.gather(*publications[:2])
+    for sent, outcome in zip(names, (MISSING, FETCHED, MISSING), strict=True):
+        assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {outcome}
+    await owner.connector.publish(names[2])
+    assert set((await peer.connector.fetch(owner.source, names[2], timeout=10)).outcomes) == {FETCHED}
+    for node in (owner, peer):
+        await node.connector.close()
+
+
+async def test_another_name_for_a_block_replaces_its_copy(pair: Pair) -> None:
+    first, second = blocks(1, tag="tail", tail=5), blocks(1, tag="full")
+    await write_and_publish(pair.owner, first)
+    await write_and_publish(pair.owner, second)
+    source = pair.owner.source
+    assert (await pair.peer.connector.fetch(source, first, timeout=10)).outcomes == (MISSING,)
+    assert (await pair.peer.connector.fetch(source, second, timeout=10)).outcomes == (FETCHED,)
+
+
+async def test_a_fetch_that_is_cancelled_while_blocks_go_to_the_device_waits_for_them(pair: Pair) -> None:
+    await write_and_publish(pair.owner, blocks(1))
+    pair.peer.device.gate.clear()
+    fetch = asyncio.create_task(pair.fetch(1))
+    await asyncio.to_thread(pair.peer.device.waiting.wait, 10)
+    for _ in range(3):
+        fetch.cancel()
+        await asyncio.wait([fetch], timeout=0.001)
+        assert not fetch.done(), "the device still writes"
+    pair.peer.device.gate.set()
+    await asyncio.wait([fetch], timeout=10)
+    assert fetch.cancelled()
+    assert await pair.fetch(1) == (FETCHED,), "the slots are free again"
+
+
+async def test_who_gets_no_slot_in_time_fails(pair: Pair) -> None:
+    await write_and_publish(pair.owner, blocks(3))
+    pair.peer.device.gate.clear()
+    stuck = [asyncio.create_task(pair.fetch(1)) for _ in range(2)]
+    await asyncio.to_thread(pair.peer.device.waiting.wait, 10)
+    while pair.peer.staged._arrivals._free:
+        await asyncio.sleep(0)
+    assert await pair.fetch(3, timeout=0.01) == (FAILED,) * 3
+    pair.peer.device.gate.set()
+    assert await asyncio.gather(*stuck) == [(FETCHED,)] * 2
+
+
+async def test_a_damaged_copy_never_reaches_the_device(pair: Pair) -> None:
+    await write_and_publish(pair.owner, blocks(2))
+    pair.owner.staged_row(1)[9] ^= 1
+    assert await pair.fetch(2) == (FETCHED, REFUSED)
+    assert pair.peer.device.num_from_host == 1 and not any(pair.peer.row(1))
+
+
+async def test_a_device_that_fails_publishes_nothing_and_fetches_nothing(pair: Pair) -> None:
+    await write_and_publish(pair.owner, blocks(1))
+    pair.owner.device.broken = pair.peer.device.broken = True
+    with pytest.raises(KVError, match="the device is gone"):
+        await pair.owner.connector.publish(moved(blocks(2, tag="new"), 7))
+    with pytest.raises(KVError, match="the device is gone"):
+        await pair.fetch(1)
+    pair.owner.device.broken = pair.peer.device.broken = False
+    await write_and_publish(pair.owner, moved(blocks(6, tag="new"), 7))  # no slot was lost
+    assert await pair.fetch(1) == (MISSING,)
+
+
+async def test_more_publications_than_slots_leave_some_out(pair: Pair) -> None:
+    pair.owner.device.gate.clear()
+    names = [blocks(3, tag=str(turn)) for turn in range(3)]
+    publications = [
+        asyncio.create_task(pair.owner.connector.publish(moved(sent, 3 * turn))) for turn, sent in enumerate(names)
+    ]
+    await asyncio.to_thread(pair.owner.device.waiting.wait, 10)
+    pair.owner.device.gate.set()
+    ended = await asyncio.gather(*publications, return_exceptions=True)
+    assert [str(error) for error in ended if error is not None] == ["no staging slot for 3 blocks"]
+
+
+async def test_closing_waits_for_the_device_and_then_nothing_moves() -> None:
+    pair = Pair(SMALL)
+    await write_and_publish(pair.owner, blocks(1))
+    pair.peer.device.gate.clear()
+    fetch = asyncio.create_task(pair.fetch(1))
+    await asyncio.to_thread(pair.peer.device.waiting.wait, 10)
+    closing = asyncio.create_task(pair.peer.connector.close())
+    await asyncio.wait([closing], timeout=0.001)
+    assert not closing.done()
+    pair.peer.device.gate.set()
+    await closing
+    assert await fetch == (FETCHED,)
+    with pytest.raises(KVError):
+        await pair.fetch(1)
+    with pytest.raises(KVError):
+        await pair.peer.connector.publish(blocks(1))
+    pair.peer.connector.retract([0])
+    await pair.owner.connector.close()
+
+
+async def test_a_device_and_a_host_understand_each_other() -> None:
+    hub = InProcessHub()
+    device = DeviceNode(InProcessConnector(hub), "device", 8, LAYOUT, EPOCH)
+    host = Node(InProcessConnector(hub), "host", 8, LAYOUT, EPOCH)
+    assert device.connector.name == host.connector.name
+    for owner, peer in ((device, host), (host, device)):
+        sent = blocks(4, tag=owner.source.node_id)
+        await write_and_publish(owner, sent)
+        assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
+        assert peer.row(3) == owner.row(3)
+    for node in (device, host):
+        await node.connector.close()
+
+
+def test_the_size_of_the_staging() -> None:
+    assert staging_blocks(LAYOUT, 64, 1 << 30) * 3 // 4 >= 64, "all of a small pool"
+    assert staging_blocks(LAYOUT, 1, 1 << 30) == 8
+    assert staging_blocks(LAYOUT, 1 << 20, 1 << 30) == (1 << 30) // LAYOUT.block_bytes
+    with pytest.raises(ConfigurationError, match="raise --kv-staging-gib"):
+        staging_blocks(LAYOUT, 64, 7 * LAYOUT.block_bytes)

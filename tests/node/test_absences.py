@@ -1,0 +1,29 @@
+"""What a holder was found not to have is believed for a moment, and of bounded size."""
+
+from kv_connector.base import Source
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.node.absences import Absences
+
+A, B = Source("a", 1, "at-a"), Source("b", 1, "at-b")
+ONE, TWO, THREE = (BlockHash(bytes([index]) * 32) for index in (1, 2, 3))
+
+
+def test_it_is_about_one_holder_and_one_block_and_not_for_long() -> None:
+    now = 100.0
+    absences = Absences(lambda: now)
+    absences.note(A, [ONE])
+    assert absences.has(A, ONE)
+    assert not absences.has(A, TWO) and not absences.has(B, ONE)
+    assert not absences.has(Source("a", 2, "at-a"), ONE), "it has started again since"
+    now += 1.9
+    absences.note(A, [TWO])
+    now += 0.2
+    assert not absences.has(A, ONE) and absences.has(A, TWO)
+
+
+def test_the_oldest_are_forgotten() -> None:
+    absences = Absences(lambda: 0.0, capacity=2)
+    absences.note(A, [ONE, TWO])
+    absences.note(A, [ONE])
+    absences.note(A, [THREE])
+    assert [absences.has(A, name) for name in (ONE, TWO, THREE)] == [True, False, True]
