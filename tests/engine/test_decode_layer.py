@@ -11,17 +11,16 @@ from torch import Tensor
 
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
-from kvrelay.engine.models.loader import load_model
+from kvrelay.engine.models.loader import DTypeName, load_model
 from tests.engine.paged_run import PagedRun
 from tests.engine.tiny_models import make_tiny_model
 
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 
 
-def load(directory: Path, quantization: Quantization, dtype: torch.dtype = torch.bfloat16) -> DecoderForCausalLM:
-    name = "bfloat16" if dtype is torch.bfloat16 else "float32"
+def load(directory: Path, quantization: Quantization, dtype: DTypeName = "bfloat16") -> DecoderForCausalLM:
     return load_model(
-        str(directory), dtype=name, attention=select_backend("auto"), max_model_len=64, quantization=quantization
+        str(directory), dtype=dtype, attention=select_backend("auto"), max_model_len=64, quantization=quantization
     ).model
 
 
@@ -45,7 +44,7 @@ def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp
 
 
 def test_float32_goes_piece_by_piece(tmp_path: Path) -> None:
-    model = load(make_tiny_model("llama", tmp_path), "int8", torch.float32)
+    model = load(make_tiny_model("llama", tmp_path), "int8", "float32")
     assert all(layer.few_rows is None for layer in model.layers)
 
 

@@ -17,11 +17,15 @@ ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 64, 70]
 
 def by_hand(weight: Tensor) -> PackedWeight:
     """The order that our kernel knows, whatever oneDNN chooses on this machine."""
+    return PackedWeight(weight, panels_of(weight), *weight.shape)
+
+
+def panels_of(weight: Tensor) -> Tensor:
     num_outputs, num_inputs = weight.shape
     pad = (0, -num_inputs % INPUT_MULTIPLE, 0, -num_outputs % PANEL_OUTPUTS)
     rows = torch.nn.functional.pad(weight, pad)
     panels = rows.reshape(rows.shape[0] // PANEL_OUTPUTS, PANEL_OUTPUTS, rows.shape[1] // 2, 2).transpose(1, 2)
-    return PackedWeight(weight, panels.reshape(panels.shape[0], -1), num_outputs, num_inputs)
+    return panels.reshape(panels.shape[0], -1)
 
 
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -170,7 +174,7 @@ class TestWithOnednn:
         packed.pack_rows(target, weight[cut:], cut)
         packed.pack_rows(target, weight[:cut], 0)
         assert torch.equal(target.opaque.to_dense(), weight)
-        assert target.panels is not None and torch.equal(target.panels, by_hand(weight).panels)
+        assert target.panels is not None and torch.equal(target.panels, panels_of(weight))
 
     def test_rows_that_do_not_fit_are_refused(self) -> None:
         target = packed.empty_weight(96, 256)
@@ -193,7 +197,7 @@ class TestWithOnednn:
         layer = packed.pack(weight)
         assert torch.equal(layer.opaque.to_dense(), weight)
         if layer.panels is not None:
-            assert torch.equal(layer.panels, by_hand(weight).panels)
+            assert torch.equal(layer.panels, panels_of(weight))
             assert torch.ops.mkldnn.data_ptr(layer.opaque) == layer.panels.data_ptr()
             layer.panels.zero_()
             assert not layer.opaque.to_dense().any()
