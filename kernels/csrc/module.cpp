@@ -7,12 +7,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "decode_layer_module.h"
 #include "elementwise.h"
 #include "instruction_set.h"
 #include "packed_linear.h"
 #include "paged_attention.h"
 #include "parallel.h"
 #include "quantized.h"
+#include "random_bits.h"
 #include "tensor.h"
 
 namespace nb = nanobind;
@@ -348,6 +350,19 @@ bool bind_is_packed(nb::handle packed_object, nb::handle weight_object, int num_
   return is_packed(call, weight.data<const bf16>(), weight.stride(0), num_threads);
 }
 
+void bind_fill_panels(nb::handle packed_object, nb::handle weight_object, std::int64_t first_output, std::int64_t num_outputs,
+                      int num_threads) {
+  const TensorView packed(packed_object, "packed", 2);
+  const TensorView weight(weight_object, "weight", 2);
+  weight.require_element_type(DType::bf16);
+  weight.require_contiguous_from(1);
+  packed_call(packed, num_outputs, weight.shape(1));
+  require(first_output >= 0 && first_output + weight.shape(0) <= num_outputs, "the rows do not fit into the packed weight");
+  const FillCall call{weight.data<const bf16>(), weight.stride(0), weight.shape(0), first_output, weight.shape(1), packed.data<bf16>()};
+  const nb::gil_scoped_release release;
+  fill_panels(call, num_threads);
+}
+
 void bind_packed_matmul(nb::handle out_object, nb::handle x_object, nb::handle packed_object, nb::handle bias_object, int num_threads) {
   const TensorView x(x_object, "x", 2);
   const TensorView packed(packed_object, "packed", 2);
@@ -371,6 +386,16 @@ void bind_packed_matmul(nb::handle out_object, nb::handle x_object, nb::handle p
   call.out = out.data<bf16>();
   const nb::gil_scoped_release release;
   packed_matmul(call, num_threads);
+}
+
+void bind_uniform(nb::handle out_object, const std::vector<std::uint64_t>& seeds, const std::vector<std::uint32_t>& positions,
+                  const std::vector<std::uint32_t>& choices, std::uint32_t stream, nb::handle first_object) {
+  const TensorView out(out_object, "out", 2);
+  const TensorView first(first_object, "first", 1);
+  const auto num_draws = static_cast<std::size_t>(out.shape(0));
+  require(seeds.size() == num_draws && positions.size() == num_draws && choices.size() == num_draws, "out needs a row for every draw");
+  require(first.shape(0) == out.shape(0), "first needs an entry for every draw");
+  uniform({seeds.data(), positions.data(), choices.data(), first.int64_data(), stream, out.shape(0), out.shape(1), out.float64_data()});
 }
 
 void bind_prefer_huge_pages(nb::handle object) {
@@ -407,7 +432,10 @@ NB_MODULE(_native, m) {
   m.def("multiplies_many_rows", [] { return paged::multiplies_many_rows(paged::DType::bf16); });
   m.def("dequantize", &paged::bind_dequantize, "out"_a, "packed"_a, "scales"_a, "bits"_a, "group_size"_a, "num_threads"_a);
   m.def("is_packed", &paged::bind_is_packed, "packed"_a, "weight"_a, "num_threads"_a);
+  m.def("fill_panels", &paged::bind_fill_panels, "packed"_a, "weight"_a, "first_output"_a, "num_outputs"_a, "num_threads"_a);
   m.def("packed_matmul", &paged::bind_packed_matmul, "out"_a, "x"_a, "packed"_a, "bias"_a.none(), "num_threads"_a);
   m.def("packed_rows", [] { return paged::kernels().packed_rows; });
+  m.def("uniform", &paged::bind_uniform, "out"_a, "seeds"_a, "positions"_a, "choices"_a, "stream"_a, "first"_a);
+  paged::define_decode_layer(m);
   m.def("prefer_huge_pages", &paged::bind_prefer_huge_pages, "tensor"_a);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
 
 #include "instruction_set.h"
@@ -15,10 +16,8 @@
 namespace paged {
 namespace {
 
-// Bytes of weights an item should have at least: fewer are done before another thread is awake.
-constexpr std::int64_t kMinItemBytes = 1 << 16;
-// Each thread reads long runs, and one that is slowed down leaves some of its share to the others.
-constexpr std::int64_t kItemsPerThread = 4;
+// Bytes of weights a span should have at least: fewer are done before another thread is awake.
+constexpr std::int64_t kMinSpanBytes = 1 << 16;
 // Rows come in tiles of a matrix unit.
 constexpr std::int64_t kRowTile = 16;
 
@@ -26,13 +25,9 @@ std::int64_t num_panels(const PackedCall& call) { return (call.num_outputs + kPa
 
 template <class Body>
 void for_panels(const PackedCall& call, int num_threads, const Body& body) {
-  const std::int64_t panels = num_panels(call);
   const std::int64_t panel_bytes = call.padded_inputs() * kPackedOutputs * 2;
-  const std::int64_t least = (kMinItemBytes + panel_bytes - 1) / panel_bytes;
-  const std::int64_t items = num_threads <= 1 ? 1 : num_threads * kItemsPerThread;
-  const std::int64_t per_item = std::max(least, (panels + items - 1) / items);
-  parallel_for(num_threads, (panels + per_item - 1) / per_item,
-               [&](std::int64_t item) { body(RowSpan{item * per_item, std::min(panels, (item + 1) * per_item)}); });
+  const std::int64_t least = (kMinSpanBytes + panel_bytes - 1) / panel_bytes;
+  parallel_spans(num_threads, num_panels(call), least, [&](std::int64_t begin, std::int64_t end) { body(RowSpan{begin, end}); });
 }
 
 // Sixteen pairs of every output at a time, so that what is looked at stays in the nearest cache.
@@ -54,6 +49,32 @@ bool panel_matches(const PackedCall& call, std::int64_t panel, const bf16* weigh
     }
   }
   return difference == 0;
+}
+
+// Rows [begin, end) of the call, all of one panel, sixteen pairs of each at a time: they stay in the nearest cache, and pairs of all
+// rows are written side by side.
+void fill_panel(const FillCall& call, std::int64_t begin, std::int64_t end) {
+  constexpr std::int64_t kPairs = kPackedInputs / 2;
+  const std::int64_t padded = (call.num_inputs + kPackedInputs - 1) / kPackedInputs * kPackedInputs;
+  const std::int64_t output = call.first_output + begin;
+  bf16* packed = call.packed + output / kPackedOutputs * padded * kPackedOutputs + output % kPackedOutputs * 2;
+  const std::int64_t num_rows = end - begin;
+  for (std::int64_t input = 0; input < padded; input += kPackedInputs) {
+    const std::int64_t count = std::min(call.num_inputs - input, kPackedInputs);
+    std::uint32_t pairs[kPackedOutputs][kPairs];
+    for (std::int64_t row = 0; row < num_rows; ++row) {
+      bf16 inputs[kPackedInputs] = {};
+      const bf16* source = call.weight + (begin + row) * call.weight_stride + input;
+      if (count == kPackedInputs) {
+        std::memcpy(inputs, source, sizeof inputs);
+      } else {
+        std::copy_n(source, count, inputs);
+      }
+      std::memcpy(pairs[row], inputs, sizeof inputs);
+    }
+    for (std::int64_t pair = 0; pair < kPairs; ++pair, packed += 2 * kPackedOutputs)
+      for (std::int64_t row = 0; row < num_rows; ++row) std::memcpy(packed + 2 * row, &pairs[row][pair], sizeof(std::uint32_t));
+  }
 }
 
 // x with a multiple of `row_tile` rows of padded_inputs(), the rest zeros.
@@ -79,6 +100,15 @@ bool is_packed(const PackedCall& call, const bf16* weight, std::int64_t weight_s
       if (!panel_matches(call, panel, weight, weight_stride)) matches.store(false, std::memory_order_relaxed);
   });
   return matches.load();
+}
+
+void fill_panels(const FillCall& call, int num_threads) {
+  const std::int64_t first = call.first_output / kPackedOutputs;
+  const std::int64_t last = (call.first_output + call.num_rows + kPackedOutputs - 1) / kPackedOutputs;
+  parallel_for(num_threads, last - first, [&](std::int64_t item) {
+    const std::int64_t begin = (first + item) * kPackedOutputs - call.first_output;
+    fill_panel(call, std::max<std::int64_t>(0, begin), std::min(call.num_rows, begin + kPackedOutputs));
+  });
 }
 
 void packed_matmul(PackedCall call, int num_threads) {

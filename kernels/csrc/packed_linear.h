@@ -12,6 +12,19 @@ namespace paged {
 // Whether every weight, and zeros for padding, lie in `packed` where the kernel looks for them.
 bool is_packed(const PackedCall& call, const bf16* weight, std::int64_t weight_stride, int num_threads);
 
+// Rows of a weight on their way into panels, where they become outputs `first_output` and following.
+struct FillCall {
+  const bf16* weight;  // [num_rows, num_inputs]
+  std::int64_t weight_stride;
+  std::int64_t num_rows;
+  std::int64_t first_output;
+  std::int64_t num_inputs;
+  bf16* packed;
+};
+
+// Writes the rows' weights and the padding of their inputs; outputs beyond the weight's last one are the caller's to clear.
+void fill_panels(const FillCall& call, int num_threads);
+
 // Computes call.out from call.x, for any number of rows; the padded input is its own scratch.
 void packed_matmul(PackedCall call, int num_threads);
 

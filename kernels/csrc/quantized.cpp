@@ -78,9 +78,8 @@ void pack_all(const PackCall& call, int num_threads) {
 
 void for_panels(const QuantizedCall& call, void (*kernel)(const QuantizedCall&, RowSpan), int num_threads) {
   const std::int64_t num_panels = (call.num_outputs + kPanelOutputs - 1) / kPanelOutputs;
-  const std::int64_t per_item = std::max<std::int64_t>(1, kMinItemBytes / std::max<std::int64_t>(1, call.panel_bytes()));
-  parallel_for(num_threads, (num_panels + per_item - 1) / per_item,
-               [&](std::int64_t item) { kernel(call, {item * per_item, std::min(num_panels, (item + 1) * per_item)}); });
+  const std::int64_t least = std::max<std::int64_t>(1, kMinItemBytes / std::max<std::int64_t>(1, call.panel_bytes()));
+  parallel_spans(num_threads, num_panels, least, [&](std::int64_t begin, std::int64_t end) { kernel(call, {begin, end}); });
 }
 
 // x with whole groups of inputs and whole tiles of rows, the rest zeros.

@@ -70,6 +70,50 @@ def quantized_matmul(
 def multiplies_many_rows() -> bool: ...
 def dequantize(out: Tensor, packed: Tensor, scales: Tensor, bits: int, group_size: int, num_threads: int) -> None: ...
 def is_packed(packed: Tensor, weight: Tensor, num_threads: int) -> bool: ...
+def fill_panels(packed: Tensor, weight: Tensor, first_output: int, num_outputs: int, num_threads: int) -> None: ...
 def packed_matmul(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, num_threads: int) -> None: ...
 def packed_rows() -> int: ...
+def uniform(
+    out: Tensor, seeds: list[int], positions: list[int], choices: list[int], stream: int, first: Tensor
+) -> None: ...
 def prefer_huge_pages(tensor: Tensor) -> None: ...
+
+class Projection: ...
+
+def packed_projection(panels: Tensor, bias: Tensor | None, num_outputs: int, num_inputs: int) -> Projection: ...
+def quantized_projection(
+    packed: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    num_outputs: int,
+    num_inputs: int,
+    bits: int,
+    group_size: int,
+) -> Projection: ...
+def project_heads(
+    out: Tensor,
+    residual_out: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor,
+    qkv: Projection,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    epsilon: float,
+    cos: Tensor,
+    sin: Tensor,
+    num_kv_heads: int,
+    num_threads: int,
+) -> None: ...
+def finish_layer(
+    out: Tensor,
+    residual_out: Tensor,
+    attended: Tensor,
+    residual: Tensor,
+    output: Projection,
+    norm: Tensor,
+    gate_up: Projection,
+    down: Projection,
+    epsilon: float,
+    num_threads: int,
+) -> None: ...

@@ -3,6 +3,7 @@ interface that its compiled models (AOTInductor) use, which is kept stable for t
 """
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,22 +15,21 @@ _DTYPE_BFLOAT16 = 15  # c10::ScalarType::BFloat16
 _DEVICE_CPU = 0
 
 
-def opaque_view(memory: Tensor, like: Tensor) -> Tensor | None:
-    """A tensor with the shape, dtype (bfloat16) and oneDNN layout of `like` that reads `memory`, byte for byte a copy
-    of what `like` holds. It does not keep `memory` alive. None from a torch that can not do it.
+def opaque_view(memory: Tensor, shape: Sequence[int], metadata: Tensor) -> Tensor | None:
+    """A bfloat16 tensor of `shape` that reads `memory` in the order that oneDNN's serialised `metadata` says. It does
+    not keep `memory` alive. None from a torch that can not do it.
     """
     try:
         create = _library().aoti_torch_create_tensor_from_blob_v2
         make = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr
     except (OSError, AttributeError):
         return None
-    metadata: Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(like)
-    sizes = (ctypes.c_int64 * like.dim())(*like.shape)
-    strides = (ctypes.c_int64 * like.dim())(*torch.empty(like.shape, device="meta").stride())
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    strides = (ctypes.c_int64 * len(shape))(*torch.empty(shape, device="meta").stride())
     handle = ctypes.c_void_p()
     status: int = create(
         ctypes.c_void_p(memory.data_ptr()),
-        ctypes.c_int64(like.dim()),
+        ctypes.c_int64(len(shape)),
         sizes,
         strides,
         ctypes.c_int64(0),

@@ -1,21 +1,19 @@
 """Linear layers over bfloat16 weights on the CPU, in the order in which oneDNN reads them fastest.
 
 Many rows are multiplied by oneDNN, few by our own kernel, which reads the same memory faster than oneDNN does. oneDNN
-promises no order: each weight is compared with its packed form before our kernel may read it. Where they differ, torch
-gives no view of our memory, or nothing was compiled, oneDNN multiplies few rows too.
+promises no order: for each shape it packs a known pattern, and only if that lies where our kernel looks for it are
+weights of this shape packed by us (`paged_kernels.onednn_order`). Where it does not, torch gives no view of our memory,
+or nothing was compiled, oneDNN packs, and multiplies few rows too.
 """
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paged_kernels.extension import load_extension
+from paged_kernels.onednn_order import INPUT_MULTIPLE, PANEL_OUTPUTS, known_order
 from paged_kernels.onednn_view import opaque_view
-
-PANEL_OUTPUTS = 32
-INPUT_MULTIPLE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +34,41 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def empty_weight(num_outputs: int, num_inputs: int) -> PackedWeight | None:
+    """Room for a weight, for which `can_pack` holds: undefined until every row has been through `pack_rows`. None where
+    only oneDNN can pack it."""
+    native = load_extension()
+    if native is None:
+        return None
+    order = known_order(num_outputs, num_inputs, torch.get_num_threads())
+    if order is None:
+        return None
+    num_panels, padded_inputs = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
+    panels = torch.empty(num_panels, padded_inputs * PANEL_OUTPUTS, dtype=torch.bfloat16)
+    native.prefer_huge_pages(panels)
+    view = opaque_view(panels, (num_outputs, num_inputs), order)
+    if view is None:
+        return None
+    panels[-1].zero_()  # outputs beyond the last
+    return PackedWeight(view, panels, num_outputs, num_inputs)
+
+
+def pack_rows(target: PackedWeight, rows: Tensor, first_output: int) -> None:
+    """Copies `[num_rows, num_inputs]` into outputs `first_output` and following of what `empty_weight` gave."""
+    native = load_extension()
+    assert native is not None and target.panels is not None
+    native.fill_panels(target.panels, rows, first_output, target.num_outputs, torch.get_num_threads())
+
+
 def pack(weight: Tensor) -> PackedWeight:
     """A packed copy of `[num_outputs, num_inputs]`, for which `can_pack` holds."""
     num_outputs, num_inputs = weight.shape
-    opaque: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    panels = _panels(opaque, weight)
-    view = None if panels is None else opaque_view(panels, opaque)
-    if view is None:
+    target = empty_weight(num_outputs, num_inputs)
+    if target is None:
+        opaque: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
         return PackedWeight(opaque, None, num_outputs, num_inputs)
-    return PackedWeight(view, panels, num_outputs, num_inputs)
+    pack_rows(target, weight, 0)
+    return target
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -56,17 +80,3 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=torch.bfloat16)
     native.packed_matmul(out, x, weight.panels, bias, torch.get_num_threads())
     return out
-
-
-def _panels(opaque: Tensor, weight: Tensor) -> Tensor | None:
-    """A copy of the packed weight in large pages, or None where its order is not the one that our kernel knows."""
-    native = load_extension()
-    num_outputs, num_inputs = weight.shape
-    num_panels, padded_inputs = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
-    num_bytes: int = torch.ops.mkldnn._nbytes(opaque)
-    if native is None or num_bytes != num_panels * padded_inputs * PANEL_OUTPUTS * weight.itemsize:
-        return None
-    panels = torch.empty(num_panels, padded_inputs * PANEL_OUTPUTS, dtype=torch.bfloat16)
-    native.prefer_huge_pages(panels)
-    ctypes.memmove(panels.data_ptr(), torch.ops.mkldnn.data_ptr(opaque), num_bytes)
-    return panels if native.is_packed(panels, weight, torch.get_num_threads()) else None

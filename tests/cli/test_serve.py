@@ -66,18 +66,8 @@ def test_nodes_understand_what_they_are_given() -> None:
         *("m", "--dtype", "bfloat16", "--num-blocks", "99", "--block-size", "32", "--max-model-len", "512"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--attention-backend", "reference"),
         *("--gpu-memory-utilization", "0.5", "--log-level", "debug", "--connector", "ucx,redis"),
-        *(
-            "--redis-ttl",
-            "60",
-            "--quantization",
-            "int4",
-            "--kv-staging-gib",
-            "1.5",
-            "--device",
-            "cuda",
-            "--enforce-eager",
-        ),
-        *("--kv-cache-dtype", "fp8", "--calculate-kv-scales"),
+        *("--redis-ttl", "60", "--quantization", "int4", "--kv-staging-gib", "1.5"),
+        *("--device", "cuda", "--enforce-eager", "--kv-cache-dtype", "fp8", "--calculate-kv-scales"),
     )
     node = child_settings(NodeSettings, node_commands(settings, {}, cores=2)[1])
     assert (node.model, node.node_id, node.host, node.port, node.supervised) == ("m", "decode-0", "127.0.0.1", 0, True)

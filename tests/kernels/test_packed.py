@@ -7,7 +7,8 @@ import pytest
 import torch
 from paged_kernels import packed
 from paged_kernels.extension import load_extension
-from paged_kernels.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
+from paged_kernels.onednn_order import INPUT_MULTIPLE, PANEL_OUTPUTS
+from paged_kernels.packed import PackedWeight
 from torch import Tensor
 
 # Outputs and inputs: whole panels, tails of both, odd inputs, less than a panel, one of each, a model's layer.
@@ -18,11 +19,15 @@ MOST_ROWS = 200
 
 def by_hand(weight: Tensor) -> PackedWeight:
     """The order that our kernel knows, whatever oneDNN chooses on this machine."""
+    return PackedWeight(weight, panels_of(weight), *weight.shape)
+
+
+def panels_of(weight: Tensor) -> Tensor:
     num_outputs, num_inputs = weight.shape
     pad = (0, -num_inputs % INPUT_MULTIPLE, 0, -num_outputs % PANEL_OUTPUTS)
     rows = torch.nn.functional.pad(weight, pad)
-    panels = rows.view(rows.shape[0] // PANEL_OUTPUTS, PANEL_OUTPUTS, rows.shape[1] // 2, 2).transpose(1, 2)
-    return PackedWeight(weight, panels.reshape(panels.shape[0], -1), num_outputs, num_inputs)
+    panels = rows.reshape(rows.shape[0] // PANEL_OUTPUTS, PANEL_OUTPUTS, rows.shape[1] // 2, 2).transpose(1, 2)
+    return panels.reshape(panels.shape[0], -1)
 
 
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -184,10 +189,33 @@ class TestWithOnednn:
         assert layer.panels is None
         assert_product(packed.linear(x, layer), x, weight)
 
-    def test_a_weight_whose_order_is_unknown_is_left_to_onednn(self) -> None:
+    def test_a_shape_whose_order_is_another_is_left_to_onednn(self, monkeypatch: pytest.MonkeyPatch) -> None:
         weight, x = torch.randn(96, 200).bfloat16(), torch.randn(2, 200).bfloat16()
-        whole = packed.pack(weight)  # owns the memory that both read
-        assert_product(packed.linear(x, replace(whole, panels=None)), x, weight)
+        monkeypatch.setattr(packed, "known_order", lambda *shape: None)
+        assert packed.empty_weight(96, 200) is None
+        layer = packed.pack(weight)
+        assert layer.panels is None
+        assert_product(packed.linear(x, layer), x, weight)
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_rows_arrive_in_any_parts(self, shape: tuple[int, int], num_threads: int) -> None:
+        weight = torch.randn(shape[0], shape[1] + 5).bfloat16()[:, 5:]  # rows that do not lie end to end
+        target = packed.empty_weight(*shape)
+        if target is None:  # oneDNN has another order for this shape on this machine
+            return
+        cut = shape[0] // 3
+        packed.pack_rows(target, weight[cut:], cut)
+        packed.pack_rows(target, weight[:cut], 0)
+        assert torch.equal(target.opaque.to_dense(), weight)
+        assert target.panels is not None and torch.equal(target.panels, panels_of(weight))
+
+    def test_rows_that_do_not_fit_are_refused(self) -> None:
+        target = packed.empty_weight(96, 256)
+        assert target is not None
+        with pytest.raises(ValueError, match="do not fit"):
+            packed.pack_rows(target, torch.zeros(64, 256, dtype=torch.bfloat16), 33)
+        with pytest.raises(ValueError, match="another number of weights"):
+            packed.pack_rows(target, torch.zeros(64, 300, dtype=torch.bfloat16), 0)
 
     def test_without_a_view_of_our_memory_onednn_does_it_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("paged_kernels.onednn_view._LIBRARY", "libtorch_of_another_release.so")
@@ -202,6 +230,7 @@ class TestWithOnednn:
         layer = packed.pack(weight)
         assert torch.equal(layer.opaque.to_dense(), weight)
         if layer.panels is not None:
+            assert torch.equal(layer.panels, panels_of(weight))
             assert torch.ops.mkldnn.data_ptr(layer.opaque) == layer.panels.data_ptr()
             layer.panels.zero_()
             assert not layer.opaque.to_dense().any()

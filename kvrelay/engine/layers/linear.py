@@ -1,10 +1,10 @@
 """A linear layer that may hold several of a checkpoint's side by side, so that one matrix product serves them all.
 
-Invariant: the layer owns its weights. Before `pack` they are `[num_outputs, num_inputs]` and can be filled; after it
-their layout may belong to the matrix library, and they can only be used.
+Invariant: the layer owns its weights. Before `pack` they can be filled; after it they can only be used.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -44,7 +44,8 @@ def make_linear(
 
 
 class Linear:
-    """`LinearLayer` whose weights have the format's dtype."""
+    """`LinearLayer` whose weights have the format's dtype. Where they can be packed as they come, no more than one
+    tensor of the checkpoint is held beside them."""
 
     def __init__(self, parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat) -> None:
         num_outputs = sum(size for _, size in parts)
@@ -52,7 +53,8 @@ class Linear:
         self.num_outputs = num_outputs
         self.num_inputs = num_inputs
         self.dtype = weights.dtype
-        self.weight: Tensor | PackedWeight = weights.empty(num_outputs, num_inputs)
+        self.format = weights
+        self.weight: Tensor | PackedWeight = _empty_weight(num_outputs, num_inputs, weights)
         self.bias = weights.empty(num_outputs) if bias else None  # [num_outputs]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -61,24 +63,32 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def fill(self, first_output: int, rows: Tensor) -> None:
-        assert isinstance(self.weight, Tensor)
-        self.weight[first_output : first_output + rows.shape[0]].copy_(rows)
+        if isinstance(self.weight, PackedWeight):
+            packed.pack_rows(self.weight, rows, first_output)
+        else:
+            self.weight[first_output : first_output + rows.shape[0]].copy_(rows)
 
     def pack(self) -> None:
-        """Once, after loading: brings the weights into the order in which they are read fastest, where there is one.
-
-        `F.linear` would reorder them in every call, and reading weights is what decoding spends its time on.
-        """
-        assert isinstance(self.weight, Tensor)
-        if packed.can_pack(self.weight.dtype, self.weight.device):
+        """`F.linear` would reorder the weights in every call, and reading them is what decoding spends its time on."""
+        if isinstance(self.weight, Tensor) and packed.can_pack(self.weight.dtype, self.weight.device):
             self.weight = packed.pack(self.weight)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """The parts are contiguous views of the merged tensors."""
-        assert isinstance(self.weight, Tensor)
         begin = 0
         for name, size in self.parts:
-            yield f"{prefix}{name}.weight", slot_of(self.weight[begin : begin + size])
+            yield f"{prefix}{name}.weight", self._weight_slot(begin, size)
             if self.bias is not None:
                 yield f"{prefix}{name}.bias", slot_of(self.bias[begin : begin + size])
             begin += size
+
+    def _weight_slot(self, begin: int, size: int) -> Slot:
+        """A contiguous view of the merged weights, or memory that is packed once it is full."""
+        if isinstance(self.weight, Tensor):
+            return slot_of(self.weight[begin : begin + size])
+        shape = (size, self.num_inputs)
+        return Slot(shape, partial(self.format.empty, *shape), partial(self.fill, begin))
+
+
+def _empty_weight(num_outputs: int, num_inputs: int, weights: WeightFormat) -> Tensor | PackedWeight:
+    room = packed.empty_weight(num_outputs, num_inputs) if packed.can_pack(weights.dtype, weights.device) else None
+    return weights.empty(num_outputs, num_inputs) if room is None else room

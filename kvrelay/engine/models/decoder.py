@@ -8,6 +8,7 @@ the rounding of matrix products.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from paged_kernels.base import AttentionBackend, AttentionMetadata
@@ -15,10 +16,14 @@ from paged_kernels.fused import add_rms_norm, rms_norm, silu_mul
 from paged_kernels.packed import can_pack
 from torch import Tensor
 
+from kvrelay.engine.layers.decode_layer import decode_layer
 from kvrelay.engine.layers.linear import LinearLayer, make_linear
 from kvrelay.engine.layers.rotary import RotaryTable
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 from kvrelay.engine.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from paged_kernels.decode_layer import DecodeLayer  # it needs the extension
 
 
 class Attention:
@@ -48,10 +53,20 @@ class Attention:
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self._norm_heads(query, self.query_norm), self._norm_heads(key, self.key_norm)
         self.backend.write_kv_rotary(query, key, value, (cos, sin), kv_pool, self.layer, metadata.slot_mapping)
+        return self.output(self._attend(query, kv_pool, metadata))  # [num_tokens, hidden_size]
+
+    def attend(self, heads: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """`heads` `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]` are normed and turned already. Returns
+        `[num_tokens, num_heads * head_dim]`."""
+        query, key, value = heads.split_with_sizes(self.head_counts, dim=1)
+        self.backend.write_kv(key, value, kv_pool, self.layer, metadata.slot_mapping)
+        return self._attend(query, kv_pool, metadata)
+
+    def _attend(self, query: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
         attended = self.backend.attend(
             query, kv_pool, self.layer, metadata, scale=self.scale, sliding_window=self.sliding_window
         )
-        return self.output(attended.view(num_tokens, -1))  # [num_tokens, hidden_size]
+        return attended.view(query.shape[0], -1)
 
     def pack(self) -> None:
         self.qkv.pack()
@@ -101,6 +116,7 @@ class DecoderLayer:
         self.attention = Attention(config, layer, backend, weights)
         self.post_attention_norm = weights.empty(config.hidden_size)
         self.mlp = Mlp(config, weights)
+        self.few_rows: DecodeLayer | None = None  # where the layer's weights are such that it can be had
 
     def __call__(
         self,
@@ -111,6 +127,9 @@ class DecoderLayer:
         kv_pool: Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
+        if self.few_rows is not None and self.few_rows.takes(x.shape[0]):
+            heads, residual = self.few_rows.heads(x, residual, cos, sin)
+            return self.few_rows.finish(self.attention.attend(heads, kv_pool, metadata), residual)
         if residual is None:
             x, residual = rms_norm(x, self.input_norm, self.eps), x
         else:
@@ -118,6 +137,20 @@ class DecoderLayer:
         x = self.attention(x, cos, sin, kv_pool, metadata)
         x, residual = add_rms_norm(x, residual, self.post_attention_norm, self.eps)
         return self.mlp(x), residual
+
+    def pack(self) -> None:
+        self.attention.pack()
+        self.mlp.pack()
+        self.few_rows = decode_layer(
+            (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down),
+            input_norm=self.input_norm,
+            norm=self.post_attention_norm,
+            query_norm=self.attention.query_norm,
+            key_norm=self.attention.key_norm,
+            eps=self.eps,
+            head_counts=self.attention.head_counts,
+            head_dim=self.attention.head_dim,
+        )
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm)
@@ -191,8 +224,7 @@ class DecoderForCausalLM:
         A tied head gets a copy in that form: every step reads all of it, but of the embedding only a row per token.
         """
         for layer in self.layers:
-            layer.attention.pack()
-            layer.mlp.pack()
+            layer.pack()
         if self.lm_head is None and (self.weights.head_bits is not None or can_pack(self.dtype, self.device)):
             self.lm_head = self._head()
             self.lm_head.fill(0, self.embedding)
