@@ -115,7 +115,8 @@ class ServeSettings(ProcessSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Of weights and KV.")
     quantization: Literal["none", "int8", "int4"] = Field(
-        default="none", description="Of weights only, to nearest, while loading; of all nodes."
+        default="none",
+        description="Of weights only, to nearest, while loading; of all nodes. AWQ and GPTQ checkpoints need none.",
     )
     threads: int | Literal["auto"] = Field(default="auto", description="Per node; auto divides the cores.")
     num_blocks: int | None = Field(default=None, gt=0, description="KV blocks per node; unset: from memory.")
