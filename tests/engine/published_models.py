@@ -63,7 +63,7 @@ RECIPES: Mapping[str, Recipe] = {
     "gptq-64": _gptq(64),
     "gptq-all": _gptq(-1),
     "gptq-32-order": _gptq(32, order=_by_inputs),
-    "gptq-64-orders": _gptq(64, order=_each_its_own),
+    "gptq-32-orders": _gptq(32, order=_each_its_own),
     "gptq_v2-64": _gptq(64, version="gptq_v2"),
     "gptq-64-8-bits": _gptq(64, bits=8),
     "gptq_v2-32-8-bits-order": _gptq(32, version="gptq_v2", bits=8, order=_by_inputs),

@@ -81,14 +81,14 @@ def test_greedy_tokens_are_those_of_the_meant_weights(recipe: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [("llama", "awq-64"), ("llama-bias", "gptq-64-orders"), ("mistral", "gptq-all"), ("qwen3", "gptq_v2-64")],
+    [("llama", "awq-64"), ("llama-bias", "gptq-32-orders"), ("mistral", "gptq-all"), ("qwen3", "gptq_v2-64")],
 )
 def test_every_family(family: str, recipe: str, tmp_path: Path) -> None:
     model = make_published_model(family, recipe, tmp_path)
     _assert_greedy_tokens(model, _load(model.directory))
 
 
-@pytest.mark.parametrize("recipe", ["awq-32", "gptq-64-orders"])
+@pytest.mark.parametrize("recipe", ["awq-32", "gptq-32-orders"])
 def test_plain_torch_draws_the_same_tokens(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "load_extension", lambda: None)
     model = make_published_model("llama-bias", recipe, tmp_path)
@@ -137,7 +137,7 @@ def _weight_of(linear: LinearLayer) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "products"), [("gptq-64", (1, 1)), ("gptq-32-order", (1, 1)), ("gptq-64-orders", (3, 2))]
+    ("recipe", "products"), [("gptq-64", (1, 1)), ("gptq-32-order", (1, 1)), ("gptq-32-orders", (3, 2))]
 )
 def test_parts_are_joined_where_their_groups_agree(recipe: str, products: tuple[int, int], tmp_path: Path) -> None:
     layer = _load(make_published_model("llama", recipe, tmp_path).directory).model.layers[0]
@@ -197,7 +197,7 @@ def test_biases_that_the_model_does_not_know_are_ignored(tmp_path: Path, caplog:
 
 
 def test_shards_give_the_same_model(tmp_path: Path) -> None:
-    model = make_published_model("llama-bias", "gptq-64-orders", tmp_path)
+    model = make_published_model("llama-bias", "gptq-32-orders", tmp_path)
     whole = _load(model.directory)
     split_in_shards(model.directory, num_shards=4)
     many = _load(model.directory)

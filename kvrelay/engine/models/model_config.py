@@ -71,12 +71,13 @@ def load_model_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     raw = _read_json(path)
     family = _family(raw, path)
+    quantization = parse_quantization(raw.get("quantization_config"), path)
     try:
         # transformers knows each family's defaults and the older spellings of its fields.
         parsed = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ModelLoadError(f"{path} can not be understood: {error}") from error
-    return _convert(parsed, family, directory, parse_quantization(raw.get("quantization_config"), path))
+    return _convert(parsed, family, directory, quantization)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
