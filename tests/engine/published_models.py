@@ -86,7 +86,6 @@ def make_published_model(
     *,
     leave: tuple[str, ...] = (),
     quantize_head: bool = False,
-    max_shard_size: str = "1GB",
     **fields: Any,
 ) -> PublishedModel:
     """`leave`: ends of names of modules that stay as they are. `fields` go into the `quantization_config`."""
