@@ -1,7 +1,8 @@
-"""A decode step with weights as bfloat16, int8 and int4: time, bytes that it must read, and the memory's bandwidth.
+"""A decode step with weights in different forms: time, bytes that it must read, and the memory's bandwidth.
 
     python -m bench.decode_step --threads 1
 
+Forms: `none` (bfloat16), `int8` and `int4` (quantised while loading), `awq` and `gptq` (checkpoints of 4 bits, random).
 Forward pass and logits of a random model of a real shape, without the engine around it. Every round measures a plain
 read of memory and each kind of weights once, in turn; what is printed is the median over rounds, and ratios are
 medians of the rounds' ratios, so that a load on the machine that comes and goes weighs on all of them alike.
@@ -21,14 +22,13 @@ from paged_kernels.base import AttentionMetadata
 from paged_kernels.extension import load_extension
 from paged_kernels.registry import select_backend
 
-from bench.random_model import SHAPES, write_random_model
-from kvrelay.engine.layers.linear import Linear, LinearLayer
-from kvrelay.engine.layers.quantized_linear import QuantizedLinear
+from bench.random_model import SHAPES, PublishedMethod, write_random_model
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.loader import load_model
 
 BLOCK_SIZE = 16
+FORMS = (*get_args(Quantization), *get_args(PublishedMethod))
 _READ_BYTES = 512 << 20
 
 
@@ -48,12 +48,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of KV per sequence")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--weights", nargs="+", choices=FORMS, default=FORMS, help="the first is what others count in")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(f"{arguments.shape}, {arguments.context} tokens of KV each, {arguments.threads} threads")
-    with tempfile.TemporaryDirectory() as directory:
-        write_random_model(Path(directory), arguments.shape)
-        models = {name: _load(directory, name) for name in get_args(Quantization)}
+    models = {form: _load(arguments.shape, form) for form in arguments.weights}
     for batch in arguments.batch:
         steps = [_decode(name, model, batch, arguments.context) for name, model in models.items()]
         _measure(f"batch {batch:3}", steps, arguments.rounds)
@@ -118,32 +117,23 @@ def _decode(name: str, model: DecoderForCausalLM, batch: int, context: int) -> S
 
 
 def _weight_bytes(model: DecoderForCausalLM) -> int:
-    layers = [part for layer in model.layers for part in _linears(layer.attention, layer.mlp)]
-    head = model.embedding.nbytes if model.lm_head is None else _bytes(model.lm_head)
-    return head + sum(_bytes(part) for part in layers)
+    head = model.embedding.nbytes if model.lm_head is None else model.lm_head.num_bytes
+    return head + sum(layer.num_bytes for layer in model.linear_layers())
 
 
-def _linears(*owners: object) -> list[LinearLayer]:
-    found = [value for owner in owners for value in vars(owner).values()]
-    return [value for value in found if isinstance(value, Linear | QuantizedLinear)]
-
-
-def _bytes(layer: LinearLayer) -> int:
-    if isinstance(layer, QuantizedLinear):
-        return layer.weight.num_bytes
-    assert isinstance(layer, Linear)
-    return layer.num_outputs * layer.num_inputs * layer.dtype.itemsize
-
-
-def _load(directory: str, quantization: Quantization) -> DecoderForCausalLM:
-    loaded = load_model(
-        directory,
-        dtype="bfloat16",
-        attention=select_backend("auto"),
-        max_model_len=4096,
-        quantization=quantization,
-    )
-    print(f"loaded as {quantization} in {loaded.load_seconds:.1f} s")
+def _load(shape: str, form: str) -> DecoderForCausalLM:
+    published: PublishedMethod | None = next((method for method in get_args(PublishedMethod) if method == form), None)
+    quantization: Quantization = next((kind for kind in get_args(Quantization) if kind == form), "none")
+    with tempfile.TemporaryDirectory() as directory:
+        write_random_model(Path(directory), shape, quantization=published)
+        loaded = load_model(
+            directory,
+            dtype="bfloat16",
+            attention=select_backend("auto"),
+            max_model_len=4096,
+            quantization=quantization,
+        )
+    print(f"loaded as {form} in {loaded.load_seconds:.1f} s")
     return loaded.model
 
 

@@ -3,12 +3,15 @@
     python -m bench.random_model OUT_DIR --shape qwen2-0.5b
 
 writes a Hugging Face directory: bfloat16 safetensors, `config.json`, and a byte-level tokenizer in which every id
-decodes to text.
+decodes to text. With `--quantization awq` or `gptq` the layers' matrices are random codes of 4 bits in that format, in
+groups of 128.
 """
 
 import argparse
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -21,6 +24,13 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
+
+PublishedMethod = Literal["awq", "gptq"]
+GROUP_SIZE = 128
+QUANTIZATION_CONFIGS: Mapping[PublishedMethod, Mapping[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "zero_point": True, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "sym": True, "desc_act": False},
+}
 
 BOS_TOKEN, EOS_TOKEN, PAD_TOKEN = "<|begin|>", "<|end|>", "<|pad|>"
 BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID = 256, 257, 258
@@ -125,7 +135,9 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def write_random_model(directory: Path, shape: str, *, seed: int = 0) -> Path:
+def write_random_model(
+    directory: Path, shape: str, *, seed: int = 0, quantization: PublishedMethod | None = None
+) -> Path:
     """Writes the model and its tokenizer into `directory`, which is made if needed, and returns it."""
     directory.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape]()
@@ -135,11 +147,18 @@ def write_random_model(directory: Path, shape: str, *, seed: int = 0) -> Path:
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
     generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: _random(name, tensor.shape, generator)
-        for name, tensor in model.state_dict().items()
-        if not (config.tie_word_embeddings and name == "lm_head.weight")
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        if quantization is not None and name.endswith("_proj.weight"):
+            tensors |= _random_codes(name.removesuffix("weight"), tensor.shape, quantization, generator)
+        else:
+            tensors[name] = _random(name, tensor.shape, generator)
+    if quantization is not None:
+        path = directory / "config.json"
+        fields = json.loads(path.read_text()) | {"quantization_config": QUANTIZATION_CONFIGS[quantization]}
+        path.write_text(json.dumps(fields, indent=2))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_byte_tokenizer(directory, vocab_size=config.vocab_size)
     return directory
@@ -176,13 +195,36 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
     return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
 
 
+def _random_codes(
+    prefix: str, shape: torch.Size, method: PublishedMethod, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Weights of about the same spread as `_random`'s: codes are uniform, and count from the middle."""
+    num_outputs, num_inputs = shape
+    if num_inputs % GROUP_SIZE:
+        raise ValueError(f"{prefix[:-1]} has {num_inputs} inputs, no multiple of {GROUP_SIZE}: choose another shape")
+    num_groups = num_inputs // GROUP_SIZE
+    code_shape = (num_inputs, num_outputs // 8) if method == "awq" else (num_inputs // 8, num_outputs)
+    codes = torch.empty(code_shape, dtype=torch.int32).random_(-(2**31), 2**31 - 1, generator=generator)
+    middle = -0x77777778 if method == "awq" else 0x77777777  # eights; GPTQ's first format stores one less
+    zeros = torch.full((num_groups, num_outputs // 8), middle, dtype=torch.int32)
+    spread = 0.02 / (16**2 / 12) ** 0.5
+    scales = torch.empty(num_groups, num_outputs).uniform_(0.8 * spread, 1.2 * spread, generator=generator)
+    tensors = {"qweight": codes, "qzeros": zeros, "scales": scales.half()}
+    if method == "gptq":
+        tensors["g_idx"] = (torch.arange(num_inputs) // GROUP_SIZE).int()
+    return {prefix + kind: tensor for kind, tensor in tensors.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a random-weight model for measuring speed.")
     parser.add_argument("directory", type=Path, metavar="OUT_DIR")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quantization", choices=get_args(PublishedMethod), help="as published, 4 bits")
     arguments = parser.parse_args()
-    directory = write_random_model(arguments.directory, arguments.shape, seed=arguments.seed)
+    directory = write_random_model(
+        arguments.directory, arguments.shape, seed=arguments.seed, quantization=arguments.quantization
+    )
     size = (directory / "model.safetensors").stat().st_size
     print(f"{directory}: {arguments.shape}, {size / 1e6:.0f} MB of weights")
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from paged_kernels import fused_reference, triton_rowwise
+from paged_kernels.published_weight import PublishedFormat, PublishedWeight
 from paged_kernels.triton_attention import TritonBackend
-from paged_kernels.triton_int4 import Int4Format, Int4Weight, int4_matmul
+from paged_kernels.triton_int4 import int4_matmul
 from paged_kernels.triton_sampling import sample_tokens
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class Sizes:
 def layer_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     yield from _rowwise(sizes, dtype, device)
     yield _write(sizes, dtype, device)
-    for form in (Int4Format.AWQ, Int4Format.GPTQ):
+    for form in (PublishedFormat.AWQ, PublishedFormat.GPTQ):
         yield _int4(form, sizes, dtype, device)
     for name, params in (
         ("greedy", SamplingParams(temperature=0.0)),
@@ -95,15 +96,15 @@ def _write(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     )
 
 
-def _int4(form: Int4Format, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+def _int4(form: PublishedFormat, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     num_inputs, num_outputs, group_size = sizes.hidden_size, sizes.intermediate_size, 128
-    code_shape = (num_inputs, num_outputs // 8) if form is Int4Format.AWQ else (num_inputs // 8, num_outputs)
+    code_shape = (num_inputs, num_outputs // 8) if form is PublishedFormat.AWQ else (num_inputs // 8, num_outputs)
     zero_shape = (num_inputs // group_size, num_outputs // 8)
     codes, zeros = (
         torch.randint(-(2**31), 2**31, shape, device=device).to(torch.int32) for shape in (code_shape, zero_shape)
     )
     scales = (torch.rand(num_inputs // group_size, num_outputs, device=device) * 0.01).to(dtype)
-    weight = Int4Weight(form, codes, zeros, scales, group_size)
+    weight = PublishedWeight(form, codes, zeros, scales, group_size)
     x = torch.randn(min(16, sizes.num_tokens), num_inputs, device=device, dtype=dtype)
     dense = dequantise(weight).to(dtype)
     num_bytes = 4 * (codes.numel() + zeros.numel()) + scales.numel() * 2 + x.numel() * 2 + len(x) * num_outputs * 2
@@ -117,12 +118,12 @@ def _int4(form: Int4Format, sizes: Sizes, dtype: torch.dtype, device: torch.devi
     )
 
 
-def dequantise(weight: Int4Weight) -> Tensor:
+def dequantise(weight: PublishedWeight) -> Tensor:
     """`[num_inputs, num_outputs]` float32."""
-    order = _AWQ_NIBBLES if weight.format is Int4Format.AWQ else _IN_ORDER
+    order = _AWQ_NIBBLES if weight.format is PublishedFormat.AWQ else _IN_ORDER
     shifts = 4 * torch.tensor(order, device=weight.codes.device)
-    zeros = ((weight.zeros[:, :, None] >> shifts) & 15).flatten(1) + int(weight.format is Int4Format.GPTQ)
-    if weight.format is Int4Format.AWQ:
+    zeros = ((weight.zeros[:, :, None] >> shifts) & 15).flatten(1) + int(weight.format is PublishedFormat.GPTQ)
+    if weight.format is PublishedFormat.AWQ:
         codes = ((weight.codes[:, :, None] >> shifts) & 15).flatten(1)
     else:
         codes = ((weight.codes[:, None, :] >> shifts[:, None]) & 15).flatten(0, 1)

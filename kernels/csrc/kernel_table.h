@@ -119,8 +119,12 @@ inline constexpr int kPanelOutputs = 16;
 // y = x W^T + bias over packed weights, or with `dequantize_panels` the weights themselves.
 struct QuantizedCall {
   const std::uint8_t* weights;
-  const bf16* scales;  // [num_panels, num_groups, kPanelOutputs]
-  int bits;            // 8 or 4
+  const bf16* scales;  // [num_panels, num_groups, kPanelOutputs]; null where there are zeros
+  // Of weights that were quantised elsewhere, else null: what their values count from (whole, 0 .. 256), and scales that no bfloat16
+  // holds. Both are like `scales`.
+  const bf16* zeros;
+  const float* wide_scales;
+  int bits;  // 8 or 4
   int group_size;
   std::int64_t num_outputs;
   std::int64_t num_inputs;
@@ -132,7 +136,8 @@ struct QuantizedCall {
   void* out;         // [num_rows, num_outputs]; of `dequantize_panels`: [num_outputs, num_inputs]
   const bf16* padded_x;  // of multiply_many_rows: [num_rows, rounded up to kManyRowsTile, padded_inputs()], with zeros
   // What `prepare_rows` makes of x, with rows of padded_inputs(). Either `wide`, or digits: x = scale * (256 * high + low), where
-  // each group of a row has its own scale. `offsets` is what the weights' offset adds to an integer dot product.
+  // each group of a row has its own scale. `offsets` is what the weights' offset adds to an integer dot product; where there are
+  // zeros, what each unit of them adds.
   float* wide;
   std::int8_t* high;
   std::int8_t* low;

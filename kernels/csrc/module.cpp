@@ -235,9 +235,10 @@ void bind_rotary(nb::handle x_object, nb::handle cos_object, nb::handle sin_obje
 
 // Packed weights of `num_outputs` x `num_inputs`, checked against each other; only the sizes of the call are set.
 struct PackedWeight {
-  PackedWeight(nb::handle packed_object, nb::handle scales_object, std::int64_t num_outputs, std::int64_t num_inputs)
+  PackedWeight(nb::handle packed_object, nb::handle scales_object, nb::handle zeros_object, std::int64_t num_outputs, std::int64_t num_inputs)
       : packed(packed_object, "packed", 2), scales(scales_object, "scales", 3) {
-    scales.require_element_type(DType::bf16);
+    const bool has_zeros = !zeros_object.is_none();
+    scales.require_element_type(has_zeros ? DType::f32 : DType::bf16);
     scales.require_contiguous_from(0);
     const std::int64_t num_panels = (num_outputs + kPanelOutputs - 1) / kPanelOutputs;
     require(num_outputs > 0 && num_inputs > 0, "a weight needs outputs and inputs");
@@ -247,11 +248,20 @@ struct PackedWeight {
     call.num_inputs = num_inputs;
     call.num_groups = scales.shape(1);
     call.weights = packed.uint8_data();
-    call.scales = scales.data<const bf16>();
+    if (!has_zeros) {
+      call.scales = scales.data<const bf16>();
+      return;
+    }
+    zeros.emplace(zeros_object, "zeros", 3);
+    zeros->require_element_type(DType::bf16);
+    zeros->require_contiguous_from(0);
+    for (int i = 0; i < 3; ++i) require(zeros->shape(i) == scales.shape(i), "zeros differ from scales in shape");
+    call.wide_scales = scales.data<const float>();
+    call.zeros = zeros->data<const bf16>();
   }
   void set_format(int bits, int group_size) {
     require(bits == 8 || bits == 4, "bits must be 8 or 4");
-    require(group_size == 64 || group_size == 128, "group_size must be 64 or 128");
+    require(group_size == 32 || group_size == 64 || group_size == 128, "group_size must be 32, 64 or 128");
     call.bits = bits;
     call.group_size = group_size;
     require(call.num_groups == (call.num_inputs + group_size - 1) / group_size, "scales have another number of groups than the inputs");
@@ -260,6 +270,7 @@ struct PackedWeight {
 
   TensorView packed;
   TensorView scales;
+  std::optional<TensorView> zeros;
   QuantizedCall call{};
 };
 
@@ -268,7 +279,7 @@ void bind_pack_rows(nb::handle packed_object, nb::handle scales_object, nb::hand
   const TensorView weight(weight_object, "weight", 2);
   weight.require_contiguous_from(1);
   const DType dtype = weight.element_type();
-  PackedWeight target(packed_object, scales_object, num_outputs, weight.shape(1));
+  PackedWeight target(packed_object, scales_object, nb::none(), num_outputs, weight.shape(1));
   target.set_format(bits, group_size);
   require(first_output >= 0 && first_output + weight.shape(0) <= num_outputs, "the rows do not fit into the packed weight");
   PackCall call{};
@@ -287,7 +298,7 @@ void bind_pack_rows(nb::handle packed_object, nb::handle scales_object, nb::hand
 }
 
 void bind_quantized_matmul(nb::handle out_object, nb::handle x_object, nb::handle packed_object, nb::handle scales_object,
-                           nb::handle bias_object, int bits, int group_size, int num_threads) {
+                           nb::handle zeros_object, nb::handle bias_object, int bits, int group_size, int num_threads) {
   const TensorView x(x_object, "x", 2);
   const DType dtype = x.element_type();
   x.require_contiguous_from(1);
@@ -295,7 +306,7 @@ void bind_quantized_matmul(nb::handle out_object, nb::handle x_object, nb::handl
   out.require_element_type(dtype);
   out.require_contiguous_from(0);
   require(out.shape(0) == x.shape(0), "out and x differ in rows");
-  PackedWeight weight(packed_object, scales_object, out.shape(1), x.shape(1));
+  PackedWeight weight(packed_object, scales_object, zeros_object, out.shape(1), x.shape(1));
   weight.set_format(bits, group_size);
   QuantizedCall call = weight.call;
   if (!bias_object.is_none()) {
@@ -313,12 +324,12 @@ void bind_quantized_matmul(nb::handle out_object, nb::handle x_object, nb::handl
   quantized_matmul(call, dtype, num_threads);
 }
 
-void bind_dequantize(nb::handle out_object, nb::handle packed_object, nb::handle scales_object, int bits, int group_size,
-                     int num_threads) {
+void bind_dequantize(nb::handle out_object, nb::handle packed_object, nb::handle scales_object, nb::handle zeros_object, int bits,
+                     int group_size, int num_threads) {
   const TensorView out(out_object, "out", 2);
   out.require_contiguous_from(0);
   const DType dtype = out.element_type();
-  PackedWeight weight(packed_object, scales_object, out.shape(0), out.shape(1));
+  PackedWeight weight(packed_object, scales_object, zeros_object, out.shape(0), out.shape(1));
   weight.set_format(bits, group_size);
   QuantizedCall call = weight.call;
   call.out = out.data<void>();
@@ -427,10 +438,11 @@ NB_MODULE(_native, m) {
   m.def("rotary", &paged::bind_rotary, "x"_a, "cos"_a, "sin"_a, "num_threads"_a);
   m.def("pack_rows", &paged::bind_pack_rows, "packed"_a, "scales"_a, "weight"_a, "first_output"_a, "num_outputs"_a, "bits"_a,
         "group_size"_a, "num_threads"_a);
-  m.def("quantized_matmul", &paged::bind_quantized_matmul, "out"_a, "x"_a, "packed"_a, "scales"_a, "bias"_a.none(), "bits"_a,
-        "group_size"_a, "num_threads"_a);
+  m.def("quantized_matmul", &paged::bind_quantized_matmul, "out"_a, "x"_a, "packed"_a, "scales"_a, "zeros"_a.none(), "bias"_a.none(),
+        "bits"_a, "group_size"_a, "num_threads"_a);
   m.def("multiplies_many_rows", [] { return paged::multiplies_many_rows(paged::DType::bf16); });
-  m.def("dequantize", &paged::bind_dequantize, "out"_a, "packed"_a, "scales"_a, "bits"_a, "group_size"_a, "num_threads"_a);
+  m.def("dequantize", &paged::bind_dequantize, "out"_a, "packed"_a, "scales"_a, "zeros"_a.none(), "bits"_a, "group_size"_a,
+        "num_threads"_a);
   m.def("is_packed", &paged::bind_is_packed, "packed"_a, "weight"_a, "num_threads"_a);
   m.def("fill_panels", &paged::bind_fill_panels, "packed"_a, "weight"_a, "first_output"_a, "num_outputs"_a, "num_threads"_a);
   m.def("packed_matmul", &paged::bind_packed_matmul, "out"_a, "x"_a, "packed"_a, "bias"_a.none(), "num_threads"_a);

@@ -4,6 +4,8 @@
 // With 8 bits a panel is [num_quads][16 outputs][4 bytes]. With 4 bits quads 2 i and 2 i + 1 share bytes, the first in the low nibbles:
 // [num_quads / 2][16 outputs][4 bytes]. Values are unsigned, 128 or 8 more than what they mean. Each output has a bfloat16 scale per
 // `group_size` inputs. Inputs are padded to whole groups and outputs to whole panels with zeros.
+//
+// Weights that were quantised elsewhere have float32 scales, and zeros beside them: a value means (value - zero) * scale.
 #pragma once
 
 #include "kernel_table.h"

@@ -63,19 +63,18 @@ static void group_sums(const QuantizedCall& call, const std::uint8_t* weights, s
 template <class T, int kBits, int kTiles>
 static void tile_panel(const QuantizedCall& call, std::int64_t panel, std::int64_t row, int num_rows) {
   const std::uint8_t* weights = call.weights + panel * call.panel_bytes();
-  const bf16* scales = call.scales + panel * call.num_groups * kPanelOutputs;
   Reg totals[kTiles * kTileSize];
   for (int r = 0; r < num_rows; ++r) totals[r] = splat(0.0f);
   for (std::int64_t group = 0; group < call.num_groups; ++group) {
     TileSums sums[kTiles];
     const std::int64_t at = row * call.padded_inputs() + group * call.group_size;
     group_sums<kBits, kTiles>(call, weights + group * call.group_size * kPanelOutputs * kBits / 8, at, sums);
-    const Reg scale = load(scales + group * kPanelOutputs);
+    const GroupScales scales = group_scales(call, (panel * call.num_groups + group) * kPanelOutputs);
     for (int r = 0; r < num_rows; ++r) {
       const TileSums& tile = sums[r / kTileSize];
       const __m512i high = _mm512_load_si512(tile.high[r % kTileSize]);
       const __m512i low = _mm512_load_si512(tile.low[r % kTileSize]);
-      totals[r] = add_scaled(call, (row + r) * call.num_groups + group, scale, high, low, totals[r]);
+      totals[r] = add_scaled(call, (row + r) * call.num_groups + group, scales, high, low, totals[r]);
     }
   }
   for (int r = 0; r < num_rows; ++r) store_panel<T>(call, panel, row + r, PanelSums<1>{{{totals[r]}}});

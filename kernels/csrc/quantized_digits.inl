@@ -1,5 +1,5 @@
 // Products in integers: x as two signed digits of 8 bits (x = scale * (256 * high + low)), weights as they are stored, unsigned. Exact
-// until a group's sum is scaled: |sum| < 2^15 * 2^8 * 128 inputs fits 32 bits.
+// until a group's sum is scaled: |sum| < 2^15 * 2^8 * 128 inputs fits 32 bits, and so does what zeros take off.
 
 inline constexpr float kLargestDigits = 32639.0f;  // 127 * 256 + 127
 
@@ -31,7 +31,7 @@ static void prepare_group(const QuantizedCall& call, const T* x, int count, std:
   }
   const std::int64_t slot = row * call.num_groups + group;
   call.input_scales[slot] = poison != poison ? poison : usable ? limit / kLargestDigits : 0.0f;
-  call.offsets[slot] = _mm512_reduce_add_epi32(total) * (call.bits == 8 ? 128 : 8);
+  call.offsets[slot] = _mm512_reduce_add_epi32(total) * (call.zeros != nullptr ? 1 : call.bits == 8 ? 128 : 8);
 }
 
 template <class T>
@@ -43,10 +43,22 @@ static void prepare_digits(const QuantizedCall& call, const T* x, std::int64_t r
   }
 }
 
+// A group of a panel's weights: `zeros` are read only where the call has them.
+struct GroupScales {
+  Reg scales;
+  __m512i zeros;
+};
+
+INLINE GroupScales group_scales(const QuantizedCall& call, std::int64_t at) {
+  return {scales_at(call, at), call.zeros == nullptr ? _mm512_setzero_si512() : _mm512_cvtps_epi32(load(call.zeros + at))};
+}
+
 // totals + scale of the weights * scale of the input * (256 * high + low - offset)
-INLINE Reg add_scaled(const QuantizedCall& call, std::int64_t slot, Reg scales, __m512i high, __m512i low, Reg totals) {
-  const __m512i product = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low), _mm512_set1_epi32(call.offsets[slot]));
-  return fma(_mm512_cvtepi32_ps(product), mul(scales, splat(call.input_scales[slot])), totals);
+INLINE Reg add_scaled(const QuantizedCall& call, std::int64_t slot, const GroupScales& group, __m512i high, __m512i low, Reg totals) {
+  __m512i offset = _mm512_set1_epi32(call.offsets[slot]);
+  if (call.zeros != nullptr) offset = _mm512_mullo_epi32(offset, group.zeros);
+  const __m512i product = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low), offset);
+  return fma(_mm512_cvtepi32_ps(product), mul(group.scales, splat(call.input_scales[slot])), totals);
 }
 
 INLINE __m512i quad_of(const std::int8_t* digits) {
@@ -63,13 +75,13 @@ template <int kBits, int kRows, int kQuads>
 static PanelSums<kRows> multiply_quads(const QuantizedCall& call, std::int64_t panel, std::int64_t row) {
   const std::int64_t stride = call.padded_inputs();
   const std::uint8_t* weights = call.weights + panel * call.panel_bytes();
-  const bf16* scales = call.scales + panel * call.num_groups * kPanelOutputs;
+  std::int64_t at = panel * call.num_groups * kPanelOutputs;
   const std::int8_t* high_digits = call.high + row * stride;
   const std::int8_t* low_digits = call.low + row * stride;
   const __m512i nibble = _mm512_set1_epi8(15);
   PanelSums<kRows> totals;
   for (int r = 0; r < kRows; ++r) totals.values[r][0] = splat(0.0f);
-  for (std::int64_t group = 0; group < call.num_groups; ++group, scales += kPanelOutputs) {
+  for (std::int64_t group = 0; group < call.num_groups; ++group, at += kPanelOutputs) {
     __m512i high[kRows][kQuads];
     __m512i low[kRows][kQuads];
     for (int r = 0; r < kRows; ++r)
@@ -98,14 +110,14 @@ static PanelSums<kRows> multiply_quads(const QuantizedCall& call, std::int64_t p
       high_digits += 4 * kQuads;
       low_digits += 4 * kQuads;
     }
-    const Reg scale = load(scales);
+    const GroupScales scales = group_scales(call, at);
     for (int r = 0; r < kRows; ++r) {
       for (int q = 1; q < kQuads; ++q) {
         high[r][0] = _mm512_add_epi32(high[r][0], high[r][q]);
         low[r][0] = _mm512_add_epi32(low[r][0], low[r][q]);
       }
       const std::int64_t slot = (row + r) * call.num_groups + group;
-      totals.values[r][0] = add_scaled(call, slot, scale, high[r][0], low[r][0], totals.values[r][0]);
+      totals.values[r][0] = add_scaled(call, slot, scales, high[r][0], low[r][0], totals.values[r][0]);
     }
   }
   return totals;
@@ -130,7 +142,7 @@ static void multiply_digits_panel(const QuantizedCall& call, std::int64_t panel)
 template <class T, int kBits>
 static void multiply_digits(const QuantizedCall& call, RowSpan span) {
 #if PAGED_AMX
-  if (call.num_rows >= kMinTileRows) return multiply_tiles<T, kBits>(call, span);
+  if (call.num_rows >= kMinTileRows && call.group_size % kTileInputs == 0) return multiply_tiles<T, kBits>(call, span);
 #endif
   for (std::int64_t panel = span.begin; panel < span.end; ++panel) multiply_digits_panel<T, kBits>(call, panel);
 }

@@ -7,6 +7,20 @@ inline constexpr int kPanelRegs = kPanelOutputs / kWidth;
 template <int kBits>
 inline constexpr std::uint32_t kFlip = kBits == 8 ? 0x80808080u : 0x88888888u;  // unsigned with an offset to two's complement
 
+template <int kBits>
+inline constexpr float kOffset = kBits == 8 ? 128.0f : 8.0f;  // that `kFlip` takes off
+
+// Of kWidth outputs of a group, which is the `at`-th scale of the weight.
+INLINE Reg scales_at(const QuantizedCall& call, std::int64_t at) {
+  return call.zeros == nullptr ? load(call.scales + at) : load(call.wide_scales + at);
+}
+
+// What a flipped value still has to lose.
+template <int kBits>
+INLINE Reg shifts_at(const QuantizedCall& call, std::int64_t at) {
+  return call.zeros == nullptr ? splat(0.0f) : sub(load(call.zeros + at), splat(kOffset<kBits>));
+}
+
 template <int kRows>
 struct PanelSums {
   Reg values[kRows][kPanelRegs];
@@ -39,54 +53,55 @@ static void store_panel(const QuantizedCall& call, std::int64_t panel, std::int6
 // Float inputs.
 
 // Adds the products of one quad of a panel's lanes with kRows rows of x; weights of input i of the quad are the field of its byte.
-template <int kRows, int kChains, int kUp, int kDown, int kByte>
-INLINE void add_input(Words words, const float* x, std::int64_t stride, Reg (&sums)[kRows][kChains]) {
-  const Reg weight = field<kUp, kDown>(words);
+template <int kRows, int kChains, bool kShifted, int kUp, int kDown, int kByte>
+INLINE void add_input(Words words, Reg shift, const float* x, std::int64_t stride, Reg (&sums)[kRows][kChains]) {
+  const Reg weight = kShifted ? sub(field<kUp, kDown>(words), shift) : field<kUp, kDown>(words);
   for (int r = 0; r < kRows; ++r)
     sums[r][kByte % kChains] = fma(splat(x[r * stride + kByte]), weight, sums[r][kByte % kChains]);
 }
 
-template <int kBits, int kRows, int kChains>
-INLINE void add_block(Words words, const float* x, std::int64_t stride, Reg (&sums)[kRows][kChains]) {
+template <int kBits, int kRows, int kChains, bool kShifted>
+INLINE void add_block(Words words, Reg shift, const float* x, std::int64_t stride, Reg (&sums)[kRows][kChains]) {
   if constexpr (kBits == 8) {
-    add_input<kRows, kChains, 24, 24, 0>(words, x, stride, sums);
-    add_input<kRows, kChains, 16, 24, 1>(words, x, stride, sums);
-    add_input<kRows, kChains, 8, 24, 2>(words, x, stride, sums);
-    add_input<kRows, kChains, 0, 24, 3>(words, x, stride, sums);
+    add_input<kRows, kChains, kShifted, 24, 24, 0>(words, shift, x, stride, sums);
+    add_input<kRows, kChains, kShifted, 16, 24, 1>(words, shift, x, stride, sums);
+    add_input<kRows, kChains, kShifted, 8, 24, 2>(words, shift, x, stride, sums);
+    add_input<kRows, kChains, kShifted, 0, 24, 3>(words, shift, x, stride, sums);
   } else {
-    add_input<kRows, kChains, 28, 28, 0>(words, x, stride, sums);
-    add_input<kRows, kChains, 20, 28, 1>(words, x, stride, sums);
-    add_input<kRows, kChains, 12, 28, 2>(words, x, stride, sums);
-    add_input<kRows, kChains, 4, 28, 3>(words, x, stride, sums);
-    add_input<kRows, kChains, 24, 28, 0>(words, x + 4, stride, sums);
-    add_input<kRows, kChains, 16, 28, 1>(words, x + 4, stride, sums);
-    add_input<kRows, kChains, 8, 28, 2>(words, x + 4, stride, sums);
-    add_input<kRows, kChains, 0, 28, 3>(words, x + 4, stride, sums);
+    add_input<kRows, kChains, kShifted, 28, 28, 0>(words, shift, x, stride, sums);
+    add_input<kRows, kChains, kShifted, 20, 28, 1>(words, shift, x, stride, sums);
+    add_input<kRows, kChains, kShifted, 12, 28, 2>(words, shift, x, stride, sums);
+    add_input<kRows, kChains, kShifted, 4, 28, 3>(words, shift, x, stride, sums);
+    add_input<kRows, kChains, kShifted, 24, 28, 0>(words, shift, x + 4, stride, sums);
+    add_input<kRows, kChains, kShifted, 16, 28, 1>(words, shift, x + 4, stride, sums);
+    add_input<kRows, kChains, kShifted, 8, 28, 2>(words, shift, x + 4, stride, sums);
+    add_input<kRows, kChains, kShifted, 0, 28, 3>(words, shift, x + 4, stride, sums);
   }
 }
 
-template <int kBits, int kRows>
+template <int kBits, int kRows, bool kShifted>
 static PanelSums<kRows> multiply_wide(const QuantizedCall& call, std::int64_t panel, std::int64_t row) {
   constexpr int kChains = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;  // several sums in flight hide the latency of each
   constexpr int kBlockInputs = 32 / kBits;
   const std::int64_t stride = call.padded_inputs();
   const std::uint8_t* weights = call.weights + panel * call.panel_bytes();
-  const bf16* scales = call.scales + panel * call.num_groups * kPanelOutputs;
+  std::int64_t at = panel * call.num_groups * kPanelOutputs;
   PanelSums<kRows> totals;
   for (int r = 0; r < kRows; ++r)
     for (int j = 0; j < kPanelRegs; ++j) totals.values[r][j] = splat(0.0f);
-  for (std::int64_t group = 0; group < call.num_groups; ++group, scales += kPanelOutputs) {
+  for (std::int64_t group = 0; group < call.num_groups; ++group, at += kPanelOutputs) {
     const float* x = call.wide + row * stride + group * call.group_size;
     const int num_blocks = call.group_size / kBlockInputs;
     for (int j = 0; j < kPanelRegs; ++j) {
+      const Reg shift = shifts_at<kBits>(call, at + j * kWidth);
       Reg sums[kRows][kChains];
       for (int r = 0; r < kRows; ++r)
         for (int c = 0; c < kChains; ++c) sums[r][c] = splat(0.0f);
       for (int block = 0; block < num_blocks; ++block) {
         const Words words = load_words(weights + block * 4 * kPanelOutputs + j * 4 * kWidth, kFlip<kBits>);
-        add_block<kBits, kRows, kChains>(words, x + block * kBlockInputs, stride, sums);
+        add_block<kBits, kRows, kChains, kShifted>(words, shift, x + block * kBlockInputs, stride, sums);
       }
-      const Reg scale = load(scales + j * kWidth);
+      const Reg scale = scales_at(call, at + j * kWidth);
       for (int r = 0; r < kRows; ++r) {
         for (int c = 1; c < kChains; ++c) sums[r][0] = add(sums[r][0], sums[r][c]);
         totals.values[r][j] = fma(sums[r][0], scale, totals.values[r][j]);
@@ -97,12 +112,12 @@ static PanelSums<kRows> multiply_wide(const QuantizedCall& call, std::int64_t pa
   return totals;
 }
 
-template <class T, int kBits>
+template <class T, int kBits, bool kShifted>
 static void multiply_wide_panel(const QuantizedCall& call, std::int64_t panel) {
   std::int64_t row = 0;
-  for (; row + 4 <= call.num_rows; row += 4) store_panel<T>(call, panel, row, multiply_wide<kBits, 4>(call, panel, row));
-  for (; row + 2 <= call.num_rows; row += 2) store_panel<T>(call, panel, row, multiply_wide<kBits, 2>(call, panel, row));
-  if (row < call.num_rows) store_panel<T>(call, panel, row, multiply_wide<kBits, 1>(call, panel, row));
+  for (; row + 4 <= call.num_rows; row += 4) store_panel<T>(call, panel, row, multiply_wide<kBits, 4, kShifted>(call, panel, row));
+  for (; row + 2 <= call.num_rows; row += 2) store_panel<T>(call, panel, row, multiply_wide<kBits, 2, kShifted>(call, panel, row));
+  if (row < call.num_rows) store_panel<T>(call, panel, row, multiply_wide<kBits, 1, kShifted>(call, panel, row));
 }
 
 #if PAGED_BYTE_DOT
@@ -132,7 +147,13 @@ static void multiply_span(const QuantizedCall& call, RowSpan span) {
 #if PAGED_BYTE_DOT
   if (call.wide == nullptr) return multiply_digits<T, kBits>(call, span);
 #endif
-  for (std::int64_t panel = span.begin; panel < span.end; ++panel) multiply_wide_panel<T, kBits>(call, panel);
+  for (std::int64_t panel = span.begin; panel < span.end; ++panel) {
+    if (call.zeros == nullptr) {
+      multiply_wide_panel<T, kBits, false>(call, panel);
+    } else {
+      multiply_wide_panel<T, kBits, true>(call, panel);
+    }
+  }
 }
 
 template <class T>
@@ -171,15 +192,16 @@ static void dequantize_panel(const QuantizedCall& call, std::int64_t panel) {
   constexpr int kTurned = kWidth < kBlockInputs ? kBlockInputs : kWidth;  // inputs at a time
   const std::uint8_t* weights = call.weights + panel * call.panel_bytes();
   for (std::int64_t input = 0; input < call.num_inputs; input += kTurned) {
-    const bf16* scales = call.scales + (panel * call.num_groups + input / call.group_size) * kPanelOutputs;
+    const std::int64_t at = (panel * call.num_groups + input / call.group_size) * kPanelOutputs;
     for (int j = 0; j < kPanelRegs; ++j) {
       Reg values[kTurned];
       for (int i = 0; i < kTurned; i += kBlockInputs) {
         const std::int64_t block = (input + i) / kBlockInputs;
         widen_block<kBits>(load_words(weights + block * 4 * kPanelOutputs + j * 4 * kWidth, kFlip<kBits>), values + i);
       }
-      const Reg scale = load(scales + j * kWidth);
-      for (int i = 0; i < kTurned; ++i) values[i] = mul(values[i], scale);
+      const Reg scale = scales_at(call, at + j * kWidth);
+      const Reg shift = shifts_at<kBits>(call, at + j * kWidth);
+      for (int i = 0; i < kTurned; ++i) values[i] = mul(sub(values[i], shift), scale);
       for (int i = 0; i < kTurned; i += kWidth) {
         transpose(values + i);
         const std::int64_t left = call.num_inputs - input - i;

@@ -13,12 +13,15 @@ template <int kBits>
 static void widen_pairs(const QuantizedCall& call, std::int64_t panel, std::int64_t begin, int depth, float* target, int stride) {
   constexpr int kBlockInputs = 32 / kBits;
   const std::uint8_t* weights = call.weights + panel * call.panel_bytes() + begin * kPanelOutputs * kBits / 8;
-  const bf16* scales = call.scales + (panel * call.num_groups + begin / call.group_size) * kPanelOutputs;
-  for (int input = 0; input < depth; scales += kPanelOutputs) {
-    const Reg scale = load(scales);
+  std::int64_t at = (panel * call.num_groups + begin / call.group_size) * kPanelOutputs;
+  for (int input = 0; input < depth; at += kPanelOutputs) {
+    const Reg scale = scales_at(call, at);
+    const Reg shift = shifts_at<kBits>(call, at);
     for (const int end = input + call.group_size; input < end; input += kBlockInputs, weights += 64) {
       Reg values[kBlockInputs];
       widen_block<kBits>(load_words(weights, kFlip<kBits>), values);
+      if (call.zeros != nullptr)
+        for (int i = 0; i < kBlockInputs; ++i) values[i] = sub(values[i], shift);
       for (int i = 0; i < kBlockInputs; i += 2, target += stride) store(target, pairs_of(mul(values[i], scale), mul(values[i + 1], scale)));
     }
   }

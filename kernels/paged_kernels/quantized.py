@@ -1,10 +1,11 @@
 """Linear layers over weights of 8 or 4 bits: compiled on the CPU where that was built, plain torch otherwise.
 
 Weight-only quantisation to nearest: activations keep their type, each output has a bfloat16 scale per group of inputs,
-and no calibration is needed. Both ways give the same packed bytes. The packed format is in `csrc/quantized.h`.
+and no calibration is needed. Both ways give the same packed bytes. The packed format is in `csrc/quantized.h`. Codes
+that somebody else has found are packed as they are, with zeros and float32 scales.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -27,7 +28,10 @@ Bits = Literal[8, 4]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight `[num_outputs, num_inputs]` in packed form. Undefined until every row has been through `pack_rows`."""
+    """A weight `[num_outputs, num_inputs]` in packed form. Undefined until every row has been through `pack_rows`.
+
+    With `zeros` a weight is (code - zero) * scale and scales are float32, otherwise codes count from the middle.
+    """
 
     packed: Tensor  # [num_panels, bytes of a panel] uint8
     scales: Tensor  # [num_panels, num_groups, 16] bfloat16
@@ -35,21 +39,19 @@ class QuantizedWeight:
     num_inputs: int
     bits: Bits
     group_size: int
+    zeros: Tensor | None = None  # like scales, bfloat16, whole numbers from 0 to 2^bits
 
     @property
     def num_bytes(self) -> int:
-        return self.packed.nbytes + self.scales.nbytes
+        return self.packed.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
 
 def empty_weight(num_outputs: int, num_inputs: int, bits: Bits) -> QuantizedWeight:
     """Room for a weight, in RAM. Outputs beyond `num_outputs`, which fill the last panel, are zero from the start."""
     group_size = GROUP_SIZES[bits]
     num_panels, num_groups = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // group_size)
-    packed = torch.empty(num_panels, num_groups * group_size * bits // 8 * PANEL_OUTPUTS, dtype=torch.uint8)
+    packed = _empty_panels(num_panels, num_groups * group_size * bits // 8 * PANEL_OUTPUTS)
     scales = torch.empty(num_panels, num_groups, PANEL_OUTPUTS, dtype=torch.bfloat16)
-    native = load_extension()
-    if native is not None:
-        native.prefer_huge_pages(packed.view(torch.bfloat16))
     packed[-1].zero_()
     scales[-1].zero_()
     return QuantizedWeight(packed, scales, num_outputs, num_inputs, bits, group_size)
@@ -73,18 +75,39 @@ def pack_rows(target: QuantizedWeight, rows: Tensor, first_output: int) -> None:
     )
 
 
+def pack_codes(codes: Tensor, zeros: Tensor, scales: Tensor, bits: Bits, group_size: int) -> QuantizedWeight:
+    """`codes`: `[num_inputs, num_outputs]` uint8; `zeros` and `scales`: `[num_groups, num_outputs]`, a row for every
+    `group_size` inputs, the last of which may have fewer."""
+    num_inputs, num_outputs = codes.shape
+    num_groups, num_panels = scales.shape[0], -(-num_outputs // PANEL_OUTPUTS)
+    if num_groups != -(-num_inputs // group_size):
+        raise ValueError(f"{num_groups} groups of {group_size} do not fit {num_inputs} inputs")
+    padding = (0, num_panels * PANEL_OUTPUTS - num_outputs)
+    whole = F.pad(codes, (*padding, 0, num_groups * group_size - num_inputs))
+    packed = _empty_panels(num_panels, whole.numel() * bits // 8 // num_panels)
+    quads = whole.view(-1, 4, num_panels, PANEL_OUTPUTS)
+    if bits == 4:
+        quads = quads[0::2] | quads[1::2] << 4
+    packed.view(num_panels, -1, PANEL_OUTPUTS, 4).copy_(quads.permute(2, 0, 3, 1))
+    by_panel = (num_groups, num_panels, PANEL_OUTPUTS)
+    panel_scales = F.pad(scales.float(), padding).view(by_panel).transpose(0, 1).contiguous()
+    panel_zeros = F.pad(zeros.bfloat16(), padding).view(by_panel).transpose(0, 1).contiguous()
+    return QuantizedWeight(packed, panel_scales, num_outputs, num_inputs, bits, group_size, panel_zeros)
+
+
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
     """Rows [begin, end) of the weight, rounded to `dtype`; `begin` is a multiple of 16."""
     end = weight.num_outputs if end is None else end
     assert begin % PANEL_OUTPUTS == 0
     first, last = begin // PANEL_OUTPUTS, -(-end // PANEL_OUTPUTS)
     packed, scales = weight.packed[first:last], weight.scales[first:last]
+    zeros = None if weight.zeros is None else weight.zeros[first:last]
     native = load_extension()
     if native is None or dtype not in _NATIVE_DTYPES:
-        part = QuantizedWeight(packed, scales, end - begin, weight.num_inputs, weight.bits, weight.group_size)
+        part = replace(weight, packed=packed, scales=scales, zeros=zeros, num_outputs=end - begin)
         return quantized_reference.dequantize(part, dtype)
     out = torch.empty(end - begin, weight.num_inputs, dtype=dtype)
-    native.dequantize(out, packed, scales, weight.bits, weight.group_size, torch.get_num_threads())
+    native.dequantize(out, packed, scales, zeros, weight.bits, weight.group_size, torch.get_num_threads())
     return out
 
 
@@ -99,8 +122,9 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Te
     if x.shape[0] >= _MANY_ROWS and not (x.dtype == torch.bfloat16 and native.multiplies_many_rows()):
         return _linear_widened(x, weight, bias)
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=x.dtype)
+    threads = torch.get_num_threads()
     native.quantized_matmul(
-        out, x, weight.packed, weight.scales, bias, weight.bits, weight.group_size, torch.get_num_threads()
+        out, x, weight.packed, weight.scales, weight.zeros, bias, weight.bits, weight.group_size, threads
     )
     return out
 
@@ -113,3 +137,11 @@ def _linear_widened(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> 
         part = dequantize(weight, x.dtype, begin, end)
         out[:, begin:end] = F.linear(x, part, None if bias is None else bias[begin:end])
     return out
+
+
+def _empty_panels(num_panels: int, panel_bytes: int) -> Tensor:
+    packed = torch.empty(num_panels, panel_bytes, dtype=torch.uint8)
+    native = load_extension()
+    if native is not None:
+        native.prefer_huge_pages(packed.view(torch.bfloat16))
+    return packed

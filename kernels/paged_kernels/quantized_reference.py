@@ -46,7 +46,10 @@ def dequantize(weight: "QuantizedWeight", dtype: torch.dtype) -> Tensor:
     codes = weight.packed.view(weight.packed.shape[0], -1, 16, 4)
     if weight.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1, 2)
-    integers = codes.permute(0, 2, 1, 3).flatten(2) - (128.0 if weight.bits == 8 else 8.0)  # [panels, 16, inputs]
+    zeros: Tensor | float = 128.0 if weight.bits == 8 else 8.0
+    if weight.zeros is not None:
+        zeros = weight.zeros.transpose(1, 2).float().repeat_interleave(weight.group_size, dim=2)
+    integers = codes.permute(0, 2, 1, 3).flatten(2) - zeros  # [panels, 16, inputs]
     scales = weight.scales.transpose(1, 2).float().repeat_interleave(weight.group_size, dim=2)
     wide = (integers * scales).flatten(0, 1)
     return wide[: weight.num_outputs, : weight.num_inputs].to(dtype)

@@ -130,7 +130,8 @@ class ServeSettings(ProcessSettings):
         default=False, description="With fp8 KV: nodes derive scales from the weights if the checkpoint has none."
     )
     quantization: Literal["none", "int8", "int4"] = Field(
-        default="none", description="Of weights only, to nearest, while loading; of all nodes."
+        default="none",
+        description="Of weights only, to nearest, while loading; of all nodes. AWQ and GPTQ checkpoints need none.",
     )
     threads: int | Literal["auto"] = Field(default="auto", description="Per node; auto divides the cores.")
     num_blocks: int | None = Field(default=None, gt=0, description="KV blocks per node; unset: from memory.")

@@ -33,7 +33,7 @@ class NodeSettings(ProcessSettings):
     quantization: Literal["none", "int8", "int4"] = Field(
         default="none",
         description="Weight-only, rounded to nearest while loading: int8 (a scale per 128 weights) or int4 (per 64; "
-        "the output head stays int8). Faster steps, less memory, other tokens.",
+        "the output head stays int8). Faster steps, less memory, other tokens. AWQ and GPTQ checkpoints need none.",
     )
     threads: int = Field(default=0, ge=0, description="CPU threads for computing; 0 leaves torch's choice.")
     attention_backend: Literal["auto", "native", "reference"] = Field(

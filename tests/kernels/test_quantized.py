@@ -174,7 +174,7 @@ def test_a_row_is_the_same_on_any_number_of_threads(instruction_set: str) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group_size": 32}, "group_size must be 64 or 128"),
+        ({"group_size": 16}, "group_size must be 32, 64 or 128"),
         ({"group_size": 64}, "another number of groups"),
         ({"num_inputs": 600}, "another number of groups"),
         ({"num_outputs": 80}, "a panel for every 16 outputs"),

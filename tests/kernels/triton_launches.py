@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.kv_scales import KVScales
+from paged_kernels.published_weight import PublishedFormat, PublishedWeight
 from paged_kernels.triton_attention import AttentionCall, plan_attention
-from paged_kernels.triton_int4 import Int4Format, Int4Weight, plan_int4_matmul
+from paged_kernels.triton_int4 import plan_int4_matmul
 from paged_kernels.triton_launch import GpuTraits, KernelCall
 from paged_kernels.triton_rowwise import plan_rms_norm, plan_silu_mul
 from paged_kernels.triton_sampling import SamplingTensors, plan_sample
@@ -107,19 +108,22 @@ def _rowwise() -> Iterator[tuple[str, KernelCall]]:
 
 def _int4() -> Iterator[tuple[str, KernelCall]]:
     for form, num_rows, splits, shuffled, group_size, dtype in (
-        (Int4Format.AWQ, 1, 4, False, 128, torch.bfloat16),
-        (Int4Format.AWQ, 512, 1, False, 32, torch.float16),
-        (Int4Format.GPTQ, 1, 4, False, 128, torch.float16),
-        (Int4Format.GPTQ, 512, 1, True, 128, torch.bfloat16),
+        (PublishedFormat.AWQ, 1, 4, False, 128, torch.bfloat16),
+        (PublishedFormat.AWQ, 512, 1, False, 32, torch.float16),
+        (PublishedFormat.GPTQ, 1, 4, False, 128, torch.float16),
+        (PublishedFormat.GPTQ, 512, 1, True, 128, torch.bfloat16),
     ):
-        codes = empty(4096, 512, dtype=torch.int32) if form is Int4Format.AWQ else empty(512, 4096, dtype=torch.int32)
+        codes = (
+            empty(4096, 512, dtype=torch.int32) if form is PublishedFormat.AWQ else empty(512, 4096, dtype=torch.int32)
+        )
         groups = empty(4096, dtype=torch.int32) if shuffled else None
         num_groups = 4096 // group_size
         zeros, scales = empty(num_groups, 512, dtype=torch.int32), empty(num_groups, 4096, dtype=torch.float16)
-        weight = Int4Weight(form, codes, zeros, scales, group_size, groups)
+        weight = PublishedWeight(form, codes, zeros, scales, group_size, groups)
         x = empty(num_rows, 4096, dtype=dtype)
         output = empty(splits, num_rows, 4096, dtype=torch.float32 if splits > 1 else dtype)
-        yield f"int4_matmul_kernel {form} {num_rows} rows {dtype}", plan_int4_matmul(output, x, weight, splits)
+        bias = empty(4096, dtype=dtype) if shuffled else None
+        yield f"int4_matmul_kernel {form} {num_rows} rows {dtype}", plan_int4_matmul(output, x, weight, splits, bias)
 
 
 def _sample() -> KernelCall:

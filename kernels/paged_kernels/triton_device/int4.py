@@ -1,8 +1,6 @@
 """Matrix product with 4-bit weights as AWQ and GPTQ store them, dequantised tile by tile on the way in.
 
-weight[k, n] = (code[k, n] - zero[group(k), n]) * scale[group(k), n]. AWQ packs eight columns into an int32 in the order
-0, 2, 4, 6, 1, 3, 5, 7 and GPTQ eight rows, in order; zeros are packed along columns, in AWQ's order there and in order
-here.
+`paged_kernels.published_weight` says which bits are which code.
 """
 
 import triton
@@ -26,6 +24,7 @@ def int4_matmul_kernel(
     zeros,  # [num_groups, num_outputs / 8] int32
     scales,  # [num_groups, num_outputs]
     group_of_input,  # [num_inputs] int32, read with SHUFFLED only
+    bias,  # [num_outputs], read with HAS_BIAS only
     num_rows,
     num_outputs,
     num_inputs,
@@ -34,6 +33,7 @@ def int4_matmul_kernel(
     zero_offset,  # added to stored zeros: 1 for GPTQ's first format
     x_stride,
     AWQ: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     SHUFFLED: tl.constexpr,
     ONE_GROUP: tl.constexpr,  # a tile of inputs lies in one group
     TILE_ROWS: tl.constexpr,
@@ -83,5 +83,7 @@ def int4_matmul_kernel(
         x_offsets = rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
         x_tile = tl.load(x + x_offsets, mask=(rows < num_rows)[:, None] & input_mask[None, :], other=0.0)
         accumulator += matmul(x_tile, weight.to(x_tile.dtype), DOT_FP32)
+    if HAS_BIAS:
+        accumulator += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     output_offsets = (split.to(tl.int64) * num_rows + rows)[:, None] * num_outputs + columns[None, :]
     tl.store(output + output_offsets, accumulator, mask=(rows < num_rows)[:, None] & column_mask[None, :])

@@ -5,14 +5,17 @@ Invariant: the layer owns its weights. Before `pack` they can be filled; after i
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from paged_kernels import packed
 from paged_kernels.packed import PackedWeight
 from paged_kernels.quantized import Bits
 from torch import Tensor
 
+from kvrelay.engine.layers.published_linear import PublishedLinear
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 
@@ -24,20 +27,52 @@ class LinearLayer(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """`[num_tokens, num_inputs]` -> `[num_tokens, num_outputs]`."""
 
-    def fill(self, first_output: int, rows: Tensor) -> None:
-        """Copies `[num_rows, num_inputs]` into outputs `first_output` and following. Not after `pack`."""
-
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Checkpoint name and place of every tensor. Not after `pack`."""
 
     def pack(self) -> None:
         """Once, after loading: brings the weights into the order in which they are read fastest."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights as a product reads them. Only after `pack`."""
+
+
+class FillableLinear(LinearLayer, Protocol):
+    """A linear layer whose weights need not come from the checkpoint."""
+
+    def fill(self, first_output: int, rows: Tensor) -> None:
+        """Copies `[num_rows, num_inputs]` into outputs `first_output` and following. Not after `pack`."""
+
 
 def make_linear(
-    parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat, bits: Bits | None
+    parts: Sequence[tuple[str, int]],
+    num_inputs: int,
+    *,
+    bias: bool,
+    weights: WeightFormat,
+    prefix: str,
 ) -> LinearLayer:
-    """`parts` names the checkpoint's layers and their output sizes, in order of rows."""
+    """`parts` names the checkpoint's layers, which are there with `prefix` before their names, and their output sizes,
+    in order of rows. What the checkpoint holds quantised stays so."""
+    published = weights.published
+    if published is None:
+        return make_fillable(parts, num_inputs, bias=bias, weights=weights, bits=weights.bits)
+    layers: list[LinearLayer] = []
+    for quantized, run in groupby(parts, lambda part: published.quantizes(f"{prefix}{part[0]}")):
+        if quantized:
+            layers.append(
+                PublishedLinear(list(run), num_inputs, bias=bias, weights=weights, published=published, prefix=prefix)
+            )
+        else:
+            layers.append(Linear(list(run), num_inputs, bias=bias, weights=weights))
+    return layers[0] if len(layers) == 1 else LinearsApart(layers)
+
+
+def make_fillable(
+    parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat, bits: Bits | None
+) -> FillableLinear:
+    """As `make_linear`, of weights that are in no quantised form yet."""
     if bits is None:
         return Linear(parts, num_inputs, bias=bias, weights=weights)
     return QuantizedLinear(parts, num_inputs, bias=bias, weights=weights, bits=bits)
@@ -61,6 +96,10 @@ class Linear:
         if isinstance(self.weight, PackedWeight):
             return packed.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_outputs * self.num_inputs * self.dtype.itemsize
 
     def fill(self, first_output: int, rows: Tensor) -> None:
         if isinstance(self.weight, PackedWeight):
@@ -92,3 +131,25 @@ class Linear:
 def _empty_weight(num_outputs: int, num_inputs: int, weights: WeightFormat) -> Tensor | PackedWeight:
     room = packed.empty_weight(num_outputs, num_inputs) if packed.can_pack(weights.dtype, weights.device) else None
     return weights.empty(num_outputs, num_inputs) if room is None else room
+
+
+class LinearsApart:
+    """`LinearLayer` of several, side by side: parts of which only some are quantised."""
+
+    def __init__(self, layers: Sequence[LinearLayer]) -> None:
+        self.layers = tuple(layers)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in self.layers], dim=1)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.num_bytes for layer in self.layers)
+
+    def pack(self) -> None:
+        for layer in self.layers:
+            layer.pack()
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        for layer in self.layers:
+            yield from layer.slots(prefix)

@@ -27,6 +27,10 @@ class QuantizedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes
+
     def fill(self, first_output: int, rows: Tensor) -> None:
         """Quantises `[num_rows, num_inputs]` into outputs `first_output` and following."""
         pack_rows(self.weight, rows, first_output)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from paged_kernels.published_weight import PublishedFormat
 from paged_kernels.quantized import Bits
 from torch import Tensor
 
@@ -12,14 +13,50 @@ Quantization = Literal["none", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
+class PublishedQuantization:
+    """How a checkpoint was quantised before it was published: its `quantization_config`.
+
+    `group_size` None: one group of all inputs. `zeros`: `qzeros` must be there, otherwise codes may count from the
+    middle. `group_index`: `g_idx` must be there, for groups are in no order. `excluded`: names of modules, or ends or
+    parts of them, that were left as they are.
+    """
+
+    format: PublishedFormat
+    bits: Bits
+    group_size: int | None
+    zeros: bool
+    group_index: bool
+    excluded: tuple[str, ...]
+
+    def __str__(self) -> str:
+        groups = "one group per output" if self.group_size is None else f"groups of {self.group_size}"
+        return f"{self.format.value}, {self.bits} bits, {groups}"
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTensors:
+    """A quantised checkpoint's way of quantisation and the names of its tensors, which tell what it was done to."""
+
+    quantization: PublishedQuantization
+    names: frozenset[str]
+
+    def quantizes(self, module: str) -> bool:
+        if any(f".{name}." in f".{module}." for name in self.quantization.excluded):
+            return False
+        return any(f"{module}.{kind}" in self.names for kind in ("qweight", "qzeros", "scales"))
+
+
+@dataclass(frozen=True, slots=True)
 class WeightFormat:
     """`dtype` is that of activations, of KV unless it is FP8, and of all weights that are not quantised. `bits` is
-    None, or the width of the decoder layers' matrices in weight-only quantisation, which is for the CPU.
+    None, or the width of the decoder layers' matrices in weight-only quantisation, which is for the CPU. `published` is
+    of a checkpoint that is quantised already; `bits` is None then.
     """
 
     dtype: torch.dtype
     device: torch.device
     bits: Bits | None = None
+    published: PublishedTensors | None = None
 
     @property
     def head_bits(self) -> Bits | None:
@@ -43,12 +80,14 @@ def bits_of(quantization: Quantization) -> Bits | None:
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Where a tensor of the checkpoint goes: `open` gives contiguous memory of `shape` to copy it into, converting the
-    dtype, and `filled` takes that memory back once it holds the whole tensor. At most one slot need be open at a time.
+    dtype, and `filled` takes that memory back once it holds the whole tensor; it raises ValueError for values that can
+    not be. At most one slot need be open at a time. `integers`: the tensor holds int32 instead of weights.
     """
 
     shape: tuple[int, ...]
     open: Callable[[], Tensor]
     filled: Callable[[Tensor], None]
+    integers: bool = False
 
 
 def slot_of(tensor: Tensor) -> Slot:

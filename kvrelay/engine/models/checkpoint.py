@@ -32,6 +32,8 @@ _ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M
 _ITEM_BITS |= {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8}
 
 WEIGHT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGER_DTYPE = "I32"  # of packed codes
+_STORED_DTYPES = WEIGHT_DTYPES | {INTEGER_DTYPE: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Calla
                 memory = None if slot is None else slot.open()
                 _read_tensor(stream, tensor, memory, scratch, digest, advance)
                 if slot is not None and memory is not None:
-                    slot.filled(memory)
+                    _hand_over(slot, memory, tensor)
     except OSError as error:
         raise ModelLoadError(f"can not read {file.path}: {error.strerror}") from error
     return digest.digest()
@@ -151,7 +153,7 @@ def _read_tensor(
     digest: xxhash.xxh3_128,
     advance: Callable[[int], None],
 ) -> None:
-    stored_dtype = WEIGHT_DTYPES.get(tensor.dtype, torch.uint8)
+    stored_dtype = _STORED_DTYPES.get(tensor.dtype, torch.uint8)
     direct = memory is not None and memory.dtype == stored_dtype and memory.device.type == "cpu"
     flat = None if memory is None else memory.view(-1)
     for begin in range(0, tensor.num_bytes, _CHUNK_BYTES):
@@ -165,6 +167,13 @@ def _read_tensor(
         if part is not None and not direct:
             part.copy_(chunk.view(stored_dtype))
         advance(num_bytes)
+
+
+def _hand_over(slot: Slot, memory: Tensor, tensor: StoredTensor) -> None:
+    try:
+        slot.filled(memory)
+    except ValueError as error:
+        raise ModelLoadError(f"tensor {tensor.name} in {tensor.file} can not be used: {error}") from error
 
 
 def _read_exactly(stream: BinaryIO, buffer: memoryview, tensor: StoredTensor) -> None:

@@ -17,13 +17,18 @@ from paged_kernels.packed import can_pack
 from torch import Tensor
 
 from kvrelay.engine.layers.decode_layer import decode_layer
-from kvrelay.engine.layers.linear import LinearLayer, make_linear
+from kvrelay.engine.layers.linear import FillableLinear, LinearLayer, make_fillable, make_linear
 from kvrelay.engine.layers.rotary import RotaryTable
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 from kvrelay.engine.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from paged_kernels.decode_layer import DecodeLayer  # it needs the extension
+
+
+def layer_prefix(layer: int) -> str:
+    """Of the names of a layer's tensors in the checkpoint."""
+    return f"model.layers.{layer}."
 
 
 class Attention:
@@ -40,9 +45,9 @@ class Attention:
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv_parts = (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size))
         output_parts = (("o_proj", config.hidden_size),)
-        bits = weights.bits
-        self.qkv = make_linear(qkv_parts, config.hidden_size, bias=config.qkv_bias, weights=weights, bits=bits)
-        self.output = make_linear(output_parts, query_size, bias=config.output_bias, weights=weights, bits=bits)
+        prefix = f"{layer_prefix(layer)}self_attn."
+        self.qkv = make_linear(qkv_parts, config.hidden_size, bias=config.qkv_bias, weights=weights, prefix=prefix)
+        self.output = make_linear(output_parts, query_size, bias=config.output_bias, weights=weights, prefix=prefix)
         self.query_norm = weights.empty(config.head_dim) if config.qk_norm else None
         self.key_norm = weights.empty(config.head_dim) if config.qk_norm else None
 
@@ -68,10 +73,6 @@ class Attention:
         )
         return attended.view(query.shape[0], -1)
 
-    def pack(self) -> None:
-        self.qkv.pack()
-        self.output.pack()
-
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """`[num_tokens, heads, head_dim]`, each head of each token by itself."""
         return rms_norm(x.reshape(-1, self.head_dim), weight, self.eps).view(x.shape)
@@ -87,19 +88,15 @@ class Attention:
 class Mlp:
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, weights: WeightFormat) -> None:
-        size, bits = config.intermediate_size, weights.bits
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightFormat) -> None:
+        size, prefix = config.intermediate_size, f"{layer_prefix(layer)}mlp."
         parts = (("gate_proj", size), ("up_proj", size))
         down_parts = (("down_proj", config.hidden_size),)
-        self.gate_up = make_linear(parts, config.hidden_size, bias=config.mlp_bias, weights=weights, bits=bits)
-        self.down = make_linear(down_parts, size, bias=config.mlp_bias, weights=weights, bits=bits)
+        self.gate_up = make_linear(parts, config.hidden_size, bias=config.mlp_bias, weights=weights, prefix=prefix)
+        self.down = make_linear(down_parts, size, bias=config.mlp_bias, weights=weights, prefix=prefix)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(silu_mul(self.gate_up(x)))  # [num_tokens, hidden_size]
-
-    def pack(self) -> None:
-        self.gate_up.pack()
-        self.down.pack()
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.gate_up.slots(prefix)
@@ -115,7 +112,7 @@ class DecoderLayer:
         self.input_norm = weights.empty(config.hidden_size)
         self.attention = Attention(config, layer, backend, weights)
         self.post_attention_norm = weights.empty(config.hidden_size)
-        self.mlp = Mlp(config, weights)
+        self.mlp = Mlp(config, layer, weights)
         self.few_rows: DecodeLayer | None = None  # where the layer's weights are such that it can be had
 
     def __call__(
@@ -139,10 +136,11 @@ class DecoderLayer:
         return self.mlp(x), residual
 
     def pack(self) -> None:
-        self.attention.pack()
-        self.mlp.pack()
+        linears = self.linear_layers()
+        for linear in linears:
+            linear.pack()
         self.few_rows = decode_layer(
-            (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down),
+            linears,
             input_norm=self.input_norm,
             norm=self.post_attention_norm,
             query_norm=self.attention.query_norm,
@@ -151,6 +149,10 @@ class DecoderLayer:
             head_counts=self.attention.head_counts,
             head_dim=self.attention.head_dim,
         )
+
+    def linear_layers(self) -> tuple[LinearLayer, ...]:
+        """Of the heads, of the attention's output, of gate and up, and of down."""
+        return self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm)
@@ -213,7 +215,7 @@ class DecoderForCausalLM:
         """The place of every tensor of the checkpoint, by its name there. Not after `pack`."""
         slots = {"model.embed_tokens.weight": slot_of(self.embedding), "model.norm.weight": slot_of(self.norm)}
         for index, layer in enumerate(self.layers):
-            slots.update(layer.slots(f"model.layers.{index}."))
+            slots.update(layer.slots(layer_prefix(index)))
         if self.lm_head is not None:
             slots.update(self.lm_head.slots(""))
         return slots
@@ -226,12 +228,25 @@ class DecoderForCausalLM:
         for layer in self.layers:
             layer.pack()
         if self.lm_head is None and (self.weights.head_bits is not None or can_pack(self.dtype, self.device)):
-            self.lm_head = self._head()
-            self.lm_head.fill(0, self.embedding)
+            head = self._unquantized_head()
+            head.fill(0, self.embedding)
+            self.lm_head = head
         if self.lm_head is not None:
             self.lm_head.pack()
 
+    def linear_layers(self) -> Iterator[LinearLayer]:
+        """Without the head."""
+        for layer in self.layers:
+            yield from layer.linear_layers()
+
     def _head(self) -> LinearLayer:
-        parts = (("lm_head", self.config.vocab_size),)
-        bits = self.weights.head_bits
-        return make_linear(parts, self.config.hidden_size, bias=False, weights=self.weights, bits=bits)
+        """As the checkpoint holds it."""
+        published = self.weights.published
+        if published is None or not published.quantizes("lm_head"):
+            return self._unquantized_head()
+        parts, size = (("lm_head", self.config.vocab_size),), self.config.hidden_size
+        return make_linear(parts, size, bias=False, weights=self.weights, prefix="")
+
+    def _unquantized_head(self) -> FillableLinear:
+        parts, size = (("lm_head", self.config.vocab_size),), self.config.hidden_size
+        return make_fillable(parts, size, bias=False, weights=self.weights, bits=self.weights.head_bits)

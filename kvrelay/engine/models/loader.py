@@ -17,8 +17,9 @@ from paged_kernels.quantized import GROUP_SIZES
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
-from kvrelay.engine.layers.weight_format import Quantization, Slot, WeightFormat, bits_of
+from kvrelay.engine.layers.weight_format import PublishedTensors, Quantization, Slot, WeightFormat, bits_of
 from kvrelay.engine.models.checkpoint import (
+    INTEGER_DTYPE,
     WEIGHT_DTYPES,
     Checkpoint,
     StoredTensor,
@@ -67,9 +68,11 @@ def load_model(
 ) -> LoadedModel:
     """`path` is a model directory, or a Hugging Face id that is in the local cache. `max_model_len` None takes what
     the model was made for. `quantization` is weight-only, done tensor by tensor while they are read, for the CPU.
+    A checkpoint that is quantised already (AWQ, GPTQ) stays as it is and takes none.
 
     Raises ModelLoadError for a checkpoint that can not be run, naming the tensor or field and the file;
-    ConfigurationError for a `max_model_len` beyond what the model's positions reach.
+    ConfigurationError for a `max_model_len` beyond what the model's positions reach, or a `quantization` that does not
+    fit checkpoint or device.
     """
     clock = MonotonicClock()
     start = clock.now()
@@ -78,12 +81,12 @@ def load_model(
     checkpoint = open_checkpoint(directory)
     compute_dtype = _compute_dtype(dtype, config, checkpoint, torch.device(device))
     length = _model_len(max_model_len, config)
-    weights = WeightFormat(compute_dtype, torch.device(device), bits_of(quantization))
-    if weights.bits is not None and weights.device.type != "cpu":
-        raise ConfigurationError(f"quantization {quantization} is for CPUs; use none on {device}")
+    weights = _weight_format(config, checkpoint, compute_dtype, device, quantization)
     model = DecoderForCausalLM(config, attention, max_model_len=length, weights=weights)
     digests = _fill(model, checkpoint, progress)
     model.pack()
+    if weights.published is not None:
+        _log_published(model, weights.published)
     return LoadedModel(
         model=model,
         config=config,
@@ -95,6 +98,39 @@ def load_model(
     )
 
 
+def _weight_format(
+    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: str, quantization: Quantization
+) -> WeightFormat:
+    target = torch.device(device)
+    if config.quantization is None:
+        weights = WeightFormat(dtype, target, bits_of(quantization))
+        if weights.bits is not None and target.type != "cpu":
+            raise ConfigurationError(f"quantization {quantization} is for CPUs; use none on {device}")
+        return weights
+    if quantization != "none":
+        raise ConfigurationError(
+            f"quantization {quantization}: the checkpoint is quantised already ({config.quantization}); use none, "
+            "which runs it as it is, or a checkpoint that is not quantised"
+        )
+    if config.quantization.bits != 4 and target.type != "cpu":
+        raise ConfigurationError(
+            f"device {device}: the checkpoint is quantised ({config.quantization}), of which only 4 bits run on GPUs; "
+            "use a CPU, or a checkpoint of 4 bits"
+        )
+    return WeightFormat(dtype, target, published=PublishedTensors(config.quantization, frozenset(checkpoint.tensors())))
+
+
+def _log_published(model: DecoderForCausalLM, published: PublishedTensors) -> None:
+    form = "repacked for the CPU's integer kernels" if model.device.type == "cpu" else "as they are in the checkpoint"
+    logger.info(
+        "a quantised checkpoint (%s): %.0f MB of weights in the layers, %s, exactly; computing in %s",
+        published.quantization,
+        sum(layer.num_bytes for layer in model.linear_layers()) / 1e6,
+        form,
+        _dtype_name(model.dtype),
+    )
+
+
 def fingerprint(config: ModelConfig, weights: WeightFormat, digests: Sequence[bytes]) -> bytes:
     """SHA-256 of canonical JSON: what determines KV, the dtype it is computed in, how weights are quantised, and the
     digests of the weights files in order of name.
@@ -102,7 +138,7 @@ def fingerprint(config: ModelConfig, weights: WeightFormat, digests: Sequence[by
     The end-of-sequence tokens and the dtype that config.json mentions are left out: they change no KV.
     """
     fields = asdict(config)
-    del fields["eos_token_ids"], fields["dtype"]
+    del fields["eos_token_ids"], fields["dtype"], fields["quantization"]
     fields["rope"]["kind"] = config.rope.kind.value
     content: dict[str, Any] = {
         "version": FINGERPRINT_VERSION,
@@ -112,6 +148,14 @@ def fingerprint(config: ModelConfig, weights: WeightFormat, digests: Sequence[by
     }
     if weights.bits is not None:
         content["quantization"] = {"bits": weights.bits, "group_size": GROUP_SIZES[weights.bits]}
+    published = config.quantization
+    if published is not None:  # the same bytes mean other weights when they are read in another way
+        content["published"] = {
+            "format": published.format.value,
+            "bits": published.bits,
+            "group_size": published.group_size,
+            "excluded": published.excluded,
+        }
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
@@ -174,7 +218,10 @@ def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: Mo
         tensor = stored.get(name)
         if tensor is None:
             raise ModelLoadError(f"tensor {name} is missing from {_names(checkpoint)}")
-        _weight_dtype(tensor)
+        if slot.integers:
+            _check_integers(tensor)
+        else:
+            _weight_dtype(tensor)
         if tensor.shape != slot.shape:
             raise ModelLoadError(
                 f"tensor {name} in {tensor.file} has shape {list(tensor.shape)}, not {list(slot.shape)}"
@@ -194,6 +241,13 @@ def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: Mo
         shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
         logger.warning(
             "%d tensors of %s are not part of the model and were ignored: %s", len(extra), _names(checkpoint), shown
+        )
+
+
+def _check_integers(tensor: StoredTensor) -> None:
+    if tensor.dtype != INTEGER_DTYPE:
+        raise ModelLoadError(
+            f"tensor {tensor.name} in {tensor.file} has dtype {tensor.dtype}; packed codes must have {INTEGER_DTYPE}"
         )
 
 

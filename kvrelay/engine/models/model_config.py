@@ -15,6 +15,8 @@ from transformers import AutoConfig
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, yarn_attention_factor
+from kvrelay.engine.layers.weight_format import PublishedQuantization
+from kvrelay.engine.models.quantization_config import parse_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class ModelConfig:
     `qkv_bias`, `output_bias`, `mlp_bias`: the linear layers of attention (in, out) and of the MLP that have one.
     `qk_norm`: queries and keys are RMS-normalised per head. `sliding_windows`: one entry per layer, None where
     attention sees everything. `dtype`: what the configuration says the weights are stored in, if it says so.
+    `quantization`: how they were quantised before they were published, None where they were not.
     """
 
     family: str
@@ -50,6 +53,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
     dtype: str | None
+    quantization: PublishedQuantization | None
 
     @property
     def max_context_length(self) -> int:
@@ -67,12 +71,13 @@ def load_model_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     raw = _read_json(path)
     family = _family(raw, path)
+    quantization = parse_quantization(raw.get("quantization_config"), path)
     try:
         # transformers knows each family's defaults and the older spellings of its fields.
         parsed = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ModelLoadError(f"{path} can not be understood: {error}") from error
-    return _convert(parsed, family, directory)
+    return _convert(parsed, family, directory, quantization)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -102,25 +107,10 @@ def _family(raw: dict[str, Any], path: Path) -> str:
         raise ModelLoadError(
             f"{path}: model_type: {raw.get('model_type')!r} is not supported; supported are {', '.join(_FAMILIES)}"
         )
-    if raw.get("quantization_config") is not None and not _quantises_only_kv(raw["quantization_config"]):
-        raise ModelLoadError(f"{path}: quantization_config: quantised checkpoints are not supported")
     return str(raw["model_type"])
 
 
-def _quantises_only_kv(quantization_config: Any) -> bool:
-    """Whether config.json's `quantization_config` is about nothing but a static FP8 KV cache: the weights are plain."""
-    if not isinstance(quantization_config, dict) or quantization_config.get("config_groups"):
-        return False
-    scheme = quantization_config.get("kv_cache_scheme")
-    return (
-        quantization_config.get("quant_method") == "compressed-tensors"
-        and isinstance(scheme, dict)
-        and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-        and not scheme.get("dynamic")
-    )
-
-
-def _convert(parsed: Any, family: str, directory: Path) -> ModelConfig:
+def _convert(parsed: Any, family: str, directory: Path, quantization: PublishedQuantization | None) -> ModelConfig:
     path = directory / "config.json"
     num_heads = _positive(parsed, "num_attention_heads", path)
     num_kv_heads = _positive(parsed, "num_key_value_heads", path)
@@ -155,6 +145,7 @@ def _convert(parsed: Any, family: str, directory: Path) -> ModelConfig:
         sliding_windows=_sliding_windows(parsed, family, path),
         eos_token_ids=_eos_token_ids(parsed, directory),
         dtype=None if parsed.dtype is None else str(parsed.dtype).removeprefix("torch."),
+        quantization=quantization,
     )
 
 

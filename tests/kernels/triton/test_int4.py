@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from paged_kernels.triton_int4 import Int4Format, Int4Weight, int4_matmul
+from paged_kernels.published_weight import PublishedFormat, PublishedWeight
+from paged_kernels.triton_int4 import int4_matmul
 from torch import Tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 holds column AWQ_ORDER[i] of its eight
@@ -17,61 +18,67 @@ def pack_columns(codes: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def make_weight(
-    form: Int4Format, num_inputs: int, num_outputs: int, group_size: int, dtype: torch.dtype, *, shuffled: bool = False
-) -> tuple[Int4Weight, Tensor]:
+    form: PublishedFormat,
+    num_inputs: int,
+    num_outputs: int,
+    group_size: int,
+    dtype: torch.dtype,
+    *,
+    shuffled: bool = False,
+) -> tuple[PublishedWeight, Tensor]:
     """A random layer and its dequantised weights, `[num_inputs, num_outputs]` float32."""
     codes = torch.randint(0, 16, (num_inputs, num_outputs))
     num_groups = num_inputs // group_size
-    zeros = torch.randint(1, 17 if form is Int4Format.GPTQ else 16, (num_groups, num_outputs))
+    zeros = torch.randint(1, 17 if form is PublishedFormat.GPTQ else 16, (num_groups, num_outputs))
     scales = (torch.rand(num_groups, num_outputs) * 0.02 + 0.001).to(dtype)
     groups = torch.arange(num_inputs) // group_size
     if shuffled:
         groups = groups[torch.randperm(num_inputs)]
     exact = (codes - zeros[groups]).float() * scales.float()[groups]
-    if form is Int4Format.AWQ:
+    if form is PublishedFormat.AWQ:
         packed, packed_zeros = pack_columns(codes, AWQ_ORDER), pack_columns(zeros, AWQ_ORDER)
     else:
         packed = pack_columns(codes.T.contiguous(), IN_ORDER).T.contiguous()
-        packed_zeros = pack_columns(zeros - int(form is Int4Format.GPTQ), IN_ORDER)
+        packed_zeros = pack_columns(zeros - int(form is PublishedFormat.GPTQ), IN_ORDER)
     group_of_input = groups.to(torch.int32) if shuffled else None
-    return Int4Weight(form, packed, packed_zeros, scales, group_size, group_of_input), exact
+    return PublishedWeight(form, packed, packed_zeros, scales, group_size, group_of_input), exact
 
 
-def check(x: Tensor, weight: Int4Weight, exact: Tensor) -> None:
-    actual = int4_matmul(x, weight)
+def check(x: Tensor, weight: PublishedWeight, exact: Tensor, bias: Tensor | None = None) -> None:
+    actual = int4_matmul(x, weight, bias)
     assert actual.dtype == x.dtype
     # Weights round to the dtype of the products, and so does the result.
-    expected = x.double() @ exact.to(x.dtype).double()
+    expected = x.double() @ exact.to(x.dtype).double() + (0.0 if bias is None else bias.double())
     rtol = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}[x.dtype]
     torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 70])
-@pytest.mark.parametrize("form", list(Int4Format))
-def test_agrees_with_dequantised_weights(form: Int4Format, num_rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", list(PublishedFormat))
+def test_agrees_with_dequantised_weights(form: PublishedFormat, num_rows: int, dtype: torch.dtype) -> None:
     scale_dtype = torch.float16 if dtype == torch.float32 else dtype
     weight, exact = make_weight(form, 256, 80, 128, scale_dtype)
-    check(torch.randn(num_rows, 256).to(dtype), weight, exact)
+    check(torch.randn(num_rows, 256).to(dtype), weight, exact, torch.randn(80).to(dtype))
 
 
 @pytest.mark.parametrize(("num_inputs", "group_size"), [(352, 32), (320, 64), (320, 320), (352, 352)])
-@pytest.mark.parametrize("form", [Int4Format.AWQ, Int4Format.GPTQ])
-def test_any_group_size(form: Int4Format, num_inputs: int, group_size: int) -> None:
+@pytest.mark.parametrize("form", [PublishedFormat.AWQ, PublishedFormat.GPTQ])
+def test_any_group_size(form: PublishedFormat, num_inputs: int, group_size: int) -> None:
     weight, exact = make_weight(form, num_inputs, 72, group_size, torch.float16)
     check(torch.randn(3, 640).to(torch.float16)[:, :num_inputs], weight, exact)
 
 
 def test_inputs_in_shuffled_groups() -> None:
-    weight, exact = make_weight(Int4Format.GPTQ, 192, 64, 64, torch.float16, shuffled=True)
+    weight, exact = make_weight(PublishedFormat.GPTQ, 192, 64, 64, torch.float16, shuffled=True)
     check(torch.randn(5, 192), weight, exact)
 
 
 def test_inputs_are_split_for_few_rows() -> None:
-    weight, exact = make_weight(Int4Format.AWQ, 1088, 16, 64, torch.float16)  # 17 tiles of inputs over 4 programs
+    weight, exact = make_weight(PublishedFormat.AWQ, 1088, 16, 64, torch.float16)  # 17 tiles of inputs over 4 programs
     check(torch.randn(2, 1088), weight, exact)
 
 
 def test_refuses_what_does_not_fit() -> None:
-    weight, _ = make_weight(Int4Format.AWQ, 64, 16, 64, torch.float16)
+    weight, _ = make_weight(PublishedFormat.AWQ, 64, 16, 64, torch.float16)
     with pytest.raises(ValueError, match="does not fit"):
         int4_matmul(torch.randn(2, 65), weight)

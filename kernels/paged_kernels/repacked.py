@@ -1,0 +1,59 @@
+"""Linear layers over AWQ's and GPTQ's weights on the CPU, repacked for the integer kernels of `quantized.py`.
+
+Exact: codes, zeros and scales are those of the checkpoint. Groups that `desc_act` has scattered are gathered: the
+weight's inputs are put in order of their groups once, and the layer's inputs are put in that order in every call.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paged_kernels import quantized
+from paged_kernels.published_weight import PublishedWeight, unpack_codes, unpack_zeros
+from paged_kernels.quantized import QuantizedWeight
+
+GROUP_SIZES = (128, 64, 32)
+"""Of the kernels. A checkpoint's larger groups become several with equal scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepackedWeight:
+    """`input_order`: `[num_inputs]` int64, which input each of the weight's is; None where they are in order."""
+
+    weight: QuantizedWeight
+    input_order: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes + (0 if self.input_order is None else self.input_order.nbytes)
+
+
+def repack(published: PublishedWeight) -> RepackedWeight:
+    """A copy. `group_size` is a multiple of 32, or all inputs are one group; with `group_of_input` every group has
+    `group_size` inputs."""
+    codes = unpack_codes(published)
+    order = None
+    if published.group_of_input is not None:
+        order = published.group_of_input.argsort(stable=True)
+        codes = codes[order]
+    group_size = _kernel_group_size(published.group_size, published.num_inputs)
+    repeats = -(-min(published.group_size, published.num_inputs) // group_size)
+    scales = published.scales.float().repeat_interleave(repeats, dim=0)
+    zeros = unpack_zeros(published).repeat_interleave(repeats, dim=0)
+    weight = quantized.pack_codes(codes, zeros, scales, published.bits, group_size)
+    return RepackedWeight(weight, order)
+
+
+def linear(x: Tensor, repacked: RepackedWeight, bias: Tensor | None = None) -> Tensor:
+    """`[num_rows, num_inputs]` -> `[num_rows, num_outputs]` of the same dtype, as `quantized.linear`."""
+    ordered = x if repacked.input_order is None else x.index_select(1, repacked.input_order)
+    return quantized.linear(ordered, repacked.weight, bias)
+
+
+def _kernel_group_size(group_size: int, num_inputs: int) -> int:
+    fitting = [size for size in GROUP_SIZES if group_size % size == 0]
+    if fitting:
+        return fitting[0]
+    if group_size < num_inputs:
+        raise ValueError(f"group_size {group_size} is no multiple of 32")
+    return GROUP_SIZES[-1]

@@ -1,0 +1,217 @@
+"""A linear layer over weights that AWQ or GPTQ has quantised.
+
+Invariant: the weights that are used are the checkpoint's codes, zeros and scales, exactly. Until `pack` the layer holds
+the tensors as published; `pack` joins the parts along their outputs and brings them into the device's form. Parts whose
+inputs are grouped differently (`desc_act`) can not be joined and stay products of their own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from paged_kernels import repacked
+from paged_kernels.published_weight import PublishedFormat, PublishedWeight
+from torch import Tensor
+
+from kvrelay.core.errors import ModelLoadError
+from kvrelay.engine.layers.weight_format import PublishedQuantization, PublishedTensors, Slot, WeightFormat, slot_of
+
+_MIDDLE_ZEROS = -0x77777778  # eight times 8, as int32: AWQ without zero points
+
+
+class Product(Protocol):
+    """A weight in a device's form."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`[num_tokens, num_inputs]` -> `[num_tokens, num_outputs]`."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class RepackedProduct:
+    """On the CPU: the codes in the order of its integer kernels."""
+
+    def __init__(self, weight: PublishedWeight) -> None:
+        self.weight = repacked.repack(weight)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return repacked.linear(x, self.weight, bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes
+
+
+class TritonProduct:
+    """On a GPU: the tensors as they were published. 4 bits only."""
+
+    def __init__(self, weight: PublishedWeight) -> None:
+        from paged_kernels.triton_int4 import int4_matmul  # Triton is there only where GPUs are
+
+        self.weight = weight
+        self._matmul = int4_matmul
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._matmul(x, self.weight, bias)
+
+    @property
+    def num_bytes(self) -> int:
+        weight = self.weight
+        index = 0 if weight.group_of_input is None else weight.group_of_input.nbytes
+        return weight.codes.nbytes + weight.zeros.nbytes + weight.scales.nbytes + index
+
+
+def product_for(weight: PublishedWeight) -> Product:
+    return RepackedProduct(weight) if weight.codes.device.type == "cpu" else TritonProduct(weight)
+
+
+@dataclass(slots=True)
+class _Part:
+    """One layer of the checkpoint. `tensors` by the last word of their names, as far as they have been read."""
+
+    name: str
+    num_outputs: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class PublishedLinear:
+    """`LinearLayer` of parts that are all quantised. `prefix` and a part's name are the checkpoint's name of a layer.
+
+    Raises ModelLoadError for sizes that the quantisation can not have been made for.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, int]],
+        num_inputs: int,
+        *,
+        bias: bool,
+        weights: WeightFormat,
+        published: PublishedTensors,
+        prefix: str,
+    ) -> None:
+        self.num_inputs = num_inputs
+        self.quantization = published.quantization
+        self.group_size = published.quantization.group_size or num_inputs
+        self.bias = weights.empty(sum(size for _, size in parts)) if bias else None  # [num_outputs]
+        self._device = weights.device
+        self._parts = [_Part(name, size) for name, size in parts]
+        self._names = published.names
+        self._products: list[tuple[Product, Tensor | None]] = []  # with the bias of its outputs
+        self._check_sizes(prefix)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        outputs = [product(x, bias) for product, bias in self._products]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(product.num_bytes for product, _ in self._products)
+
+    def pack(self) -> None:
+        begin = 0
+        for run in _joinable(self._parts):
+            end = begin + sum(part.num_outputs for part in run)
+            weight = _join(run, self.quantization, self.group_size)
+            self._products.append((product_for(weight), None if self.bias is None else self.bias[begin:end]))
+            begin = end
+        self._parts.clear()
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        begin = 0
+        for part in self._parts:
+            module = f"{prefix}{part.name}"
+            for kind, shape in self._shapes(module, part.num_outputs):
+                yield f"{module}.{kind}", self._slot(part, kind, shape)
+            if self.bias is not None:
+                yield f"{module}.bias", slot_of(self.bias[begin : begin + part.num_outputs])
+            begin += part.num_outputs
+
+    def _shapes(self, module: str, num_outputs: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Last words of the names of the tensors that a module must have."""
+        per_word, num_groups = 32 // self.quantization.bits, self.num_inputs // self.group_size
+        is_awq = self.quantization.format is PublishedFormat.AWQ
+        codes = (self.num_inputs, num_outputs // per_word) if is_awq else (self.num_inputs // per_word, num_outputs)
+        yield "qweight", codes
+        yield "scales", (num_groups, num_outputs)
+        if self.quantization.zeros or f"{module}.qzeros" in self._names:
+            yield "qzeros", (num_groups, num_outputs // per_word)
+        if self.quantization.group_index or (not is_awq and f"{module}.g_idx" in self._names):
+            yield "g_idx", (self.num_inputs,)
+
+    def _slot(self, part: _Part, kind: str, shape: tuple[int, ...]) -> Slot:
+        """Scales are read as float32, which holds whatever dtype they have."""
+        dtype = torch.float32 if kind == "scales" else torch.int32
+        opened = partial(torch.empty, shape, dtype=dtype, device=self._device)
+        if kind == "g_idx":
+            return Slot(shape, opened, partial(self._keep_groups, part), integers=True)
+        return Slot(shape, opened, partial(part.tensors.__setitem__, kind), integers=kind != "scales")
+
+    def _keep_groups(self, part: _Part, group_of_input: Tensor) -> None:
+        """Groups in their natural order are not kept: every kernel knows them."""
+        num_groups = self.num_inputs // self.group_size
+        lowest, highest = int(group_of_input.min()), int(group_of_input.max())
+        if lowest < 0 or highest >= num_groups:
+            raise ValueError(f"its groups are {lowest} to {highest}, but there are scales for 0 to {num_groups - 1}")
+        sizes = torch.bincount(group_of_input, minlength=num_groups)
+        if bool((sizes != self.group_size).any()):
+            group = int((sizes != self.group_size).nonzero()[0])
+            raise ValueError(f"group {group} has {int(sizes[group])} inputs instead of {self.group_size}")
+        natural = torch.arange(self.num_inputs, device=group_of_input.device) // self.group_size
+        if not torch.equal(group_of_input.long(), natural):
+            part.tensors["g_idx"] = group_of_input
+
+    def _check_sizes(self, prefix: str) -> None:
+        per_word = 32 // self.quantization.bits
+        for part in self._parts:
+            sizes = f"{self.num_inputs} inputs and {part.num_outputs} outputs of {prefix}{part.name}"
+            if self.num_inputs % self.group_size:
+                raise ModelLoadError(
+                    f"config.json: quantization_config.group_size: {self.group_size} does not divide the {sizes}"
+                )
+            if self.num_inputs % per_word or part.num_outputs % per_word:
+                raise ModelLoadError(
+                    f"config.json: quantization_config.bits: {per_word} codes, which share an int32, do not divide the "
+                    f"{sizes}"
+                )
+
+
+def _joinable(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Neighbours whose inputs are grouped alike."""
+
+    def key(part: _Part) -> bytes | None:
+        index = part.tensors.get("g_idx")
+        return None if index is None else index.cpu().numpy().tobytes()
+
+    for _, run in groupby(parts, key):
+        yield list(run)
+
+
+def _join(parts: Sequence[_Part], quantization: PublishedQuantization, group_size: int) -> PublishedWeight:
+    """Takes the tensors away from the parts."""
+
+    def take(kind: str) -> Tensor:
+        """Along the outputs, which are the columns of all of them."""
+        tensors = [part.tensors.pop(kind) for part in parts]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+
+    for part in parts:
+        if "qzeros" not in part.tensors:
+            shape = (part.tensors["scales"].shape[0], part.num_outputs // 8)
+            part.tensors["qzeros"] = part.tensors["qweight"].new_full(shape, _MIDDLE_ZEROS)
+    scales = take("scales")
+    if scales.device.type != "cpu" and torch.equal(scales.half().float(), scales):
+        scales = scales.half()  # which is how nearly all are published: half the bytes, and nothing lost
+    return PublishedWeight(
+        format=quantization.format,
+        codes=take("qweight"),
+        zeros=take("qzeros"),
+        scales=scales,
+        group_size=group_size,
+        group_of_input=parts[0].tensors.get("g_idx"),
+        bits=quantization.bits,
+    )

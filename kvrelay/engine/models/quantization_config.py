@@ -1,0 +1,125 @@
+"""What a quantised checkpoint's `quantization_config` says: AWQ and GPTQ, as AutoAWQ, AutoGPTQ and GPTQModel write it.
+
+Invariant: a `PublishedQuantization` that exists describes a packing that we read exactly; everything else raised
+ModelLoadError naming the field.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from paged_kernels.published_weight import PublishedFormat
+from paged_kernels.quantized import Bits
+
+from kvrelay.core.errors import ModelLoadError
+from kvrelay.engine.layers.weight_format import PublishedQuantization
+
+SUPPORTED = "awq (4 bits, version gemm) and gptq (4 or 8 bits, checkpoint_format gptq or gptq_v2)"
+GROUP_MULTIPLE = 32
+
+
+def parse_quantization(raw: Any, path: Path) -> PublishedQuantization | None:
+    """`raw` is the field of the configuration at `path`; None where there is none, or where it is about KV alone."""
+    if raw is None or _quantises_only_kv(raw):
+        return None
+    if not isinstance(raw, dict):
+        raise ModelLoadError(f"{path}: quantization_config must be an object, not a {type(raw).__name__}")
+    match raw.get("quant_method"):
+        case "awq":
+            return _awq(raw, path)
+        case "gptq":
+            return _gptq(raw, path)
+        case method:
+            raise _unsupported("quant_method", method, path)
+
+
+def _quantises_only_kv(raw: Any) -> bool:
+    """Whether this is about nothing but a static FP8 KV cache: the weights are plain."""
+    if not isinstance(raw, dict) or raw.get("config_groups"):
+        return False
+    scheme = raw.get("kv_cache_scheme")
+    return (
+        raw.get("quant_method") == "compressed-tensors"
+        and isinstance(scheme, dict)
+        and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+        and not scheme.get("dynamic")
+    )
+
+
+def _awq(raw: dict[str, Any], path: Path) -> PublishedQuantization:
+    version = raw.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise _unsupported("version", version, path)
+    if raw.get("backend") == "llm-awq":
+        raise _unsupported("backend", "llm-awq", path)
+    return PublishedQuantization(
+        format=PublishedFormat.AWQ,
+        bits=_bits(raw, (4,), path),
+        group_size=_group_size(raw, path),
+        zeros=_flag(raw, "zero_point", True, path),
+        group_index=False,
+        excluded=_excluded(raw, path),
+    )
+
+
+def _gptq(raw: dict[str, Any], path: Path) -> PublishedQuantization:
+    formats = {form.value: form for form in (PublishedFormat.GPTQ, PublishedFormat.GPTQ_V2)}
+    stored = raw.get("checkpoint_format") or "gptq"
+    if stored not in formats or raw.get("is_marlin_format"):
+        raise _unsupported("checkpoint_format", "marlin" if stored in formats else stored, path)
+    if raw.get("pack_dtype", "int32") != "int32":
+        raise _unsupported("pack_dtype", raw["pack_dtype"], path)
+    _check_rules(raw.get("dynamic"), path)
+    bits = _bits(raw, (4, 8), path)
+    _flag(raw, "sym", True, path)  # zeros are stored either way
+    return PublishedQuantization(
+        format=formats[stored],
+        bits=bits,
+        group_size=_group_size(raw, path),
+        zeros=True,
+        group_index=_flag(raw, "desc_act", False, path),
+        excluded=_excluded(raw, path),
+    )
+
+
+def _check_rules(rules: Any, path: Path) -> None:
+    """GPTQModel's exceptions by regular expression. `-:` leaves layers as they are, which the tensors tell; others
+    quantise layers in another way."""
+    if rules and not (isinstance(rules, dict) and all(str(rule).startswith("-:") for rule in rules)):
+        raise _unsupported("dynamic", rules, path)
+
+
+def _bits(raw: dict[str, Any], supported: tuple[Bits, ...], path: Path) -> Bits:
+    value = raw.get("bits", raw.get("w_bit"))
+    for bits in supported:
+        if value == bits and not isinstance(value, bool):
+            return bits
+    raise _unsupported("bits", value, path)
+
+
+def _group_size(raw: dict[str, Any], path: Path) -> int | None:
+    value = raw.get("group_size", raw.get("q_group_size"))
+    if value == -1:
+        return None
+    if not isinstance(value, int) or value < 1 or value % GROUP_MULTIPLE:
+        raise ModelLoadError(
+            f"{path}: quantization_config.group_size: {value!r} must be -1 or a multiple of {GROUP_MULTIPLE}"
+        )
+    return value
+
+
+def _flag(raw: dict[str, Any], field: str, default: bool, path: Path) -> bool:
+    value = raw.get(field, default)
+    if not isinstance(value, bool):
+        raise ModelLoadError(f"{path}: quantization_config.{field}: {value!r} must be true or false")
+    return value
+
+
+def _excluded(raw: dict[str, Any], path: Path) -> tuple[str, ...]:
+    names = raw.get("modules_to_not_convert") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ModelLoadError(f"{path}: quantization_config.modules_to_not_convert: {names!r} must be a list of names")
+    return tuple(names)
+
+
+def _unsupported(field: str, value: Any, path: Path) -> ModelLoadError:
+    return ModelLoadError(f"{path}: quantization_config.{field}: {value!r} is not supported; supported are {SUPPORTED}")
