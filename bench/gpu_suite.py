@@ -86,18 +86,29 @@ def run_kernels(watch: Stopwatch, rates: Rates, *, tiny: bool) -> list[Result]:
 
 def run_engine(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> list[Result]:
     """Models of 1B and 8B parameters; the self-test a tiny one."""
+    from transformers import LlamaConfig
+
     from bench.gpu.engine_cases import EnginePlan, engine_cases
+    from bench.random_model import SHAPES
     from kvrelay.engine.device_runner import StepLimits
 
     if tiny:
         limits = StepLimits(max_num_seqs=3, max_num_batched_tokens=24, max_model_len=64)
-        plan = EnginePlan("tiny", ((1, 20), (3, 8)), (30,), (2, 10, 3), 2, limits)
+        config = LlamaConfig(
+            vocab_size=300,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+        plan = EnginePlan("tiny", config, ((3, 6),), (20,), (2, 6, 2), 1, 1, limits)
         return list(engine_cases(plan, torch.float32, device, rates, seed))
     limits = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=9216)
     decode = ((1, 1024), (16, 1024), (64, 1024), (256, 1024))
     results: list[Result] = []
     for shape in ("llama-1b", "llama-8b"):
-        plan = EnginePlan(shape, decode, (512, 2048, 8192), (64, 512, 128), 64, limits)
+        plan = EnginePlan(shape, SHAPES[shape](), decode, (512, 2048, 8192), (64, 512, 128), 64, 3, limits)
         results += engine_cases(plan, torch.bfloat16, device, rates, seed)
     return results
 
