@@ -8,6 +8,7 @@ streams is made of events on the device.
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ class CudaMemory:
         self._rows = pool.view(torch.uint8).view(self.num_blocks, -1)  # [num_blocks, block_bytes]
         self._device = pool.device
         self._engine_stream = engine_stream
-        self._stream = torch.cuda.Stream(pool.device)
+        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._staging: torch.Tensor | None = None  # [num_slots, block_bytes] in host memory
         self._pinned = False
 
@@ -36,7 +37,7 @@ class CudaMemory:
         host = torch.frombuffer(staging.memory, dtype=torch.uint8)
         with self._errors("pinning"):
             # Zero is success. 1: portable, that is, pinned for every context of this process.
-            failure = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 1))
+            failure = int(_runtime().cudaHostRegister(host.data_ptr(), host.numel(), 1))
         self._pinned = failure == 0
         if not self._pinned:
             self._forget_last_error()
@@ -66,11 +67,11 @@ class CudaMemory:
         staging, self._staging = self._staging, None
         if staging is not None and self._pinned:
             with self._errors("unpinning"):
-                torch.cuda.cudart().cudaHostUnregister(staging.data_ptr())
+                _runtime().cudaHostUnregister(staging.data_ptr())
 
     def _wait(self) -> None:
         """For what was queued on our stream until now; the thread sleeps, and others run."""
-        end = torch.cuda.Event(blocking=True)
+        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         end.record(self._stream)
         end.synchronize()
 
@@ -91,3 +92,7 @@ class CudaMemory:
             yield
         except RuntimeError as error:
             raise KVError(f"{doing} failed on {self._device}: {error}") from error
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
