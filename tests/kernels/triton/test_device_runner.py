@@ -56,6 +56,7 @@ CONFIG = ModelConfig(
     sliding_windows=(None, 24),
     eos_token_ids=(),
     dtype=None,
+    quantization=None,
 )
 
 
