@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from paged_kernels.base import AttentionMetadata
 from paged_kernels.kv_scales import FP8, KVScales, encode
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.registry import BackendName, select_backend
@@ -241,31 +240,17 @@ def test_the_digest_is_over_little_endian_floats() -> None:
 # The model
 
 
-class RoundTripBackend:
+class RoundTripBackend(ReferenceBackend):
     """The oracle: K and V are quantised and dequantised at once, and kept in float32."""
 
-    name = "round trip"
-
     def __init__(self, kv_scales: KVScales) -> None:
-        self._scales = kv_scales
-        self._attention = ReferenceBackend()
+        super().__init__()
+        self._round_trip = kv_scales
 
     def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        scales = [scale[:, None] for scale in self._scales.of_layer(layer)]
+        scales = [scale[:, None] for scale in self._round_trip.of_layer(layer)]
         key, value = (encode(rows, scale).float() * scale for rows, scale in zip((key, value), scales, strict=True))
-        self._attention.write_kv(key, value, kv_pool, layer, slot_mapping)
-
-    def attend(
-        self,
-        query: Tensor,
-        kv_pool: Tensor,
-        layer: int,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-    ) -> Tensor:
-        return self._attention.attend(query, kv_pool, layer, metadata, scale=scale, sliding_window=sliding_window)
+        super().write_kv(key, value, kv_pool, layer, slot_mapping)
 
 
 def _logits(loaded: LoadedModel, pool_dtype: torch.dtype, chunks: list[list[int]]) -> Tensor:
