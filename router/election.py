@@ -1,14 +1,16 @@
 """Which node the others are held against when not all of them fit together and none is live yet.
 
 Chance must not decide it, nor who answers first: the node that fits the most others wins, decode nodes before prefill
-nodes and the one listed first among equals. A node that is lost keeps its vote, so that nobody takes a cluster over
-while it restarts.
+nodes and the one listed first among equals. A node that is lost keeps its vote for a while, so that nobody takes a
+cluster over while it restarts, and not for ever, so that those who are gone for good keep nobody out.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from router.node import NodeDescription, NodeHandle, NodeRole
+
+VOTE_SECONDS = 120.0  # after its last word; a large model takes that long to load
 
 Difference = Callable[[NodeDescription, NodeDescription], str | None]
 
@@ -21,9 +23,10 @@ class Elected:
     why: str
 
 
-def elect(nodes: Sequence[NodeHandle], difference: Difference) -> Elected | None:
-    """Of the nodes that were reached once and are of the role they are listed for; None when there is none."""
-    voters = [node for node in nodes if node.description is not None and node.description.role is node.role]
+def elect(nodes: Sequence[NodeHandle], difference: Difference, *, now: float) -> Elected | None:
+    """Of the nodes that were heard of lately and are of the role they are listed for; None when there is none. `now` on
+    the clock of their `heard_at`."""
+    voters = [node for node in nodes if _votes(node, now)]
     voters.sort(key=lambda node: node.role is not NodeRole.DECODE)  # stable: otherwise as listed
     if not voters:
         return None
@@ -35,6 +38,12 @@ def elect(nodes: Sequence[NodeHandle], difference: Difference) -> Elected | None
     )
     why = "of as many nodes, it is listed first" if rivals else f"it fits {most} of {len(voters)} nodes"
     return Elected(winner, why)
+
+
+def _votes(node: NodeHandle, now: float) -> bool:
+    if node.description is None or node.description.role is not node.role:
+        return False
+    return node.heard_at is not None and now - node.heard_at <= VOTE_SECONDS
 
 
 def _fit(one: NodeHandle, other: NodeHandle, difference: Difference) -> bool:

@@ -170,6 +170,7 @@ class Registry:
         stub = _stub(node)
         try:
             description = description_from_wire(await stub.Describe(node_pb2.DescribeRequest(), timeout=self._timeout))
+            node.heard_at = self.clock.now()
             known, node.description = node.description, description
         finally:
             self._tried[node.address].set()
@@ -195,7 +196,7 @@ class Registry:
             assert other.description is not None
             if difference := _difference(description, other.description):
                 raise NodeRefusedError(f"{difference} (as {other.name} has it, which is live)")
-        elected = elect(self.nodes, _difference)
+        elected = elect(self.nodes, _difference, now=self.clock.now())
         if live or elected is None or elected.node is node:
             return
         assert elected.node.description is not None

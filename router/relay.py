@@ -85,9 +85,14 @@ class ClusterRelay:
             raise UnavailableError("the router is stopping")
         return self._registry.served_model()
 
-    def check_capacity(self, num_admitting: int = 0) -> None:
-        if len(self._running) + num_admitting >= self._max_concurrent_requests:
-            limit = self._max_concurrent_requests
+    def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
+        limit = self._max_concurrent_requests
+        if num_wanted > limit:
+            raise InvalidRequestError(
+                f"prompt has {num_wanted} entries, more than the {limit} requests that may run at a time; send fewer",
+                field="prompt",
+            )
+        if len(self._running) + num_admitting + num_wanted > limit:
             raise OverloadedError(f"{limit} requests are running or waiting, which is all that may; try again later")
 
     async def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:

@@ -111,9 +111,9 @@ class Relay(Protocol):
         """Raises UnavailableError while no node that can decode is known."""
         ...
 
-    def check_capacity(self, num_admitting: int = 0) -> None:
-        """Raises OverloadedError when no further request may run beside those that do, waiting ones included, and
-        `num_admitting` more."""
+    def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
+        """Raises OverloadedError when not all of `num_wanted` requests may run beside those that do, waiting ones
+        included, and `num_admitting` more; InvalidRequestError when so many never may."""
         ...
 
     def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:

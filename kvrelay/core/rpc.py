@@ -4,6 +4,7 @@ Invariant: an error leaves a service as a status code, a message and rich detail
 class of our exception tree again on the other side. What is not ours leaves as INTERNAL, without our insides.
 """
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
@@ -44,6 +45,8 @@ RETRY_DELAY_SECONDS = 1
 ERROR_DOMAIN = "kvrelay"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_CHARS = 512
+# A peer that takes nothing of its stream for so long is as good as gone; until then it keeps what serves it.
+WRITE_SECONDS = 60.0
 WHOLE_SERVER = ""  # the health service's name for it: whether the process is of any use, ready or not
 
 Options = list[tuple[str, int]]
@@ -191,8 +194,12 @@ _HANDLER_KINDS: tuple[tuple[str, Callable[..., "Handler"]], ...] = (
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """The one place where a servicer's exceptions become statuses.
 
-    Cancellation passes; a stream's generator is closed together with its call.
+    Cancellation passes; a stream's generator is closed together with its call, or when the other side has taken nothing
+    for `write_timeout` seconds.
     """
+
+    def __init__(self, *, write_timeout: float = WRITE_SECONDS) -> None:
+        self._write_timeout = write_timeout
 
     async def intercept_service(
         self,
@@ -205,7 +212,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         for kind, make in _HANDLER_KINDS:
             behavior: Behavior | None = getattr(handler, kind)
             if behavior is not None:
-                coroutine = _written(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+                coroutine = (
+                    _written(behavior, self._write_timeout) if inspect.isasyncgenfunction(behavior) else behavior
+                )
                 deserializer = handler.request_deserializer
                 if kind.startswith("unary_") and deserializer is not None:
                     coroutine, deserializer = _parsed(coroutine, deserializer), None
@@ -214,13 +223,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
 
-def _written(behavior: Callable[[Any, Context], AsyncGenerator[Any, None]]) -> Behavior:
-    """A generator as a coroutine that writes: a cancelled call closes the generator at once, in the same task."""
+def _written(behavior: Callable[[Any, Context], AsyncGenerator[Any, None]], timeout: float) -> Behavior:
+    """A generator as a coroutine that writes: a cancelled call closes the generator at once, in the same task, and so
+    does a write that takes longer than `timeout`."""
 
     async def write_all(request: Any | AsyncIterator[Any], context: Context) -> None:
         async with aclosing(behavior(request, context)) as responses:
             async for response in responses:
-                await context.write(response)
+                try:
+                    async with asyncio.timeout(timeout):
+                        await context.write(response)
+                except TimeoutError:
+                    raise CancelledByPeerError(f"nothing of the stream was taken for {timeout:g} seconds") from None
 
     return write_all
 

@@ -124,7 +124,7 @@ class _Gateway:
         """Admits every prompt before any of them runs."""
         response_id = f"{kind}-{request.scope[_REQUEST_ID]}"
         ids = [response_id] if len(clients) == 1 else [f"{response_id}-{i}" for i in range(len(clients))]
-        routed = [await self._edge.admit(client, name) for client, name in zip(clients, ids, strict=True)]
+        routed = await self._edge.admit(dict(zip(ids, clients, strict=True)))
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
         generation = HttpGeneration(self._edge, routed, shape, envelope)
         if body.stream:

@@ -118,7 +118,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         with self._edge.counting_errors():
             request_id = _request_id(request.request_id)
             client = _client_request(request, context.time_remaining())
-        return await self._edge.admit(client, request_id)
+        (routed,) = await self._edge.admit({request_id: client})
+        return routed
 
     async def _events(self, routed: RoutedRequest) -> AsyncGenerator[GenerationEvent, None]:
         if routed.request_id in self._running:

@@ -4,7 +4,7 @@ Invariant: every choice ends with exactly one chunk that has a finish reason, an
 however this one ends. The relay hears of every choice that a stop string ends.
 """
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 
 from kvrelay.core.clock import Clock
@@ -40,16 +40,17 @@ class Edge:
         self._clock = clock
         self._num_admitting = 0
 
-    async def admit(self, client: ClientRequest, request_id: str) -> RoutedRequest:
-        """Raises what `RequestValidator.routed` raises, and OverloadedError before any work is done for a request that
-        will not be served: those that are being tokenised count as served."""
+    async def admit(self, clients: Mapping[str, ClientRequest]) -> list[RoutedRequest]:
+        """All of a call's requests, by their ids, or none. Raises what `RequestValidator.routed` raises, and
+        OverloadedError before any work is done for requests that will not be served: those that are being tokenised
+        count as served."""
         with self.counting_errors():
-            self.relay.check_capacity(self._num_admitting)
-            self._num_admitting += 1
+            self.relay.check_capacity(self._num_admitting, len(clients))
+            self._num_admitting += len(clients)
             try:
-                return await self.validator.routed(client, request_id)
+                return [await self.validator.routed(client, name) for name, client in clients.items()]
             finally:
-                self._num_admitting -= 1
+                self._num_admitting -= len(clients)
 
     @contextmanager
     def counting_errors(self) -> Iterator[None]:

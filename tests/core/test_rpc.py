@@ -203,3 +203,32 @@ async def test_a_refused_connection_is_unavailable_and_a_taken_port_is_a_configu
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await router_stub(channel).ListModels(router_pb2.ListModelsRequest(), timeout=10)
     assert isinstance(error_from_rpc(caught.value), UnavailableError)
+
+
+class EndlessRouter(FailingRouter):
+    """Streams more than any window holds."""
+
+    async def GenerateStream(
+        self, request: router_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        try:
+            while True:
+                yield router_pb2.GenerateResponse(request_id="x" * (1 << 20))
+        finally:
+            self.closed.set()
+
+
+async def test_a_client_that_takes_nothing_of_its_stream_is_let_go() -> None:
+    servicer = EndlessRouter(None)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(write_timeout=0.2)], options=server_options())
+    router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
+    port = await serve_insecure(server, "127.0.0.1", 0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+            call = router_stub(channel).GenerateStream(router_pb2.GenerateRequest())
+            async with asyncio.timeout(30.0):
+                await servicer.closed.wait()  # while the client is still there, and has read nothing
+            assert not call.done()
+            call.cancel()
+    finally:
+        await server.stop(None)

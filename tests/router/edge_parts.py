@@ -54,7 +54,7 @@ class ScriptedRelay:
         namespace = KVNamespace(b"fingerprint", "float32", "layout", 16)
         return ServedModel(MAX_MODEL_LEN, self.tokenizer.vocab_size, namespace)
 
-    def check_capacity(self, num_admitting: int = 0) -> None:
+    def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
         if not self.has_capacity:
             raise OverloadedError("the queue is full")
 

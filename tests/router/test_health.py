@@ -10,7 +10,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.core.errors import KVRelayError, OverloadedError, UnavailableError
+from kvrelay.core.errors import InvalidRequestError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import node_pb2
@@ -221,6 +221,15 @@ async def test_waiting_requests_count_and_their_deadline_holds() -> None:
         nodes.relay.check_capacity()
         with pytest.raises(OverloadedError):
             nodes.relay.check_capacity(1)
+
+
+async def test_a_call_of_many_prompts_needs_room_for_all_of_them() -> None:
+    async with cluster(num_prefill_nodes=0, max_concurrent_requests=3) as nodes:
+        nodes.relay.check_capacity(0, 3)
+        with pytest.raises(OverloadedError):
+            nodes.relay.check_capacity(1, 3)
+        with pytest.raises(InvalidRequestError, match="prompt has 4 entries, more than the 3 requests"):
+            nodes.relay.check_capacity(0, 4)
 
 
 async def test_everything_of_a_node_is_in_the_metrics() -> None:

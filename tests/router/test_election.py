@@ -1,0 +1,53 @@
+"""Who is in the right when nodes do not fit together."""
+
+from dataclasses import replace
+from random import Random
+from typing import Any, cast
+
+from kvrelay.core.clock import MonotonicClock
+from router.election import VOTE_SECONDS, elect
+from router.node import KVSource, NodeDescription, NodeHandle, NodeRole
+from router.outlier import Outlier
+from tests.router.scripted_nodes import NAMESPACE
+
+NOW = 1000.0
+
+
+def node(name: str, block_size: int, *, heard_at: float | None = NOW) -> NodeHandle:
+    handle = NodeHandle(name, NodeRole.DECODE, cast(Any, None), Outlier(name, MonotonicClock(), random=Random(0)))
+    handle.heard_at = heard_at
+    handle.description = NodeDescription(
+        role=NodeRole.DECODE,
+        source=KVSource(name, 1, ""),
+        kv_namespace=replace(NAMESPACE, block_size=block_size),
+        connector="in_process",
+        max_model_len=100,
+        num_blocks=10,
+        vocab_size=300,
+        max_num_seqs=4,
+    )
+    return handle
+
+
+def difference(one: NodeDescription, other: NodeDescription) -> str | None:
+    return None if one.kv_namespace == other.kv_namespace else "block size"
+
+
+def winner(*nodes: NodeHandle) -> str:
+    elected = elect(nodes, difference, now=NOW)
+    assert elected is not None
+    return elected.node.address
+
+
+def test_a_node_that_restarts_keeps_its_vote() -> None:
+    lost = NOW - VOTE_SECONDS
+    assert winner(node("new", 8), node("old-0", 4, heard_at=lost), node("old-1", 4, heard_at=lost)) == "old-0"
+
+
+def test_nodes_that_are_gone_for_good_keep_nobody_out() -> None:
+    gone = NOW - VOTE_SECONDS - 1.0
+    assert winner(node("old-0", 4, heard_at=gone), node("old-1", 4, heard_at=gone), node("new", 8)) == "new"
+
+
+def test_without_a_voter_nobody_is_elected() -> None:
+    assert elect([node("never", 4, heard_at=None)], difference, now=NOW) is None
