@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -44,10 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     if args.part != "engine":
         results += run_kernels(watch, rates, tiny=args.self_test)
-        _report(args.output, results, rates, device, args.seed)  # what follows may not come to its end
-    if args.part != "kernels":
-        results += run_engine(device, rates, args.seed, tiny=args.self_test)
         _report(args.output, results, rates, device, args.seed)
+    if args.part != "kernels":
+        for result in run_engine(device, rates, args.seed, tiny=args.self_test):
+            results.append(result)
+            _report(args.output, results, rates, device, args.seed)  # the next may not come to its end
     print(f"copy {rates.copy / 1e9:.0f} GB/s, matmul {rates.matmul / 1e12:.1f} TFLOP/s, seed {args.seed}")
     print(table(results))
     return 0 if all(result.is_right for result in results) else 1
@@ -84,22 +85,32 @@ def run_kernels(watch: Stopwatch, rates: Rates, *, tiny: bool) -> list[Result]:
     return results + [case.measure(watch, rates) for case in layer_cases(sizes, dtype, watch.device)]
 
 
-def run_engine(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> list[Result]:
+def run_engine(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> Iterator[Result]:
     """Models of 1B and 8B parameters; the self-test a tiny one."""
+    from transformers import LlamaConfig
+
     from bench.gpu.engine_cases import EnginePlan, engine_cases
+    from bench.random_model import SHAPES
     from kvrelay.engine.device_runner import StepLimits
 
     if tiny:
         limits = StepLimits(max_num_seqs=3, max_num_batched_tokens=24, max_model_len=64)
-        plan = EnginePlan("tiny", ((1, 20), (3, 8)), (30,), (2, 10, 3), 2, limits)
-        return list(engine_cases(plan, torch.float32, device, rates, seed))
+        config = LlamaConfig(
+            vocab_size=300,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+        plan = EnginePlan("tiny", config, ((3, 6),), (20,), (2, 6, 2), 1, 1, limits)
+        yield from engine_cases(plan, torch.float32, device, rates, seed)
+        return
     limits = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=9216)
     decode = ((1, 1024), (16, 1024), (64, 1024), (256, 1024))
-    results: list[Result] = []
     for shape in ("llama-1b", "llama-8b"):
-        plan = EnginePlan(shape, decode, (512, 2048, 8192), (64, 512, 128), 64, limits)
-        results += engine_cases(plan, torch.bfloat16, device, rates, seed)
-    return results
+        plan = EnginePlan(shape, SHAPES[shape](), decode, (512, 2048, 8192), (64, 512, 128), 64, 3, limits)
+        yield from engine_cases(plan, torch.bfloat16, device, rates, seed)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from bench.gpu.case import deviation
 from bench.gpu.eager_recorder import EagerRecorder
@@ -16,7 +17,6 @@ from bench.gpu.measure import Rates
 from bench.gpu.random_decoder import random_decoder
 from bench.gpu.report import Result
 from bench.gpu.transformers_peer import generate_with_transformers
-from bench.random_model import SHAPES
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
@@ -37,14 +37,16 @@ _WARMUP_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What is measured of one shape of `bench/random_model.py`. `decode`: (batch, context); `prefill`: tokens of one
-    prompt; `batch`: (prompts, tokens of each, new tokens), from beginning to end; `steps` are timed of each decode."""
+    """What is measured of one model. `decode`: (batch, context); `prefill`: tokens of one prompt, best of `repeats`;
+    `batch`: (prompts, tokens of each, new tokens), from beginning to end; `steps` are timed of each decode."""
 
-    shape: str
+    name: str
+    config: PreTrainedConfig
     decode: tuple[tuple[int, int], ...]
     prefill: tuple[int, ...]
     batch: tuple[int, int, int]
     steps: int
+    repeats: int
     limits: StepLimits
 
     @property
@@ -71,9 +73,7 @@ class EngineBench:
         self._device = device
         self._generator = torch.Generator().manual_seed(seed)
         limits = plan.limits
-        self.model = random_decoder(
-            SHAPES[plan.shape](), max_model_len=limits.max_model_len, dtype=dtype, device=device
-        )
+        self.model = random_decoder(plan.config, max_model_len=limits.max_model_len, dtype=dtype, device=device)
         config = self.model.config
         shape = (plan.num_blocks, config.num_kv_heads, config.num_layers, 2, _BLOCK_SIZE, config.head_dim)
         self._pool = torch.zeros(shape, dtype=dtype, device=device)
@@ -81,7 +81,7 @@ class EngineBench:
         start = time.perf_counter()
         recorder = CudaGraphRecorder() if device.type == "cuda" else EagerRecorder()
         self._runner = DeviceRunner(self.model, self._sampler, self._pool, limits, recorder)
-        _logger.info("%s: recorded decode steps in %.1f s", plan.shape, time.perf_counter() - start)
+        _logger.info("%s: recorded decode steps in %.1f s", plan.name, time.perf_counter() - start)
         self._engine = self._make_engine()
         self._num_requests = 0
 
@@ -114,8 +114,8 @@ class EngineBench:
         return seconds / self._plan.steps
 
     def prompt_seconds(self, length: int) -> float:
-        """Until the first token; the best of three, the first of which may compile."""
-        return min(self.batch_seconds(1, length, 1) for _ in range(3))
+        """Until the first token; the first time may compile."""
+        return min(self.batch_seconds(1, length, 1) for _ in range(self._plan.repeats))
 
     def batch_seconds(self, count: int, length: int, new: int) -> float:
         sampling = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=new)
@@ -179,19 +179,19 @@ def engine_cases(
     for batch, context in plan.decode:
         seconds = bench.decode_step_seconds(batch, context)
         floor = rates.floor_seconds(work.decode_bytes(batch, context), work.flops(batch))
-        yield Result(f"{plan.shape} decode step {batch} x {context}", error, seconds, floor, {})
+        yield Result(f"{plan.name} decode step {batch} x {context}", error, seconds, floor, {})
     for length in plan.prefill:
         seconds = bench.prompt_seconds(length)
         floor = rates.floor_seconds(work.weight_bytes, work.flops(length) + work.attention_flops(length))
-        yield Result(f"{plan.shape} first token of {length}", error, seconds, floor, {})
+        yield Result(f"{plan.name} first token of {length}", error, seconds, floor, {})
     count, prompt, new = plan.batch
     seconds = bench.batch_seconds(count, prompt, new)
     floor = count * rates.floor_seconds(0, work.flops(prompt) + work.attention_flops(prompt))
     floor += new * rates.floor_seconds(work.decode_bytes(count, prompt), work.flops(count))
     prompts = [list(bench.prompt(prompt)) for _ in range(count)]
     del bench, work
-    peers = generate_with_transformers(plan.shape, prompts, new) if device.type == "cuda" else {}
-    yield Result(f"{plan.shape} {count} x ({prompt} in, {new} out)", error, seconds, floor, peers)
+    peers = generate_with_transformers(plan.config, prompts, new) if device.type == "cuda" else {}
+    yield Result(f"{plan.name} {count} x ({prompt} in, {new} out)", error, seconds, floor, peers)
 
 
 class _Work:

@@ -5,34 +5,36 @@ import time
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
-
-from bench.random_model import SHAPES
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 _logger = logging.getLogger(__name__)
 
 
-def generate_with_transformers(shape: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
+def generate_with_transformers(
+    config: PreTrainedConfig, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> dict[str, float]:
     """Seconds by name of the peer; empty where it failed, since our own results must not be lost to that."""
     torch.cuda.empty_cache()
     try:
-        return {"transformers continuous batching": _seconds(shape, prompts, new_tokens)}
+        return {"transformers continuous batching": _seconds(config, prompts, new_tokens)}
     except Exception:
         _logger.exception("transformers' continuous batching did not run")
         return {}
 
 
-def _seconds(shape: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+def _seconds(config: PreTrainedConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            SHAPES[shape](), dtype=torch.bfloat16, attn_implementation="sdpa"
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
         ).eval()
-    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    greedy = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     inputs = [list(prompt) for prompt in prompts]
-    model.generate_batch(inputs=inputs[:2], generation_config=config, persistent_manager=True)  # captures its graphs
+    model.generate_batch(inputs=inputs[:2], generation_config=greedy, persistent_manager=True)  # captures its graphs
     torch.cuda.synchronize()
     start = time.perf_counter()
-    outputs = model.generate_batch(inputs=inputs, generation_config=config, persistent_manager=True)
+    outputs = model.generate_batch(inputs=inputs, generation_config=greedy, persistent_manager=True)
     seconds = time.perf_counter() - start
     missing = [name for name, output in outputs.items() if len(output.generated_tokens) != new_tokens]
     if len(outputs) != len(inputs) or missing:

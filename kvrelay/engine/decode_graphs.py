@@ -36,7 +36,7 @@ class CudaGraphRecorder:
     """CUDA graphs. Needs a card; everything else of this file does not."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Step) -> RecordedStep:
         step()  # compiles kernels and lets libraries allocate, neither of which may happen while recording

@@ -104,7 +104,7 @@ class PreparedEngine:
         """`kv_pool`: zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on the model's device.
         `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's. On a card this also records decode steps,
         which takes seconds."""
-        assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape)
+        assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape) and kv_pool.device == self.device
         eos_token_ids = self.loaded.config.eos_token_ids
         config = SchedulerConfig(
             block_size=self.layout.block_size,

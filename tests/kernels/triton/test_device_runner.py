@@ -1,9 +1,8 @@
 """The runner for cards under the real engine, on CPU tensors: the tokens of the CPU's engine, whatever is recorded,
 padded, mixed, shared or known only on the device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,43 +20,74 @@ from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.device_runner import DeviceRunner, StepLimits
 from kvrelay.engine.device_sampler import DeviceSampler
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.layers.rotary import RopeKind, RopeParameters
+from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.memory_profile import largest_step
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.models.model_config import ModelConfig
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
 from kvrelay.engine.request import EngineRequest
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import Sampler, SamplingRow
 from kvrelay.engine.scheduler import SchedulerConfig
-from tests.engine.tiny_models import make_tiny_model
 
 NUM_BLOCKS = 24
-LIMITS = StepLimits(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=96)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=5, seed=0)
+LIMITS = StepLimits(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=64)
+VOCAB_SIZE = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, seed=0)
+CONFIG = ModelConfig(
+    family="llama",
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=48,
+    vocab_size=VOCAB_SIZE,
+    rms_norm_eps=1e-5,
+    rope=RopeParameters(RopeKind.DEFAULT, 10_000.0, 64),
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    sliding_windows=(None, 24),
+    eos_token_ids=(),
+    dtype=None,
+)
+
+
+def make_model(attention: AttentionBackend) -> DecoderForCausalLM:
+    """The same weights each time."""
+    weights = WeightFormat(torch.float32, torch.device("cpu"))
+    model = DecoderForCausalLM(CONFIG, attention, max_model_len=LIMITS.max_model_len, weights=weights)
+    generator = torch.Generator().manual_seed(4)
+    for slot in model.checkpoint_slots().values():
+        slot.filled(slot.open().normal_(0.0, 0.4, generator=generator))
+    model.pack()
+    return model
+
+
+def make_pool(num_blocks: int = NUM_BLOCKS) -> Tensor:
+    return torch.zeros(num_blocks, CONFIG.num_kv_heads, CONFIG.num_layers, 2, 16, CONFIG.head_dim)
+
+
+def make_runner(recorder: EagerRecorder | None, pool: Tensor | None = None) -> DeviceRunner:
+    kv_pool = make_pool() if pool is None else pool
+    return DeviceRunner(make_model(TritonBackend()), DeviceSampler(VOCAB_SIZE, ()), kv_pool, LIMITS, recorder)
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"), vocab_size=320)
+def recorder() -> EagerRecorder:
+    return EagerRecorder()
 
 
-def load(directory: Path, attention: AttentionBackend) -> LoadedModel:
-    return load_model(str(directory), dtype="float32", attention=attention, max_model_len=LIMITS.max_model_len)
-
-
-def make_pool(loaded: LoadedModel, num_blocks: int = NUM_BLOCKS) -> Tensor:
-    config = loaded.config
-    return torch.zeros(num_blocks, config.num_kv_heads, config.num_layers, 2, 16, config.head_dim)
-
-
-def device_runner(loaded: LoadedModel, recorder: EagerRecorder | None) -> DeviceRunner:
-    sampler = DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
-    return DeviceRunner(loaded.model, sampler, make_pool(loaded), LIMITS, recorder)
-
-
-def cpu_runner(directory: Path) -> ModelRunner:
-    loaded = load(directory, ReferenceBackend())
-    return ModelRunner(loaded.model, Sampler(loaded.config.vocab_size, loaded.config.eos_token_ids), make_pool(loaded))
+@pytest.fixture(scope="module")
+def recorded(recorder: EagerRecorder) -> DeviceRunner:
+    """Whose steps are recorded. Tests write what they read."""
+    return make_runner(recorder)
 
 
 @dataclass(slots=True)
@@ -100,13 +130,13 @@ def speak(
 
 def mixed_requests() -> list[list[EngineRequest]]:
     """Long and short prompts, a shared prefix, parallel outputs, penalties, seeds and log-probabilities."""
-    shared = tuple(range(40, 76))
-    several = SamplingParams(n=2, seed=5, temperature=0.8, top_p=0.9, max_tokens=4)
-    penalised = SamplingParams(temperature=0.0, seed=0, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=5)
+    shared = tuple(range(30, 56))
+    several = SamplingParams(n=2, seed=5, temperature=0.8, top_k=9, max_tokens=3)
+    penalised = SamplingParams(temperature=0.0, seed=0, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=4)
     explained = SamplingParams(temperature=0.0, seed=0, logprobs=3, prompt_logprobs=2, max_tokens=3)
     return [
         [EngineRequest("first", (*shared, 7), GREEDY), EngineRequest("short", (9, 8), GREEDY)],
-        [EngineRequest("again", (*shared, 200, 201), GREEDY), EngineRequest("several", (31, 32, 33), several)],
+        [EngineRequest("again", (*shared, 20, 21), GREEDY), EngineRequest("several", (1, 2, 3), several)],
         [EngineRequest("penalised", (5, 5, 6), penalised), EngineRequest("explained", (1, 2, 3, 4), explained)],
     ]
 
@@ -127,18 +157,19 @@ def exact(logprobs: Sequence[TokenLogprobs]) -> list[object]:
     return [(one.token_id, one.logprob, one.rank, list(one.top)) for one in logprobs]
 
 
-def test_the_engine_speaks_the_tokens_of_the_cpu(directory: Path) -> None:
-    recorder = EagerRecorder()
-    runner = device_runner(load(directory, TritonBackend()), recorder)
-    expected = speak(cpu_runner(directory), mixed_requests(), run_ahead=False)
-    found = speak(runner, mixed_requests(), run_ahead=True)
+def test_the_engine_speaks_the_tokens_of_the_cpu(recorded: DeviceRunner, recorder: EagerRecorder) -> None:
+    recorder.replayed.clear()
+    cpu = ModelRunner(make_model(ReferenceBackend()), Sampler(VOCAB_SIZE, ()), make_pool())
+    expected = speak(cpu, mixed_requests(), run_ahead=False)
+    found = speak(recorded, mixed_requests(), run_ahead=True)
     assert {name: spoken.token_ids for name, spoken in found.items()} == {
         name: spoken.token_ids for name, spoken in expected.items()
     }
     for name, spoken in found.items():
         assert exact(spoken.logprobs) == close(expected[name].logprobs)
     assert found["explained", -1].logprobs and found["explained", 0].logprobs
-    assert 6 in recorder.replayed and set(recorder.replayed) <= {1, 2, 4, 6}
+    assert len({token for spoken in found.values() for token in spoken.token_ids}) > 5
+    assert {2, 4} <= set(recorder.replayed) <= {1, 2, 4, 6}
 
 
 def decode(token_id: int, position: int, table: Sequence[int], input_row: int | None = None) -> ScheduledSequence:
@@ -146,7 +177,11 @@ def decode(token_id: int, position: int, table: Sequence[int], input_row: int | 
     return ScheduledSequence((token_id,), position, table, (row,), input_row=input_row)
 
 
-def tokens_of(runner: DeviceRunner, plans: Iterator[SchedulerOutput] | Sequence[SchedulerOutput]) -> list[list[int]]:
+def prompt(token_ids: Sequence[int], table: Sequence[int]) -> ScheduledSequence:
+    return ScheduledSequence(token_ids, 0, table, (SamplingRow(GREEDY, 0, len(token_ids), 0, (), ()),))
+
+
+def tokens_of(runner: DeviceRunner, plans: Sequence[SchedulerOutput]) -> list[list[int]]:
     """Every step is launched before the one before it is collected."""
     found = []
     before = None
@@ -160,32 +195,26 @@ def tokens_of(runner: DeviceRunner, plans: Iterator[SchedulerOutput] | Sequence[
     return [[token.token_id for result in output.results for token in result.sampled] for output in found]
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_a_step_reads_tokens_that_the_host_does_not_know_yet(directory: Path, recorded: bool) -> None:
-    loaded = load(directory, TritonBackend())
+@pytest.mark.parametrize("replayed", [True, False])
+def test_a_step_reads_tokens_that_the_host_does_not_know_yet(recorded: DeviceRunner, replayed: bool) -> None:
+    runner = recorded if replayed else make_runner(None)
     tables = ([3], [5])
-    prompts = tuple(
-        ScheduledSequence(prompt, 0, table, (SamplingRow(GREEDY, 0, len(prompt), 0, (), ()),))
-        for prompt, table in zip(((5, 6, 7), (8, 9)), tables, strict=True)
-    )
-    [first] = tokens_of(device_runner(loaded, None), [SchedulerOutput(prompts, ())])
-    runner = device_runner(loaded, EagerRecorder() if recorded else None)
+    prompts = SchedulerOutput((prompt((5, 6, 7), tables[0]), prompt((8, 9), tables[1])), ())
+    [first] = tokens_of(runner, [prompts])
     known = SchedulerOutput((decode(first[0], 3, tables[0]), decode(first[1], 2, tables[1])), ())
-    _, expected = tokens_of(runner, [SchedulerOutput(prompts, ()), known])
+    [expected] = tokens_of(runner, [known])
     swapped = (decode(UNKNOWN_TOKEN, 2, tables[1], 1), decode(UNKNOWN_TOKEN, 3, tables[0], 0))
-    _, found = tokens_of(runner, [SchedulerOutput(prompts, ()), SchedulerOutput(swapped, ())])
+    _, found = tokens_of(runner, [prompts, SchedulerOutput(swapped, ())])
     assert found == expected[::-1]
-    beside = (swapped[1], ScheduledSequence((8, 9), 0, tables[1], ()))  # a mixed step is never recorded
-    _, found = tokens_of(runner, [SchedulerOutput(prompts, ()), SchedulerOutput(beside, ())])
+    beside = (swapped[1], ScheduledSequence((8, 9), 0, tables[1], ()))  # a mixed step is never replayed
+    _, found = tokens_of(runner, [prompts, SchedulerOutput(beside, ())])
     assert found == expected[:1]
 
 
-def test_a_row_that_failed_fails_its_step_and_no_other(directory: Path) -> None:
-    loaded = load(directory, TritonBackend())
-    sampler = DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
-    pool = make_pool(loaded)
+def test_a_row_that_failed_fails_its_step_and_no_other() -> None:
+    pool = make_pool()
     pool[7] = float("nan")
-    runner = DeviceRunner(loaded.model, sampler, pool, LIMITS, EagerRecorder())
+    runner = make_runner(None, pool)
     broken = runner.launch(SchedulerOutput((decode(5, 3, [7]),), ()))
     after = runner.launch(SchedulerOutput((decode(UNKNOWN_TOKEN, 3, [6], 0),), ()))
     with pytest.raises(KVRelayError, match="not finite"):
@@ -194,19 +223,17 @@ def test_a_row_that_failed_fails_its_step_and_no_other(directory: Path) -> None:
     assert result.sampled[0].token_id >= 0
 
 
-def test_blocks_are_copied_before_anything_is_written(directory: Path) -> None:
-    loaded = load(directory, TritonBackend())
-    runner = device_runner(loaded, EagerRecorder())
-    prompt = ScheduledSequence((5, 6, 7), 0, [2], ())
-    plans = [SchedulerOutput((prompt,), ()), SchedulerOutput((decode(8, 3, [4]), decode(8, 3, [2])), ((2, 4),))]
-    [_, both] = tokens_of(runner, plans)
-    assert both[0] == both[1]
+def test_blocks_are_copied_first_and_a_batch_is_padded(recorded: DeviceRunner, recorder: EagerRecorder) -> None:
+    plans = [
+        SchedulerOutput((ScheduledSequence((5, 6, 7), 0, [2], ()),), ()),
+        SchedulerOutput((decode(8, 3, [4]), decode(8, 3, [2]), decode(8, 3, [6])), ((2, 4), (2, 6))),
+    ]
+    _, both = tokens_of(recorded, plans)
+    assert both == both[:1] * 3
+    assert recorder.replayed[-1] == 4
 
 
-def test_the_largest_step_runs_in_one_block(directory: Path) -> None:
-    loaded = load(directory, TritonBackend())
-    sampler = DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
-    runner = DeviceRunner(loaded.model, sampler, make_pool(loaded, 1), LIMITS)
-    plan = largest_step(LIMITS, 16)
-    assert plan.num_scheduled_tokens == 24 and len(plan.scheduled) == 6
-    assert len(runner.launch(plan).collect().results) == 6
+def test_the_largest_step_runs_in_one_block() -> None:
+    plan = largest_step(StepLimits(max_num_seqs=2, max_num_batched_tokens=21, max_model_len=64), 16)
+    assert plan.num_scheduled_tokens == 21
+    assert len(make_runner(None, make_pool(1)).launch(plan).collect().results) == 2
