@@ -243,14 +243,12 @@ def test_the_digest_is_over_little_endian_floats() -> None:
 class RoundTripBackend(ReferenceBackend):
     """The oracle: K and V are quantised and dequantised at once, and kept in float32."""
 
-    name = "round trip"
-
     def __init__(self, kv_scales: KVScales) -> None:
         super().__init__()
-        self._scales = kv_scales
+        self._round_trip = kv_scales
 
     def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        scales = [scale[:, None] for scale in self._scales.of_layer(layer)]
+        scales = [scale[:, None] for scale in self._round_trip.of_layer(layer)]
         key, value = (encode(rows, scale).float() * scale for rows, scale in zip((key, value), scales, strict=True))
         super().write_kv(key, value, kv_pool, layer, slot_mapping)
 

@@ -20,8 +20,9 @@ def decode_e4m3(code):
 
 @triton.jit
 def encode_e4m3(x):
-    """float32 to uint8 codes: to the nearest, ties to even; what is too large becomes the largest. NaN is not kept."""
-    magnitude = tl.minimum(tl.abs(x), LARGEST_E4M3)
+    """float32 to uint8 codes: to the nearest, ties to even; what is too large, and NaN, becomes the largest."""
+    absolute = tl.abs(x)
+    magnitude = tl.where(absolute < LARGEST_E4M3, absolute, LARGEST_E4M3)  # NaN too, which a minimum may keep
     bits = magnitude.to(tl.int32, bitcast=True)
     rounded = bits + 0x7FFFF + ((bits >> 20) & 1)  # 20 of the 23 mantissa bits go
     normal = (rounded >> 20) - ((127 - 7) << 3)
