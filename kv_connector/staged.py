@@ -92,8 +92,8 @@ class StagedConnector:
                 errors.append(error)
         if errors and len(errors) == num_parts:
             raise errors[0]
-        for error in errors:
-            _logger.warning("some of %d blocks are not published: %s", len(blocks), error)
+        for failure in errors:
+            _logger.warning("some of %d blocks are not published: %s", len(blocks), failure)
 
     def retract(self, block_ids: Sequence[int]) -> None:
         self._take_back(self._copies.forget(block_ids))
