@@ -41,7 +41,7 @@ def _join(settings: NodeSettings, role: str, backend: HostConnector, prefill_rat
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
     epoch = secrets.randbits(63) | 1
     plan = PoolPlan(layout, size.num_blocks, int(settings.kv_staging_gib * 2**30), node_id, epoch)
-    pool = make_pool(backend, plan, prepared.loaded.model.embedding.device)
+    pool = make_pool(backend, plan, prepared.device)
     connector = pool.connector
     engine = prepared.build(pool.tensor, on_evict=connector.retract, publish=True, publish_hits=pool.forgets)
     identity = NodeIdentity(
