@@ -40,8 +40,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _unit(path: Path) -> str:
-    """Clusters of processes are one worker's: their starts take seconds, and two of them would starve each other."""
-    return "processes" if path.parts[0] in ("chaos", "e2e") else path.as_posix()
+    """Clusters of processes are one worker's: their starts take seconds, and two of them would starve each other. So are
+    connectors: their tests share the names of segments."""
+    if path.parts[0] in ("chaos", "e2e"):
+        return "processes"
+    return "connectors" if path.parts[0] == "kv_connector" else path.as_posix()
 
 
 @pytest.fixture(autouse=True)
