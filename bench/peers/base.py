@@ -5,30 +5,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+PromptFormat = Literal["token_ids", "text"]
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that answers. All of its processes descend from `processes`."""
+    """One that answers. All of its processes descend from this one."""
 
     url: str
     model: str
-    processes: tuple[int, ...]
     ready_seconds: float
-    prompt_format: Literal["token_ids", "text"] = "token_ids"
+    takes_ignore_eos: bool = True
 
 
-class Peer(Protocol):
-    """`directory` is the peer's own: its environment, its logs."""
+class Engine(Protocol):
+    """`directory` is the engine's own: its environment, its logs."""
 
     @property
     def name(self) -> str: ...
 
-    def install(self, directory: Path) -> None:
-        """Does nothing where it is installed already. Raises PeerError."""
-        ...
-
     def serve(self, directory: Path, model: Path) -> AbstractContextManager[Server]:
         """Until the context ends. Raises PeerError when it ends before it answers, or does not answer in time."""
+        ...
+
+
+class Peer(Engine, Protocol):
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """What it takes; kvrelay then gets the same."""
+        ...
+
+    def install(self, directory: Path) -> None:
+        """Does nothing where it is installed already. Raises PeerError."""
         ...
 
 

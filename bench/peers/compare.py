@@ -1,16 +1,17 @@
-"""kvrelay and a peer in turn: every round starts each of them afresh and gives both the same requests.
+"""kvrelay and a peer in turn: both get the same requests, and only one has any at a time.
 
-Only one of the two runs at a time. Rounds differ in their seed, and in who begins.
+Rounds differ in their seed, and in who begins.
 """
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.base import Peer, PeerError
-from bench.peers.processes import memory_bytes
+from bench.peers.base import Engine, PeerError, Server
+from bench.peers.processes import PeakMemory
 from bench.peers.workloads import Figure, figures_of, settings_of
 from kvrelay.bench.measure import measure
 
@@ -24,51 +25,76 @@ class Measurement:
     workload: str  # empty for figures of the server itself
     figure: Figure
 
+    def __str__(self) -> str:
+        what = f"{self.workload or '-':<2}  {self.figure.title:<24}"
+        return f"round {self.round + 1}  {self.engine:<22}  {what}  {self.figure.value:9.2f}"
+
+
+Report = Callable[[str], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """`directories` are the engines' own ones."""
 
-    ours: Peer
-    peer: Peer
-    directories: Callable[[Peer], Path]
+    ours: Engine
+    peer: Engine
+    directories: Callable[[Engine], Path]
     model: Path
-    vocab_size: int
+    vocabulary: Mapping[str, object]
     workloads: Sequence[str]
     scale: float
 
-    def run(self, rounds: int, seed: int, report: Callable[[str], None]) -> list[Measurement]:
-        """Raises PeerError when an engine does not serve or a request fails."""
+    def run(self, rounds: int, seed: int, report: Report) -> list[Measurement]:
+        """Every round starts both afresh. Raises PeerError when an engine does not serve or a request fails."""
         measurements: list[Measurement] = []
         for number in range(rounds):
-            engines = (self.ours, self.peer) if number % 2 == 0 else (self.peer, self.ours)
-            for engine in engines:
-                for measurement in self._measure(engine, number, seed + number):
-                    report(
-                        f"round {number + 1}  {engine.name:<22}  {measurement.workload or '-':<2}  "
-                        f"{measurement.figure.title:<24}  {measurement.figure.value:9.1f}"
-                    )
+            for engine in self._turns(number):
+                for measurement in self._afresh(engine, number, seed + number):
+                    report(str(measurement))
                     measurements.append(measurement)
         return measurements
 
-    def _measure(self, engine: Peer, number: int, seed: int) -> list[Measurement]:
+    def run_together(self, rounds: int, seed: int, report: Report) -> list[Measurement]:
+        """Both are started once and take turns at every workload, so that what else the machine does meets both; for
+        engines that rest when they have no request. Raises as `run`."""
+        measurements: list[Measurement] = []
+        with ExitStack() as stack:
+            servers = {
+                engine.name: stack.enter_context(engine.serve(self.directories(engine), self.model))
+                for engine in (self.ours, self.peer)
+            }
+            for number in range(rounds):
+                for workload in self.workloads:
+                    for engine in self._turns(number):
+                        figures = self._figures(engine, servers[engine.name], workload, seed + number)
+                        for measurement in (Measurement(engine.name, number, workload, figure) for figure in figures):
+                            report(str(measurement))
+                            measurements.append(measurement)
+        return measurements
+
+    def _turns(self, number: int) -> tuple[Engine, Engine]:
+        return (self.ours, self.peer) if number % 2 == 0 else (self.peer, self.ours)
+
+    def _afresh(self, engine: Engine, number: int, seed: int) -> list[Measurement]:
         found: list[Measurement] = []
-        with engine.serve(self.directories(engine), self.model) as server:
+        with PeakMemory() as memory, engine.serve(self.directories(engine), self.model) as server:
             found.append(Measurement(engine.name, number, "", Figure("ready after, s", server.ready_seconds)))
             for workload in self.workloads:
-                settings = settings_of(workload, server, seed=seed, vocab_size=self.vocab_size, scale=self.scale)
-                _, [result] = asyncio.run(measure(settings))
-                if result.was_cut:
-                    raise KeyboardInterrupt
-                if result.summary.failures:
-                    failure = result.summary.failures[0]
-                    raise PeerError(
-                        f"{engine.name}, {workload}: {failure.count} x {failure.kind}: {failure.first_message}"
-                    )
-                found += [Measurement(engine.name, number, workload, one) for one in figures_of(workload, result)]
-            memory = sum(memory_bytes(process) for process in server.processes) / 1e9
-            found.append(Measurement(engine.name, number, "", Figure("memory at the end, GB", memory)))
+                figures = self._figures(engine, server, workload, seed)
+                found += [Measurement(engine.name, number, workload, figure) for figure in figures]
+        found.append(Measurement(engine.name, number, "", Figure("peak memory, GB", memory.bytes / 1e9)))
         return found
+
+    def _figures(self, engine: Engine, server: Server, workload: str, seed: int) -> list[Figure]:
+        settings = settings_of(workload, server, self.vocabulary, seed=seed, scale=self.scale)
+        _, [result] = asyncio.run(measure(settings))
+        if result.was_cut:
+            raise KeyboardInterrupt
+        if result.summary.failures:
+            failure = result.summary.failures[0]
+            raise PeerError(f"{engine.name}, {workload}: {failure.count} x {failure.kind}: {failure.first_message}")
+        return figures_of(workload, result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,10 @@ class Kvrelay:
     def name(self) -> str:
         return f"kvrelay {self.topology}"
 
-    def install(self, directory: Path) -> None:
-        """This process runs in its environment."""
-
     @contextmanager
     def serve(self, directory: Path, model: Path) -> Iterator[Server]:
         prefill, _, decode = self.topology.upper().removesuffix("D").partition("P+")
         arguments = ["--prefill-nodes", prefill, "--decode-nodes", decode, "--log-level", "warning", *self.arguments]
         started = time.monotonic()
         with local_cluster(str(model), arguments) as address:
-            yield Server(f"http://{address.http}", address.model, (address.process,), time.monotonic() - started)
+            yield Server(f"http://{address.http}", address.model, time.monotonic() - started)

@@ -4,18 +4,22 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from bench.peers.base import PeerError
 
 START_SECONDS = 600.0
 STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.25
+_SAMPLE_SECONDS = 2.0
 _TAIL_LINES = 25
 
 
@@ -29,15 +33,33 @@ def run(command: Sequence[str], log: Path) -> None:
         raise PeerError(f"`{' '.join(command)}` ended with status {status}:\n{tail(log)}")
 
 
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A server that was started; it may not answer yet."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    started: float
+
+    def await_ready(self, health: str) -> float:
+        """The seconds from its start until `health` answered 200. Raises PeerError."""
+        while not _answers(health):
+            name = str(self.process.args[0]) if isinstance(self.process.args, Sequence) else str(self.process.args)
+            if self.process.poll() is not None:
+                status = self.process.returncode
+                raise PeerError(f"`{name}` ended with status {status} (log: {self.log}):\n{tail(self.log)}")
+            if time.monotonic() - self.started > START_SECONDS:
+                raise PeerError(f"`{name}` does not answer at {health} (log: {self.log}):\n{tail(self.log)}")
+            time.sleep(_POLL_SECONDS)
+        return time.monotonic() - self.started
+
+
 @contextmanager
-def serving(
-    command: Sequence[str], log: Path, health: str, environment: Mapping[str, str | None] | None = None
-) -> Iterator[tuple[int, float]]:
-    """Its process id, and the seconds until `health` answered 200. `environment` is in addition to ours; None takes
-    away."""
+def started(command: Sequence[str], log: Path, environment: Mapping[str, str | None] | None = None) -> Iterator[Child]:
+    """It ends with the context. `environment` is in addition to ours; None takes away."""
     changed = {**os.environ, **(environment or {})}
     with log.open("w") as output:
-        started = time.monotonic()
+        begin = time.monotonic()
         process = subprocess.Popen(
             command,
             stdout=output,
@@ -47,15 +69,18 @@ def serving(
             start_new_session=True,
         )
     try:
-        while not _answers(health):
-            if process.poll() is not None:
-                raise PeerError(f"`{command[0]}` ended with status {process.returncode} (log: {log}):\n{tail(log)}")
-            if time.monotonic() - started > START_SECONDS:
-                raise PeerError(f"`{command[0]}` does not answer at {health} (log: {log}):\n{tail(log)}")
-            time.sleep(_POLL_SECONDS)
-        yield process.pid, time.monotonic() - started
+        yield Child(process, log, begin)
     finally:
         _end(process)
+
+
+@contextmanager
+def serving(
+    command: Sequence[str], log: Path, health: str, environment: Mapping[str, str | None] | None = None
+) -> Iterator[float]:
+    """The seconds until it answered."""
+    with started(command, log, environment) as child:
+        yield child.await_ready(health)
 
 
 def free_port() -> int:
@@ -68,16 +93,36 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
-def memory_bytes(root: int) -> int:
-    """Memory of a process and its descendants; what several share is counted once (proportional set size)."""
-    total = 0
-    for number in descendants(root):
-        try:
-            lines = Path(f"/proc/{number}/smaps_rollup").read_text().splitlines()
-        except (OSError, ProcessLookupError):
-            continue  # it has just ended
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return total
+class PeakMemory:
+    """The most memory that the descendants of this process held together, sampled while the context lasts.
+
+    What several share is counted once (proportional set size).
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="peak-memory")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            self.bytes = max(self.bytes, sum(map(_memory_bytes, descendants(os.getpid())[1:])))
+
+
+def _memory_bytes(process: int) -> int:
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except (OSError, ProcessLookupError):
+        return 0  # it has just ended
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def descendants(root: int) -> list[int]:

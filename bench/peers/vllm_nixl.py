@@ -6,13 +6,14 @@ pinning both servers to the same core.
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.base import Server
-from bench.peers.processes import free_port, serving
+from bench.peers.base import PromptFormat, Server
+from bench.peers.processes import Child, free_port, serving, started
 from bench.peers.vllm_cpu import install_vllm, vllm_command, vllm_environment
 
 _TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
@@ -24,33 +25,31 @@ _WITHOUT_THREAD = Path(__file__).parent / "without_progress_thread"
 class VllmNixl:
     name: str
     is_tuned: bool
+    prompt_format: PromptFormat = "token_ids"
 
     def install(self, directory: Path) -> None:
         install_vllm(directory)
 
     @contextmanager
     def serve(self, directory: Path, model: Path) -> Iterator[Server]:
-        """Both servers start one after the other, as they would fight for the cores; the proxy at the end."""
+        """Both servers start at the same time, the proxy at the end."""
         with ExitStack() as stack:
             urls: list[str] = []
-            processes: list[int] = []
-            total = 0.0
+            children: list[Child] = []
             for role, kv_role in _ROLES.items():
                 port = free_port()
                 urls.append(f"http://127.0.0.1:{port}")
                 transfer = json.dumps(_TRANSFER | {"kv_role": kv_role})
                 command = vllm_command(directory, model, port, "--kv-transfer-config", transfer)
                 log = directory / f"{self.name}-{role}.log"
-                process, seconds = stack.enter_context(
-                    serving(command, log, f"{urls[-1]}/health", self._environment(directory))
-                )
-                total += seconds
-                processes.append(process)
+                children.append(stack.enter_context(started(command, log, self._environment(directory))))
+            for child, url in zip(children, urls, strict=True):
+                child.await_ready(f"{url}/health")
             port = free_port()
             url = f"http://127.0.0.1:{port}"
             proxy = [sys.executable, "-m", "bench.peers.nixl_proxy", str(port), *urls]
-            _, seconds = stack.enter_context(serving(proxy, directory / f"{self.name}-proxy.log", f"{url}/v1/models"))
-            yield Server(url, str(model), tuple(processes), total + seconds)
+            stack.enter_context(serving(proxy, directory / f"{self.name}-proxy.log", f"{url}/v1/models"))
+            yield Server(url, str(model), time.monotonic() - children[0].started)
 
     def _environment(self, directory: Path) -> dict[str, str | None]:
         environment: dict[str, str | None] = {

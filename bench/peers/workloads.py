@@ -8,13 +8,17 @@
 | D | 8 streams (64 prompt tokens, 256 output tokens, again and again) while a prompt of 1,500 to 2,000 tokens (16
       output tokens) arrives every 4 seconds, for 60 seconds |
 
-Prompts are random token ids, greedy, ignoring end tokens. Equal seeds are equal requests.
+Prompts are random tokens, greedy, ignoring end tokens where the server lets them be. Equal seeds are equal requests.
 """
 
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from bench.peers.base import Server
+from tokenizers import Tokenizer, decoders, models
+
+from bench.peers.base import PromptFormat, Server
 from kvrelay.bench.result import RunResult
 from kvrelay.bench.settings import BenchSettings, LatencyBenchSettings, ServeBenchSettings, ThroughputBenchSettings
 from kvrelay.bench.summary import Distribution, Summary
@@ -31,18 +35,30 @@ class Figure:
     higher_is_better: bool = False
 
 
-def settings_of(workload: str, server: Server, *, seed: int, vocab_size: int, scale: float) -> BenchSettings:
+def settings_of(
+    workload: str, server: Server, vocabulary: Mapping[str, object], *, seed: int, scale: float
+) -> BenchSettings:
     """`scale` below 1 shortens the number of requests or the time, for a first look."""
-    shared = {
+    shared: dict[str, object] = {
         "url": server.url,
         "model": server.model,
-        "prompt_format": server.prompt_format,
+        "ignore_eos": server.takes_ignore_eos,
         "seed": seed,
         "progress": "off",
+        **vocabulary,
     }
-    if server.prompt_format == "token_ids":
-        shared["vocab_size"] = vocab_size
     return _SETTINGS[workload](shared, scale)
+
+
+def vocabulary_settings(prompt_format: PromptFormat, directory: Path, vocab_size: int) -> Mapping[str, object]:
+    """Which prompts are made. Text is of letters, each of them one token of bench/random_model.py's tokenizers."""
+    if prompt_format == "token_ids":
+        return {"prompt_format": prompt_format, "vocab_size": vocab_size}
+    file = directory / "letters.json"
+    tokenizer = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(string.ascii_letters)}))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(file))
+    return {"prompt_format": prompt_format, "tokenizer": str(file)}
 
 
 def figures_of(workload: str, result: RunResult) -> list[Figure]:

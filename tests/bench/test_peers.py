@@ -1,0 +1,66 @@
+"""bench/peers without a peer: prompts that count the same in both forms, ratios, our worker, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from bench.peers.__main__ import PeersSettings, render
+from bench.peers.base import Server
+from bench.peers.compare import Measurement, ratios
+from bench.peers.worker_kvrelay import figures_of_job
+from bench.peers.workloads import Figure, settings_of, vocabulary_settings
+from bench.random_model import write_byte_tokenizer, write_random_model
+from kvrelay.bench.plan import plans_of
+from kvrelay.bench.prompts import PromptBuilder, Vocabulary
+
+
+def test_a_prompt_of_text_has_as_many_tokens_as_one_of_ids(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, vocab_size=4096)
+    vocabulary = vocabulary_settings("text", tmp_path, 4096)
+    server = Server("http://127.0.0.1:1", "m", 0.0, takes_ignore_eos=False)
+    settings = settings_of("A", server, vocabulary, seed=3, scale=1.0)
+    assert (settings.ignore_eos, settings.effective_prompt_format) == (False, "text")
+    [plan] = plans_of(settings)
+    builder = PromptBuilder(Vocabulary.of_tokenizer(str(settings.tokenizer)), "text", seed=3)
+    texts = [builder.text(request.segments) for session in plan.sessions for request in session.requests]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert {len(tokenizer.encode(text).ids) for text in texts} == {512}
+    assert len(set(texts)) == len(texts) >= 6
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    values = {("ours", 0): 20.0, ("theirs", 0): 10.0, ("theirs", 1): 40.0, ("ours", 1): 20.0}
+    measured = [
+        Measurement(engine, number, "B", Figure("output tokens/s", value, higher_is_better=True))
+        for (engine, number), value in values.items()
+    ]
+    [ratio] = ratios(measured, "ours", "theirs")
+    assert (ratio.ours, ratio.theirs, ratio.by_round) == (20.0, 25.0, (2.0, 0.5))
+    assert "1.25 (0.50 - 2.00), more is better" in render([ratio], "ours", "theirs")
+
+
+def test_our_worker_does_a_whole_job(tmp_path: Path) -> None:
+    job = {"first": [[301, 302, 303]], "single": [[304, 305]], "batch": [[306], [307, 308]]}
+    found = figures_of_job(write_random_model(tmp_path, "tiny"), job, num_tokens=4, concurrency=2)
+    assert {name: len(values) for name, values in found.items() if min(values) > 0} == {
+        "ready_seconds": 1,
+        "first_seconds": 1,
+        "single_seconds": 1,
+        "batch_seconds": 1,
+        "batch_tokens": 1,
+    }
+    assert found["batch_tokens"] == [8]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"peer": "openvino-genai", "workloads": "C"}, "no 'C' for openvino-genai; there are A, B"),
+        ({"workloads": "A,E"}, "no 'E' for vllm-cpu; there are A, B, C, D"),
+        ({"peer": "vllm-cpu-nixl", "together": True}, "no server that rests between requests"),
+    ],
+)
+def test_what_a_peer_can_not_do_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PeersSettings.model_validate(values)
