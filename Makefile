@@ -6,9 +6,6 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 # An extra package index to take torch from, such as the one PyTorch keeps for builds without CUDA.
 TORCH_INDEX ?=
 
-# Test processes; 0: all in one, which --pdb needs. The tests of real clusters are one worker's, so many gain nothing.
-WORKERS ?= logical
-
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
@@ -34,11 +31,10 @@ lint: $(VENV)/installed-dev  ## Ruff: rules and format
 typecheck: $(VENV)/installed-dev  ## mypy --strict over code and tests
 	$(BIN)/mypy --strict $(CODE)
 
-# A worker for each core, which tests/conftest.py gives whole files; one thread for each process: threads that wait for each
-# other's cores cost minutes. Dozens of processes import us, so what the first one compiles is kept whatever the caller prefers.
+# One thread for each process: tests run several at a time, and threads that wait for each other's cores cost minutes. Dozens of
+# processes import us, so what the first one compiles is kept whatever the caller prefers.
 pytest: $(VENV)/installed-dev redis-server  ## The tests; make pytest ARGS='tests/engine -k pool' runs some
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GRPC_VERBOSITY=NONE $(BIN)/python -m pytest \
-		--numprocesses=$(WORKERS) --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GRPC_VERBOSITY=NONE $(BIN)/python -m pytest $(ARGS)
 
 chaos: $(VENV)/installed-dev redis-server  ## Minutes of killed, stopped and cut-off nodes under load; ARGS=--help explains
 	GRPC_VERBOSITY=NONE $(BIN)/python -m tests.chaos $(ARGS)
