@@ -110,7 +110,7 @@ async def test_mixed_load_has_both_kinds(url: str) -> None:
     assert result.by_kind["long"].num_completed == 3
     assert result.by_kind["steady"].num_completed >= 2
     assert result.summary.seconds == pytest.approx(0.3)
-    assert all(record.sent < 0.3 for record in result.records if record.kind == "steady")
+    assert all(record.scheduled < 0.3 for record in result.records if record.kind == "steady")
 
 
 async def test_a_sweep_measures_every_load(url: str) -> None:

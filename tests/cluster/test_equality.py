@@ -1,6 +1,7 @@
 """Tokens from the cluster are transformers' tokens: every family, every way a prompt's KV can come about."""
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from tests.redis_server import RedisServer
 
 VOCAB_SIZE = 320
 DEMO_MODEL = Path("demo/model")
+CONNECTORS = ("shared_memory", "ucx", "redis")
+# To a connector a block is bytes, whatever model they are of: each family goes through one, and one through all.
+PAIRS = sorted({*zip(FAMILIES, itertools.cycle(CONNECTORS), strict=False), *(("llama", name) for name in CONNECTORS)})
 
 
 def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
@@ -30,8 +34,7 @@ async def check(running: Cluster, reference: Reference, prompts: Sequence[Sequen
         assert result.how.prefill_node == "prefill-0"
 
 
-@pytest.mark.parametrize("connector", ["shared_memory", "ucx", "redis"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "connector"), PAIRS)
 async def test_every_family(family: str, connector: str, tmp_path: Path, redis_server: RedisServer) -> None:
     """Short prompts, exact multiples of the block size, many chunks; then all of them again as prefix hits."""
     model = make_tiny_model(family, tmp_path, vocab_size=VOCAB_SIZE)
@@ -53,7 +56,7 @@ def reference(model: Path) -> Reference:
     return Reference(model)
 
 
-@pytest.fixture(params=["shared_memory", "ucx", "redis"])
+@pytest.fixture(params=CONNECTORS)
 async def running(request: pytest.FixtureRequest, model: Path, redis_server: RedisServer) -> AsyncIterator[Cluster]:
     async with cluster(model, connector=request.param, redis_url=redis_server.url) as started:
         yield started

@@ -1,5 +1,6 @@
 """Decode and prefill attention against the oracle in float64; everything that must not be read is NaN."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ PREFIX: Lengths = ((16, 16), (0, 70), (130, 2), (63, 1))
 MIXED: Lengths = ((20, 1), (0, 33), (150, 1), (0, 1), (5, 7))
 
 HEAD_DIMS = [Heads(4, 2, 64), Heads(4, 2, 80), Heads(2, 1, 96), Heads(2, 1, 128, 32), Heads(2, 1, 256)]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUPS = [Heads(2, 2, 64), Heads(3, 1, 64), Heads(14, 2, 64, 32), Heads(20, 1, 64)]
 
 
@@ -30,7 +32,7 @@ def test_agrees_with_reference(lengths: Lengths, dtype: torch.dtype) -> None:
     make_batch(Heads(4, 2, 64), dtype, lengths).check(TritonBackend())
 
 
-@pytest.mark.parametrize("heads", HEAD_DIMS + GROUPS, ids=str)
+@pytest.mark.parametrize(("heads", "dtype"), zip(HEAD_DIMS + GROUPS, itertools.cycle(DTYPES), strict=False), ids=str)
 def test_any_heads(heads: Heads, dtype: torch.dtype) -> None:
     make_batch(heads, dtype, MIXED).check(TritonBackend())
 
