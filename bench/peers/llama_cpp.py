@@ -48,7 +48,8 @@ class LlamaCpp:
         command += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
         command += ["--parallel", str(SLOTS), "--ctx-size", str(CONTEXT_TOKENS)]
         with serving(command, directory / f"{self.name}.log", f"{url}/health") as seconds:
-            yield Server(url, model.name, seconds)
+            # Its HTTP library closes a connection after five requests.
+            yield Server(url, model.name, seconds, keeps_connections=False)
 
 
 def _as_gguf(directory: Path, model: Path) -> Path:

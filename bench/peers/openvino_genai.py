@@ -20,12 +20,15 @@ class OpenVinoGenAi:
         environment = Environment(directory)
         if not environment.is_installed(REQUIREMENTS):
             environment.install(REQUIREMENTS, constraints=[TORCH])
+            # It comes along for models with images, made for another build of torch, and then nothing can be imported.
+            environment.pip("uninstall", "--yes", "torchvision")
             environment.finish(REQUIREMENTS)
 
     def command(self, directory: Path, model: Path) -> list[str]:
         python = Environment(directory).bin / "python"
         worker = Path(__file__).with_name("worker_openvino.py")
-        return [str(python), str(worker), str(_converted(directory, model))]
+        # Safe path: this file, beside the worker, is called like the library.
+        return [str(python), "-P", str(worker), str(_converted(directory, model))]
 
 
 def _converted(directory: Path, model: Path) -> Path:

@@ -96,11 +96,12 @@ def tail(log: Path) -> str:
 class PeakMemory:
     """The most memory that the descendants of this process held together, sampled while the context lasts.
 
-    What several share is counted once (proportional set size).
+    What several share is counted once (proportional set size). A sample of a large process takes milliseconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sample_seconds: float = _SAMPLE_SECONDS) -> None:
         self.bytes = 0
+        self._sample_seconds = sample_seconds
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="peak-memory")
 
@@ -113,7 +114,7 @@ class PeakMemory:
         self._thread.join()
 
     def _sample(self) -> None:
-        while not self._ended.wait(_SAMPLE_SECONDS):
+        while not self._ended.wait(self._sample_seconds):
             self.bytes = max(self.bytes, sum(map(_memory_bytes, descendants(os.getpid())[1:])))
 
 

@@ -43,6 +43,7 @@ def settings_of(
         "url": server.url,
         "model": server.model,
         "ignore_eos": server.takes_ignore_eos,
+        "keep_alive": server.keeps_connections,
         "seed": seed,
         "progress": "off",
         **vocabulary,

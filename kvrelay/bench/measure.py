@@ -52,7 +52,9 @@ async def _client(settings: BenchSettings, clock: Clock) -> AsyncIterator[Client
         from kvrelay.bench.openai_client import OpenAIClient  # aiohttp is an extra
 
         key = settings.api_key.get_secret_value()
-        client = OpenAIClient(settings.url, settings.endpoint, generation, clock, api_key=key)
+        client = OpenAIClient(
+            settings.url, settings.endpoint, generation, clock, api_key=key, keep_alive=settings.keep_alive
+        )
     try:
         yield client
     finally:

@@ -31,6 +31,7 @@ class OpenAIClient:
         clock: Clock,
         *,
         api_key: str = "",
+        keep_alive: bool = True,
     ) -> None:
         self._base = url.rstrip("/").removesuffix("/v1")
         self._path = "/v1/completions" if endpoint == "completions" else "/v1/chat/completions"
@@ -45,7 +46,9 @@ class OpenAIClient:
             self._fields["ignore_eos"] = True
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
+            if keep_alive
+            else aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=generation.timeout),
             headers=headers,
         )

@@ -56,6 +56,10 @@ class BenchSettings(ProcessSettings):
     ignore_eos: bool = Field(
         default=True, description="Ask for exactly the output length; --no-ignore-eos for servers that refuse it."
     )
+    keep_alive: bool = Field(
+        default=True,
+        description="Use a connection for many requests; --no-keep-alive for servers that close one after a few.",
+    )
     timeout: float = Field(default=600.0, gt=0, description="Seconds after which a request counts as failed.")
     seed: int = Field(default=0, ge=0, description="Of prompts, lengths and arrivals: the same seed, the same load.")
     slo: tuple[str, ...] = Field(

@@ -32,11 +32,18 @@ async def grpc_router(relay: ScriptedRelay) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def answering(
-    pieces: Sequence[bytes] = (), *, status: int = 200, models: Sequence[str] = ("m",)
+    pieces: Sequence[bytes] = (),
+    *,
+    status: int = 200,
+    models: Sequence[str] = ("m",),
+    connections: set[object] | None = None,
 ) -> AsyncIterator[str]:
-    """The URL of a server that sends these pieces to whoever asks for a completion."""
+    """The URL of a server that sends these pieces to whoever asks for a completion, and notes the connection."""
 
     async def generate(request: web.Request) -> web.StreamResponse:
+        if connections is not None:
+            assert request.transport is not None
+            connections.add(request.transport.get_extra_info("peername"))
         response = web.StreamResponse(status=status)
         await response.prepare(request)
         for piece in pieces:

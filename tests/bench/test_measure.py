@@ -234,6 +234,14 @@ async def test_the_opening_of_a_chat_is_no_token(tokenizer_directory: Path) -> N
     assert len(result.records[0].arrivals) == 2
 
 
+@pytest.mark.parametrize(("keep_alive", "num_connections"), [(True, 1), (False, 3)])
+async def test_a_connection_is_kept_unless_told(keep_alive: bool, num_connections: int) -> None:
+    connections: set[object] = set()
+    async with answering([PIECE, LAST, DONE], connections=connections) as url:
+        await measure(LatencyBenchSettings(url=url, requests=3, warmup=0, keep_alive=keep_alive, **SMALL))
+    assert len(connections) == num_connections
+
+
 async def test_several_models_need_a_choice() -> None:
     async with answering((PIECE, LAST, DONE), models=("a", "b")) as url:
         with pytest.raises(UnknownModelError, match="choose one with --model: a, b"):
