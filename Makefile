@@ -14,7 +14,7 @@ KERNEL_SOURCES := $(shell find kernels -type f \( -name '*.cpp' -o -name '*.h' -
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck proto-check pytest chaos simulate proto bench redis-server clean
+.PHONY: help demo test checks lint typecheck proto-check pytest chaos simulate proto bench redis-server clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,7 +22,11 @@ help:  ## List the targets
 demo: $(VENV)/installed  ## Serve the demo model through real processes and ask it a few things
 	$(BIN)/python demo/run.py
 
-test: lint typecheck proto-check pytest  ## Everything needed to trust a change
+# The checks beside the tests, which often wait.
+test: $(VENV)/installed-dev  ## Everything needed to trust a change
+	$(MAKE) --jobs=2 checks pytest
+
+checks: lint typecheck proto-check
 
 lint: $(VENV)/installed-dev  ## Ruff: rules and format
 	$(BIN)/ruff check $(CODE)

@@ -32,7 +32,9 @@ def test_agrees_with_reference(lengths: Lengths, dtype: torch.dtype) -> None:
     make_batch(Heads(4, 2, 64), dtype, lengths).check(TritonBackend())
 
 
-@pytest.mark.parametrize(("heads", "dtype"), zip(HEAD_DIMS + GROUPS, itertools.cycle(DTYPES), strict=False), ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype"), list(zip(HEAD_DIMS + GROUPS, itertools.cycle(DTYPES), strict=False)), ids=str
+)
 def test_any_heads(heads: Heads, dtype: torch.dtype) -> None:
     make_batch(heads, dtype, MIXED).check(TritonBackend())
 
