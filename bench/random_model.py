@@ -138,9 +138,12 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 def write_random_model(
     directory: Path, shape: str, *, seed: int = 0, quantization: PublishedMethod | None = None
 ) -> Path:
-    """Writes the model and its tokenizer into `directory`, which is made if needed, and returns it."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Writes the model and its tokenizer into `directory`, which is made if needed, and returns it. Raises ValueError
+    for a shape that does not divide into groups."""
     config = SHAPES[shape]()
+    if quantization is not None and (config.hidden_size % GROUP_SIZE or config.intermediate_size % GROUP_SIZE):
+        raise ValueError(f"the sizes of the shape {shape} are no multiples of {GROUP_SIZE}: choose another --shape")
+    directory.mkdir(parents=True, exist_ok=True)
     config.dtype = torch.bfloat16
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -200,8 +203,6 @@ def _random_codes(
 ) -> dict[str, torch.Tensor]:
     """Weights of about the same spread as `_random`'s: codes are uniform, and count from the middle."""
     num_outputs, num_inputs = shape
-    if num_inputs % GROUP_SIZE:
-        raise ValueError(f"{prefix[:-1]} has {num_inputs} inputs, no multiple of {GROUP_SIZE}: choose another shape")
     num_groups = num_inputs // GROUP_SIZE
     code_shape = (num_inputs, num_outputs // 8) if method == "awq" else (num_inputs // 8, num_outputs)
     codes = torch.empty(code_shape, dtype=torch.int32).random_(-(2**31), 2**31 - 1, generator=generator)
@@ -222,9 +223,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quantization", choices=get_args(PublishedMethod), help="as published, 4 bits")
     arguments = parser.parse_args()
-    directory = write_random_model(
-        arguments.directory, arguments.shape, seed=arguments.seed, quantization=arguments.quantization
-    )
+    try:
+        directory = write_random_model(
+            arguments.directory, arguments.shape, seed=arguments.seed, quantization=arguments.quantization
+        )
+    except ValueError as error:
+        parser.error(str(error))
     size = (directory / "model.safetensors").stat().st_size
     print(f"{directory}: {arguments.shape}, {size / 1e6:.0f} MB of weights")
 

@@ -21,9 +21,9 @@ from kvrelay.engine.device_sampler import DeviceSampler, LaunchedSampling
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.packed_arrays import Array, PackedArrays
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
+from kvrelay.engine.sampler import PROMPT_LOGPROB_ROWS
 from kvrelay.engine.step_inputs import StepInputs, flatten
 
-_LOGPROB_ROWS = 128  # prompt log-probabilities in slices, since a row of logits is as long as the vocabulary
 _SAMPLING_BYTES = 128  # of a row's sampling parameters; steps that need more, for penalties, are not replayed
 
 
@@ -67,6 +67,9 @@ class DeviceRunner:
         try:
             return self._launch(plan)
         except torch.OutOfMemoryError as error:
+            if self._kv_pool.is_cuda:
+                # What was enqueued of it may still write to its blocks.
+                torch.cuda.current_stream(self._kv_pool.device).synchronize()
             raise KVRelayError(
                 f"the device has no memory for a step of {plan.num_scheduled_tokens} tokens; lower "
                 f"--gpu-memory-utilization or --max-num-batched-tokens ({error})"
@@ -137,8 +140,8 @@ class DeviceRunner:
         for entry in plan.scheduled:
             slices: list[LaunchedLogprobs] = []
             k, targets = entry.prompt_logprobs or (0, ())
-            for start in range(0, len(targets), _LOGPROB_ROWS):
-                count = min(_LOGPROB_ROWS, len(targets) - start)
+            for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+                count = min(PROMPT_LOGPROB_ROWS, len(targets) - start)
                 logits = self._model.compute_logits(hidden[first_token + start : first_token + start + count])
                 ids = tensors["targets"][first_target + start : first_target + start + count]
                 slices.append(launch_logprobs(logits, ids, [k] * count))

@@ -30,6 +30,7 @@ from kvrelay.engine.penalties import adjust, changes_logits
 from kvrelay.engine.random_bits import Draw, Stream, gumbel, uniform
 from kvrelay.engine.truncation import EXCLUDED, most_likely, truncate
 
+PROMPT_LOGPROB_ROWS = 128  # of a prompt, computed at a time, since a row of logits is as long as the vocabulary
 _GROUP_SIZE = 128  # tokens; part of what a seed means: another size gives other tokens
 _MIN_TEMPERATURE = 1e-5  # below this a float32 score is that of the greedy choice or EXCLUDED anyway
 

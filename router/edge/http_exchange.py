@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.core.errors import CancelledByPeerError
+from kvrelay.core.rpc import WRITE_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 # and thrown away first, for this long at most.
 DRAIN_BYTES = 16 * 1024 * 1024
 DRAIN_SECONDS = 5.0
-# A client that takes nothing of its stream for so long is as good as gone; until then it keeps its request running.
-WRITE_SECONDS = 60.0
 
 T = TypeVar("T")
 
