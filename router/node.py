@@ -75,6 +75,8 @@ class NodeLoad:
     num_blocks: int = 0
     num_preemptions: int = 0
     num_leases: int = 0
+    num_steps: int = 0
+    num_lent_steps: int = 0  # with cores of other nodes
 
     @property
     def kv_cache_usage(self) -> float:
@@ -153,4 +155,6 @@ def load_from_wire(message: node_pb2.NodeLoad) -> NodeLoad:
         num_blocks=message.num_blocks,
         num_preemptions=message.num_preemptions,
         num_leases=message.num_leases,
+        num_steps=message.num_steps,
+        num_lent_steps=message.num_lent_steps,
     )

@@ -78,17 +78,24 @@ class NodeMetrics(Collector):
 
 def _counters(nodes: Sequence[_Labelled]) -> Iterable[Metric]:
     preemptions = CounterMetricFamily("kvrelay:num_preemptions", "Sequences preempted.", labels=_LABELS)
+    steps = CounterMetricFamily(
+        "kvrelay:node_steps",
+        "Steps of the engine, with the node's own cores or also with lent ones.",
+        labels=(*_LABELS, "cores"),
+    )
     ejections = CounterMetricFamily("kvrelay:node_ejections", "Times it failed too many requests.", labels=_LABELS)
     leases = CounterMetricFamily(
         "kvrelay:node_leases_ended", "Leases that were released, expired, or ended early.", labels=(*_LABELS, "how")
     )
     for labels, node in nodes:
         preemptions.add_metric(labels, node.load.num_preemptions)
+        steps.add_metric((*labels, "own"), node.load.num_steps - node.load.num_lent_steps)
+        steps.add_metric((*labels, "lent"), node.load.num_lent_steps)
         ejections.add_metric(labels, node.outlier.num_ejections)
         leases.add_metric((*labels, "released"), node.stats.num_leases_released)
         leases.add_metric((*labels, "expired"), node.stats.num_leases_expired)
         leases.add_metric((*labels, "early"), node.stats.num_leases_ended_early)
-    return preemptions, ejections, leases
+    return preemptions, steps, ejections, leases
 
 
 def _connector_counters(nodes: Sequence[_Labelled]) -> Iterable[Metric]:

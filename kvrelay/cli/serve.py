@@ -2,7 +2,7 @@
 
 Nodes first (each on a free port), then the router with their addresses; what ends by itself is started again where it
 was. Cores are divided: two processes with more threads than cores between them are many times slower than with one
-thread each.
+thread each. What one does not use it lends (`kvrelay/core/core_table.py`).
 """
 
 import asyncio
@@ -11,17 +11,18 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import CliPositionalArg
 
+from kvrelay.cli.cores import available_cores, create_core_table, thread_environment
 from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
 from kvrelay.core.config import ENV_PREFIX, ProcessSettings, flag_of, load_settings
 from kvrelay.core.connectors import AUTO, ConnectorSetting, parse_connectors
+from kvrelay.core.core_table import CoreTable
 from kvrelay.core.lifecycle import on_stdin_closed
 from kvrelay.core.logs import LogLevel
 
@@ -134,6 +135,11 @@ class ServeSettings(ProcessSettings):
         description="Of weights only, to nearest, while loading; of all nodes. AWQ and GPTQ checkpoints need none.",
     )
     threads: int | Literal["auto"] = Field(default="auto", description="Per node; auto divides the cores.")
+    lend_cores: bool = Field(
+        default=True,
+        description="A node that has nothing to do lends its threads to the others, who give them back when it has; "
+        "--no-lend-cores keeps every node to its own. Linux only.",
+    )
     num_blocks: int | None = Field(default=None, gt=0, description="KV blocks per node; unset: from memory.")
     gpu_memory_utilization: float | None = Field(
         default=None,
@@ -165,6 +171,14 @@ class ServeSettings(ProcessSettings):
             raise ValueError("--threads must be auto or at least 1")
         return self
 
+    @property
+    def num_nodes(self) -> int:
+        return self.prefill_nodes + self.decode_nodes
+
+    def node_threads(self, cores: int) -> int:
+        """Of each node, on a machine of so many cores."""
+        return max(1, cores // self.num_nodes) if self.threads == "auto" else self.threads
+
 
 def serve(argv: Sequence[str]) -> int:
     """Until Ctrl-C or SIGTERM (0), or until the cluster can not go on (1)."""
@@ -194,7 +208,9 @@ async def _run_cluster(settings: ServeSettings) -> None:
     # Outside core/config.py the one use of the process's environment: it is handed on, explicitly.
     environment = child_environment(os.environ)
     async with Supervisor(stop_timeout=settings.stop_timeout) as supervisor:
-        commands = node_commands(settings, environment, cores=available_cores())
+        cores = available_cores()
+        table = _core_table(settings, cores)
+        commands = node_commands(settings, environment, cores=cores, core_table=table)
         _say(f"starting {', '.join(command.name for command in commands)} for {settings.model}")
         ready = await supervisor.start(commands, timeout=settings.start_timeout)
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
@@ -203,13 +219,35 @@ async def _run_cluster(settings: ServeSettings) -> None:
         router = router_command(settings, environment, prefill=addresses["prefill"], decode=addresses["decode"])
         [router_line] = await supervisor.start([router], timeout=settings.start_timeout)
         _announce(settings, router_line)
-        await supervisor.keep(again=at_its_address, timeout=settings.start_timeout, on_event=_say)
+        await supervisor.keep(
+            again=at_its_address, timeout=settings.start_timeout, on_event=_say, on_end=_release_cores(commands, table)
+        )
 
 
-def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, cores: int) -> list[ChildCommand]:
-    """Every node of the cluster, prefill nodes first."""
-    num_nodes = settings.prefill_nodes + settings.decode_nodes
-    threads = max(1, cores // num_nodes) if settings.threads == "auto" else settings.threads
+def _core_table(settings: ServeSettings, cores: int) -> int | None:
+    return create_core_table(cores, settings.num_nodes, settings.node_threads(cores)) if settings.lend_cores else None
+
+
+def _release_cores(commands: Sequence[ChildCommand], core_table: int | None) -> Callable[[ChildCommand], None]:
+    """What a node that has ended claimed, the others may have."""
+    if core_table is None:
+        return lambda command: None
+    table = CoreTable(core_table)
+    entries = {command.name: entry for entry, command in enumerate(commands)}
+
+    def release(command: ChildCommand) -> None:
+        if command.name in entries:
+            table.claim(entries[command.name], 0)
+
+    return release
+
+
+def node_commands(
+    settings: ServeSettings, environment: Mapping[str, str], *, cores: int, core_table: int | None = None
+) -> list[ChildCommand]:
+    """Every node of the cluster, prefill nodes first. `core_table`: descriptor of a table with an entry for each, in
+    this order."""
+    num_nodes, threads = settings.num_nodes, settings.node_threads(cores)
     roles = ["prefill"] * settings.prefill_nodes + ["decode"] * settings.decode_nodes
     shared = dict(environment)
     connectors = parse_connectors(settings.connector)
@@ -224,6 +262,8 @@ def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, co
         flags = ["--host", "127.0.0.1", "--port", "0", "--node-id", name, "--threads", str(threads)]
         # The router is gone by then, so that only what nobody waits for could be left.
         flags += ["--drain-timeout", str(settings.stop_timeout / 2), "--nodes-per-device", str(num_nodes)]
+        if core_table is not None:
+            flags += ["--core-table", f"{core_table}:{index}"]
         if settings.enforce_eager:
             flags.append("--enforce-eager")
         if settings.gpu_memory_utilization is not None:
@@ -233,7 +273,8 @@ def node_commands(settings: ServeSettings, environment: Mapping[str, str], *, co
                 name=name,
                 role=role,
                 arguments=(*_python(f"{role}_node", settings), *flags, *_flags(settings, NODE_SETTINGS)),
-                environment={**shared, "OMP_NUM_THREADS": str(threads)},
+                environment={**shared, **thread_environment(shared, threads)},
+                descriptors=() if core_table is None else (core_table,),
             )
         )
     return commands
@@ -263,17 +304,6 @@ def at_its_address(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Ours without our own settings: children get theirs as flags."""
     return {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
-
-
-def available_cores() -> int:
-    """Cores this process may use: its affinity, and a container's quota where there is one."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        limit, period = quota.read_text().split()
-        if limit != "max":
-            cores = min(cores, max(1, int(limit) // int(period)))
-    return cores
 
 
 def _python(module: str, settings: ServeSettings) -> tuple[str, ...]:

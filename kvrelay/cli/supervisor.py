@@ -30,6 +30,7 @@ _LINE_END = re.compile(rb"[\r\n]+")  # progress bars rewrite their line with \r
 ReadyLine = Mapping[str, object]
 Again = Callable[["ChildCommand", ReadyLine], "ChildCommand"]
 """The command for a child's successor, which has to answer where the first one did."""
+OnEnd = Callable[["ChildCommand"], None]
 
 
 class ChildFailedError(KVRelayError):
@@ -38,12 +39,13 @@ class ChildFailedError(KVRelayError):
 
 @dataclass(frozen=True, slots=True)
 class ChildCommand:
-    """One process. `environment` is the whole of it."""
+    """One process. `environment` is the whole of it, `descriptors` are those of ours that it inherits."""
 
     name: str
     role: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
+    descriptors: tuple[int, ...] = ()
 
 
 class Child:
@@ -146,11 +148,14 @@ class Supervisor:
                 raise ChildFailedError(f"not ready after {timeout:g} seconds: {names}")
         return [child.ready.result() for child in group]
 
-    async def keep(self, *, again: Again, timeout: float, on_event: Callable[[str], None]) -> NoReturn:
+    async def keep(
+        self, *, again: Again, timeout: float, on_event: Callable[[str], None], on_end: OnEnd = lambda command: None
+    ) -> NoReturn:
         """Starts every child again that ends, with growing waits; a successor has `timeout` seconds to be ready.
-        `on_event` hears of it. Raises ChildFailedError when a child has ended too often in a row."""
+        `on_event` hears of it, `on_end` before a successor is started. Raises ChildFailedError when a child has ended
+        too often in a row."""
         keepers = [
-            asyncio.create_task(self._keep(child, again, timeout, on_event), name=f"keep {child.command.name}")
+            asyncio.create_task(self._keep(child, again, timeout, on_event, on_end), name=f"keep {child.command.name}")
             for child in self.children
         ]
         try:
@@ -163,13 +168,16 @@ class Supervisor:
                 keeper.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
 
-    async def _keep(self, child: Child, again: Again, timeout: float, on_event: Callable[[str], None]) -> NoReturn:
+    async def _keep(
+        self, child: Child, again: Again, timeout: float, on_event: Callable[[str], None], on_end: OnEnd
+    ) -> NoReturn:
         clock = asyncio.get_running_loop().time
         command = again(child.command, child.ready.result())
         num_restarts, wait = 0, _FIRST_WAIT_SECONDS
         serves_since = clock()
         while True:
             await asyncio.wait({child.ended})
+            on_end(command)
             if clock() - serves_since >= _SETTLED_SECONDS:
                 num_restarts, wait = 0, _FIRST_WAIT_SECONDS
             if num_restarts == MAX_RESTARTS:
@@ -213,6 +221,7 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=dict(command.environment),
+            pass_fds=command.descriptors,
             start_new_session=True,  # a terminal's Ctrl-C reaches only us, so that the order of ending is ours
         )
         return Child(command, process, self._on_line)

@@ -37,12 +37,14 @@ from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import SampledToken
 from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
+from kvrelay.engine.step_threads import StepThreads
 
 
 class Engine:
     """Requests in, `StepResult`s out. `publish`: newly named blocks are pinned and reported so that the node can
     publish them. `publish_hits`: so are blocks that a PRODUCE request has found by name, since what was published once
-    may be gone. `run_ahead`: for a runner whose steps run beside the caller; of no use with another.
+    may be gone. `run_ahead`: for a runner whose steps run beside the caller; of no use with another. `threads`: those
+    of a runner that computes on the caller's processor; they rest when a step finds nothing to do.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         publish: bool,
         publish_hits: bool = False,
         run_ahead: bool = False,
+        threads: StepThreads | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.config = config
@@ -64,6 +67,7 @@ class Engine:
         self._namespace = namespace
         self._eos_token_ids = frozenset(eos_token_ids)
         self._run_ahead = run_ahead
+        self._threads = threads or StepThreads()
         self._clock: Clock = clock or MonotonicClock()
         self._changes = Changes()
         self._in_flight = StepsInFlight(pool)
@@ -168,6 +172,8 @@ class Engine:
         launched = self._launch()
         while len(self._in_flight) > int(self._run_ahead and launched):
             self._collect()
+        if not (launched or was_in_flight):
+            self._threads.rest()
         return self._take_result(), launched or was_in_flight
 
     def settle(self) -> None:
@@ -182,6 +188,7 @@ class Engine:
             return False
         self._num_steps += 1
         started = self._clock.now()
+        self._threads.begin_step()
         try:
             launched = self._runner.launch(plan)
         except KVRelayError as error:
@@ -328,6 +335,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_leases=len(self._leases),
             num_steps=self._num_steps,
+            num_lent_steps=self._threads.num_lent_steps,
             num_prefilled_tokens=self._prefill.num_tokens,
             prefill_seconds=self._prefill.seconds,
         )

@@ -17,6 +17,7 @@ from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerO
 from kvrelay.engine.runner import FinishedStep
 from kvrelay.engine.sampler import PROMPT_LOGPROB_ROWS, SampledToken, SamplingRow, prompt_logprobs
 from kvrelay.engine.step_inputs import StepInputs, flatten, padded_tables
+from kvrelay.engine.step_threads import StepThreads
 
 
 class TokenSampler(Protocol):
@@ -32,11 +33,18 @@ class ModelRunner:
     write to it. On the CPU, where nothing runs beside the caller: a launched step is finished.
     """
 
-    def __init__(self, model: DecoderForCausalLM, sampler: TokenSampler, kv_pool: Tensor) -> None:
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        sampler: TokenSampler,
+        kv_pool: Tensor,
+        threads: StepThreads | None = None,
+    ) -> None:
         self._model = model
         self._sampler = sampler
         self._kv_pool = kv_pool
         self._block_size = kv_pool.shape[4]
+        self._threads = threads or StepThreads()
         self._last_sampled: list[int] = []  # by the step before, one token for each row of its plan
 
     @torch.inference_mode()
@@ -44,7 +52,8 @@ class ModelRunner:
         for source, target in plan.copies:
             self._kv_pool[target].copy_(self._kv_pool[source])
         input_ids, positions, metadata, inputs = self._inputs(plan)
-        hidden = self._model.forward(input_ids, positions, self._kv_pool, metadata)  # [num_tokens, hidden_size]
+        # [num_tokens, hidden_size]
+        hidden = self._model.forward(input_ids, positions, self._kv_pool, metadata, before_layer=self._threads.adjust)
         sampled = self._sample(plan, inputs, hidden)
         self._last_sampled = [token.token_id for result in sampled for token in result.sampled]
         return FinishedStep(ModelRunnerOutput(tuple(self._results(plan, hidden, sampled))))

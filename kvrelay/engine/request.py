@@ -103,6 +103,7 @@ class EngineLoad:
     num_steps: int
     num_prefilled_tokens: int = 0  # computed in chunks of more than one token, since the start
     prefill_seconds: float = 0.0  # that these steps took
+    num_lent_steps: int = 0  # of num_steps, those that began with cores lent by other nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from kvrelay.engine.pool_size import PoolSize, free_memory, size_pool
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig
+from kvrelay.engine.step_threads import StepThreads
 
 _logger = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 1.0
@@ -72,6 +73,7 @@ class PreparedEngine:
         which takes seconds."""
         assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape) and kv_pool.device == self.device
         eos_token_ids = self.loaded.config.eos_token_ids
+        threads = StepThreads(self.options.core_share() if self.device.type == "cpu" else None)
         config = SchedulerConfig(
             block_size=self.layout.block_size,
             max_num_seqs=self.options.max_num_seqs,
@@ -81,22 +83,23 @@ class PreparedEngine:
         )
         return Engine(
             config,
-            self._runner(kv_pool),
+            self._runner(kv_pool, threads),
             BlockPool(self.size.num_blocks, on_evict=on_evict),
             self.namespace,
             eos_token_ids=eos_token_ids,
             publish=publish,
             publish_hits=publish_hits,
             run_ahead=self.device.type != "cpu",
+            threads=threads,
         )
 
-    def _runner(self, kv_pool: Tensor) -> Runner:
+    def _runner(self, kv_pool: Tensor, threads: StepThreads) -> Runner:
         if self.device.type != "cpu":
             build = _device_startup().device_runner
             runner: Runner = build(self.options, self.loaded, kv_pool, self.size.max_model_len)
             return runner
         config = self.loaded.config
-        return ModelRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool)
+        return ModelRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool, threads)
 
 
 def prepare_engine(options: EngineOptions) -> PreparedEngine:

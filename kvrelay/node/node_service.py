@@ -130,6 +130,7 @@ def _load_to_wire(load: EngineLoad) -> node_pb2.NodeLoad:
         num_preemptions=load.num_preemptions,
         num_leases=load.num_leases,
         num_steps=load.num_steps,
+        num_lent_steps=load.num_lent_steps,
     )
 
 

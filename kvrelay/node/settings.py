@@ -36,6 +36,12 @@ class NodeSettings(ProcessSettings):
         "the output head stays int8). Faster steps, less memory, other tokens. AWQ and GPTQ checkpoints need none.",
     )
     threads: int = Field(default=0, ge=0, description="CPU threads for computing; 0 leaves torch's choice.")
+    core_table: str = Field(
+        default="",
+        pattern=r"^(\d+:\d+)?$",
+        description="Inherited file descriptor of the cores that nodes of one machine lend each other, and this node's "
+        "entry, as 3:0 (used by kvrelay serve).",
+    )
     attention_backend: Literal["auto", "native", "reference"] = Field(
         default="auto", description="Attention kernels; auto takes the fastest that is installed."
     )

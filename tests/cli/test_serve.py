@@ -1,19 +1,16 @@
 """What `kvrelay serve` would start: roles, threads, flags, and where the secret goes."""
 
+import os
 from typing import TypeVar
 
 import pytest
 
+from kvrelay.cli.cores import available_cores, create_core_table, thread_environment
 from kvrelay.cli.main import PROCESS_MODULES
-from kvrelay.cli.serve import (
-    ServeSettings,
-    available_cores,
-    child_environment,
-    node_commands,
-    router_command,
-)
+from kvrelay.cli.serve import ServeSettings, child_environment, node_commands, router_command
 from kvrelay.cli.supervisor import ChildCommand
 from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.core_table import CoreTable
 from kvrelay.node.settings import NodeSettings
 from router.settings import RouterSettings
 
@@ -59,6 +56,32 @@ def test_threads_that_were_asked_for() -> None:
 
 def test_cores_are_counted() -> None:
     assert available_cores() >= 1
+
+
+def test_every_node_inherits_the_table_and_has_its_own_entry() -> None:
+    commands = node_commands(settings_of("m", "--decode-nodes", "2"), {}, cores=8, core_table=7)
+    assert [child_settings(NodeSettings, command).core_table for command in commands] == ["7:0", "7:1", "7:2"]
+    assert [command.descriptors for command in commands] == [(7,)] * 3
+
+
+@pytest.mark.parametrize(("cores", "nodes", "threads", "expected"), [(8, 2, 4, 8), (9, 2, 4, 8), (2, 4, 1, 2)])
+def test_nodes_use_together_what_they_were_given(cores: int, nodes: int, threads: int, expected: int) -> None:
+    descriptor = create_core_table(cores, nodes, threads)
+    assert descriptor is not None
+    table = CoreTable(descriptor)
+    os.close(descriptor)
+    table.claim(0, threads)
+    assert table.cores_of(0) == expected
+
+
+def test_one_node_has_nobody_to_lend_to() -> None:
+    assert create_core_table(8, 1, 8) is None
+
+
+def test_how_threads_wait_is_the_users_choice() -> None:
+    assert thread_environment({}, 2) == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "10000"}
+    for variable in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        assert thread_environment({variable: "as they like"}, 2) == {"OMP_NUM_THREADS": "2"}
 
 
 def test_nodes_understand_what_they_are_given() -> None:
@@ -144,7 +167,7 @@ def test_nodes_share_a_secret_that_is_no_argument() -> None:
 
 def test_without_redis_no_node_hears_of_it() -> None:
     for node in node_commands(settings_of("m", "--redis-url", SECRET), {}, cores=2):
-        assert set(node.environment) == {"OMP_NUM_THREADS"}
+        assert set(node.environment) == {"OMP_NUM_THREADS", "GOMP_SPINCOUNT"}
 
 
 @pytest.mark.parametrize(

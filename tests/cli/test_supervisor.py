@@ -140,16 +140,25 @@ def second(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
 
 async def test_what_ends_is_started_again() -> None:
     events: asyncio.Queue[str] = asyncio.Queue()
+    ended: list[str] = []
     async with Supervisor(stop_timeout=5) as supervisor:
         commands = [child(name, SAY_WHICH, arguments=["first"]) for name in ("decode-0", "decode-1")]
         await supervisor.start(commands, timeout=20)
-        keeping = asyncio.create_task(supervisor.keep(again=second, timeout=20, on_event=events.put_nowait))
+        keeping = asyncio.create_task(
+            supervisor.keep(
+                again=second,
+                timeout=20,
+                on_event=events.put_nowait,
+                on_end=lambda command: ended.append(command.arguments[-1]),
+            )
+        )
         for wait in ("0.25", "0.5"):
             supervisor.children[0].kill()
             assert await events.get() == f"decode-0 was killed by SIGKILL and is started again in {wait} s."
             assert await events.get() == "decode-0 serves again."
             assert [one.ready.result()["address"] for one in supervisor.children] == ["second", "first"]
         assert not keeping.done()
+        assert len(ended) == 2
         keeping.cancel()
         process_ids = [one.process.pid for one in supervisor.children]
     assert all(not _is_running(pid) for pid in process_ids)

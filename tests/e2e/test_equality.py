@@ -75,3 +75,11 @@ def test_folders_in_the_working_directory_are_not_ours(cluster: Cluster, directo
     assert {"router", "prefill_node", "decode_node"} <= modules & {path.name for path in directory.iterdir()}
     assert "picked up from the working directory" not in cluster.program.log.read_text()
     assert len(cluster.router.tokens("Hello", 2)) == 2
+
+
+def test_idle_nodes_lend_their_cores(cluster: Cluster) -> None:
+    """A request alone is always at one node: the other one's core is free, where there is one for each."""
+    cluster.router.generate("Nobody else is here.", NUM_TOKENS)
+    lent = cluster.router.metric("kvrelay:node_steps_total", cores="lent")
+    assert (lent > 0) == (available_cores() >= 2)
+    assert cluster.router.metric("kvrelay:node_steps_total", cores="own") > 0

@@ -17,6 +17,7 @@ from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.scheduler import SchedulerConfig
+from kvrelay.engine.step_threads import StepThreads
 from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.engine.late_runner import LateRunner, WatchedPool
 
@@ -39,6 +40,7 @@ class Harness:
         policy: str = "fcfs",
         eos: Sequence[int] = (),
         run_ahead: bool = False,
+        threads: StepThreads | None = None,
         wrap: Callable[[Runner], Runner] = lambda runner: runner,
     ) -> None:
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
@@ -60,6 +62,7 @@ class Harness:
             publish=publish,
             publish_hits=publish_hits,
             run_ahead=run_ahead,
+            threads=threads,
         )
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[str, int], FinishReason] = {}

@@ -240,7 +240,9 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
         connector = stats.connectors.add(connector="ucx", counters={"bytes_fetched": 4096, "missing": 3, "new": 1})
         connector.refused["digest"] = 5
         nodes.prefill.updates.put_nowait(
-            node_pb2.WatchResponse(epoch=1, load=node_pb2.NodeLoad(num_leases=4), stats=stats)
+            node_pb2.WatchResponse(
+                epoch=1, load=node_pb2.NodeLoad(num_leases=4, num_steps=9, num_lent_steps=2), stats=stats
+            )
         )
         await until(lambda: nodes.registry.prefill[0].load.num_leases == 4)
 
@@ -249,6 +251,8 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
             return collectors.get_sample_value(f"kvrelay:{name}", {**node, **labels})
 
         assert value("node_leases") == 4
+        assert value("node_steps_total", cores="own") == 7
+        assert value("node_steps_total", cores="lent") == 2
         assert value("node_leases_ended_total", how="released") == 7
         assert value("node_leases_ended_total", how="expired") == 2
         assert value("node_leases_ended_total", how="early") == 1

@@ -7,7 +7,7 @@ attention knows where sequences begin. Invariant: a token's row depends on its o
 the rounding of matrix products.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 def layer_prefix(layer: int) -> str:
     """Of the names of a layer's tensors in the checkpoint."""
     return f"model.layers.{layer}."
+
+
+def _nothing() -> None:
+    pass
 
 
 class Attention:
@@ -190,13 +194,21 @@ class DecoderForCausalLM:
             config.rope, head_dim=config.head_dim, max_positions=max_model_len, device=weights.device
         )
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_pool: Tensor,
+        metadata: AttentionMetadata,
+        before_layer: Callable[[], None] = _nothing,
+    ) -> Tensor:
         """`input_ids` and `positions` are `[num_tokens]` int64. Writes the tokens' KV into the pool. Returns the
         final hidden states after the last norm, `[num_tokens, hidden_size]`."""
         cos, sin = self.rotary.rows(positions)
         x = F.embedding(input_ids, self.embedding)
         residual: Tensor | None = None
         for layer in self.layers:
+            before_layer()
             x, residual = layer(x, residual, cos, sin, kv_pool, metadata)
         assert residual is not None
         return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]

@@ -1,0 +1,42 @@
+"""How the nodes of one machine share its cores: how many there are, the table through which nodes lend them to each
+other, and how long a waiting thread keeps its core."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvrelay.core.core_table import CoreTable
+
+# Between two parallel regions of a step OpenMP's threads turn in a loop, since sleeping costs more than the region. By
+# default they go on for many milliseconds after the step, on a core that another process of the cluster needs; so many
+# turns outlast the gaps within a step and little more (docs/benchmarks.md).
+_SPIN_COUNT = "10000"
+_WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, and a container's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, period = quota.read_text().split()
+        if limit != "max":
+            cores = min(cores, max(1, int(limit) // int(period)))
+    return cores
+
+
+def thread_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
+    """What a node of so many threads gets in addition; how the user wants threads to wait is left as it is."""
+    added = {"OMP_NUM_THREADS": str(threads)}
+    if not any(name in environment for name in _WAITING_VARIABLES):
+        added["GOMP_SPINCOUNT"] = _SPIN_COUNT
+    return added
+
+
+def create_core_table(num_cores: int, num_nodes: int, threads: int) -> int | None:
+    """A descriptor of the table for nodes of so many threads each: together they use no more than that. None where
+    there is nothing to lend, or no such memory."""
+    if num_nodes < 2 or sys.platform != "linux":
+        return None
+    return CoreTable.create(min(num_cores, num_nodes * threads), num_nodes)

@@ -1,0 +1,99 @@
+"""Cores that are lent: the division as a function, and the table between real processes that come and go."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrelay.core.core_table import CoreShare, CoreTable, cores_of
+
+ROOT = Path(__file__).parents[2]
+
+# Claims what it is told to, says so, and lives on.
+NODE = """
+import sys
+from kvrelay.core.core_table import CoreShare, CoreTable
+descriptor, entry, cores = map(int, sys.argv[1:])
+CoreShare(CoreTable(descriptor), entry, cores).claim()
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("claims", "num_cores", "expected"),
+    [
+        ((1, 0), 2, (2, 0)),
+        ((1, 1), 2, (1, 1)),
+        ((4, 0, 4, 0), 16, (8, 0, 8, 0)),
+        ((1, 1, 0, 1), 4, (2, 1, 0, 1)),  # what can not be divided goes to the first
+        ((2, 0, 3), 8, (4, 0, 4)),
+        ((1, 1, 1, 1), 2, (1, 1, 1, 1)),  # more nodes than cores
+        ((1, 0, 0, 0), 2, (2, 0, 0, 0)),
+        ((3, 0), 2, (3, 0)),  # asked for by the user
+        ((0, 0), 2, (0, 0)),
+    ],
+)
+def test_what_nobody_claims_is_divided(claims: tuple[int, ...], num_cores: int, expected: tuple[int, ...]) -> None:
+    assert tuple(cores_of(entry, claims, num_cores) for entry in range(len(claims))) == expected
+
+
+def test_parts_add_up_and_nobody_gets_less_than_it_claims() -> None:
+    for num_cores, claims in itertools.product(range(1, 9), itertools.product(range(4), repeat=3)):
+        parts = [cores_of(entry, claims, num_cores) for entry in range(3)]
+        assert all(part >= claim for part, claim in zip(parts, claims, strict=True))
+        assert all(part == 0 for part, claim in zip(parts, claims, strict=True) if claim == 0)
+        assert sum(parts) == (max(num_cores, sum(claims)) if any(claims) else 0)
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    """Of a table for two nodes on four cores."""
+    descriptor = CoreTable.create(4, 2)
+    yield descriptor
+    os.close(descriptor)
+
+
+def start_node(descriptor: int, entry: int, cores: int) -> subprocess.Popen[str]:
+    """Returns when it has claimed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", NODE, str(descriptor), str(entry), str(cores)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(descriptor,),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "claimed\n"
+    return process
+
+
+def test_a_node_that_dies_and_starts_again(descriptor: int) -> None:
+    table = CoreTable(descriptor)
+    ours = CoreShare(table, 0, 2)
+    ours.claim()
+    assert ours.available() == 4
+    for _ in range(2):
+        with start_node(descriptor, 1, 2) as other:
+            assert (ours.available(), table.cores_of(1)) == (2, 2)
+            other.kill()
+            other.wait()
+            assert ours.available() == 2, "nobody has said yet that it is gone"
+        table.claim(1, 0)  # as its supervisor does
+        assert ours.available() == 4
+    ours.release()
+    assert ours.available() == 0
+
+
+def test_entries_do_not_touch(descriptor: int) -> None:
+    table = CoreTable(descriptor)
+    table.claim(1, 65535)
+    assert (table.cores_of(0), table.cores_of(1)) == (0, 65535)
+    table.claim(1, 0)
+    table.claim(0, 1)
+    assert (table.cores_of(0), table.cores_of(1)) == (4, 0)
