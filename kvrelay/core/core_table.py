@@ -9,10 +9,12 @@ it is read again.
 
 import mmap
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
-_WORD = "H"  # native unsigned short, which no processor tears
+_WORD: Final = "H"  # two bytes in native order, aligned: no processor tears them
 _STRIDE = 32  # words: entries lie in cache lines of their own
 
 
@@ -41,7 +43,7 @@ class CoreTable:
         """A descriptor of a new table without claims, for child processes to inherit. It lives as long as somebody has
         it open or mapped. Raises AttributeError where the system has no such memory (it is Linux's)."""
         descriptor = os.memfd_create("kvrelay-cores")
-        os.ftruncate(descriptor, (1 + num_nodes) * _STRIDE * memoryview(b"").cast(_WORD).itemsize)
+        os.ftruncate(descriptor, (1 + num_nodes) * _STRIDE * struct.calcsize(_WORD))
         CoreTable(descriptor)._words[0] = num_cores
         return descriptor
 
@@ -56,18 +58,20 @@ class CoreTable:
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """One node's `num_cores`, and its entry in the table."""
+    """One node's `num_cores`, and its entry in the table. Without a table it has just these."""
 
-    table: CoreTable
-    entry: int
     num_cores: int
+    table: CoreTable | None = None
+    entry: int = 0
 
     def claim(self) -> None:
-        self.table.claim(self.entry, self.num_cores)
+        if self.table is not None:
+            self.table.claim(self.entry, self.num_cores)
 
     def release(self) -> None:
-        self.table.claim(self.entry, 0)
+        if self.table is not None:
+            self.table.claim(self.entry, 0)
 
     def available(self) -> int:
-        """Cores to use now; only after `claim`."""
-        return self.table.cores_of(self.entry)
+        """Cores to use now, after `claim`; never fewer than the node's own."""
+        return self.num_cores if self.table is None else max(self.num_cores, self.table.cores_of(self.entry))

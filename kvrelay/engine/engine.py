@@ -188,7 +188,7 @@ class Engine:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        self._threads.begin_step()
+        self._threads.begin_step(sum(entry.num_scheduled_tokens for entry in plan.scheduled))
         try:
             launched = self._runner.launch(plan)
         except KVRelayError as error:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.device import DeviceName
 from kvrelay.engine.kv_cache_dtype import KVCacheDType
 from kvrelay.engine.layers.weight_format import Quantization
@@ -20,7 +19,6 @@ class EngineOptions:
     calculate_kv_scales: bool = False
     quantization: Quantization = "none"
     threads: int = 0
-    core_table: str = ""
     attention_backend: Literal["auto", "native", "reference"] = "auto"
     device: DeviceName = "auto"
     nodes_per_device: int = 1
@@ -32,10 +30,3 @@ class EngineOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-
-    def core_share(self) -> CoreShare | None:
-        """In the table that `core_table` names, mapped; None where there is none."""
-        if not self.core_table:
-            return None
-        descriptor, entry = map(int, self.core_table.split(":"))
-        return CoreShare(CoreTable(descriptor), entry, self.threads)

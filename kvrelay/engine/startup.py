@@ -17,6 +17,7 @@ from paged_kernels.registry import BackendUnavailableError, select_backend
 from torch import Tensor
 
 from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.block_pool import BlockPool
@@ -67,13 +68,16 @@ class PreparedEngine:
         on_evict: Callable[[Sequence[int]], None],
         publish: bool,
         publish_hits: bool = False,
+        core_share: CoreShare | None = None,
     ) -> Engine:
         """`kv_pool`: zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on the model's device.
-        `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's. On a card this also records decode steps,
+        `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's. `core_share`: of a node that computes on
+        the processor; otherwise torch's number of threads is left alone. On a card this also records decode steps,
         which takes seconds."""
         assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape) and kv_pool.device == self.device
         eos_token_ids = self.loaded.config.eos_token_ids
-        threads = StepThreads(self.options.core_share() if self.device.type == "cpu" else None)
+        on_cpu = self.device.type == "cpu"
+        threads = StepThreads(core_share if on_cpu else None, self.loaded.model.weight_bytes)
         config = SchedulerConfig(
             block_size=self.layout.block_size,
             max_num_seqs=self.options.max_num_seqs,
@@ -89,7 +93,7 @@ class PreparedEngine:
             eos_token_ids=eos_token_ids,
             publish=publish,
             publish_hits=publish_hits,
-            run_ahead=self.device.type != "cpu",
+            run_ahead=not on_cpu,
             threads=threads,
         )
 

@@ -1,34 +1,51 @@
-"""How many threads the engine computes with: its node's own, and those that other nodes of the machine lend it.
+"""How many threads the engine computes with: its node's own, those that other nodes of the machine lend it, or one for
+a step so small that a second thread takes more from the machine's other processes than it gives.
 
 Looked at before each step and again before each layer, so that a node that wakes has its cores back after one layer of
-the others. Invariant: only the engine's thread calls this, for torch's number is one per thread.
+the others. Invariant: only the engine's thread calls this, for torch keeps a number per thread.
 """
+
+import sys
 
 import torch
 
 from kvrelay.core.core_table import CoreShare
 
+# With few rows a step takes the time of reading its weights, about that of one more such reading for every so many rows
+# (norms, attention, sampling), on one thread. Below this many bytes in all it has ended after one or two milliseconds,
+# and a client sees its tokens sooner if the other cores wait for them (docs/benchmarks.md).
+_ROWS_PER_READING = 16
+_SMALL_STEP_BYTES = 24_000_000
+
+
+def is_small(weight_bytes: int, num_tokens: int) -> bool:
+    """Whether a step of so many tokens, over weights of so many bytes, is for one thread."""
+    return weight_bytes * (_ROWS_PER_READING + num_tokens) < _SMALL_STEP_BYTES * _ROWS_PER_READING
+
 
 class StepThreads:
     """`share`: what the node has of the machine's cores, claimed while there are steps to run; None leaves torch's
-    number of threads alone."""
+    number of threads alone, always. `weight_bytes`: what a step reads."""
 
-    def __init__(self, share: CoreShare | None = None) -> None:
+    def __init__(self, share: CoreShare | None = None, weight_bytes: int = 0) -> None:
         self.num_lent_steps = 0  # that began with more threads than the node's own
         self._share = share
+        self._weight_bytes = weight_bytes
+        self._most = 1  # threads in this step
         self._num_threads = 0  # as set last, 0 before
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_tokens: int) -> None:
         """Claims the node's share and takes what the others do not need."""
         if self._share is not None:
             self._share.claim()
+            self._most = 1 if is_small(self._weight_bytes, num_tokens) else sys.maxsize
             self.adjust()
             self.num_lent_steps += self._num_threads > self._share.num_cores
 
     def adjust(self) -> None:
         """Within a step. Results do not depend on the number of threads, up to the rounding of matrix products."""
         if self._share is not None:
-            num_threads = self._share.available()
+            num_threads = min(self._most, self._share.available())
             if num_threads != self._num_threads:
                 torch.set_num_threads(num_threads)
                 self._num_threads = num_threads

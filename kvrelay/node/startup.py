@@ -6,10 +6,13 @@ import socket
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
+import torch
+
 from kv_connector.base import HostConnector
 from kv_connector.registry import create_connector, create_tiers
 from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
+from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import prepare_engine
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
@@ -44,7 +47,13 @@ def _join(settings: NodeSettings, role: str, backend: HostConnector, prefill_rat
     plan = PoolPlan(layout, size.num_blocks, int(settings.kv_staging_gib * 2**30), node_id, epoch)
     pool = make_pool(backend, plan, prepared.device)
     connector = pool.connector
-    engine = prepared.build(pool.tensor, on_evict=connector.retract, publish=True, publish_hits=pool.forgets)
+    engine = prepared.build(
+        pool.tensor,
+        on_evict=connector.retract,
+        publish=True,
+        publish_hits=pool.forgets,
+        core_share=_core_share(settings),
+    )
     identity = NodeIdentity(
         node_id=node_id,
         epoch=epoch,
@@ -59,6 +68,14 @@ def _join(settings: NodeSettings, role: str, backend: HostConnector, prefill_rat
         size.max_model_len, prepared.attention, connector.name,
     )  # fmt: skip
     return Node(identity, engine, connector, fetch_timeout=settings.fetch_timeout, prefill_rate=prefill_rate)
+
+
+def _core_share(settings: NodeSettings) -> CoreShare:
+    num_cores = settings.threads or torch.get_num_threads()
+    if not settings.core_table:
+        return CoreShare(num_cores)
+    descriptor, entry = map(int, settings.core_table.split(":"))
+    return CoreShare(num_cores, CoreTable(descriptor), entry)
 
 
 def _engine_options(settings: NodeSettings) -> EngineOptions:

@@ -18,7 +18,7 @@ NODE = """
 import sys
 from kvrelay.core.core_table import CoreShare, CoreTable
 descriptor, entry, cores = map(int, sys.argv[1:])
-CoreShare(CoreTable(descriptor), entry, cores).claim()
+CoreShare(cores, CoreTable(descriptor), entry).claim()
 print("claimed", flush=True)
 sys.stdin.read()
 """
@@ -75,7 +75,7 @@ def start_node(descriptor: int, entry: int, cores: int) -> subprocess.Popen[str]
 
 def test_a_node_that_dies_and_starts_again(descriptor: int) -> None:
     table = CoreTable(descriptor)
-    ours = CoreShare(table, 0, 2)
+    ours = CoreShare(2, table, 0)
     ours.claim()
     assert ours.available() == 4
     for _ in range(2):
@@ -87,7 +87,15 @@ def test_a_node_that_dies_and_starts_again(descriptor: int) -> None:
         table.claim(1, 0)  # as its supervisor does
         assert ours.available() == 4
     ours.release()
-    assert ours.available() == 0
+    assert table.cores_of(0) == 0
+    assert ours.available() == 2, "its own, whatever the table says"
+
+
+def test_without_a_table_a_node_has_its_own() -> None:
+    share = CoreShare(3)
+    share.claim()
+    share.release()
+    assert share.available() == 3
 
 
 def test_entries_do_not_touch(descriptor: int) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.loader import load_model
-from kvrelay.engine.options import EngineOptions
-from kvrelay.engine.step_threads import StepThreads
+from kvrelay.engine.step_threads import StepThreads, is_small
 from tests.engine.test_engine import Harness, prompt_of, request
 from tests.engine.tiny_models import make_tiny_model
 
 BLOCK_SIZE = 16
+LARGE = 1 << 30  # bytes of weights
 
 
 @pytest.fixture(autouse=True)
@@ -33,51 +33,68 @@ def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
     descriptor = CoreTable.create(2, 2)
     table = CoreTable(descriptor)
     os.close(descriptor)  # the mapping stays
-    yield CoreShare(table, 0, 1), CoreShare(table, 1, 1)
+    yield CoreShare(1, table, 0), CoreShare(1, table, 1)
 
 
 def test_cores_are_taken_and_given_back_between_layers(shares: tuple[CoreShare, CoreShare]) -> None:
     ours, other = shares
-    threads = StepThreads(ours)
-    threads.begin_step()
+    threads = StepThreads(ours, LARGE)
+    threads.begin_step(1)
     found = [torch.get_num_threads()]
     for change in (other.claim, other.claim, other.release):
         change()
         threads.adjust()
         found.append(torch.get_num_threads())
     assert found == [2, 1, 1, 2]
-    assert other.available() == 0
     threads.rest()
     other.claim()
     assert other.available() == 2
-    threads.begin_step()
+    threads.begin_step(1)
     assert torch.get_num_threads() == 1
+    assert threads.num_lent_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "num_tokens", "expected"),
+    [
+        (8_000_000, 1, True),  # bench/random_model.py's tiny: a step of 0.7 ms
+        (8_000_000, 16, True),  # 1.8 ms
+        (8_000_000, 64, False),  # 8 ms
+        (100_000_000, 1, False),  # 7 ms
+        (1_000_000_000, 1, False),
+    ],
+)
+def test_small_steps(weight_bytes: int, num_tokens: int, expected: bool) -> None:
+    assert is_small(weight_bytes, num_tokens) == expected
+
+
+def test_a_small_step_is_for_one_thread(shares: tuple[CoreShare, CoreShare]) -> None:
+    """From its first layer to its last; the next one need not be."""
+    for share in (CoreShare(2), shares[0]):
+        threads = StepThreads(share, weight_bytes=8_000_000)
+        found = []
+        for num_tokens in (1, 512, 16):
+            threads.begin_step(num_tokens)
+            threads.adjust()
+            found.append(torch.get_num_threads())
+        assert found == [1, 2, 1]
     assert threads.num_lent_steps == 1
 
 
 def test_without_a_table_torch_keeps_its_number() -> None:
     torch.set_num_threads(2)
     threads = StepThreads()
-    for step in (threads.begin_step, threads.adjust, threads.rest):
-        step()
-        assert torch.get_num_threads() == 2
+    threads.begin_step(1)
+    threads.adjust()
+    threads.rest()
+    assert torch.get_num_threads() == 2
     assert threads.num_lent_steps == 0
-
-
-def test_a_node_finds_its_entry() -> None:
-    assert EngineOptions(model="m").core_share() is None
-    descriptor = CoreTable.create(4, 2)
-    share = EngineOptions(model="m", threads=2, core_table=f"{descriptor}:1").core_share()
-    os.close(descriptor)
-    assert share is not None and (share.entry, share.num_cores) == (1, 2)
-    share.claim()
-    assert share.available() == 4
 
 
 def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, CoreShare]) -> None:
     ours, other = shares
     other.claim()
-    harness = Harness(threads=StepThreads(ours))
+    harness = Harness(threads=StepThreads(ours, LARGE))
     harness.step()
     assert other.available() == 2
     harness.engine.add(request("a", prompt_of(5), 3))

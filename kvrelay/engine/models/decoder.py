@@ -246,6 +246,12 @@ class DecoderForCausalLM:
         if self.lm_head is not None:
             self.lm_head.pack()
 
+    @property
+    def weight_bytes(self) -> int:
+        """What a step reads: all linear layers and the head."""
+        head = self.embedding.nbytes if self.lm_head is None else self.lm_head.num_bytes
+        return head + sum(linear.num_bytes for linear in self.linear_layers())
+
     def linear_layers(self) -> Iterator[LinearLayer]:
         """Without the head."""
         for layer in self.layers:
