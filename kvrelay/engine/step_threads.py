@@ -11,11 +11,11 @@ import torch
 
 from kvrelay.core.core_table import CoreShare
 
-# With few rows a step takes the time of reading its weights, about that of one more such reading for every so many rows
-# (norms, attention, sampling), on one thread. Below this many bytes in all it has ended after one or two milliseconds,
-# and a client sees its tokens sooner if the other cores wait for them (docs/benchmarks.md).
-_ROWS_PER_READING = 16
-_SMALL_STEP_BYTES = 24_000_000
+# What a step's parallel regions are worth goes by the bytes of its weights, and by its rows as if the weights were read
+# once more for every so many. Below this many bytes in all, regions are so short that a second thread gains less than
+# it costs: the machine's other cores are for the router and the client then (docs/benchmarks.md).
+_ROWS_PER_READING = 64
+_SMALL_STEP_BYTES = 48_000_000
 
 
 def is_small(weight_bytes: int, num_tokens: int) -> bool:
