@@ -1,7 +1,10 @@
 #include "decode_layer.h"
 
+#include <algorithm>
+
 #include "elementwise.h"
 #include "packed_linear.h"
+#include "parallel.h"
 #include "quantized.h"
 #include "scratch.h"
 
@@ -30,14 +33,18 @@ class Arena {
   char* next_;
 };
 
+PackedCall packed_call(const Projection& layer, const void* x, std::int64_t rows, void* out) {
+  PackedCall call = layer.packed;
+  call.num_rows = rows;
+  call.x = static_cast<const bf16*>(x);
+  call.x_stride = layer.num_inputs;
+  call.out = static_cast<bf16*>(out);
+  return call;
+}
+
 void project(const Projection& layer, const void* x, std::int64_t rows, void* out, int num_threads) {
   if (layer.is_packed) {
-    PackedCall call = layer.packed;
-    call.num_rows = rows;
-    call.x = static_cast<const bf16*>(x);
-    call.x_stride = layer.num_inputs;
-    call.out = static_cast<bf16*>(out);
-    packed_matmul(call, num_threads);
+    packed_matmul(packed_call(layer, x, rows, out), num_threads);
   } else {
     QuantizedCall call = layer.quantized;
     call.num_rows = rows;
@@ -48,8 +55,21 @@ void project(const Projection& layer, const void* x, std::int64_t rows, void* ou
   }
 }
 
+// down(silu(gate(x)) * up(x)) of many rows, where what is between the two products never goes through memory as rows.
+bool feed_forward_in_tiles(const FinishCall& call, const void* x, void* activated, int num_threads) {
+  if (!call.gate_up->is_packed || !call.down->is_packed) return false;
+  PackedCall gate_up = packed_call(*call.gate_up, x, call.rows, activated);
+  if (!can_gate(gate_up)) return false;
+  gate_up.gated = gate_up.out_in_tiles = true;
+  packed_matmul(gate_up, num_threads);
+  PackedCall down = packed_call(*call.down, activated, call.rows, call.out);
+  down.x_in_tiles = true;
+  packed_matmul(down, num_threads);
+  return true;
+}
+
 // In place, `count` heads of a token that lie side by side.
-void norm_heads(void* heads, std::int64_t count, const void* weight, const HeadsCall& call, int num_threads) {
+void norm_heads(void* heads, std::int64_t count, const void* weight, const HeadsCall& call) {
   NormCall norm{};
   norm.x = heads;
   norm.x_stride = call.head_dim;
@@ -57,7 +77,22 @@ void norm_heads(void* heads, std::int64_t count, const void* weight, const Heads
   norm.out = heads;
   norm.size = call.head_dim;
   norm.epsilon = call.epsilon;
-  rms_norm(norm, count, call.qkv->dtype, num_threads);
+  rms_norm(norm, count, call.qkv->dtype, 1);
+}
+
+// Of every token. Few are done before another thread is awake.
+void norm_all_heads(const HeadsCall& call, int num_threads) {
+  constexpr std::int64_t kTokens = 32;
+  const Projection& qkv = *call.qkv;
+  const std::int64_t row_bytes = qkv.num_outputs * element_size(qkv.dtype);
+  const std::int64_t query_bytes = call.num_heads * call.head_dim * element_size(qkv.dtype);
+  parallel_for(num_threads, (call.rows + kTokens - 1) / kTokens, [&](std::int64_t item) {
+    for (std::int64_t row = item * kTokens; row < std::min(call.rows, (item + 1) * kTokens); ++row) {
+      char* query = static_cast<char*>(call.out) + row * row_bytes;
+      norm_heads(query, call.num_heads, call.query_norm, call);
+      norm_heads(query + query_bytes, call.num_kv_heads, call.key_norm, call);
+    }
+  });
 }
 
 }  // namespace
@@ -76,14 +111,7 @@ void project_heads(const HeadsCall& call, int num_threads) {
   norm.epsilon = call.epsilon;
   rms_norm(norm, call.rows, qkv.dtype, num_threads);
   project(qkv, normed, call.rows, call.out, num_threads);
-  if (call.query_norm != nullptr) {
-    const std::int64_t head_bytes = call.head_dim * element_size(qkv.dtype);
-    for (std::int64_t row = 0; row < call.rows; ++row) {
-      char* query = static_cast<char*>(call.out) + row * qkv.num_outputs * element_size(qkv.dtype);
-      norm_heads(query, call.num_heads, call.query_norm, call, num_threads);
-      norm_heads(query + call.num_heads * head_bytes, call.num_kv_heads, call.key_norm, call, num_threads);
-    }
-  }
+  if (call.query_norm != nullptr) norm_all_heads(call, num_threads);
   const std::int64_t num_turned = call.num_heads + call.num_kv_heads;
   const RotaryCall turn{call.out, qkv.num_outputs, call.head_dim, num_turned, call.cos, call.sin, call.angle_stride, call.head_dim / 2};
   rotary(turn, call.rows, qkv.dtype, num_threads);
@@ -93,11 +121,11 @@ void finish_layer(const FinishCall& call, int num_threads) {
   const DType dtype = call.output->dtype;
   const std::int64_t hidden = call.rows * call.output->num_outputs;
   const std::int64_t size = call.down->num_inputs;
-  Arena arena(2 * hidden + 3 * call.rows * size, 4, dtype);
+  const std::int64_t tiled_rows = (call.rows + 15) / 16 * 16;
+  Arena arena(2 * hidden + (2 * call.rows + tiled_rows) * size, 4, dtype);
   void* projected = arena.take(hidden);
   void* normed = arena.take(hidden);
-  void* gate_up = arena.take(2 * call.rows * size);
-  void* activated = arena.take(call.rows * size);
+  void* activated = arena.take(tiled_rows * size);
   NormCall norm{};
   norm.x = projected;
   norm.x_stride = norm.residual_stride = norm.size = call.output->num_outputs;
@@ -108,6 +136,8 @@ void finish_layer(const FinishCall& call, int num_threads) {
   norm.epsilon = call.epsilon;
   project(*call.output, call.attended, call.rows, projected, num_threads);
   rms_norm(norm, call.rows, dtype, num_threads);
+  if (feed_forward_in_tiles(call, normed, activated, num_threads)) return;
+  void* gate_up = arena.take(2 * call.rows * size);
   project(*call.gate_up, normed, call.rows, gate_up, num_threads);
   silu_mul({gate_up, 2 * size, activated, size}, call.rows, dtype, num_threads);
   project(*call.down, activated, call.rows, call.out, num_threads);

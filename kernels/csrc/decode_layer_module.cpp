@@ -171,7 +171,9 @@ void bind_finish_layer(nb::handle out, nb::handle residual_out, nb::handle atten
 void define_decode_layer(nb::module_& m) {
   using namespace nb::literals;
   nb::set_leak_warnings(false);  // a model that lives until the process ends is no leak
-  nb::class_<OwnedProjection>(m, "Projection");
+  nb::class_<OwnedProjection>(m, "Projection").def_prop_ro("is_packed", [](const OwnedProjection& projection) {
+    return projection.layer.is_packed;
+  });
   m.def("packed_projection", &packed_projection, "panels"_a, "bias"_a.none(), "num_outputs"_a, "num_inputs"_a);
   m.def("quantized_projection", &quantized_projection, "packed"_a, "scales"_a, "bias"_a.none(), "num_outputs"_a, "num_inputs"_a,
         "bits"_a, "group_size"_a);

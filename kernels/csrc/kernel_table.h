@@ -164,8 +164,14 @@ inline constexpr std::int64_t kPackedInputs = 32;  // inputs are padded to a mul
 // From so many rows on a matrix unit is used, where there is one.
 inline constexpr std::int64_t kMinPackedTileRows = 4;
 
-// y = x W^T + bias over packed bfloat16 weights. For `multiply_packed` rows of x have padded_inputs(), with zeros, and on a matrix unit
-// there is room for whole tiles of sixteen rows to read.
+// Inputs of a panel that stay in the nearest cache, at most, while many rows go by.
+inline constexpr std::int64_t kPackedPartInputs = 512;
+// Sums of many rows, kept between two parts of the inputs, and of two blocks of 32 rows that are complete.
+inline constexpr std::size_t packed_scratch_floats(std::int64_t num_rows, std::int64_t num_panels) {
+  return static_cast<std::size_t>(((num_rows + 31) / 32 * num_panels + 2) * 32 * kPackedOutputs);
+}
+
+// y = x W^T + bias over packed bfloat16 weights. For kernels rows of x have padded_inputs(), with zeros.
 struct PackedCall {
   const bf16* packed;
   std::int64_t num_outputs;
@@ -174,8 +180,18 @@ struct PackedCall {
   const bf16* x;  // [num_rows, num_inputs]
   std::int64_t x_stride;
   const bf16* bias;  // [num_outputs], or null
-  bf16* out;         // [num_rows, num_outputs] contiguous
+  bf16* out;         // [num_rows, stored_outputs()] contiguous
+  // For a matrix unit: rows beyond the last whole tile of sixteen, with zeros [16, padded_inputs()]; unused where there are none.
+  const bf16* last_rows;
+  // The first half of the outputs gates the other: silu(gate) * other is stored, each rounded before. For many rows only, where half of
+  // the outputs are whole panels.
+  bool gated;
+  // Rows lie in tiles, [num_rows / 16, rounded up][inputs / 32][16][32], all of which there is room for. Inputs are a multiple of 32 then;
+  // such a result is one of many rows, and its outputs are whole panels.
+  bool x_in_tiles;
+  bool out_in_tiles;
 
+  std::int64_t stored_outputs() const { return gated ? num_outputs / 2 : num_outputs; }
   std::int64_t padded_inputs() const { return (num_inputs + kPackedInputs - 1) / kPackedInputs * kPackedInputs; }
 };
 
@@ -198,6 +214,9 @@ struct KernelTable {
   bool packed_in_tiles;  // `multiply_packed` of kMinPackedTileRows and more reads x in whole tiles
   std::int64_t packed_rows;  // up to so many `multiply_packed` is made for: reading the weights takes longer than computing
   void (*multiply_packed)(const PackedCall&, RowSpan panels);
+  // For any more, null without a matrix unit: `group` panels (of a gated call: pairs of panels) together, for which scratch has
+  // packed_scratch_floats(). Rows start at a multiple of 32.
+  void (*multiply_packed_many)(const PackedCall&, RowSpan rows, RowSpan panels, std::int64_t group, float* scratch);
 };
 
 const KernelTable& portable_kernels();

@@ -6,6 +6,7 @@
 #include "elementwise_kernel.inl"
 #include "quantized_kernel.inl"
 #include "packed_linear_kernel.inl"
+#include "packed_many_rows.inl"
 
 static constexpr KernelTable kernel_table(const char* name) {
   return KernelTable{
@@ -25,5 +26,6 @@ static constexpr KernelTable kernel_table(const char* name) {
       PAGED_AMX == 1,
       kFewPackedRows,
       multiply_packed,
+      kMultiplyPackedMany,
   };
 }

@@ -3,14 +3,25 @@
 
 inline constexpr int kTileSize = 16;  // rows, and 32-bit words in a row
 
+struct alignas(64) TileShapes {
+  std::uint8_t palette;
+  std::uint8_t start_row;
+  std::uint8_t reserved[14];
+  std::uint16_t row_bytes[16];
+  std::uint8_t rows[16];
+};
+
+inline constexpr TileShapes kWholeTiles{1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
 // Tile shapes for the lifetime of the object. Another library of the process (oneDNN) may count on its own: they are put back at the end.
 template <>
 class TileSession<true> {
  public:
   TileSession() {
+    // Compilers believe that these instructions touch eight bytes: all of `saved_` has to be memory for them.
+    asm volatile("" : : "r"(&saved_) : "memory");
     _tile_storeconfig(&saved_);
-    const Config config;
-    _tile_loadconfig(&config);
+    _tile_loadconfig(&kWholeTiles);
   }
   ~TileSession() {
     if (saved_.palette != 0) {
@@ -23,14 +34,7 @@ class TileSession<true> {
   TileSession& operator=(const TileSession&) = delete;
 
  private:
-  struct alignas(64) Config {
-    std::uint8_t palette = 1;
-    std::uint8_t start_row = 0;
-    std::uint8_t reserved[14] = {};
-    std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  };
-  Config saved_;
+  TileShapes saved_;
 };
 
 // Tiles 0 to 3 hold a 2 x 2 block of C, tiles 4 and 5 rows of A, tiles 6 and 7 columns of B.

@@ -10,6 +10,7 @@
 #include "decode_layer_module.h"
 #include "elementwise.h"
 #include "instruction_set.h"
+#include "huge_pages.h"
 #include "packed_linear.h"
 #include "paged_attention.h"
 #include "parallel.h"
@@ -446,6 +447,7 @@ NB_MODULE(_native, m) {
   m.def("is_packed", &paged::bind_is_packed, "packed"_a, "weight"_a, "num_threads"_a);
   m.def("fill_panels", &paged::bind_fill_panels, "packed"_a, "weight"_a, "first_output"_a, "num_outputs"_a, "num_threads"_a);
   m.def("packed_matmul", &paged::bind_packed_matmul, "out"_a, "x"_a, "packed"_a, "bias"_a.none(), "num_threads"_a);
+  m.def("multiplies_many_packed_rows", &paged::multiplies_many_packed_rows);
   m.def("packed_rows", [] { return paged::kernels().packed_rows; });
   m.def("uniform", &paged::bind_uniform, "out"_a, "seeds"_a, "positions"_a, "choices"_a, "stream"_a, "first"_a);
   paged::define_decode_layer(m);

@@ -3,15 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <memory>
 
 #include "instruction_set.h"
 #include "parallel.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
+#include "scratch.h"
 
 namespace paged {
 namespace {
@@ -20,6 +15,12 @@ namespace {
 constexpr std::int64_t kMinSpanBytes = 1 << 16;
 // Rows come in tiles of a matrix unit.
 constexpr std::int64_t kRowTile = 16;
+// Many rows are multiplied so many at a time, in blocks of two tiles.
+constexpr std::int64_t kManyRows = 512;
+constexpr std::int64_t kRowBlock = 2 * kRowTile;
+// Bytes that the second level of cache has room for besides weights.
+constexpr std::int64_t kRowsInCache = 1 << 20;
+constexpr std::int64_t kSumsInCache = 1 << 19;
 
 std::int64_t num_panels(const PackedCall& call) { return (call.num_outputs + kPackedOutputs - 1) / kPackedOutputs; }
 
@@ -77,18 +78,42 @@ void fill_panel(const FillCall& call, std::int64_t begin, std::int64_t end) {
   }
 }
 
-// x with a multiple of `row_tile` rows of padded_inputs(), the rest zeros.
-std::unique_ptr<bf16[]> pad_rows(const PackedCall& call, std::int64_t row_tile) {
-  const std::int64_t rows = (call.num_rows + row_tile - 1) / row_tile * row_tile;
+// Rows [begin, begin + count) of x with padded_inputs(), as `target`.
+void copy_padded(const PackedCall& call, std::int64_t begin, std::int64_t count, bf16* target) {
   const std::int64_t inputs = call.padded_inputs();
-  std::unique_ptr<bf16[]> padded(new bf16[static_cast<std::size_t>(rows * inputs)]);
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const std::int64_t count = row < call.num_rows ? call.num_inputs : 0;
-    bf16* target = padded.get() + row * inputs;
-    std::copy_n(call.x + row * call.x_stride, count, target);
-    std::fill(target + count, target + inputs, bf16{0});
+  for (std::int64_t row = begin; row < begin + count; ++row, target += inputs) {
+    std::copy_n(call.x + row * call.x_stride, call.num_inputs, target);
+    std::fill(target + call.num_inputs, target + inputs, bf16{0});
   }
-  return padded;
+}
+
+bf16* elements(Scratch& scratch, std::int64_t count) { return reinterpret_cast<bf16*>(scratch.floats(static_cast<std::size_t>(count + 1) / 2)); }
+
+thread_local Scratch padded_scratch;
+thread_local Scratch last_rows_scratch;
+thread_local Scratch sums_scratch;
+
+// Panels that are multiplied together: one, so that weights are read in order, or, where the next level of cache does not hold the rows,
+// as many as it holds the sums of.
+std::int64_t panels_together(const PackedCall& call, std::int64_t num_rows) {
+  const std::int64_t sums = num_rows * kPackedOutputs * 4 * (call.gated ? 2 : 1);
+  return num_rows * call.padded_inputs() * 2 <= kRowsInCache ? 1 : std::max<std::int64_t>(1, kSumsInCache / sums);
+}
+
+void multiply_many(const PackedCall& call, int num_threads) {
+  const KernelTable& table = kernels();
+  const std::int64_t panels = num_panels(call) / (call.gated ? 2 : 1);
+  const std::int64_t num_blocks = (call.num_rows + kManyRows - 1) / kManyRows;
+  const std::int64_t block = (call.num_rows + num_blocks * kRowBlock - 1) / (num_blocks * kRowBlock) * kRowBlock;
+  const std::int64_t share = (panels + num_threads - 1) / num_threads;
+  const std::int64_t group = std::min(panels_together(call, block), share);
+  for (std::int64_t row = 0; row < call.num_rows; row += block) {
+    const RowSpan rows{row, std::min(call.num_rows, row + block)};
+    parallel_spans(num_threads, (panels + group - 1) / group, 1, [&](std::int64_t begin, std::int64_t end) {
+      float* scratch = sums_scratch.floats(packed_scratch_floats(block, group * (call.gated ? 2 : 1)));
+      table.multiply_packed_many(call, rows, {begin * group, std::min(panels, end * group)}, group, scratch);
+    });
+  }
 }
 
 }  // namespace
@@ -111,28 +136,30 @@ void fill_panels(const FillCall& call, int num_threads) {
   });
 }
 
-void packed_matmul(PackedCall call, int num_threads) {
-  const KernelTable& table = kernels();
-  const std::int64_t row_tile = table.packed_in_tiles && call.num_rows >= kMinPackedTileRows ? kRowTile : 1;
-  std::unique_ptr<bf16[]> padded;
-  if (call.num_rows % row_tile != 0 || call.num_inputs != call.padded_inputs() || call.x_stride != call.num_inputs) {
-    padded = pad_rows(call, row_tile);
-    call.x = padded.get();
-  }
-  call.x_stride = call.padded_inputs();
-  for_panels(call, num_threads, [&](RowSpan panels) { table.multiply_packed(call, panels); });
+bool multiplies_many_packed_rows() { return kernels().multiply_packed_many != nullptr; }
+
+bool can_gate(const PackedCall& call) {
+  return multiplies_many_packed_rows() && call.num_rows > kernels().packed_rows && call.num_outputs % (2 * kPackedOutputs) == 0;
 }
 
-void prefer_huge_pages(void* data, std::size_t num_bytes) {
-#if defined(__linux__)
-  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const std::uintptr_t begin = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
-  const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(data) + num_bytes) / page * page;
-  if (begin < end) static_cast<void>(madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE));
-#else
-  static_cast<void>(data);
-  static_cast<void>(num_bytes);
-#endif
+void packed_matmul(PackedCall call, int num_threads) {
+  const KernelTable& table = kernels();
+  const std::int64_t inputs = call.padded_inputs();
+  if (call.num_inputs != inputs) {
+    bf16* padded = elements(padded_scratch, call.num_rows * inputs);
+    copy_padded(call, 0, call.num_rows, padded);
+    call.x = padded;
+    call.x_stride = inputs;
+  }
+  const std::int64_t last = call.num_rows % kRowTile;
+  if (table.packed_in_tiles && last != 0 && !call.x_in_tiles) {
+    bf16* rows = elements(last_rows_scratch, kRowTile * inputs);
+    copy_padded(call, call.num_rows - last, last, rows);
+    std::fill(rows + last * inputs, rows + kRowTile * inputs, bf16{0});
+    call.last_rows = rows;
+  }
+  if (call.num_rows > table.packed_rows && table.multiply_packed_many != nullptr) return multiply_many(call, num_threads);
+  for_panels(call, num_threads, [&](RowSpan panels) { table.multiply_packed(call, panels); });
 }
 
 }  // namespace paged

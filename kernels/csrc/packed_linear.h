@@ -25,11 +25,14 @@ struct FillCall {
 // Writes the rows' weights and the padding of their inputs; outputs beyond the weight's last one are the caller's to clear.
 void fill_panels(const FillCall& call, int num_threads);
 
-// Computes call.out from call.x, for any number of rows; the padded input is its own scratch.
-void packed_matmul(PackedCall call, int num_threads);
+// Whether `packed_matmul` is made for any number of rows, not only for KernelTable::packed_rows.
+bool multiplies_many_packed_rows();
 
-// Asks the system for large pages, which a sequential reader is held up by less, where memory has not been written to yet. Its content
-// stays; a system that has none changes nothing.
-void prefer_huge_pages(void* data, std::size_t num_bytes);
+// Whether `packed_matmul` takes this call with `gated`.
+bool can_gate(const PackedCall& call);
+
+// Computes call.out from call.x, for any number of rows; call.last_rows is its own scratch. A row's result depends neither on the other
+// rows nor on the number of threads, and on a matrix unit not on the number of rows.
+void packed_matmul(PackedCall call, int num_threads);
 
 }  // namespace paged

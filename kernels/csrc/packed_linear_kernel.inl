@@ -74,14 +74,25 @@ static void multiply_packed_panel(const PackedCall& call, std::int64_t panel) {
 }
 
 #if PAGED_AMX
+// Sixteen rows of x, `bytes` apart; the next tile of inputs is `step` elements on.
+struct SixteenRows {
+  const bf16* data;
+  std::int64_t bytes;
+  std::int64_t step;
+};
+
+INLINE SixteenRows sixteen_rows(const PackedCall& call, std::int64_t row, std::int64_t input) {
+  if (call.x_in_tiles) return {call.x + row * call.num_inputs + input * kTileSize, 2 * kPackedInputs, kTileSize * kPackedInputs};
+  if (row + kTileSize > call.num_rows) return {call.last_rows + input, call.padded_inputs() * 2, kPackedInputs};
+  return {call.x + row * call.x_stride + input, call.x_stride * 2, kPackedInputs};
+}
+
 // kTiles tiles of sixteen rows, over all inputs: tiles 0 to 3 are the sums, 4 to 5 rows of x, 6 to 7 weights as they are stored.
 template <int kTiles>
 static void multiply_packed_tiles(const PackedCall& call, std::int64_t panel, std::int64_t row) {
   alignas(64) float sums[kTiles * kTileSize][kPackedOutputs];
   const std::uint8_t* weights = reinterpret_cast<const std::uint8_t*>(call.packed + panel * call.padded_inputs() * kPackedOutputs);
-  const bf16* x = call.x + row * call.x_stride;
-  const std::int64_t x_tile = call.x_stride * kTileSize;
-  const int x_bytes = static_cast<int>(call.x_stride * 2);
+  SixteenRows first = sixteen_rows(call, row, 0), second = sixteen_rows(call, row + (kTiles - 1) * kTileSize, 0);
   constexpr int kStride = 4 * kPackedOutputs;
   // Not every compiler knows that tile loads read memory and tile stores write it.
   asm volatile("" ::: "memory");
@@ -89,18 +100,20 @@ static void multiply_packed_tiles(const PackedCall& call, std::int64_t panel, st
   _tile_zero(1);
   if constexpr (kTiles == 2) _tile_zero(2);
   if constexpr (kTiles == 2) _tile_zero(3);
-  for (std::int64_t input = 0; input < call.padded_inputs(); input += 2 * kTileSize, weights += kTileSize * kStride) {
+  for (std::int64_t input = 0; input < call.padded_inputs(); input += kPackedInputs, weights += kTileSize * kStride) {
     for (int line = 0; line < kTileSize * kStride; line += 64) __builtin_prefetch(weights + 2 * kPackedAhead + line);
     _tile_loadd(6, weights, kStride);
     _tile_loadd(7, weights + 64, kStride);
-    _tile_loadd(4, x + input, x_bytes);
+    _tile_loadd(4, first.data, first.bytes);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (kTiles == 2) {
-      _tile_loadd(5, x + x_tile + input, x_bytes);
+      _tile_loadd(5, second.data, second.bytes);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
+    first.data += first.step;
+    second.data += second.step;
   }
   _tile_stored(0, sums[0], kStride);
   _tile_stored(1, sums[0] + kTileSize, kStride);

@@ -5,6 +5,8 @@
 #include <memory>
 #include <new>
 
+#include "huge_pages.h"
+
 namespace paged {
 
 // Grows, never shrinks, one per thread: a fresh allocation of this size would be page-faulted in on every call.
@@ -13,6 +15,7 @@ class Scratch {
   float* floats(std::size_t count) {
     if (count > capacity_) {
       data_.reset(static_cast<float*>(::operator new(count * sizeof(float), kAlignment)));
+      if (count * sizeof(float) >= kLarge) prefer_huge_pages(data_.get(), count * sizeof(float));
       capacity_ = count;
     }
     return data_.get();
@@ -20,6 +23,7 @@ class Scratch {
 
  private:
   static constexpr std::align_val_t kAlignment{64};
+  static constexpr std::size_t kLarge = std::size_t{1} << 21;
   struct Delete {
     void operator()(float* data) const { ::operator delete(data, kAlignment); }
   };

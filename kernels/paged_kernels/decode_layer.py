@@ -54,11 +54,11 @@ class DecodeLayer:
         self._eps = eps
         self._num_kv_heads = head_counts[-1]
         self._shape = (sum(head_counts), head_dim)
+        self._all_packed = all(layer.is_packed for layer in (qkv, output, gate_up, down))
 
-    @staticmethod
-    def takes(num_rows: int) -> bool:
+    def takes(self, num_rows: int) -> bool:
         """More are computed faster piece by piece."""
-        return num_rows <= _native.packed_rows()
+        return num_rows <= _native.packed_rows() or (self._all_packed and _native.multiplies_many_packed_rows())
 
     def heads(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """`x` and `residual` `[num_rows, hidden_size]`, as a layer gets them: queries, keys and values, normed and

@@ -71,10 +71,16 @@ def pack(weight: Tensor) -> PackedWeight:
     return target
 
 
+def takes_rows(num_rows: int) -> bool:
+    """Whether our kernels multiply so many faster than oneDNN does: any number on a matrix unit, few elsewhere."""
+    native = load_extension()
+    return native is not None and (num_rows <= native.packed_rows() or native.multiplies_many_packed_rows())
+
+
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """bfloat16 `[num_rows, num_inputs]` -> `[num_rows, num_outputs]`, sums in float32."""
     native = load_extension()
-    if native is None or weight.panels is None or x.shape[0] > native.packed_rows():
+    if native is None or weight.panels is None or not takes_rows(x.shape[0]):
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.opaque, bias, "none", [], "")
         return product
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=torch.bfloat16)
