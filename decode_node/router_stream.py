@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from kvrelay.core.errors import KVRelayError, status_of
 from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.wire import logprobs_to_wire, output_to_wire
+from kvrelay.core.wire import fill_output, logprobs_to_wire
 from kvrelay.engine.request import PromptOutput
 from kvrelay.node.convert import report_to_wire
 from kvrelay.node.ladder import FetchReport
@@ -20,16 +20,18 @@ class RouterStream:
 
     def __init__(self) -> None:
         self.request_ids: set[str] = set()
-        self._events: list[pb.DecodeEvent] = []
+        self._update = pb.DecodeUpdate()
         self._wake = asyncio.Event()
         self._closed = False
 
     def send(self, event: pb.DecodeEvent) -> None:
-        self._events.append(event)
+        self._update.events.append(event)
         self._wake.set()
 
     def send_output(self, request_id: str, output: TokenOutput) -> None:
-        self.send(pb.DecodeEvent(request_id=request_id, tokens=output_to_wire(output)))
+        """Written where it will leave from: this is for every token, on a thread that the engine waits for."""
+        fill_output(self._update.events.add(request_id=request_id).tokens, output)
+        self._wake.set()
 
     def send_prompt(self, prompt: PromptOutput, fetches: FetchReport, *, with_logprobs: bool) -> None:
         """A prompt that was computed here after `fetches`, before its first token. The logprobs of a single token are
@@ -57,8 +59,8 @@ class RouterStream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            events, self._events = self._events, []
-            if events:
-                yield pb.DecodeUpdate(events=events)
-            if self._closed and not self._events:
+            update, self._update = self._update, pb.DecodeUpdate()
+            if update.events:
+                yield update
+            if self._closed and not self._update.events:
                 return

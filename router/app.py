@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import grpc
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
@@ -67,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     settings = load_settings(RouterSettings, argv, prog="kvrelay router")
     configure_logging("router", settings.log_level)
     try:
-        asyncio.run(_run(settings))
+        uvloop.run(_run(settings))
     except KVRelayError as error:
         _logger.critical("%s", error)
         return 1

@@ -1,4 +1,4 @@
-// A decoder layer for few rows, in two calls around its attention: what lies between two products of few rows is so short that calling
+// A decoder layer for few rows, as decode_stack.h runs it around its attention: what lies between two products of few rows is so short that calling
 // each piece by itself would take longer than computing it. Every piece is the same as by itself, and so is every result.
 #pragma once
 

@@ -7,13 +7,15 @@
 #include <stdexcept>
 #include <string>
 
-#include "decode_layer_module.h"
+#include "projection_module.h"
+#include "decode_stack_module.h"
 #include "elementwise.h"
 #include "instruction_set.h"
 #include "huge_pages.h"
 #include "packed_linear.h"
 #include "paged_attention.h"
 #include "parallel.h"
+#include "pool_view.h"
 #include "quantized.h"
 #include "random_bits.h"
 #include "tensor.h"
@@ -27,36 +29,19 @@ void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-// The pool with its layer chosen; e4m3 (as uint8) exactly where there are scales.
-struct Pool {
-  Pool(nb::handle object, std::int64_t layer, nb::handle key_scale_object, nb::handle value_scale_object) : view(object, "kv_pool", 6) {
-    view.require_contiguous_from(1);
-    require(layer >= 0 && layer < view.shape(2), "layer is outside the pool");
-    require(view.shape(3) == 2, "kv_pool: axis 3 is not K and V");
-    require(block_size() > 0 && block_size() % 8 == 0, "kv_pool: block_size is not a multiple of 8");
-    require(head_dim() > 0 && head_dim() % 8 == 0 && head_dim() <= kMaxHeadDim, "kv_pool: head_dim is not a multiple of 8 up to 256");
+// The pool with its layer and that layer's scales chosen.
+struct Pool : PoolView {
+  Pool(nb::handle object, std::int64_t layer, nb::handle key_scale_object, nb::handle value_scale_object)
+      : PoolView(object, !key_scale_object.is_none()), data(PoolView::layer(layer)) {
     require(key_scale_object.is_none() == value_scale_object.is_none(), "key_scale and value_scale go together");
-    if (key_scale_object.is_none()) {
-      dtype = view.element_type();
-      element_bytes = element_size(*dtype);
-    } else {
-      view.uint8_data();
-      key_scales = scales(key_scale_object, "key_scale");
-      value_scales = scales(value_scale_object, "value_scale");
-    }
-    data = view.data<char>() + layer * view.stride(2) * element_bytes;
+    if (key_scale_object.is_none()) return;
+    key_scales = scales(key_scale_object, "key_scale");
+    value_scales = scales(value_scale_object, "value_scale");
   }
-  std::int64_t num_blocks() const { return view.shape(0); }
-  std::int64_t num_kv_heads() const { return view.shape(1); }
-  std::int64_t block_size() const { return view.shape(4); }
-  std::int64_t head_dim() const { return view.shape(5); }
 
-  TensorView view;
-  std::optional<DType> dtype;  // what queries, keys and values must have; none for e4m3, which takes any
-  std::int64_t element_bytes = 1;
+  char* data;
   const float* key_scales = nullptr;
   const float* value_scales = nullptr;
-  char* data;
 
  private:
   const float* scales(nb::handle object, const char* name) const {
@@ -450,6 +435,7 @@ NB_MODULE(_native, m) {
   m.def("multiplies_many_packed_rows", &paged::multiplies_many_packed_rows);
   m.def("packed_rows", [] { return paged::kernels().packed_rows; });
   m.def("uniform", &paged::bind_uniform, "out"_a, "seeds"_a, "positions"_a, "choices"_a, "stream"_a, "first"_a);
-  paged::define_decode_layer(m);
+  paged::define_projection(m);
+  paged::define_decode_stack(m);
   m.def("prefer_huge_pages", &paged::bind_prefer_huge_pages, "tensor"_a);
 }

@@ -83,6 +83,46 @@ class Projection:
     @property
     def is_packed(self) -> bool: ...
 
+class DecodeStack:
+    def __init__(
+        self,
+        final_norm: Tensor,
+        epsilon: float,
+        scale: float,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> None: ...
+    def add(
+        self,
+        qkv: Projection,
+        output: Projection,
+        gate_up: Projection,
+        down: Projection,
+        input_norm: Tensor,
+        norm: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        window: int,
+    ) -> None: ...
+    def run(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        first: int,
+        last: int,
+        cos: Tensor,
+        sin: Tensor,
+        kv_pool: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        key_scales: Tensor | None,
+        value_scales: Tensor | None,
+        num_threads: int,
+    ) -> None: ...
+
 def packed_projection(panels: Tensor, bias: Tensor | None, num_outputs: int, num_inputs: int) -> Projection: ...
 def quantized_projection(
     packed: Tensor,
@@ -93,30 +133,3 @@ def quantized_projection(
     bits: int,
     group_size: int,
 ) -> Projection: ...
-def project_heads(
-    out: Tensor,
-    residual_out: Tensor | None,
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Tensor,
-    qkv: Projection,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    epsilon: float,
-    cos: Tensor,
-    sin: Tensor,
-    num_kv_heads: int,
-    num_threads: int,
-) -> None: ...
-def finish_layer(
-    out: Tensor,
-    residual_out: Tensor,
-    attended: Tensor,
-    residual: Tensor,
-    output: Projection,
-    norm: Tensor,
-    gate_up: Projection,
-    down: Projection,
-    epsilon: float,
-    num_threads: int,
-) -> None: ...

@@ -27,10 +27,10 @@ class NativeBackend:
 
     def __init__(self, kv_scales: KVScales | None = None) -> None:
         load_extension()  # shares torch's threads
-        self._kv_scales = kv_scales
+        self.kv_scales = kv_scales
 
     def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        key_scale, value_scale = scales_of_pool(kv_pool, layer, self._kv_scales)
+        key_scale, value_scale = scales_of_pool(kv_pool, layer, self.kv_scales)
         pool = kv_pool if key_scale is None else kv_pool.view(torch.uint8)
         _native.write_kv(key, value, pool, layer, slot_mapping, key_scale, value_scale, torch.get_num_threads())
 
@@ -58,7 +58,7 @@ class NativeBackend:
         sliding_window: int | None = None,
     ) -> Tensor:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        key_scale, value_scale = scales_of_pool(kv_pool, layer, self._kv_scales)
+        key_scale, value_scale = scales_of_pool(kv_pool, layer, self.kv_scales)
         _native.paged_attention(
             output,
             query,

@@ -1,8 +1,9 @@
 """`kvrelay bench serve|latency|throughput|sweep`: settings in, a table out, and files where they were asked for."""
 
-import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+
+import uvloop
 
 from kvrelay.bench.measure import measure
 from kvrelay.bench.report import render, render_sweep
@@ -63,7 +64,7 @@ def _run(command: str, settings: BenchSettings) -> int:
         require_extra("bench", ["aiohttp"], purpose="kvrelay bench over HTTP")
     if settings.plot is not None:
         require_extra("bench", ["matplotlib"], purpose="--plot")
-    model, results = asyncio.run(measure(settings))
+    model, results = uvloop.run(measure(settings))
     _print(settings, results)
     if settings.json_file is not None:
         write_results(settings.json_file, command, model, settings, results)

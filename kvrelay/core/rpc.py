@@ -4,11 +4,10 @@ Invariant: an error leaves a service as a status code, a message and rich detail
 class of our exception tree again on the other side. What is not ours leaves as INTERNAL, without our insides.
 """
 
-import asyncio
 import inspect
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any, TypeAlias
 
 import grpc
@@ -34,6 +33,7 @@ from kvrelay.core.errors import (
     error_from_grpc,
     status_of,
 )
+from kvrelay.core.write_deadline import WriteDeadline
 
 logger = logging.getLogger(__name__)
 
@@ -228,13 +228,11 @@ def _written(behavior: Callable[[Any, Context], AsyncGenerator[Any, None]], time
     does a write that takes longer than `timeout`."""
 
     async def write_all(request: Any | AsyncIterator[Any], context: Context) -> None:
-        async with aclosing(behavior(request, context)) as responses:
-            async for response in responses:
-                try:
-                    async with asyncio.timeout(timeout):
+        with closing(WriteDeadline(timeout)) as deadline:
+            async with aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    with deadline:
                         await context.write(response)
-                except TimeoutError:
-                    raise CancelledByPeerError(f"nothing of the stream was taken for {timeout:g} seconds") from None
 
     return write_all
 

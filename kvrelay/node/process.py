@@ -5,6 +5,8 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+import uvloop
+
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.lifecycle import StopSignals, announce_ready
@@ -22,7 +24,7 @@ def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]
     settings = load_settings(NodeSettings, argv, prog=f"kvrelay {role}")
     configure_logging(settings.node_id or role, settings.log_level)
     try:
-        return asyncio.run(_serve(settings, role, make_service))
+        return uvloop.run(_serve(settings, role, make_service))
     except KVRelayError as error:
         _logger.critical("%s", error)
         return 1

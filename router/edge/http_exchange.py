@@ -7,7 +7,7 @@ cancelled and has ended before the exchange does.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.core.errors import CancelledByPeerError
 from kvrelay.core.rpc import WRITE_SECONDS
+from kvrelay.core.write_deadline import WriteDeadline
 
 logger = logging.getLogger(__name__)
 
@@ -106,14 +107,11 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             first = await anext(events, b"")
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_body(send, first, more=True)
-            async for event in events:
-                await self._send_body(send, event, more=True)
-            await self._send_body(send, b"", more=False)
-
-    async def _send_body(self, send: Send, data: bytes, *, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self._write_timeout):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            raise CancelledByPeerError(f"the client took nothing for {self._write_timeout:g} seconds") from None
+            with closing(WriteDeadline(self._write_timeout)) as deadline:
+                with deadline:
+                    await send({"type": "http.response.body", "body": first, "more_body": True})
+                async for event in events:
+                    with deadline:
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
+                with deadline:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})

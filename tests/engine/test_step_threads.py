@@ -136,7 +136,7 @@ def logits_of(model: DecoderForCausalLM, num_tokens: int, threads_by_layer: tupl
     hidden = model.forward(
         positions * 7 % 300, positions, pool, metadata, before_layer=lambda: torch.set_num_threads(next(layers))
     )
-    assert next(layers, None) is None, "once a layer"
+    assert len(list(layers)) == (0 if num_tokens > 32 else len(threads_by_layer) - 1), "few tokens go through at once"
     return model.compute_logits(hidden)
 
 

@@ -16,14 +16,14 @@ from paged_kernels.fused import add_rms_norm, rms_norm, silu_mul
 from paged_kernels.packed import can_pack
 from torch import Tensor
 
-from kvrelay.engine.layers.decode_layer import decode_layer
+from kvrelay.engine.layers.decode_stack import LayerParts, decode_stack
 from kvrelay.engine.layers.linear import FillableLinear, LinearLayer, make_fillable, make_linear
 from kvrelay.engine.layers.rotary import RotaryTable
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 from kvrelay.engine.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from paged_kernels.decode_layer import DecodeLayer  # it needs the extension
+    from paged_kernels.decode_stack import DecodeStack  # it needs the extension
 
 
 def layer_prefix(layer: int) -> str:
@@ -62,20 +62,10 @@ class Attention:
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self._norm_heads(query, self.query_norm), self._norm_heads(key, self.key_norm)
         self.backend.write_kv_rotary(query, key, value, (cos, sin), kv_pool, self.layer, metadata.slot_mapping)
-        return self.output(self._attend(query, kv_pool, metadata))  # [num_tokens, hidden_size]
-
-    def attend(self, heads: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """`heads` `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]` are normed and turned already. Returns
-        `[num_tokens, num_heads * head_dim]`."""
-        query, key, value = heads.split_with_sizes(self.head_counts, dim=1)
-        self.backend.write_kv(key, value, kv_pool, self.layer, metadata.slot_mapping)
-        return self._attend(query, kv_pool, metadata)
-
-    def _attend(self, query: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
         attended = self.backend.attend(
             query, kv_pool, self.layer, metadata, scale=self.scale, sliding_window=self.sliding_window
         )
-        return attended.view(query.shape[0], -1)
+        return self.output(attended.view(num_tokens, -1))  # [num_tokens, hidden_size]
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """`[num_tokens, heads, head_dim]`, each head of each token by itself."""
@@ -117,7 +107,6 @@ class DecoderLayer:
         self.attention = Attention(config, layer, backend, weights)
         self.post_attention_norm = weights.empty(config.hidden_size)
         self.mlp = Mlp(config, layer, weights)
-        self.few_rows: DecodeLayer | None = None  # where the layer's weights are such that it can be had
 
     def __call__(
         self,
@@ -128,9 +117,6 @@ class DecoderLayer:
         kv_pool: Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        if self.few_rows is not None and self.few_rows.takes(x.shape[0]):
-            heads, residual = self.few_rows.heads(x, residual, cos, sin)
-            return self.few_rows.finish(self.attention.attend(heads, kv_pool, metadata), residual)
         if residual is None:
             x, residual = rms_norm(x, self.input_norm, self.eps), x
         else:
@@ -140,18 +126,18 @@ class DecoderLayer:
         return self.mlp(x), residual
 
     def pack(self) -> None:
-        linears = self.linear_layers()
-        for linear in linears:
+        for linear in self.linear_layers():
             linear.pack()
-        self.few_rows = decode_layer(
-            linears,
+
+    def parts(self) -> LayerParts:
+        attention = self.attention
+        return LayerParts(
+            linears=self.linear_layers(),
             input_norm=self.input_norm,
             norm=self.post_attention_norm,
-            query_norm=self.attention.query_norm,
-            key_norm=self.attention.key_norm,
-            eps=self.eps,
-            head_counts=self.attention.head_counts,
-            head_dim=self.attention.head_dim,
+            query_norm=attention.query_norm,
+            key_norm=attention.key_norm,
+            window=attention.sliding_window,
         )
 
     def linear_layers(self) -> tuple[LinearLayer, ...]:
@@ -193,6 +179,8 @@ class DecoderForCausalLM:
         self.rotary = RotaryTable(
             config.rope, head_dim=config.head_dim, max_positions=max_model_len, device=weights.device
         )
+        self._is_packed = False
+        self.few_rows: DecodeStack | None = None  # once packed, where the weights are such that it can be had
 
     def forward(
         self,
@@ -206,6 +194,8 @@ class DecoderForCausalLM:
         final hidden states after the last norm, `[num_tokens, hidden_size]`."""
         cos, sin = self.rotary.rows(positions)
         x = F.embedding(input_ids, self.embedding)
+        if self.few_rows is not None and self.few_rows.takes(x.shape[0]):
+            return self.few_rows(x, cos, sin, kv_pool, metadata, before_layer)
         residual: Tensor | None = None
         for layer in self.layers:
             before_layer()
@@ -222,6 +212,7 @@ class DecoderForCausalLM:
         """From the next step on; an FP8 pool needs one that knows its scales."""
         for layer in self.layers:
             layer.attention.backend = backend
+        self.few_rows = self._stack()
 
     def checkpoint_slots(self) -> dict[str, Slot]:
         """The place of every tensor of the checkpoint, by its name there. Not after `pack`."""
@@ -245,6 +236,22 @@ class DecoderForCausalLM:
             self.lm_head = head
         if self.lm_head is not None:
             self.lm_head.pack()
+        self._is_packed = True
+        self.few_rows = self._stack()
+
+    def _stack(self) -> "DecodeStack | None":
+        if not self._is_packed:
+            return None
+        attention = self.layers[0].attention
+        return decode_stack(
+            [layer.parts() for layer in self.layers],
+            attention.backend,
+            final_norm=self.norm,
+            eps=self.config.rms_norm_eps,
+            scale=attention.scale,
+            head_counts=attention.head_counts,
+            head_dim=attention.head_dim,
+        )
 
     @property
     def weight_bytes(self) -> int:

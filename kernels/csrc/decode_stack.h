@@ -1,0 +1,51 @@
+// Layers of a decoder one after the other, their attention included, in one call: see decode_layer.h. Every piece is the same as by
+// itself, and so is every result.
+#pragma once
+
+#include <vector>
+
+#include "decode_layer.h"
+#include "paged_attention.h"
+
+namespace paged {
+
+struct StackedLayer {
+  const Projection* qkv;
+  const Projection* output;
+  const Projection* gate_up;
+  const Projection* down;
+  const void* input_norm;
+  const void* norm;        // before gate and up
+  const void* query_norm;  // or null
+  const void* key_norm;
+  std::int64_t window;  // tokens a query sees, itself included; 0 = all
+};
+
+struct StackCall {
+  const std::vector<StackedLayer>* layers;  // all of the decoder
+  std::size_t first;                        // of those to go through
+  std::size_t last;                         // the one behind them; the end of all: the last norm, too
+  const void* final_norm;
+  float epsilon;
+  float scale;  // of the attention's scores
+  std::int64_t rows;
+  std::int64_t hidden_size;
+  std::int64_t num_heads;
+  std::int64_t num_kv_heads;
+  std::int64_t head_dim;
+  DType dtype;
+  void* hidden;    // [rows, hidden_size] contiguous: what a layer gets and gives
+  void* residual;  // the same, undefined before the first layer
+  const float* cos;  // as HeadsCall's
+  const float* sin;
+  std::int64_t angle_stride;
+  WriteCall write;          // into layer 0; key and value are set here
+  AttentionCall attention;  // over layer 0; query, output, scale and window are set here
+  BatchShape batch;
+  std::int64_t layer_bytes;  // from a layer of a block and head to the next, in the pool
+};
+
+// Throws as write_kv and paged_attention do; nothing has been written then.
+void decode_stack(const StackCall& call, int num_threads);
+
+}  // namespace paged

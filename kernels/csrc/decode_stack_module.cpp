@@ -1,0 +1,186 @@
+// Python's side of decode_stack.h.
+#include "decode_stack_module.h"
+
+#include <stdexcept>
+#include <vector>
+
+#include "projection_module.h"
+#include "decode_stack.h"
+#include "pool_view.h"
+#include "tensor.h"
+
+namespace nb = nanobind;
+
+namespace paged {
+namespace {
+
+void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+// Keeps the projections and norms that its layers read.
+class DecodeStack {
+ public:
+  DecodeStack(nb::object final_norm, float epsilon, float scale, std::int64_t num_heads, std::int64_t num_kv_heads, std::int64_t head_dim)
+      : epsilon_(epsilon), scale_(scale), num_heads_(num_heads), num_kv_heads_(num_kv_heads), head_dim_(head_dim) {
+    require(num_heads > 0 && num_kv_heads > 0 && num_heads % num_kv_heads == 0, "query heads are not a multiple of the KV heads");
+    require(head_dim > 0 && head_dim % 2 == 0 && scale > 0.0f, "head_dim must be even and scale positive");
+    const TensorView norm(final_norm, "final_norm", 1);
+    hidden_size_ = norm.shape(0);
+    dtype_ = norm.element_type();
+    final_norm_ = keep_norm(final_norm, "final_norm", hidden_size_);
+  }
+
+  void add(nb::object qkv, nb::object output, nb::object gate_up, nb::object down, nb::object input_norm, nb::object norm, nb::object query_norm,
+           nb::object key_norm, std::int64_t window) {
+    StackedLayer layer{};
+    layer.qkv = keep(qkv, hidden_size_, (num_heads_ + 2 * num_kv_heads_) * head_dim_);
+    layer.output = keep(output, num_heads_ * head_dim_, hidden_size_);
+    layer.down = keep(down, -1, hidden_size_);
+    layer.gate_up = keep(gate_up, hidden_size_, 2 * layer.down->num_inputs);
+    layer.input_norm = keep_norm(input_norm, "input_norm", hidden_size_);
+    layer.norm = keep_norm(norm, "norm", hidden_size_);
+    require(query_norm.is_none() == key_norm.is_none(), "query_norm and key_norm go together");
+    if (!query_norm.is_none()) {
+      layer.query_norm = keep_norm(query_norm, "query_norm", head_dim_);
+      layer.key_norm = keep_norm(key_norm, "key_norm", head_dim_);
+    }
+    require(window >= 0, "window is negative");
+    layer.window = window;
+    layers_.push_back(layer);
+  }
+
+  void run(nb::handle hidden, nb::handle residual, std::int64_t first, std::int64_t last, nb::handle cos_object, nb::handle sin_object, nb::handle pool_object, nb::handle slot_mapping,
+           nb::handle block_tables, nb::handle query_start_loc, nb::handle seq_lens, nb::handle key_scales, nb::handle value_scales,
+           int num_threads) const {
+    const PoolView pool(pool_object, !key_scales.is_none());
+    if (pool.dtype) pool.view.require_element_type(dtype_);
+    require(pool.num_layers() == static_cast<std::int64_t>(layers_.size()), "the pool has another number of layers");
+    require(pool.num_kv_heads() == num_kv_heads_ && pool.head_dim() == head_dim_, "the pool has other heads");
+    StackCall call{};
+    call.layers = &layers_;
+    require(0 <= first && first <= last && last <= static_cast<std::int64_t>(layers_.size()), "there are no such layers");
+    call.first = static_cast<std::size_t>(first);
+    call.last = static_cast<std::size_t>(last);
+    call.final_norm = final_norm_;
+    call.epsilon = epsilon_;
+    call.scale = scale_;
+    call.hidden_size = hidden_size_;
+    call.num_heads = num_heads_;
+    call.num_kv_heads = num_kv_heads_;
+    call.head_dim = head_dim_;
+    call.dtype = dtype_;
+    const TensorView input = rows_of(hidden, "hidden", dtype_, -1, hidden_size_);
+    call.hidden = input.data<void>();
+    call.rows = input.shape(0);
+    call.residual = rows_of(residual, "residual", dtype_, call.rows, hidden_size_).data<void>();
+    set_angles(call, cos_object, sin_object);
+    call.layer_bytes = pool.view.stride(2) * pool.element_bytes;
+    set_write(call, pool, slot_mapping);
+    set_attention(call, pool, block_tables, query_start_loc, seq_lens);
+    require(key_scales.is_none() == value_scales.is_none(), "key_scales and value_scales go together");
+    if (!key_scales.is_none()) {
+      call.write.key_scales = call.attention.key_scales = scales(key_scales, "key_scales");
+      call.write.value_scales = call.attention.value_scales = scales(value_scales, "value_scales");
+    }
+    const nb::gil_scoped_release release;
+    decode_stack(call, num_threads);
+  }
+
+ private:
+  // Any number of inputs where `num_inputs` < 0.
+  const Projection* keep(const nb::object& object, std::int64_t num_inputs, std::int64_t num_outputs) {
+    const Projection& layer = nb::cast<const OwnedProjection&>(object).layer;
+    require(layer.dtype == dtype_, "the layers differ in their types");
+    require((num_inputs < 0 || layer.num_inputs == num_inputs) && layer.num_outputs == num_outputs, "the layers do not fit together");
+    kept_.push_back(object);
+    return &layer;
+  }
+
+  const void* keep_norm(const nb::object& object, const char* name, std::int64_t size) {
+    const void* data = norm_data(object, name, dtype_, size);
+    kept_.push_back(object);
+    return data;
+  }
+
+  void set_angles(StackCall& call, nb::handle cos_object, nb::handle sin_object) const {
+    const TensorView cos(cos_object, "cos", 2);
+    const TensorView sin(sin_object, "sin", 2);
+    for (const TensorView* angles : {&cos, &sin}) {
+      angles->require_element_type(DType::f32);
+      angles->require_contiguous_from(1);
+      require(angles->shape(0) == call.rows && angles->shape(1) >= head_dim_ / 2, "cos and sin need a row of angles per token");
+    }
+    require(cos.stride(0) == sin.stride(0), "cos and sin differ in strides");
+    call.cos = cos.data<const float>();
+    call.sin = sin.data<const float>();
+    call.angle_stride = cos.stride(0);
+  }
+
+  void set_write(StackCall& call, const PoolView& pool, nb::handle slot_mapping) const {
+    const TensorView slots(slot_mapping, "slot_mapping", 1);
+    require(slots.shape(0) == call.rows, "hidden and slot_mapping differ in tokens");
+    WriteCall& write = call.write;
+    write.pool = pool.layer(0);
+    write.block_stride = pool.view.stride(0) * pool.element_bytes;
+    write.head_stride = pool.view.stride(1) * pool.element_bytes;
+    write.num_tokens = call.rows;
+    write.num_kv_heads = num_kv_heads_;
+    write.num_blocks = pool.num_blocks();
+    write.block_size = pool.block_size();
+    write.row_bytes = head_dim_ * pool.element_bytes;
+    write.slot_mapping = slots.int64_data();
+    write.source = dtype_;
+  }
+
+  void set_attention(StackCall& call, const PoolView& pool, nb::handle block_tables, nb::handle query_start_loc, nb::handle seq_lens) const {
+    const TensorView tables(block_tables, "block_tables", 2);
+    const TensorView starts(query_start_loc, "query_start_loc", 1);
+    const TensorView lens(seq_lens, "seq_lens", 1);
+    require(starts.shape(0) == lens.shape(0) + 1 && tables.shape(0) == lens.shape(0), "the metadata differ in sequences");
+    AttentionCall& attention = call.attention;
+    attention.pool = pool.layer(0);
+    attention.block_stride = pool.view.stride(0);
+    attention.head_stride = pool.view.stride(1);
+    attention.block_tables = tables.int32_data();
+    attention.table_stride = tables.shape(1);
+    attention.query_start_loc = starts.int32_data();
+    attention.seq_lens = lens.int32_data();
+    attention.num_heads = static_cast<int>(num_heads_);
+    attention.num_kv_heads = static_cast<int>(num_kv_heads_);
+    attention.head_dim = static_cast<int>(head_dim_);
+    attention.block_size = static_cast<int>(pool.block_size());
+    call.batch = {call.rows, lens.shape(0), pool.num_blocks()};
+  }
+
+  const float* scales(nb::handle object, const char* name) const {
+    const TensorView view = rows_of(object, name, DType::f32, static_cast<std::int64_t>(layers_.size()), num_kv_heads_);
+    return view.data<const float>();
+  }
+
+  std::vector<StackedLayer> layers_;
+  std::vector<nb::object> kept_;
+  const void* final_norm_;
+  DType dtype_;
+  float epsilon_;
+  float scale_;
+  std::int64_t hidden_size_;
+  std::int64_t num_heads_;
+  std::int64_t num_kv_heads_;
+  std::int64_t head_dim_;
+};
+
+}  // namespace
+
+void define_decode_stack(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<DecodeStack>(m, "DecodeStack")
+      .def(nb::init<nb::object, float, float, std::int64_t, std::int64_t, std::int64_t>(), "final_norm"_a, "epsilon"_a, "scale"_a, "num_heads"_a,
+           "num_kv_heads"_a, "head_dim"_a)
+      .def("add", &DecodeStack::add, "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "input_norm"_a, "norm"_a, "query_norm"_a.none(),
+           "key_norm"_a.none(), "window"_a)
+      .def("run", &DecodeStack::run, "hidden"_a, "residual"_a, "first"_a, "last"_a, "cos"_a, "sin"_a, "kv_pool"_a, "slot_mapping"_a, "block_tables"_a, "query_start_loc"_a,
+           "seq_lens"_a, "key_scales"_a.none(), "value_scales"_a.none(), "num_threads"_a);
+}
+
+}  // namespace paged

@@ -1,0 +1,29 @@
+// Linear layers as decode_layer.h takes them, from Python, and views of tensors that go with them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "decode_layer.h"
+#include "tensor.h"
+
+namespace paged {
+
+// Keeps the tensors whose memory it reads.
+struct OwnedProjection {
+  Projection layer{};
+  std::vector<nanobind::object> tensors;
+};
+
+// [rows, size] contiguous; rows < 0: as many as there are.
+TensorView rows_of(nanobind::handle object, const char* name, DType dtype, std::int64_t rows, std::int64_t size);
+
+// Of a norm's weight, `[size]`.
+const void* norm_data(nanobind::handle object, const char* name, DType dtype, std::int64_t size);
+
+// Adds the class Projection and what makes one.
+void define_projection(nanobind::module_& m);
+
+}  // namespace paged

@@ -1,0 +1,109 @@
+"""All layers of a decoder compiled, their attention and the last norm included: for few rows in one call.
+
+The pieces are those of `packed`, `quantized`, `fused` and `native`, in the same order, and so are the results, to the
+bit. What is saved is the way into and out of Python around each of them, which costs more than most of the pieces do,
+and with it the moments at which another thread of the process takes the interpreter away in the middle of a step.
+Imports the extension, which must have been built.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_kernels import _native
+from paged_kernels._native import Projection
+from paged_kernels.base import AttentionMetadata
+from paged_kernels.kv_scales import KVScales
+from paged_kernels.packed import PackedWeight
+from paged_kernels.quantized_weight import QuantizedWeight
+
+
+def projection(weight: object, bias: Tensor | None) -> Projection | None:
+    """A bfloat16 linear layer as a stack takes it; None for weights that only oneDNN or torch multiplies with."""
+    if isinstance(weight, PackedWeight) and weight.panels is not None:
+        return _native.packed_projection(weight.panels, bias, weight.num_outputs, weight.num_inputs)
+    if isinstance(weight, QuantizedWeight) and weight.scales.dtype is torch.bfloat16:
+        return _native.quantized_projection(
+            weight.packed, weight.scales, bias, weight.num_outputs, weight.num_inputs, weight.bits, weight.group_size
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class StackedLayer:
+    """`input_norm` and `norm` (before gate and up) are `[hidden_size]`, `query_norm` and `key_norm` `[head_dim]` or
+    None. `window`: how many tokens a query sees, itself included; None is all."""
+
+    qkv: Projection
+    output: Projection
+    gate_up: Projection
+    down: Projection
+    input_norm: Tensor
+    norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    window: int | None
+
+
+class DecodeStack:
+    """bfloat16 on the CPU; the pool has the same type, or is FP8 with `kv_scales`."""
+
+    def __init__(
+        self,
+        layers: Sequence[StackedLayer],
+        *,
+        final_norm: Tensor,
+        eps: float,
+        scale: float,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kv_scales: KVScales | None,
+    ) -> None:
+        """`scale`: of the attention's scores. Raises ValueError for layers that do not fit together."""
+        self._kv_scales = kv_scales
+        self._num_layers = len(layers)
+        self._any_rows = all(
+            linear.is_packed for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
+        self._stack = _native.DecodeStack(final_norm, eps, scale, num_heads, num_kv_heads, head_dim)
+        for layer in layers:
+            self._stack.add(
+                layer.qkv, layer.output, layer.gate_up, layer.down, layer.input_norm, layer.norm, layer.query_norm,
+                layer.key_norm, layer.window or 0,
+            )  # fmt: skip
+
+    def takes(self, num_rows: int) -> bool:
+        """More are computed faster piece by piece, unless a matrix unit multiplies them with packed weights."""
+        return num_rows <= _native.packed_rows() or (self._any_rows and _native.multiplies_many_packed_rows())
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_pool: Tensor,
+        metadata: AttentionMetadata,
+        before_layer: Callable[[], None],
+    ) -> Tensor:
+        """`x` `[num_rows, hidden_size]`, the embedded tokens, becomes the same after the last norm. Writes their KV
+        into the pool. `cos` and `sin` are float32 as for `fused.rotary`. `before_layer` is called between the layers of
+        many rows, which take long, and before those of few, which are one call. Raises what the attention backend
+        raises."""
+        residual = torch.empty_like(x)
+        is_fp8 = kv_pool.dtype is torch.float8_e4m3fn
+        if is_fp8 and self._kv_scales is None:
+            raise ValueError("a float8_e4m3fn pool needs kv_scales")
+        scales = self._kv_scales if is_fp8 else None
+        at_once = self._num_layers if x.shape[0] <= _native.packed_rows() else 1
+        for first in range(0, self._num_layers, at_once):
+            before_layer()
+            self._stack.run(
+                x, residual, first, first + at_once, cos, sin, kv_pool.view(torch.uint8) if is_fp8 else kv_pool,
+                metadata.slot_mapping, metadata.block_tables, metadata.query_start_loc, metadata.seq_lens,
+                None if scales is None else scales.key, None if scales is None else scales.value,
+                torch.get_num_threads(),
+            )  # fmt: skip
+        return x

@@ -1,0 +1,85 @@
+"""All decoder layers as one compiled call for few tokens, where that can be had."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from paged_kernels.base import AttentionBackend
+from paged_kernels.extension import load_extension
+from torch import Tensor
+
+from kvrelay.engine.layers.linear import Linear, LinearLayer
+from kvrelay.engine.layers.quantized_linear import QuantizedLinear
+
+if TYPE_CHECKING:
+    from paged_kernels.decode_stack import DecodeStack, StackedLayer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """Of one decoder layer. `linears`: packed, those of the heads, of the attention's output, of gate and up, and of
+    down. `window`: tokens that a query sees; None is all."""
+
+    linears: tuple[LinearLayer, ...]
+    input_norm: Tensor
+    norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    window: int | None
+
+
+def decode_stack(
+    layers: Sequence[LayerParts],
+    backend: AttentionBackend,
+    *,
+    final_norm: Tensor,
+    eps: float,
+    scale: float,
+    head_counts: Sequence[int],
+    head_dim: int,
+) -> "DecodeStack | None":
+    """`head_counts`: of query, key and value. None unless all is bfloat16 on the CPU, or quantised there, the kernels
+    were compiled, and `backend` is theirs."""
+    if load_extension() is None or final_norm.dtype is not torch.bfloat16 or final_norm.device.type != "cpu":
+        return None
+    from paged_kernels.decode_stack import DecodeStack  # needs the extension
+    from paged_kernels.native import NativeBackend
+
+    stacked = [_stacked(layer) for layer in layers]
+    complete = [layer for layer in stacked if layer is not None]
+    if len(complete) != len(stacked) or not isinstance(backend, NativeBackend):
+        return None
+    return DecodeStack(
+        complete,
+        final_norm=final_norm,
+        eps=eps,
+        scale=scale,
+        num_heads=head_counts[0],
+        num_kv_heads=head_counts[-1],
+        head_dim=head_dim,
+        kv_scales=backend.kv_scales,
+    )
+
+
+def _stacked(layer: LayerParts) -> "StackedLayer | None":
+    from paged_kernels.decode_stack import StackedLayer, projection
+
+    made = [
+        projection(linear.weight, linear.bias) if isinstance(linear, Linear | QuantizedLinear) else None
+        for linear in layer.linears
+    ]
+    qkv, output, gate_up, down = made
+    if qkv is None or output is None or gate_up is None or down is None:
+        return None
+    return StackedLayer(
+        qkv=qkv,
+        output=output,
+        gate_up=gate_up,
+        down=down,
+        input_norm=layer.input_norm,
+        norm=layer.norm,
+        query_norm=layer.query_norm,
+        key_norm=layer.key_norm,
+        window=layer.window,
+    )

@@ -1,0 +1,72 @@
+"""A write deadline ends the write that takes too long, and nothing else."""
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import closing
+from typing import Any, TypeVar
+
+import pytest
+
+from kvrelay.core.errors import CancelledByPeerError
+from kvrelay.core.write_deadline import WriteDeadline
+from tests.simulation.virtual_loop import VirtualLoop
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Under virtual time: sleeps take none."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.close()
+
+
+def test_a_write_that_takes_too_long_is_cancelled_when_its_time_is_over() -> None:
+    async def write() -> float:
+        now = asyncio.get_running_loop().time
+        began = now()
+        with closing(WriteDeadline(10.0)) as deadline:
+            with deadline:
+                await asyncio.sleep(9.0)
+            await asyncio.sleep(100.0)  # no write is under way
+            with deadline:
+                await asyncio.sleep(9.5)
+            with pytest.raises(CancelledByPeerError, match="took nothing for 10 seconds"), deadline:
+                await asyncio.sleep(1000.0)
+            with deadline:  # the task goes on
+                await asyncio.sleep(1.0)
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+        return now() - began
+
+    assert run(write()) == pytest.approx(9.0 + 100.0 + 9.5 + 10.0 + 1.0)
+
+
+def test_a_cancellation_from_outside_stays_one() -> None:
+    async def write() -> None:
+        with closing(WriteDeadline(10.0)) as deadline, deadline:
+            await asyncio.sleep(1000.0)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(write())
+        await asyncio.sleep(5.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        both = asyncio.ensure_future(write())
+        asyncio.get_running_loop().call_later(10.0, both.cancel)  # in the same turn as the deadline, or beside it
+        await asyncio.gather(both, return_exceptions=True)
+        assert both.cancelled() or isinstance(both.exception(), CancelledByPeerError)
+
+    run(main())
+
+
+def test_an_error_of_the_write_passes() -> None:
+    async def write() -> None:
+        with closing(WriteDeadline(10.0)) as deadline, deadline:
+            raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        run(write())

@@ -1,0 +1,137 @@
+"""All decoder layers in one compiled call for few tokens give the results of their pieces, to the bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from paged_kernels import _native
+from paged_kernels.base import AttentionMetadata
+from paged_kernels.decode_stack import DecodeStack, StackedLayer, projection
+from paged_kernels.kv_scales import FP8, KVScales
+from paged_kernels.reference import ReferenceBackend
+from paged_kernels.registry import select_backend
+from torch import Tensor
+
+from kvrelay.engine.layers.weight_format import Quantization
+from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.models.loader import DTypeName, load_model
+from tests.engine.paged_run import PagedRun
+from tests.engine.tiny_models import make_tiny_model
+
+QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
+
+
+def load(directory: Path, quantization: Quantization, dtype: DTypeName = "bfloat16") -> DecoderForCausalLM:
+    return load_model(
+        str(directory), dtype=dtype, attention=select_backend("auto"), max_model_len=64, quantization=quantization
+    ).model
+
+
+def logits(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None) -> Tensor:
+    """A prompt, and steps of one and of two tokens."""
+    run = PagedRun(model, num_sequences=2, max_tokens=40)
+    if kv_dtype is not None:
+        run.pool = run.pool.to(kv_dtype)
+    chunks = [[list(range(300, 320)), [5]], [[7], [9]], [[11, 12], [13]]]
+    return torch.cat([part for step in chunks for part in run.step(step)])
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("family", ["llama-bias", "llama-mqa", "qwen2", "qwen3-bias-sliding"])
+def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp_path: Path) -> None:
+    model = load(make_tiny_model(family, tmp_path), quantization)
+    if quantization != "none":  # bfloat16 weights need an order of oneDNN's that not every processor has
+        assert model.few_rows is not None
+    compiled = logits(model)
+    model.few_rows = None
+    assert torch.equal(logits(model), compiled)
+
+
+def test_the_same_over_an_fp8_pool(tmp_path: Path) -> None:
+    model = load(make_tiny_model("llama", tmp_path), "int8")
+    assert model.few_rows is not None
+    with pytest.raises(ValueError, match="needs kv_scales"):
+        logits(model, FP8)
+    shape = (model.config.num_layers, model.config.num_kv_heads)
+    scales = KVScales(torch.linspace(0.01, 0.02, shape[0] * shape[1]).view(shape), torch.full(shape, 0.03))
+    model.attend_with(select_backend("auto", kv_scales=scales))
+    compiled = logits(model, FP8)
+    model.few_rows = None
+    assert torch.equal(logits(model, FP8), compiled)
+
+
+def test_who_goes_piece_by_piece(tmp_path: Path) -> None:
+    assert load(make_tiny_model("llama", tmp_path), "int8", "float32").few_rows is None
+    model = load(make_tiny_model("llama", tmp_path), "int8")
+    model.attend_with(ReferenceBackend())
+    assert model.few_rows is None
+
+
+def linear(num_outputs: int, num_inputs: int) -> _native.Projection:
+    """int8, all zero."""
+    groups = -(-num_inputs // 128)
+    return _native.quantized_projection(
+        torch.zeros(-(-num_outputs // 16), groups * 128 * 16, dtype=torch.uint8),
+        torch.zeros(-(-num_outputs // 16), groups, 16, dtype=torch.bfloat16),
+        None, num_outputs, num_inputs, 8, 128,
+    )  # fmt: skip
+
+
+def stack(qkv: _native.Projection, norm: Tensor) -> DecodeStack:
+    """One layer of two query heads and one KV head of 16, 32 wide."""
+    layer = StackedLayer(
+        qkv=qkv, output=linear(32, 32), gate_up=linear(128, 32), down=linear(32, 64), input_norm=norm, norm=norm,
+        query_norm=None, key_norm=None, window=None,
+    )  # fmt: skip
+    return DecodeStack(
+        [layer], final_norm=norm, eps=1e-6, scale=0.25, num_heads=2, num_kv_heads=1, head_dim=16, kv_scales=None
+    )
+
+
+def test_layers_that_do_not_fit_are_refused() -> None:
+    norm = torch.ones(32, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="layers do not fit together"):
+        stack(linear(48, 32), norm)
+    with pytest.raises(ValueError, match="another number of bytes"):
+        _native.quantized_projection(
+            torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, 1, 16, dtype=torch.bfloat16), None, 16, 64, 8, 128
+        )
+    with pytest.raises(ValueError, match="a panel for every 32 outputs"):
+        _native.packed_projection(torch.zeros(2, 1024, dtype=torch.bfloat16), None, 32, 32)
+    assert projection(torch.zeros(4, 4), None) is None
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    few = stack(linear(64, 32), torch.ones(32, dtype=torch.bfloat16))
+    x, angles = torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(2, 8)
+    pool = torch.zeros(3, 1, 1, 2, 8, 16, dtype=torch.bfloat16)
+
+    def run(x: Tensor = x, angles: Tensor = angles, pool: Tensor = pool, slots: tuple[int, ...] = (0, 8)) -> Tensor:
+        metadata = AttentionMetadata(
+            slot_mapping=torch.tensor(slots),
+            block_tables=torch.tensor([[0], [1]], dtype=torch.int32),
+            query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
+            seq_lens=torch.tensor([1, 1], dtype=torch.int32),
+            max_query_len=1,
+            max_seq_len=1,
+        )
+        return few(x.clone(), angles, angles, pool, metadata, lambda: None)
+
+    assert run().shape == (2, 32)
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        run(x=x[:, :16].contiguous())
+    with pytest.raises(ValueError, match="hidden has another element type"):
+        run(x=x.float())
+    with pytest.raises(ValueError, match="a row of angles per token"):
+        run(angles=angles[:1])
+    with pytest.raises(ValueError, match="another number of layers"):
+        run(pool=torch.zeros(3, 1, 2, 2, 8, 16, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="the pool has other heads"):
+        run(pool=torch.zeros(3, 2, 1, 2, 8, 16, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="kv_pool has another element type"):
+        run(pool=pool.float())
+    with pytest.raises(ValueError, match="differ in tokens"):
+        run(slots=(0,))
+    with pytest.raises(IndexError):
+        run(slots=(0, 24))
+    assert not pool.any()
