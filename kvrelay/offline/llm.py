@@ -18,8 +18,9 @@ from kvrelay.engine.kv_cache_dtype import KVCacheDType
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import DTypeName
+from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
-from kvrelay.engine.startup import EngineOptions, prepare_engine
+from kvrelay.engine.startup import prepare_engine
 from kvrelay.offline.generation import Generation, PendingGeneration
 from kvrelay.text.tokenizer import Tokenizer
 

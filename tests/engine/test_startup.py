@@ -4,7 +4,8 @@ import pytest
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.startup import EngineOptions, size_pool
+from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.pool_size import size_pool
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="bfloat16")  # 32 KiB a block
 GIB = 1 << 30
