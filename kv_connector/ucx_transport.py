@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvrelay.core.errors import ConfigurationError, KVError
 
@@ -39,8 +38,6 @@ from ucxx._lib.libucxx import (
 )
 from ucxx.exceptions import UCXError
 
-Buffer = NDArray[np.uint8]
-
 OPTIONS = {
     # Both ends must agree: UCX does not check that what a peer sends in one piece fits. 8 KiB by default, and slow.
     "TCP_TX_SEG_SIZE": "256k",
@@ -51,6 +48,13 @@ OPTIONS = {
 }
 # Without RDMA: UCX's own choice is slower over TCP.
 TCP_OPTIONS = {**OPTIONS, "RNDV_SCHEME": "am"}
+DEVICE_OPTIONS = {
+    **OPTIONS,
+    # The reader reads, over NVLink, PCIe or RDMA; what can not be read so is sent through buffers in host memory
+    # (ucxx would have UCX take them from the device).
+    "RNDV_SCHEME": "get_zcopy",
+    "RNDV_FRAG_MEM_TYPES": "host",
+}
 _TURN_SECONDS = 0.0003  # what the loop gives to UCX before others have a turn
 _GUARD_SECONDS = 1.0  # for a wake-up that UCX's event descriptor missed
 
@@ -64,12 +68,13 @@ class LinkLostError(KVError):
 class Transport:
     """A UCX context with one worker, driven by the loop it was made on."""
 
-    def __init__(self, net_devices: str) -> None:
-        """Raises ConfigurationError when UCX does not start, for example without such a device."""
+    def __init__(self, net_devices: str, *, on_device: bool = False) -> None:
+        """`on_device`: what is moved is in device memory, and CUDA is in use on this thread. Raises ConfigurationError
+        when UCX does not start, for example without such a device."""
         devices = {"NET_DEVICES": net_devices} if net_devices else {}
         try:
-            self._context = _context({**OPTIONS, **devices})
-            if not _has_rdma(self._context):
+            self._context = _context({**(DEVICE_OPTIONS if on_device else OPTIONS), **devices})
+            if not on_device and not _has_rdma(self._context):
                 self._context = _context({**TCP_OPTIONS, **devices})
             self._worker: Any = UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         except UCXError as error:
@@ -196,11 +201,11 @@ class Link:
         await self.wait()
         return message.tobytes()
 
-    def send(self, payload: Buffer, tag: int) -> None:
+    def send(self, payload: object, tag: int) -> None:
         array = Array(payload)
         self._post(lambda: self._endpoint.tag_send(array, UCXXTag(tag)), array)
 
-    def receive(self, destination: Buffer, tag: int, then: Callable[[], None] | None = None) -> None:
+    def receive(self, destination: object, tag: int, then: Callable[[], None] | None = None) -> None:
         """Straight into `destination`. A longer message ends the link. `then` is called when all of this message and of
         everything posted before is there, while it may still be in the cache."""
         array = Array(destination)

@@ -1,9 +1,9 @@
 """XXH3-128 of whole KV blocks, cut where it can be: what each KiB adds, for all at once; then KiB after KiB.
 
 The algorithm is XXH3's for long inputs with its default secret and seed 0 (https://github.com/Cyan4973/xxHash,
-`doc/xxhash_spec.md`): eight 64-bit lanes take up 64-byte stripes, and are scrambled after each KiB. What a KiB adds to the
-lanes does not depend on them, so that only the scrambling is a chain. Words are little-endian, 64 bits; a lane is
-kept with its neighbour: lanes 0, 2, 4, 6 are `even`, 1, 3, 5, 7 `odd`.
+`doc/xxhash_spec.md`): eight 64-bit lanes take up 64-byte stripes, and are scrambled after each KiB. What a KiB adds
+to the lanes does not depend on them, so that only the scrambling is a chain. Words are little-endian, 64 bits; a lane
+is kept with its neighbour: lanes 0, 2, 4, 6 are `even`, 1, 3, 5, 7 `odd`.
 """
 
 import triton
