@@ -10,6 +10,7 @@ in our own memory, with the slot unchanged before and after the copy.
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,6 +146,8 @@ class CudaIpcConnector:
             await state.pool.run(_forget, state.peers)  # after whatever is being copied
         finally:
             state.segment.close()
+            with suppress(BufferError):  # the engine is retracting from it just now
+                state.segment.mapping.close()
 
     def _require(self) -> _Open:
         if self._state is None:

@@ -58,13 +58,18 @@ class PeerMemory(Protocol):
     """A peer's pool, mapped into this process; to be read only."""
 
     def close(self) -> None:
-        """Unmaps it. Idempotent."""
+        """Unmaps it. Idempotent; what goes wrong is logged."""
         ...
 
 
 class DirectMemory(DeviceMemory, Protocol):
     """A pool on a device that transports read and write themselves. The rules of DeviceMemory; `attach` is not needed
-    for what is here."""
+    for what is here.
+
+    `kind`: "cuda", or "host" for one that only stands for a device; a transport that does not know the kind would take
+    an address on the device for one of the host."""
+
+    kind: str
 
     def buffer(self, block_id: int) -> DeviceBuffer:
         """The block, for a transport that finds out by itself what kind of memory it is. At once, from any thread."""
@@ -89,8 +94,8 @@ class DirectMemory(DeviceMemory, Protocol):
         ...
 
     def open(self, handle: bytes, num_blocks: int) -> PeerMemory:
-        """Maps what a peer has exported: `num_blocks` blocks as large as ours, which is checked. Raises KVError when
-        that is not possible here."""
+        """Maps what a peer, or we, have exported: `num_blocks` blocks as large as ours, which is checked. Raises
+        KVError when that is not possible here."""
         ...
 
     def copy_from(self, peer: PeerMemory, copies: Sequence[BlockCopy]) -> None:

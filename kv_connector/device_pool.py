@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 class DevicePool:
     """Implements Payloads over `memory`, whose blocks have `layout`. Used on the node's loop; what it waits for runs on
-    a thread of its own, in the order given. Whoever made it stops it, after the connectors are closed."""
+    a thread of its own, in the order given. Stopped after its connectors are closed, by whoever made it or by a
+    TieredConnector that serves it."""
 
     def __init__(self, memory: DirectMemory, layout: KVLayout) -> None:
         self.memory = memory

@@ -32,15 +32,15 @@ _GRAVITY = (FetchOutcome.MISSING, FetchOutcome.FAILED, FetchOutcome.REFUSED)
 _logger = logging.getLogger(__name__)
 
 
-TierT = TypeVar("TierT", bound=KVConnector)
+TierT_co = TypeVar("TierT_co", bound=KVConnector, covariant=True)
 
 
-class TieredConnector(Generic[TierT]):
+class TieredConnector(Generic[TierT_co]):
     """Implements HostConnector or DeviceConnector over others of that kind, which it owns."""
 
     def __init__(
         self,
-        tiers: Sequence[TierT],
+        tiers: Sequence[TierT_co],
         *,
         recompute_seconds: RecomputeSeconds = lambda num_tokens: None,
         clock: Clock | None = None,
@@ -54,6 +54,7 @@ class TieredConnector(Generic[TierT]):
         self.tiers = tuple(tiers)
         self._clock: Clock = clock or MonotonicClock()
         self._host = host or this_host()
+        self._device_pool: DevicePool | None = None
         self._block_bytes = 0  # before `allocate` or `serve`, and after `close`
         # Where a store is all there is, blocks have nowhere else to go: no gate.
         self._gates = {tier.name: CostGate(recompute_seconds) for tier in self.tiers[1:] if tier.has_store}
@@ -81,6 +82,8 @@ class TieredConnector(Generic[TierT]):
         return buffer
 
     def serve(self: "TieredConnector[DeviceConnector]", pool: DevicePool, *, node_id: str, epoch: int) -> None:
+        """The pool's thread ends with this."""
+        self._device_pool = pool
         for tier in self.tiers:
             tier.serve(pool, node_id=node_id, epoch=epoch)
         self._block_bytes = pool.block_bytes
@@ -124,10 +127,12 @@ class TieredConnector(Generic[TierT]):
         """The pool's owner last."""
         self._block_bytes = 0
         async with AsyncExitStack() as stack:
+            if self._device_pool is not None:
+                stack.callback(self._device_pool.stop)
             for tier in self.tiers:
                 stack.push_async_callback(tier.close)
 
-    def _route(self, source: Source | None) -> list[tuple[TierT, Source | None]]:
+    def _route(self, source: Source | None) -> list[tuple[TierT_co, Source | None]]:
         """The tiers to ask, each with the source as it knows it. A store is another source, and the caller's to ask."""
         if source is None or not source.endpoint:
             return [(tier, source) for tier in self.tiers if tier.has_store]
@@ -136,7 +141,7 @@ class TieredConnector(Generic[TierT]):
         except KVError as error:
             _logger.warning("node %s can not be asked: %s", source.node_id, error)
             return []
-        holders: list[tuple[TierT, Source | None]] = [
+        holders: list[tuple[TierT_co, Source | None]] = [
             (tier, replace(source, endpoint=found.by_name[tier.name]))
             for tier in self.tiers
             if tier.name in found.by_name and (tier.name not in _SAME_HOST or found.host == self._host)
@@ -146,7 +151,7 @@ class TieredConnector(Generic[TierT]):
         return holders
 
     async def _ask(
-        self, tier: TierT, source: Source | None, blocks: Sequence[Block], timeout: float
+        self, tier: KVConnector, source: Source | None, blocks: Sequence[Block], timeout: float
     ) -> Sequence[FetchOutcome]:
         gate = self._gates.get(tier.name)
         num_bytes = len(blocks) * self._block_bytes

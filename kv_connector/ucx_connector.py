@@ -76,7 +76,13 @@ class UcxConnector:
 
     def serve(self, pool: DevicePool, *, node_id: str, epoch: int) -> None:
         assert self._state is None, "serve is called once"
-        self._open(Transport(self._settings.net_devices, on_device=True), pool, epoch)
+        transport = Transport(self._settings.net_devices, on_device=True)
+        if not transport.knows(pool.memory.kind):
+            transport.close()
+            raise ConfigurationError(
+                f"this build of UCX does not move {pool.memory.kind} memory: install ucxx for its CUDA"
+            )
+        self._open(transport, pool, epoch)
 
     @property
     def endpoint(self) -> str:

@@ -90,6 +90,12 @@ class Transport:
         self._guard: asyncio.TimerHandle | None = None
         self.kick()
 
+    def knows(self, kind: str) -> bool:
+        """Whether UCX tells this kind of memory ("host", "cuda") from others: it takes what it does not know for the
+        host's, and would crash."""
+        components = {"cuda": "cuda_cpy"}
+        return kind == "host" or _has_component(self._context, components[kind])
+
     def listen(self, on_link: Callable[["Link"], None]) -> tuple[Any, int]:
         """The listener, which lasts as long as the reference to it, and its port. `on_link` is called on the loop."""
 
@@ -169,7 +175,11 @@ def _context(options: dict[str, str]) -> Any:
 
 def _has_rdma(context: Any) -> bool:
     """Whether UCX found an InfiniBand or RoCE device among those it may use."""
-    return re.search(r"component\s+\d+\s*:\s*ib\b", str(context.info)) is not None
+    return _has_component(context, "ib")
+
+
+def _has_component(context: Any, name: str) -> bool:
+    return re.search(rf"component\s+\d+\s*:\s*{name}\b", str(context.info)) is not None
 
 
 class Link:

@@ -48,6 +48,8 @@ class DirectDevice(SlowDevice):
     """Implements DirectMemory. While `gate` is closed neither copies nor steps of the engine end. `unmappable`: peers'
     handles can not be opened."""
 
+    kind = "host"
+
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         super().__init__(num_blocks, block_bytes)
         self._file = os.memfd_create("kvrelay-test-device")
