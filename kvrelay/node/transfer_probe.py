@@ -2,7 +2,7 @@
 
 CUDA does not let a process map what it has exported itself, and a library that moves host memory need not move a
 card's. The other process is `python -m kvrelay.node.transfer_probe`: it reads one line from its standard input (with
-the secret of the cluster, which is why it is no argument), holds blocks, says its endpoint, and ends when its input does.
+the cluster's secret, which is why it is no argument), holds blocks, says its endpoint, ends when its input does.
 Invariant: what is compared is what lies in device memory, copied to the host, not what connectors say of it.
 """
 
