@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.gpu.measure import Rates, Stopwatch, measure_rates
 from bench.gpu.report import Result, table, write_json
 
+_PARTS = ("all", "kernels", "engine", "transfer")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument(
-        "--part", choices=("all", "kernels", "engine", "transfer"), default="all", help="what to measure"
-    )
+    parser.add_argument("--part", choices=_PARTS, default="all", help="what to measure")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the inputs; fresh by default")
     parser.add_argument("--self-test", action="store_true", help="tiny shapes on the CPU, interpreted")
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.part in ("all", "kernels"):
         results += run_kernels(watch, rates, tiny=args.self_test)
         _report(args.output, results, rates, device, args.seed)
-    later = []
+    later: list[Iterator[Result]] = []
     if args.part in ("all", "engine"):
         later.append(run_engine(device, rates, args.seed, tiny=args.self_test))
     if args.part in ("all", "transfer"):

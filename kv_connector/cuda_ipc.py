@@ -27,8 +27,6 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 
-_SLICE_BYTES = 64 << 20  # a fraction of a millisecond of copying where peers are near
-
 _logger = logging.getLogger(__name__)
 
 
@@ -99,10 +97,11 @@ class CudaIpcConnector:
         return self._require().segment.path.name
 
     async def publish(self, blocks: Sequence[Block]) -> None:
-        for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
+        pool = self._require().pool
+        for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
             published = await self._publish(self._require(), part)
             self.stats.blocks_published += published
-            self.stats.bytes_published += published * self._require().pool.block_bytes
+            self.stats.bytes_published += published * pool.block_bytes
 
     def retract(self, block_ids: Sequence[int]) -> None:
         state = self._state
@@ -111,7 +110,7 @@ class CudaIpcConnector:
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         started = self._clock.now()
-        block_bytes = self._require().pool.block_bytes
+        pool = self._require().pool
         verdicts: list[Verdict] = []
         if source is None or not blocks:
             verdicts += [FetchOutcome.MISSING] * len(blocks)
@@ -121,7 +120,7 @@ class CudaIpcConnector:
             if not isinstance(holder, _Holder):
                 verdicts += [holder] * len(blocks)
             else:
-                for part in Slices(blocks, block_bytes, _SLICE_BYTES):
+                for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
                     if self._clock.now() - started >= timeout:
                         break
                     state = self._require()
@@ -130,7 +129,7 @@ class CudaIpcConnector:
         return settle(
             verdicts,
             stats=self.stats,
-            block_bytes=block_bytes,
+            block_bytes=pool.block_bytes,
             seconds=self._clock.now() - started,
             origin=source.node_id if source is not None else "nowhere",
         )

@@ -12,6 +12,8 @@ from kv_connector.header import BlockHeader, layout_digest
 from kv_connector.worker import Worker
 from kvrelay.core.kv_layout import KVLayout
 
+_SLICE_BYTES = 64 << 20  # a fraction of a millisecond of reading or copying on a card
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -27,6 +29,7 @@ class DevicePool:
         self.num_blocks = memory.num_blocks
         self.block_bytes = layout.block_bytes
         self.layout_digest = layout_digest(layout)
+        self.slice_bytes = _SLICE_BYTES
         self._worker = Worker("kv-device")
 
     def payload(self, block_id: int) -> DeviceBuffer:

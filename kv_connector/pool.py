@@ -19,6 +19,7 @@ Rows = NDArray[np.uint8]
 T = TypeVar("T")
 CopyPayload = Callable[[Rows, Rows], bytes]
 
+_SLICE_BYTES = 1 << 20  # digested on the loop, which gets a turn after each
 _COPY_CHUNK_BYTES = 256 << 10  # small enough to be read again from cache by the digest
 
 
@@ -28,6 +29,7 @@ class Payloads(Protocol):
     num_blocks: int
     block_bytes: int
     layout_digest: bytes
+    slice_bytes: int  # digested at a time, so that nobody else waits for long
 
     def payload(self, block_id: int) -> object:
         """The block as UCX takes it: it exposes its memory, on the host or on a device."""
@@ -70,6 +72,7 @@ class LocalPool:
         self.block_bytes = buffer.layout.block_bytes
         self.rows: Rows = np.frombuffer(buffer.memory, np.uint8).reshape(buffer.num_blocks, self.block_bytes)
         self.layout_digest = layout_digest(buffer.layout)
+        self.slice_bytes = _SLICE_BYTES
         self._mapping = mapping
 
     @classmethod

@@ -26,7 +26,6 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 
-_SLICE_BYTES = 1 << 20  # digested on the loop, which gets a turn after each
 _WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104
 
 _logger = logging.getLogger(__name__)
@@ -89,7 +88,8 @@ class UcxConnector:
         return f"{self._settings.host}:{self._require().holder.port}"
 
     async def publish(self, blocks: Sequence[Block]) -> None:
-        for part in Slices(blocks, self._require().shared.pool.block_bytes, _SLICE_BYTES):
+        pool = self._require().shared.pool
+        for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
             shared = self._require().shared
             published = await shared.publish_all(part)
             self.stats.blocks_published += published

@@ -59,7 +59,8 @@ class ClusterLoad:
 
 def cluster_cases(load: ClusterLoad, ways: Sequence[str], rates: Rates, seed: int) -> Iterator[Result]:
     """1P+1D on the card, for each `--kv-device-transfer` of `ways`: from the first token to the second, which holds the
-    hand-over and a decode step; the floor is a copy of the prompt's KV on the card. Wrong is what differs from the tokens of the last way that works."""
+    hand-over and a decode step; the floor is a copy of the prompt's KV on the card. Wrong is what differs from the
+    tokens of the last way that works."""
     with tempfile.TemporaryDirectory() as directory:
         model = write_random_model(Path(directory) / "model", load.shape, seed=seed % 2**31)
         found = [(way, measured) for way in ways if (measured := _serve(model, way, load, seed)) is not None]

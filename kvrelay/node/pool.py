@@ -61,7 +61,9 @@ def make_direct_pool(connector: TieredConnector[DeviceConnector], plan: PoolPlan
     from kvrelay.node.cuda_pool import direct_memory
 
     tensor = allocate_pool(plan.layout, plan.num_blocks, device)
-    return NodePool(tensor, serve_directly(connector, plan, direct_memory(tensor)), forgets=False)
+    memory = direct_memory(tensor)
+    memory.digests([0])  # compiles for blocks of this size now, and not when a request waits
+    return NodePool(tensor, serve_directly(connector, plan, memory), forgets=False)
 
 
 def serve_directly(
