@@ -71,6 +71,7 @@ class CudaMemory:
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._staging: torch.Tensor | None = None  # [num_slots, block_bytes] in host memory
         self._pinned = False
+        self._exported = b""
 
     def attach(self, staging: PoolBuffer) -> None:
         host = torch.frombuffer(staging.memory, dtype=torch.uint8)
@@ -127,15 +128,17 @@ class CudaMemory:
             torch.cuda.synchronize(self._device)
 
     def export(self) -> bytes:
-        self._select()
-        base, _ = cuda_handles.allocation_at(self._rows.data_ptr())
-        uuid = _uuid(self._device)
-        return _EXPORT.pack(cuda_handles.export_handle(base), uuid, self._rows.data_ptr() - base)
+        if not self._exported:
+            self._select()
+            base, _ = cuda_handles.allocation_at(self._rows.data_ptr())
+            offset = self._rows.data_ptr() - base
+            self._exported = _EXPORT.pack(cuda_handles.export_handle(base), _uuid(self._device), offset)
+        return self._exported
 
     def open(self, handle: bytes, num_blocks: int) -> CudaPeer:
         if len(handle) != _EXPORT.size:
             raise KVError("not a handle of CUDA memory")
-        if handle == self.export():
+        if handle == self._exported:
             return CudaPeer(self._rows.data_ptr(), None, self._index)
         allocation, uuid, offset = _EXPORT.unpack(handle)
         try:
@@ -154,11 +157,13 @@ class CudaMemory:
         with self._errors("copying from a peer"), torch.cuda.stream(self._stream):
             self._select()
             self._stream.wait_stream(self._engine_stream)
-            for copy in copies:
-                ours = self._rows.data_ptr() + copy.block_id * block_bytes
-                theirs = peer.first + copy.slot * block_bytes
-                cuda_handles.copy(ours, theirs, block_bytes, self._stream.cuda_stream)
-            self._wait()
+            try:
+                for copy in copies:
+                    ours = self._rows.data_ptr() + copy.block_id * block_bytes
+                    theirs = peer.first + copy.slot * block_bytes
+                    cuda_handles.copy(ours, theirs, block_bytes, self._stream.cuda_stream)
+            finally:
+                self._wait()  # for those that were queued before one failed, too
 
     def _map(self, index: int, allocation: bytes, offset: int, num_blocks: int) -> CudaPeer:
         cuda_handles.select_device(index)

@@ -3,6 +3,7 @@
 Invariant: what is on the device is never called good without a digest that was computed there.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -10,7 +11,10 @@ from kv_connector.base import Block, KVConnector
 from kv_connector.device_memory import DeviceBuffer, DirectMemory
 from kv_connector.header import BlockHeader, layout_digest
 from kv_connector.worker import Worker
+from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
+
+_logger = logging.getLogger(__name__)
 
 _SLICE_BYTES = 64 << 20  # a fraction of a millisecond of reading or copying on a card
 
@@ -59,7 +63,11 @@ class DevicePool:
         await self.run(self.memory.settle)
 
     async def quiesce(self) -> None:
-        await self.run(self.memory.quiesce)
+        """A device that reports an error instead does nothing any more."""
+        try:
+            await self.run(self.memory.quiesce)
+        except KVError as error:
+            _logger.warning("after a connection was cut: %s", error)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """On the device's thread; `Worker.run` says what a cancelled caller waits for."""
