@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import IO
 
 import numpy as np
 import torch
@@ -167,7 +167,7 @@ async def between_processes(backend: str, name: str, place: Place, megabytes: in
     return Moved(rate, is_right)
 
 
-def _endpoint(lines: TextIO) -> str:
+def _endpoint(lines: IO[str]) -> str:
     """Libraries may have something to say before."""
     for line in lines:
         if line.startswith(_ANSWER):

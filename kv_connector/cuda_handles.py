@@ -22,11 +22,11 @@ def allocation_at(address: int) -> tuple[int, int]:
     try:
         from cuda.bindings import driver
 
-        error, base, size = driver.cuMemGetAddressRange(address)
+        failure, base, size = driver.cuMemGetAddressRange(address)
     except (ImportError, RuntimeError) as error:  # no bindings; no driver
         raise KVError(f"cuMemGetAddressRange: {error}") from error
-    if int(error) != 0:
-        raise KVError(f"cuMemGetAddressRange: error {int(error)}")
+    if int(failure) != 0:
+        raise KVError(f"cuMemGetAddressRange: error {int(failure)}")
     return int(base), int(size)
 
 
