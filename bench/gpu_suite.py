@@ -123,13 +123,15 @@ def run_engine(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> 
 
 def run_transfers(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> Iterator[Result]:
     """The self-test moves host memory, and starts no cluster: `kvrelay serve` has its own tests."""
+    from bench.connectors import BLOCK_SIZES
     from bench.gpu.transfer_cases import ClusterLoad, cluster_cases, transfer_cases
 
+    sizes = tuple(BLOCK_SIZES)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the processes that follow need the memory
-    yield from transfer_cases(device, rates, megabytes=4 if tiny else 1024)
+    yield from transfer_cases(device, rates, sizes[:1] if tiny else sizes, megabytes=4 if tiny else 1024)
     if not tiny:
-        load = ClusterLoad("llama-1b", prompts=(512, 2048, 8192), new=32)
+        load = ClusterLoad(device.type, "llama-1b", prompts=(512, 2048, 8192), new=32)
         yield from cluster_cases(load, ("direct", "staged"), rates, seed)
 
 

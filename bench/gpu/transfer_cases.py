@@ -27,12 +27,14 @@ _logger = logging.getLogger(__name__)
 _FIRST_ID, _NUM_IDS = 300, 16_000
 
 
-def transfer_cases(device: torch.device, rates: Rates, megabytes: int) -> Iterator[Result]:
-    """A fetch of `megabytes`, digests and all. What does not work on this machine is logged and left out."""
+def transfer_cases(device: torch.device, rates: Rates, sizes: Sequence[str], megabytes: int) -> Iterator[Result]:
+    """A fetch of `megabytes` in blocks of each of `sizes`, digests and all. What does not work on this machine is logged
+    and left out."""
     backends = ["shared_memory"]
     if device.type == "cuda" and importlib.util.find_spec("ucxx") is not None:
         backends.append("ucx")
-    for name, layout in BLOCK_SIZES.items():
+    for name in sizes:
+        layout = BLOCK_SIZES[name]
         for backend in backends:
             for directly in (True, False) if device.type == "cuda" else (False,):
                 place = Place(layout, (megabytes << 20) // layout.block_bytes, device, directly)
@@ -50,8 +52,9 @@ def transfer_cases(device: torch.device, rates: Rates, megabytes: int) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
-    """One request at a time: `prompts`, tokens each; `new` tokens are made of each."""
+    """One request at a time: `prompts`, tokens each; `new` tokens are made of each. `device` as the nodes' setting."""
 
+    device: str
     shape: str
     prompts: tuple[int, ...]
     new: int
@@ -87,7 +90,7 @@ class _Served:
 
 
 def _serve(model: Path, way: str, load: ClusterLoad, seed: int) -> _Served | None:
-    options = ["--prefill-nodes", "1", "--decode-nodes", "1", "--device", "cuda", "--kv-device-transfer", way]
+    options = ["--prefill-nodes", "1", "--decode-nodes", "1", "--device", load.device, "--kv-device-transfer", way]
     # Nothing is prefilled on the decode node, so that all KV moves.
     options += ["--local-prefill-max-tokens", "0", "--log-level", "info"]
     try:
@@ -108,7 +111,7 @@ async def _ask(address: str, load: ClusterLoad, seed: int) -> _Served:
             prompt = tuple(draw.randrange(_FIRST_ID, _FIRST_ID + _NUM_IDS) for _ in range(length))
             answer = Answer()
             await client.generate(prompt, load.new, answer)
-            if answer.failure is not None or len(answer.arrivals) < 2:
+            if answer.failure is not None or len(answer.arrivals) < 2 or len(answer.token_ids) != load.new:
                 raise UnavailableError(f"a request failed: {answer.failure}")
             served.hand_overs.append(answer.arrivals[1] - answer.arrivals[0])
             served.tokens.append(answer.token_ids)

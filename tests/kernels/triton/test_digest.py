@@ -3,6 +3,7 @@
 import pytest
 import torch
 import xxhash
+from paged_kernels import triton_digest
 from paged_kernels.triton_digest import BlockDigests
 
 
@@ -25,10 +26,12 @@ def test_every_bit_counts() -> None:
     assert len(seen) == 7
 
 
-def test_more_blocks_than_one_launch_takes() -> None:
-    rows = torch.randint(0, 256, (300, 256), dtype=torch.uint8)
+def test_more_blocks_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_digest, "_MOST_BLOCKS", 2)
+    rows = torch.randint(0, 256, (5, 256), dtype=torch.uint8)
     expected = [xxhash.xxh3_128_digest(row.numpy().tobytes()) for row in rows]
-    assert BlockDigests(rows)(range(300)) == expected
+    assert BlockDigests(rows)(range(5)) == expected
+    assert BlockDigests(rows)([]) == []
 
 
 @pytest.mark.parametrize("block_bytes", [128, 1000])
