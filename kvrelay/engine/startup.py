@@ -111,6 +111,7 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
         torch.set_num_threads(options.threads)
     device, reason = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
     _logger.info("device %s (--device %s): %s", device, options.device, reason)
+    options = options.sized_for(device)
     attention = _attention(options, device)
     _logger.info("loading %s", options.model)
     loaded = load_model(

@@ -59,7 +59,7 @@ class LLM:
         gpu_memory_utilization: float = 0.0,
         max_model_len: int = 0,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int = 0,
     ) -> None:
         options = EngineOptions(
             model=model,
@@ -84,7 +84,7 @@ class LLM:
         self.vocab_size = prepared.loaded.config.vocab_size
         kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
         self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = prepared.options.max_num_seqs
         self._batches = itertools.count()  # what an interrupted one still has to say is not taken for a later one's
 
     def generate(
