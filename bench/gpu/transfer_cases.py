@@ -24,12 +24,12 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import KVRelayError, UnavailableError
 
 _logger = logging.getLogger(__name__)
-_FIRST_ID, _NUM_IDS = 300, 16_000
+_FIRST_ID = 300  # behind bytes and special tokens
 
 
 def transfer_cases(device: torch.device, rates: Rates, sizes: Sequence[str], megabytes: int) -> Iterator[Result]:
-    """A fetch of `megabytes` in blocks of each of `sizes`, digests and all. What does not work on this machine is logged
-    and left out."""
+    """A fetch of `megabytes` in blocks of each of `sizes`, digests and all. What does not work on this machine is
+    logged and left out."""
     backends = ["shared_memory"]
     if device.type == "cuda" and importlib.util.find_spec("ucxx") is not None:
         backends.append("ucx")
@@ -106,13 +106,14 @@ async def _ask(address: str, load: ClusterLoad, seed: int) -> _Served:
     try:
         await client.resolve_model("")
         draw = random.Random(seed)
+        vocab_size = SHAPES[load.shape]().vocab_size
         served = _Served([], [])
         for length in (load.prompts[0], *load.prompts):  # the first one warms up
-            prompt = tuple(draw.randrange(_FIRST_ID, _FIRST_ID + _NUM_IDS) for _ in range(length))
+            prompt = tuple(draw.randrange(_FIRST_ID, vocab_size) for _ in range(length))
             answer = Answer()
             await client.generate(prompt, load.new, answer)
             if answer.failure is not None or len(answer.arrivals) < 2 or len(answer.token_ids) != load.new:
-                raise UnavailableError(f"a request failed: {answer.failure}")
+                raise RuntimeError(f"a request over 1P+1D failed: {answer.failure}")
             served.hand_overs.append(answer.arrivals[1] - answer.arrivals[0])
             served.tokens.append(answer.token_ids)
         return _Served(served.hand_overs[1:], served.tokens)
