@@ -1,7 +1,8 @@
 """Checks and times every GPU kernel: against float64 on fresh random inputs, against its floor, against torch. Then the
-whole engine: decode steps and prompts of random-weight models, against their floors and transformers.
+whole engine: decode steps and prompts of random-weight models, against their floors and transformers. Then KV between
+processes on the card, and a prefill and a decode node on it, directly and through host memory.
 
-    python bench/gpu_suite.py --output gpu.json [--part kernels|engine]
+    python bench/gpu_suite.py --output gpu.json [--part kernels|engine|transfer]
 
 The floor is the larger of the bytes a kernel must move over the card's copy bandwidth and its operations over the
 card's matrix rate, both measured first. `--self-test` runs tiny shapes in Triton's interpreter, where times mean
@@ -9,6 +10,7 @@ nothing. The exit status is 1 when a result is wrong.
 """
 
 import argparse
+import itertools
 import logging
 import os
 import secrets
@@ -23,11 +25,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.gpu.measure import Rates, Stopwatch, measure_rates
 from bench.gpu.report import Result, table, write_json
 
+_PARTS = ("all", "kernels", "engine", "transfer")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--part", choices=("all", "kernels", "engine"), default="all", help="what to measure")
+    parser.add_argument("--part", choices=_PARTS, default="all", help="what to measure")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the inputs; fresh by default")
     parser.add_argument("--self-test", action="store_true", help="tiny shapes on the CPU, interpreted")
@@ -42,13 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     rates = suite_rates(watch, tiny=args.self_test)
     results: list[Result] = []
-    if args.part != "engine":
+    if args.part in ("all", "kernels"):
         results += run_kernels(watch, rates, tiny=args.self_test)
         _report(args.output, results, rates, device, args.seed)
-    if args.part != "kernels":
-        for result in run_engine(device, rates, args.seed, tiny=args.self_test):
-            results.append(result)
-            _report(args.output, results, rates, device, args.seed)  # the next may not come to its end
+    later: list[Iterator[Result]] = []
+    if args.part in ("all", "engine"):
+        later.append(run_engine(device, rates, args.seed, tiny=args.self_test))
+    if args.part in ("all", "transfer"):
+        later.append(run_transfers(device, rates, args.seed, tiny=args.self_test))
+    for result in itertools.chain.from_iterable(later):
+        results.append(result)
+        _report(args.output, results, rates, device, args.seed)  # the next may not come to its end
     print(f"copy {rates.copy / 1e9:.0f} GB/s, matmul {rates.matmul / 1e12:.1f} TFLOP/s, seed {args.seed}")
     print(table(results))
     return 0 if all(result.is_right for result in results) else 1
@@ -111,6 +119,20 @@ def run_engine(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> 
     for shape in ("llama-1b", "llama-8b"):
         plan = EnginePlan(shape, SHAPES[shape](), decode, (512, 2048, 8192), (64, 512, 128), 64, 3, limits)
         yield from engine_cases(plan, torch.bfloat16, device, rates, seed)
+
+
+def run_transfers(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> Iterator[Result]:
+    """The self-test moves host memory, and starts no cluster: `kvrelay serve` has its own tests."""
+    from bench.connectors import BLOCK_SIZES
+    from bench.gpu.transfer_cases import ClusterLoad, cluster_cases, transfer_cases
+
+    sizes = tuple(BLOCK_SIZES)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the processes that follow need the memory
+    yield from transfer_cases(device, rates, sizes[:1] if tiny else sizes, megabytes=4 if tiny else 1024)
+    if not tiny:
+        load = ClusterLoad(device.type, "llama-1b", prompts=(512, 2048, 8192), new=32)
+        yield from cluster_cases(load, ("direct", "staged"), rates, seed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A KV pool in CUDA memory, copied block by block through pinned host memory on a stream of its own.
+"""A KV pool in CUDA memory: copied block by block through pinned host memory, or reached where it lies, on a stream of
+its own.
 
 Needs a card: nothing without one calls it, and what it copies is checked at start-up (`self_test.py`).
 Invariant: nothing here ever waits on, or is queued behind, the engine's stream from the host; the order between the two
@@ -6,32 +7,71 @@ streams is made of events on the device.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
 import torch
 
+from kv_connector import cuda_handles
 from kv_connector.base import PoolBuffer
-from kv_connector.device_memory import BlockCopy
+from kv_connector.device_memory import BlockCopy, DeviceBuffer, PeerMemory
 from kvrelay.core.errors import KVError
+
+BlockDigests = Callable[[Sequence[int]], list[bytes]]
+"""By block id, on the current stream, for which it waits."""
+
+# CUDA's handle of the allocation, the card's UUID, where the pool begins in the allocation.
+_EXPORT = struct.Struct(f"<{cuda_handles.HANDLE_BYTES}s16sQ")
 
 _logger = logging.getLogger(__name__)
 
 
-class CudaMemory:
-    """Implements DeviceMemory over `pool`, `[num_blocks, ...]`, contiguous. `engine_stream`: where the engine's steps
-    are queued."""
+@dataclass(slots=True)
+class CudaPeer:
+    """Implements PeerMemory. `first`: address of the peer's block 0. `opened`: what CUDA has mapped, on the device
+    `index`; None for our own pool."""
 
-    def __init__(self, pool: torch.Tensor, engine_stream: torch.cuda.Stream) -> None:
+    first: int
+    opened: int | None
+    index: int
+
+    def close(self) -> None:
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            try:
+                cuda_handles.select_device(self.index)
+                cuda_handles.close_handle(opened)
+            except KVError as error:
+                _logger.warning("a peer's device memory stays mapped: %s", error)
+
+
+class CudaMemory:
+    """Implements DirectMemory over `pool`, `[num_blocks, ...]`, contiguous. `engine_stream`: where the engine's steps
+    are queued. `make_digests` gets the pool as `[num_blocks, block_bytes]`, uint8; without it blocks can only be
+    copied through the host."""
+
+    kind = "cuda"
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        engine_stream: torch.cuda.Stream,
+        make_digests: Callable[[torch.Tensor], BlockDigests] | None = None,
+    ) -> None:
         assert pool.is_cuda and pool.is_contiguous()
         self.num_blocks = pool.shape[0]
         self._rows = pool.view(torch.uint8).view(self.num_blocks, -1)  # [num_blocks, block_bytes]
+        self._digests = None if make_digests is None else make_digests(self._rows)
         self._device = pool.device
         self._engine_stream = engine_stream
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._staging: torch.Tensor | None = None  # [num_slots, block_bytes] in host memory
         self._pinned = False
+        self._exported = b""
 
     def attach(self, staging: PoolBuffer) -> None:
         host = torch.frombuffer(staging.memory, dtype=torch.uint8)
@@ -69,6 +109,82 @@ class CudaMemory:
             with self._errors("unpinning"):
                 _runtime().cudaHostUnregister(staging.data_ptr())
 
+    def buffer(self, block_id: int) -> DeviceBuffer:
+        row: DeviceBuffer = self._rows[block_id]
+        return row
+
+    def digests(self, block_ids: Sequence[int]) -> list[bytes]:
+        assert self._digests is not None, "made to be reached directly"
+        with self._errors("digesting"), torch.cuda.stream(self._stream):
+            return self._digests(block_ids)
+
+    def settle(self) -> None:
+        with self._errors("waiting for the engine"), torch.cuda.stream(self._stream):
+            self._stream.wait_stream(self._engine_stream)
+            self._wait()
+
+    def quiesce(self) -> None:
+        with self._errors("waiting for the device"):
+            torch.cuda.synchronize(self._device)
+
+    def export(self) -> bytes:
+        if not self._exported:
+            self._select()
+            base, _ = cuda_handles.allocation_at(self._rows.data_ptr())
+            offset = self._rows.data_ptr() - base
+            self._exported = _EXPORT.pack(cuda_handles.export_handle(base), _uuid(self._device), offset)
+        return self._exported
+
+    def open(self, handle: bytes, num_blocks: int) -> CudaPeer:
+        if len(handle) != _EXPORT.size:
+            raise KVError("not a handle of CUDA memory")
+        if handle == self._exported:
+            return CudaPeer(self._rows.data_ptr(), None, self._index)
+        allocation, uuid, offset = _EXPORT.unpack(handle)
+        try:
+            return self._map(self._index, allocation, offset, num_blocks)
+        except KVError as error:
+            # Cards that can not reach each other: mapped on the peer's, from where the driver copies through the host.
+            index = _device_with(uuid)
+            if index is None or index == self._index:
+                raise
+            _logger.info("no direct way to card %d (%s): the driver copies through host memory", index, error)
+            return self._map(index, allocation, offset, num_blocks)
+
+    def copy_from(self, peer: PeerMemory, copies: Sequence[BlockCopy]) -> None:
+        assert isinstance(peer, CudaPeer)
+        block_bytes = self._rows.shape[1]
+        with self._errors("copying from a peer"), torch.cuda.stream(self._stream):
+            self._select()
+            self._stream.wait_stream(self._engine_stream)
+            try:
+                for copy in copies:
+                    ours = self._rows.data_ptr() + copy.block_id * block_bytes
+                    theirs = peer.first + copy.slot * block_bytes
+                    cuda_handles.copy(ours, theirs, block_bytes, self._stream.cuda_stream)
+            finally:
+                self._wait()  # for those that were queued before one failed, too
+
+    def _map(self, index: int, allocation: bytes, offset: int, num_blocks: int) -> CudaPeer:
+        cuda_handles.select_device(index)
+        try:
+            opened = cuda_handles.open_handle(allocation)
+            peer = CudaPeer(opened + offset, opened, index)
+            base, size = cuda_handles.allocation_at(opened)
+            if base != opened or offset + num_blocks * self._rows.shape[1] > size:
+                peer.close()
+                raise KVError(f"an allocation of {size} bytes that is to hold {num_blocks} blocks from {offset} on")
+            return peer
+        finally:
+            self._select()
+
+    def _select(self) -> None:
+        cuda_handles.select_device(self._index)
+
+    @property
+    def _index(self) -> int:
+        return self._rows.get_device()
+
     def _wait(self) -> None:
         """For what was queued on our stream until now; the thread sleeps, and others run."""
         end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -92,6 +208,15 @@ class CudaMemory:
             yield
         except RuntimeError as error:
             raise KVError(f"{doing} failed on {self._device}: {error}") from error
+
+
+def _uuid(device: torch.device | int) -> bytes:
+    return UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes
+
+
+def _device_with(uuid: bytes) -> int | None:
+    """Among the cards that this process sees."""
+    return next((index for index in range(torch.cuda.device_count()) if _uuid(index) == uuid), None)
 
 
 def _runtime() -> Any:

@@ -1,4 +1,4 @@
-"""The seam of a pool that the host can not look into: blocks are copied to host memory and back, and nothing else."""
+"""The seams of a pool that the host can not look into: copied to host memory and back, or reached where it lies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,13 @@ from typing import Protocol
 
 from kv_connector.base import PoolBuffer
 
+MAX_HANDLE_BYTES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Block `block_id` of the pool and block `slot` of the staging memory; which way is the method's to say."""
+    """Block `block_id` of the pool and block `slot` of the staging memory, or of a peer's pool; which way is the
+    method's to say."""
 
     block_id: int
     slot: int
@@ -41,4 +44,61 @@ class DeviceMemory(Protocol):
 
     def detach(self) -> None:
         """The staging memory is not used any more. Idempotent."""
+        ...
+
+
+class DeviceBuffer(Protocol):
+    """One block's memory as libraries take it from one another."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]: ...
+
+
+class PeerMemory(Protocol):
+    """A peer's pool, mapped into this process; to be read only."""
+
+    def close(self) -> None:
+        """Unmaps it. Idempotent; what goes wrong is logged."""
+        ...
+
+
+class DirectMemory(DeviceMemory, Protocol):
+    """A pool on a device that transports read and write themselves. The rules of DeviceMemory; `attach` is not needed
+    for what is here.
+
+    `kind`: "cuda", or "host" for one that only stands for a device; a transport that does not know the kind would take
+    an address on the device for one of the host."""
+
+    kind: str
+
+    def buffer(self, block_id: int) -> DeviceBuffer:
+        """The block, for a transport that finds out by itself what kind of memory it is. At once, from any thread."""
+        ...
+
+    def digests(self, block_ids: Sequence[int]) -> list[bytes]:
+        """`header.payload_digest` of each block, computed where it lies. The blocks are complete."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when everything has ended that the engine has given to the device until now: a transport that knows
+        nothing of the engine's order may then write to blocks that no request uses."""
+        ...
+
+    def quiesce(self) -> None:
+        """Returns when the device has done whatever this process has given to it, through whichever library."""
+        ...
+
+    def export(self) -> bytes:
+        """What lets other processes of this host map the pool: at most `MAX_HANDLE_BYTES`, for their eyes only. The
+        pool stays where it is until all have closed it, or this process ends."""
+        ...
+
+    def open(self, handle: bytes, num_blocks: int) -> PeerMemory:
+        """Maps what a peer, or we, have exported: `num_blocks` blocks as large as ours, which is checked. Raises
+        KVError when that is not possible here."""
+        ...
+
+    def copy_from(self, peer: PeerMemory, copies: Sequence[BlockCopy]) -> None:
+        """From the peer's blocks (`slot`) into ours, in the order of `from_host`. The peer may change them meanwhile:
+        what has arrived is to be verified."""
         ...

@@ -23,7 +23,7 @@ class InProcessHub:
     """The pools that can reach each other: one hub is one host."""
 
     def __init__(self) -> None:
-        self.pools: dict[str, SharedPool] = {}
+        self.pools: dict[str, SharedPool[LocalPool]] = {}
 
 
 class InProcessConnector:
@@ -37,7 +37,7 @@ class InProcessConnector:
         self._hub = hub
         self._copy = copy
         self._clock: Clock = clock or MonotonicClock()
-        self._shared: SharedPool | None = None
+        self._shared: SharedPool[LocalPool] | None = None
         self._endpoint = ""
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
@@ -96,7 +96,7 @@ class InProcessConnector:
             shared.remove(range(len(shared.generations)))
             shared.pool.release()
 
-    def _require(self) -> SharedPool:
+    def _require(self) -> SharedPool[LocalPool]:
         if self._shared is None:
             raise KVError("the in-process connector is not allocated, or closed")
         return self._shared
@@ -113,7 +113,7 @@ class InProcessConnector:
         return [_read_block(local, peer, block, self._copy) for block in blocks]
 
 
-def _read_block(local: SharedPool, peer: SharedPool, block: Block, copy: CopyPayload) -> Verdict:
+def _read_block(local: SharedPool[LocalPool], peer: SharedPool[LocalPool], block: Block, copy: CopyPayload) -> Verdict:
     """A name may be held by several blocks; any good one will do."""
     verdict: Verdict = FetchOutcome.MISSING
     for block_id, generation, header in peer.find(block.block_hash):

@@ -1,10 +1,10 @@
-"""The local pool as rows of bytes, and the one way a block's payload is copied between pools."""
+"""The local pool, as a transport sees it and as rows of bytes; the one way a payload is copied between host pools."""
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -19,17 +19,60 @@ Rows = NDArray[np.uint8]
 T = TypeVar("T")
 CopyPayload = Callable[[Rows, Rows], bytes]
 
+_SLICE_BYTES = 1 << 20  # digested on the loop, which gets a turn after each
 _COPY_CHUNK_BYTES = 256 << 10  # small enough to be read again from cache by the digest
 
 
+class Payloads(Protocol):
+    """A pool whose blocks a transport sends and receives in place, wherever its memory is. Used on the node's loop."""
+
+    num_blocks: int
+    block_bytes: int
+    layout_digest: bytes
+    slice_bytes: int  # digested at a time, so that nobody else waits for long
+
+    def payload(self, block_id: int) -> object:
+        """The block as UCX takes it: it exposes its memory, on the host or on a device."""
+        ...
+
+    def digest_on_arrival(self, block_id: int) -> bytes | None:
+        """The digest of a block of which the last bytes have just come, while they may be in the cache. None where it
+        can not be had at once: ask `digests`."""
+        ...
+
+    async def digests(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Of blocks that nothing writes to."""
+        ...
+
+    async def describe_all(self, blocks: Sequence[Block], epoch: int) -> list[BlockHeader]:
+        """The headers of blocks as their content is now; reads all of it."""
+        ...
+
+    async def settle(self) -> None:
+        """Returns when nothing that the engine has begun until now writes to blocks that no request uses. Before a
+        transport writes to them."""
+        ...
+
+    async def quiesce(self) -> None:
+        """Returns when nothing that a transport has begun in this process touches the pool. After one was cut off."""
+        ...
+
+    def release(self) -> None:
+        """After the last call."""
+        ...
+
+
 class LocalPool:
-    """A pool's memory as `rows`, `[num_blocks, block_bytes]`, writable. Owns the mapping, if it was given one."""
+    """Implements Payloads. A pool's memory as `rows`, `[num_blocks, block_bytes]`, writable. Owns the mapping, if it
+    was given one."""
 
     def __init__(self, buffer: PoolBuffer, mapping: mmap.mmap | None) -> None:
         self.buffer = buffer
+        self.num_blocks = buffer.num_blocks
         self.block_bytes = buffer.layout.block_bytes
         self.rows: Rows = np.frombuffer(buffer.memory, np.uint8).reshape(buffer.num_blocks, self.block_bytes)
         self.layout_digest = layout_digest(buffer.layout)
+        self.slice_bytes = _SLICE_BYTES
         self._mapping = mapping
 
     @classmethod
@@ -65,6 +108,24 @@ class LocalPool:
             epoch=epoch,
             payload_digest=payload_digest(self.rows[block.block_id].data),
         )
+
+    def payload(self, block_id: int) -> object:
+        return self.rows[block_id]
+
+    def digest_on_arrival(self, block_id: int) -> bytes | None:
+        return payload_digest(self.rows[block_id].data)
+
+    async def digests(self, block_ids: Sequence[int]) -> list[bytes]:
+        return [payload_digest(self.rows[block_id].data) for block_id in block_ids]
+
+    async def describe_all(self, blocks: Sequence[Block], epoch: int) -> list[BlockHeader]:
+        return [self.describe(block, epoch) for block in blocks]
+
+    async def settle(self) -> None:
+        """The engine's steps on the host end before they are collected."""
+
+    async def quiesce(self) -> None:
+        """What UCX does with host memory ends with its request."""
 
     def release(self) -> None:
         """Unmaps the memory, or leaves that to the last tensor that still looks at it: never under a live view."""

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from kv_connector.base import HostConnector
 from kv_connector.cost_gate import RecomputeSeconds
+from kv_connector.device_pool import DeviceConnector
 from kv_connector.settings import ConnectorSettings
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError
@@ -42,6 +43,8 @@ def _in_process(settings: ConnectorSettings) -> HostConnector:
 _FACTORIES: Mapping[str, Callable[[ConnectorSettings], HostConnector]] = MappingProxyType(
     {"shared_memory": _shared_memory, "redis": _redis, "ucx": _ucx, "in_process": _in_process}
 )
+# How the holder's connectors move what is in device memory without the host.
+_DIRECT: Mapping[str, str] = MappingProxyType({"shared_memory": "cuda_ipc", "ucx": "ucx"})
 # Top-level module -> our extra that installs it.
 _EXTRAS: Mapping[str, str] = MappingProxyType({"redis": "redis", "ucxx": "ucx"})
 
@@ -68,7 +71,25 @@ def create_connector(name: str, settings: ConnectorSettings | None = None) -> Ho
 
 def create_tiers(
     names: Sequence[str], settings: ConnectorSettings, *, recompute_seconds: RecomputeSeconds = lambda num_tokens: None
-) -> TieredConnector:
+) -> TieredConnector[HostConnector]:
     """What a node runs on: one backend or more, in the order of asking. A node of one tier has them too, so that
     nodes with different ones understand each other. Raises as `create_connector` does."""
     return TieredConnector([create_connector(name, settings) for name in names], recompute_seconds=recompute_seconds)
+
+
+def direct_name(name: str) -> str | None:
+    """The connector that does for pools in device memory what the backend `name` does for those on the host; None when
+    there is none."""
+    return _DIRECT.get(name)
+
+
+def create_direct(name: str, settings: ConnectorSettings) -> DeviceConnector:
+    """What `direct_name` names, not serving yet. Raises as `create_connector` does."""
+    if name == "cuda_ipc":
+        from kv_connector.cuda_ipc import CudaIpcConnector
+
+        return CudaIpcConnector(settings.shared_memory)
+    assert name == "ucx"
+    from kv_connector.ucx_connector import UcxConnector
+
+    return UcxConnector(settings.ucx)

@@ -3,6 +3,7 @@
     page 0          magic, version, slot size, epoch, layout digest, number and size of blocks, offset of the pool
     then            one 128-byte slot per block: sequence counter (uint64), block header, zeros; padded to a page
     pool offset     the pool: block i at `pool offset + i * block_bytes`
+                    of a pool in device memory: what lets peers map it (its length as uint32, then the handle), one page
 
 A slot's counter is odd while its header changes, and differs afterwards: a reader that sees the same even value
 before and after
@@ -43,7 +44,11 @@ from kvrelay.core.kv_layout import KVLayout
 SEGMENT_VERSION = 1
 SLOT_BYTES = 128
 
+HANDLE_ROOM = 4096
+
 _MAGIC = b"KVRELAY\0"
+_DEVICE_MAGIC = b"KVRELAYD"
+_HANDLE_LENGTH = struct.Struct("<I")
 _PREAMBLE = struct.Struct("<8sIIQ16sQQQ")
 _NAME = re.compile(r"kvrelay-[A-Za-z0-9._-]+-[0-9a-f]{16}\.kv")
 _SLOT = np.dtype(
@@ -88,6 +93,7 @@ class Preamble:
     layout_digest: bytes
     num_blocks: int
     block_bytes: int
+    on_device: bool = False
 
     @property
     def pool_offset(self) -> int:
@@ -95,11 +101,11 @@ class Preamble:
 
     @property
     def file_bytes(self) -> int:
-        return self.pool_offset + _page_aligned(self.num_blocks * self.block_bytes)
+        return self.pool_offset + _page_aligned(HANDLE_ROOM if self.on_device else self.num_blocks * self.block_bytes)
 
     def encode(self) -> bytes:
         return _PREAMBLE.pack(
-            _MAGIC,
+            _DEVICE_MAGIC if self.on_device else _MAGIC,
             SEGMENT_VERSION,
             SLOT_BYTES,
             self.epoch,
@@ -115,8 +121,8 @@ class Preamble:
         if len(data) != _PREAMBLE.size:
             raise KVError("not a kvrelay segment: too short")
         magic, version, slot_bytes, epoch, digest, num_blocks, block_bytes, pool_offset = _PREAMBLE.unpack(data)
-        preamble = cls(epoch, digest, num_blocks, block_bytes)
-        if (magic, version, slot_bytes) != (_MAGIC, SEGMENT_VERSION, SLOT_BYTES):
+        preamble = cls(epoch, digest, num_blocks, block_bytes, on_device=magic == _DEVICE_MAGIC)
+        if magic not in (_MAGIC, _DEVICE_MAGIC) or (version, slot_bytes) != (SEGMENT_VERSION, SLOT_BYTES):
             raise KVError("not a kvrelay segment, or one of another version")
         if pool_offset != preamble.pool_offset or file_bytes != preamble.file_bytes:
             raise KVError("a kvrelay segment whose size does not match its description")
@@ -126,14 +132,29 @@ class Preamble:
 class OwnedSegment:
     """The owner's side. `write` and `clear` may be called from different threads."""
 
-    def __init__(self, directory: Path, node_id: str, epoch: int, layout: KVLayout, num_blocks: int) -> None:
-        """Creates the file and reserves all of its space. Raises ConfigurationError when there is not enough."""
-        self.preamble = Preamble(epoch, layout_digest(layout), num_blocks, layout.block_bytes)
+    def __init__(
+        self,
+        directory: Path,
+        node_id: str,
+        epoch: int,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        device_handle: bytes | None = None,
+    ) -> None:
+        """Creates the file and reserves all of its space. `device_handle`: the pool is not in the file but there.
+        Raises ConfigurationError when there is not enough."""
+        on_device = device_handle is not None
+        self.preamble = Preamble(epoch, layout_digest(layout), num_blocks, layout.block_bytes, on_device)
         self.path = directory / f"kvrelay-{re.sub(r'[^A-Za-z0-9._-]', '_', node_id)[:100] or '_'}-{epoch:016x}.kv"
         self._fd = _create_locked(self.path)
         try:
             _reserve(self._fd, self.path, self.preamble)
             os.pwrite(self._fd, self.preamble.encode(), 0)
+            if device_handle is not None:
+                assert len(device_handle) <= HANDLE_ROOM - _HANDLE_LENGTH.size
+                handle = _HANDLE_LENGTH.pack(len(device_handle)) + device_handle
+                os.pwrite(self._fd, handle, self.preamble.pool_offset)
             self.mapping = mmap.mmap(self._fd, self.preamble.file_bytes)
         except BaseException:
             self.close()
@@ -181,29 +202,50 @@ class OwnedSegment:
         os.close(self._fd)
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A slot as it was before its block was copied."""
+
+    slot: int
+    sequence: int
+    header: BlockHeader
+
+
 class PeerSegment:
     """Somebody else's segment, or our own seen from outside. Used by one thread."""
 
-    def __init__(self, directory: Path, name: str) -> None:
-        """Raises OSError when there is no such file, KVError when it is not a segment."""
+    def __init__(self, directory: Path, name: str, *, on_device: bool = False) -> None:
+        """Raises OSError when there is no such file, KVError when it is not a segment, or its pool is elsewhere."""
         if not _NAME.fullmatch(name):
             raise KVError(f"{name!r} does not name a kvrelay segment")
         self._fd = _open(directory / name)
         try:
             file_bytes = os.fstat(self._fd).st_size
             self.preamble = Preamble.decode(os.pread(self._fd, _PREAMBLE.size, 0), file_bytes)
+            if self.preamble.on_device != on_device:
+                raise KVError(f"the pool of {name!r} is {'' if self.preamble.on_device else 'not '}in device memory")
             self._mapping: mmap.mmap | None = mmap.mmap(self._fd, file_bytes, prot=mmap.PROT_READ)
         except BaseException:
             os.close(self._fd)
             raise
         num_blocks, block_bytes = self.preamble.num_blocks, self.preamble.block_bytes
         self._slots = np.frombuffer(self._mapping, _SLOT, num_blocks, mmap.PAGESIZE)
-        pool = np.frombuffer(self._mapping, np.uint8, num_blocks * block_bytes, self.preamble.pool_offset)
-        self._rows: Rows = pool.reshape(num_blocks, block_bytes)
+        pool_shape = (1, HANDLE_ROOM) if on_device else (num_blocks, block_bytes)
+        pool = np.frombuffer(self._mapping, np.uint8, pool_shape[0] * pool_shape[1], self.preamble.pool_offset)
+        self._rows: Rows = pool.reshape(pool_shape)
 
     @property
     def closed(self) -> bool:
         return self._mapping is None
+
+    @property
+    def device_handle(self) -> bytes:
+        """What lets us map a pool in device memory. Raises KVError when it is none."""
+        room = self._rows.tobytes()
+        (length,) = _HANDLE_LENGTH.unpack_from(room)
+        if length > HANDLE_ROOM - _HANDLE_LENGTH.size:
+            raise KVError(f"a device handle of {length} bytes")
+        return room[_HANDLE_LENGTH.size : _HANDLE_LENGTH.size + length]
 
     def owner_is_alive(self) -> bool:
         """False once the owner has closed the segment or died."""
@@ -231,6 +273,14 @@ class PeerSegment:
 
     def read(self, slot: int, block: Block, destination: Rows, *, epoch: int) -> Verdict:
         """Copies one block if the slot still has it. `destination` is `[block_bytes]` of our own layout."""
+        looked = self.look(slot, block, epoch=epoch)
+        if not isinstance(looked, Look):
+            return looked
+        digest = copy_payload(destination, self._rows[slot])
+        return self.judge(looked, digest)
+
+    def look(self, slot: int, block: Block, *, epoch: int) -> "Look | Verdict":
+        """What the slot says before its block is copied, or why that would be in vain."""
         sequence = int(self._slots["sequence"][slot])
         header = BlockHeader.decode(self._slots["header"][slot].tobytes())
         if sequence % 2 or header.block_hash != block.block_hash:
@@ -238,15 +288,17 @@ class PeerSegment:
         mismatch = header.verify(
             block_hash=block.block_hash,
             layout_digest=self.preamble.layout_digest,
-            payload_bytes=destination.size,
+            payload_bytes=self.preamble.block_bytes,
             num_tokens=block.num_tokens,
             epoch=epoch,
         )
-        if mismatch is None:
-            mismatch = header.verify_payload(copy_payload(destination, self._rows[slot]))
-        if int(self._slots["sequence"][slot]) != sequence:
+        return mismatch or Look(slot, sequence, header)
+
+    def judge(self, looked: "Look", digest: bytes) -> Verdict:
+        """After the copy, by the digest of what arrived."""
+        if int(self._slots["sequence"][looked.slot]) != looked.sequence:
             return FetchOutcome.MISSING  # retracted under our hands: what was copied is nobody's fault
-        return mismatch or FetchOutcome.FETCHED
+        return looked.header.verify_payload(digest) or FetchOutcome.FETCHED
 
     def close(self) -> None:
         if self._mapping is None:

@@ -20,8 +20,9 @@ from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 
-_LAYOUT = KVLayout(num_kv_heads=2, num_layers=16, block_size=16, head_dim=64, dtype="bfloat16")  # 128 KiB a block
-_NUM_BLOCKS = 16
+# 128 KiB a block.
+SCRATCH_LAYOUT = KVLayout(num_kv_heads=2, num_layers=16, block_size=16, head_dim=64, dtype="bfloat16")
+SCRATCH_BLOCKS = 16
 _TIMEOUT = 5.0
 _DEVICE_BLOCKS = 4
 
@@ -52,15 +53,17 @@ async def check_transport(make: Callable[[], HostConnector], *, timeout: float =
 
 async def _check_transport(holder: HostConnector, reader: HostConnector, timeout: float) -> SelfTestReport:
     async with AsyncExitStack() as stack:
-        count = 1 if holder.has_store else _NUM_BLOCKS
+        count = 1 if holder.has_store else SCRATCH_BLOCKS
         epoch = secrets.randbits(63)
         pools: list[PoolBuffer] = []
         for connector, name in ((holder, "holder"), (reader, "reader")):
             stack.push_async_callback(connector.close)
-            pools.append(connector.allocate(_LAYOUT, count, node_id=f"self-test-{name}", epoch=epoch + len(pools)))
-        pattern = os.urandom(count * _LAYOUT.block_bytes)
+            pools.append(
+                connector.allocate(SCRATCH_LAYOUT, count, node_id=f"self-test-{name}", epoch=epoch + len(pools))
+            )
+        pattern = os.urandom(count * SCRATCH_LAYOUT.block_bytes)
         pools[0].memory[:] = pattern
-        blocks = [Block(index, BlockHash(os.urandom(HASH_BYTES)), _LAYOUT.block_size) for index in range(count)]
+        blocks = [Block(index, BlockHash(os.urandom(HASH_BYTES)), SCRATCH_LAYOUT.block_size) for index in range(count)]
         await holder.publish(blocks)
         source = None if holder.has_store else Source("self-test-holder", epoch, holder.endpoint)
         rate = 0.0
@@ -71,7 +74,7 @@ async def _check_transport(holder: HostConnector, reader: HostConnector, timeout
             in_vain = [outcome for outcome in outcomes if outcome is not FetchOutcome.FETCHED]
             if in_vain:
                 return SelfTestReport(f"{len(in_vain)} of {count} blocks did not arrive: {in_vain[0].value}")
-        return _judge(pattern, bytes(pools[1].memory), _LAYOUT.block_bytes, rate)
+        return judge(pattern, bytes(pools[1].memory), SCRATCH_LAYOUT.block_bytes, rate)
 
 
 def check_device(memory: DeviceMemory, staging: PoolBuffer) -> SelfTestReport:
@@ -97,10 +100,11 @@ def check_device(memory: DeviceMemory, staging: PoolBuffer) -> SelfTestReport:
         memory.from_host(there)
     except KVError as error:
         return SelfTestReport(str(error))
-    return _judge(pattern, arrived, block_bytes, rate)
+    return judge(pattern, arrived, block_bytes, rate)
 
 
-def _judge(pattern: bytes, arrived: bytes, block_bytes: int, rate: float) -> SelfTestReport:
+def judge(pattern: bytes, arrived: bytes, block_bytes: int, rate: float) -> SelfTestReport:
+    """Every byte counts."""
     starts = range(0, len(pattern), block_bytes)
     wrong = sum(pattern[start : start + block_bytes] != arrived[start : start + block_bytes] for start in starts)
     if wrong:

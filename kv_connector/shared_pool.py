@@ -7,18 +7,21 @@ generation change.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from kv_connector.base import Block
 from kv_connector.header import BlockHeader
-from kv_connector.pool import LocalPool
+from kv_connector.pool import LocalPool, Payloads
 from kvrelay.core.block_hash import BlockHash
+
+PoolT = TypeVar("PoolT", bound=Payloads)
 
 
 @dataclass(slots=True)
-class SharedPool:
+class SharedPool(Generic[PoolT]):
     """`retract` comes from the engine thread, everything else from the node's asyncio loop."""
 
-    pool: LocalPool
+    pool: PoolT
     epoch: int
     headers: dict[int, BlockHeader] = field(default_factory=dict)  # by block id
     holders: dict[BlockHash, set[int]] = field(default_factory=dict)
@@ -26,15 +29,24 @@ class SharedPool:
     lock: threading.Lock = field(default_factory=threading.Lock)  # held for dictionary updates only
 
     def __post_init__(self) -> None:
-        self.generations = [0] * self.pool.buffer.num_blocks
+        self.generations = [0] * self.pool.num_blocks
 
-    def publish(self, block: Block) -> bool:
+    def publish(self: "SharedPool[LocalPool]", block: Block) -> bool:
         """Digests the block and makes it visible, unless it is already or is retracted meanwhile."""
         generation = self.generations[block.block_id]
-        held = self.headers.get(block.block_id)
-        if held is not None and (held.block_hash, held.num_tokens) == (block.block_hash, block.num_tokens):
+        if self._holds(block):
             return False
         return self.put(block.block_id, self.pool.describe(block, self.epoch), generation)
+
+    async def publish_all(self, blocks: Sequence[Block]) -> int:
+        """The same for several, wherever the pool is. How many became visible."""
+        generations = self.generations
+        fresh = [(block, generations[block.block_id]) for block in blocks if not self._holds(block)]
+        headers = await self.pool.describe_all([block for block, _ in fresh], self.epoch)
+        return sum(
+            self.put(block.block_id, header, generation)
+            for (block, generation), header in zip(fresh, headers, strict=True)
+        )
 
     def put(self, block_id: int, header: BlockHeader, generation: int) -> bool:
         """Publishes unless the block was retracted since `generation` was read."""
@@ -55,6 +67,10 @@ class SharedPool:
         """(block id, generation, header) of every block under this name."""
         with self.lock:
             return [(held, self.generations[held], self.headers[held]) for held in self.holders.get(name, ())]
+
+    def _holds(self, block: Block) -> bool:
+        held = self.headers.get(block.block_id)
+        return held is not None and (held.block_hash, held.num_tokens) == (block.block_hash, block.num_tokens)
 
     def _remove(self, block_id: int) -> None:
         self.generations[block_id] += 1

@@ -13,16 +13,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Generic, TypeVar
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer, Source
 from kv_connector.cost_gate import CostGate, RecomputeSeconds
+from kv_connector.device_pool import DeviceConnector, DevicePool
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
 from kv_connector.stats import ConnectorStats, total
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 
-_SAME_HOST = frozenset({"shared_memory"})
+_SAME_HOST = frozenset({"shared_memory", "cuda_ipc"})
 _SHARE = 0.5  # of the time that is left, for a tier that is not the last one
 # Of what several tiers say about a block, the one that asks for most attention is reported.
 _GRAVITY = (FetchOutcome.MISSING, FetchOutcome.FAILED, FetchOutcome.REFUSED)
@@ -30,12 +32,15 @@ _GRAVITY = (FetchOutcome.MISSING, FetchOutcome.FAILED, FetchOutcome.REFUSED)
 _logger = logging.getLogger(__name__)
 
 
-class TieredConnector:
-    """Implements HostConnector over others, which it owns."""
+TierT_co = TypeVar("TierT_co", bound=KVConnector, covariant=True)
+
+
+class TieredConnector(Generic[TierT_co]):
+    """Implements HostConnector or DeviceConnector over others of that kind, which it owns."""
 
     def __init__(
         self,
-        tiers: Sequence[HostConnector],
+        tiers: Sequence[TierT_co],
         *,
         recompute_seconds: RecomputeSeconds = lambda num_tokens: None,
         clock: Clock | None = None,
@@ -49,7 +54,8 @@ class TieredConnector:
         self.tiers = tuple(tiers)
         self._clock: Clock = clock or MonotonicClock()
         self._host = host or this_host()
-        self._block_bytes = 0  # before `allocate` and after `close`
+        self._device_pool: DevicePool | None = None
+        self._block_bytes = 0  # before `allocate` or `serve`, and after `close`
         # Where a store is all there is, blocks have nowhere else to go: no gate.
         self._gates = {tier.name: CostGate(recompute_seconds) for tier in self.tiers[1:] if tier.has_store}
 
@@ -61,13 +67,26 @@ class TieredConnector:
         return {name: stats for tier in self.tiers for name, stats in tier.all_stats().items()}
 
     def allocate(
-        self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
+        self: "TieredConnector[HostConnector]",
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        node_id: str,
+        epoch: int,
+        buffer: PoolBuffer | None = None,
     ) -> PoolBuffer:
         for tier in self.tiers:
             buffer = tier.allocate(layout, num_blocks, node_id=node_id, epoch=epoch, buffer=buffer)
         assert buffer is not None
         self._block_bytes = layout.block_bytes
         return buffer
+
+    def serve(self: "TieredConnector[DeviceConnector]", pool: DevicePool, *, node_id: str, epoch: int) -> None:
+        """The pool's thread ends with this."""
+        self._device_pool = pool
+        for tier in self.tiers:
+            tier.serve(pool, node_id=node_id, epoch=epoch)
+        self._block_bytes = pool.block_bytes
 
     @property
     def endpoint(self) -> str:
@@ -108,10 +127,12 @@ class TieredConnector:
         """The pool's owner last."""
         self._block_bytes = 0
         async with AsyncExitStack() as stack:
+            if self._device_pool is not None:
+                stack.callback(self._device_pool.stop)
             for tier in self.tiers:
                 stack.push_async_callback(tier.close)
 
-    def _route(self, source: Source | None) -> list[tuple[HostConnector, Source | None]]:
+    def _route(self, source: Source | None) -> list[tuple[TierT_co, Source | None]]:
         """The tiers to ask, each with the source as it knows it. A store is another source, and the caller's to ask."""
         if source is None or not source.endpoint:
             return [(tier, source) for tier in self.tiers if tier.has_store]
@@ -120,7 +141,7 @@ class TieredConnector:
         except KVError as error:
             _logger.warning("node %s can not be asked: %s", source.node_id, error)
             return []
-        holders: list[tuple[HostConnector, Source | None]] = [
+        holders: list[tuple[TierT_co, Source | None]] = [
             (tier, replace(source, endpoint=found.by_name[tier.name]))
             for tier in self.tiers
             if tier.name in found.by_name and (tier.name not in _SAME_HOST or found.host == self._host)
@@ -130,7 +151,7 @@ class TieredConnector:
         return holders
 
     async def _ask(
-        self, tier: HostConnector, source: Source | None, blocks: Sequence[Block], timeout: float
+        self, tier: KVConnector, source: Source | None, blocks: Sequence[Block], timeout: float
     ) -> Sequence[FetchOutcome]:
         gate = self._gates.get(tier.name)
         num_bytes = len(blocks) * self._block_bytes

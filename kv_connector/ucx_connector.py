@@ -11,22 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
+from kv_connector.device_pool import DevicePool
 from kv_connector.header import Mismatch
-from kv_connector.pool import LocalPool, Slices
+from kv_connector.pool import LocalPool, Payloads, Slices
 from kv_connector.settings import UcxSettings
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
 from kv_connector.ucx_auth import check_secret
 from kv_connector.ucx_holder import Holder
-from kv_connector.ucx_protocol import ProtocolError
 from kv_connector.ucx_reader import LANES, Peer
-from kv_connector.ucx_transport import LinkLostError, Transport
+from kv_connector.ucx_transport import Transport
 from kv_connector.verdict import Verdict, settle
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 
-_SLICE_BYTES = 1 << 20  # digested on the loop, which gets a turn after each
 _WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104
 
 _logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ _logger = logging.getLogger(__name__)
 class _Open:
     """What exists between `allocate` and `close`."""
 
-    shared: SharedPool
+    shared: SharedPool[Payloads]
     transport: Transport
     holder: Holder
     peers: dict[str, Peer] = field(default_factory=dict)  # by endpoint
@@ -71,19 +70,28 @@ class UcxConnector:
         assert self._state is None, "allocate is called once"
         transport = Transport(self._settings.net_devices)
         pool = LocalPool.over(buffer) if buffer is not None else LocalPool.anonymous(layout, num_blocks)
-        shared = SharedPool(pool, epoch)
-        holder = Holder(transport, shared, self._key, self.stats)
-        self._state = _Open(shared, transport, holder)
-        return shared.pool.buffer
+        self._open(transport, pool, epoch)
+        return pool.buffer
+
+    def serve(self, pool: DevicePool, *, node_id: str, epoch: int) -> None:
+        assert self._state is None, "serve is called once"
+        transport = Transport(self._settings.net_devices, on_device=True)
+        if not transport.knows(pool.memory.kind):
+            transport.close()
+            raise ConfigurationError(
+                f"this build of UCX does not move {pool.memory.kind} memory: install ucxx for its CUDA"
+            )
+        self._open(transport, pool, epoch)
 
     @property
     def endpoint(self) -> str:
         return f"{self._settings.host}:{self._require().holder.port}"
 
     async def publish(self, blocks: Sequence[Block]) -> None:
-        for part in Slices(blocks, self._require().shared.pool.block_bytes, _SLICE_BYTES):
+        pool = self._require().shared.pool
+        for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
             shared = self._require().shared
-            published = sum(shared.publish(block) for block in part)
+            published = await shared.publish_all(part)
             self.stats.blocks_published += published
             self.stats.bytes_published += published * shared.pool.block_bytes
             await asyncio.sleep(0)
@@ -121,7 +129,7 @@ class UcxConnector:
         state, self._state = self._state, None
         if state is None:
             return
-        state.shared.remove(range(state.shared.pool.buffer.num_blocks))
+        state.shared.remove(range(state.shared.pool.num_blocks))
         for fetch in list(state.fetches):
             await fetch.expire()
         await state.holder.close()
@@ -130,6 +138,10 @@ class UcxConnector:
         await asyncio.gather(*state.leaving)
         state.transport.close()
         state.shared.pool.release()
+
+    def _open(self, transport: Transport, pool: Payloads, epoch: int) -> None:
+        shared = SharedPool(pool, epoch)
+        self._state = _Open(shared, transport, Holder(transport, shared, self._key, self.stats))
 
     def _require(self) -> _Open:
         if self._state is None:
@@ -173,20 +185,25 @@ class _Fetch:
     async def run(self) -> None:
         """Fills in the verdicts. A group's children have ended before it ends, cancelled or not."""
         try:
-            async with self._deadline, asyncio.TaskGroup() as group:
-                for _ in range(min(LANES, -(-len(self._blocks) // self.peer.blocks_per_ask))):
-                    group.create_task(self._work())
+            async with self._deadline:
+                await self.peer.settle()
+                await self._ask_all()
         except TimeoutError:
             _logger.warning("node %s did not send all blocks in time", self._source.node_id)
         finally:
             self._over.set()
+
+    async def _ask_all(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(LANES, -(-len(self._blocks) // self.peer.blocks_per_ask))):
+                group.create_task(self._work())
 
     async def _work(self) -> None:
         for start in self._parts:
             part = self._blocks[start : start + self.peer.blocks_per_ask]
             try:
                 answer = await self.peer.ask(self._source, part)
-            except (LinkLostError, ProtocolError, TimeoutError, OSError) as error:
+            except (KVError, TimeoutError, OSError) as error:
                 _logger.warning("fetching from node %s failed: %s", self._source.node_id, error or "no answer")
                 self._parts = iter(())
                 return

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kv_connector.pool import Payloads
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
 from kv_connector.ucx_auth import Session, new_nonce
@@ -46,7 +47,7 @@ _logger = logging.getLogger(__name__)
 class Holder:
     """Serves a pool from construction until `close`."""
 
-    def __init__(self, transport: Transport, shared: SharedPool, key: bytes, stats: ConnectorStats) -> None:
+    def __init__(self, transport: Transport, shared: SharedPool[Payloads], key: bytes, stats: ConnectorStats) -> None:
         self._shared = shared
         self._geometry = Geometry(shared.pool.layout_digest, shared.pool.block_bytes)
         self._key = key
@@ -116,7 +117,7 @@ class Holder:
         chosen = [self._choose(name) for name in names]
         async with asyncio.timeout(SEND_SECONDS):
             for position, entry in enumerate(chosen):
-                payload = self._absent if entry is None else self._shared.pool.rows[entry[0]]
+                payload = self._absent if entry is None else self._shared.pool.payload(entry[0])
                 link.send(payload, session.tag + position)
             await link.wait()
             reply = encode_reply([self._conclude(entry) for entry in chosen])

@@ -17,8 +17,8 @@ from functools import partial
 import numpy as np
 
 from kv_connector.base import Block, FetchOutcome, Source
-from kv_connector.header import BlockHeader, Mismatch, payload_digest
-from kv_connector.pool import LocalPool
+from kv_connector.header import BlockHeader, Mismatch
+from kv_connector.pool import Payloads
 from kv_connector.stats import ConnectorStats
 from kv_connector.ucx_auth import Session, new_nonce
 from kv_connector.ucx_holder import HANDSHAKE_SECONDS
@@ -39,7 +39,7 @@ from kv_connector.ucx_protocol import (
     encode_opening,
     encode_proof,
 )
-from kv_connector.ucx_transport import Buffer, Link, Transport
+from kv_connector.ucx_transport import Link, Transport
 from kv_connector.verdict import Verdict
 
 LANES = 2  # one Ask is verified while the next one travels
@@ -60,7 +60,7 @@ class Lane:
 class Peer:
     """One holder, by endpoint."""
 
-    def __init__(self, endpoint: str, transport: Transport, pool: LocalPool, key: bytes, stats: ConnectorStats) -> None:
+    def __init__(self, endpoint: str, transport: Transport, pool: Payloads, key: bytes, stats: ConnectorStats) -> None:
         self._endpoint = endpoint
         self._transport = transport
         self._pool = pool
@@ -80,6 +80,10 @@ class Peer:
         """No connection is left; meaningful while no fetch is under way."""
         return not any(lane.link.alive for lane in self._idle)
 
+    async def settle(self) -> None:
+        """Before the first Ask for blocks that were reserved until now. Raises KVError when the device fails."""
+        await self._pool.settle()
+
     async def ask(self, source: Source, blocks: Sequence[Block]) -> list[Verdict] | Mismatch:
         """One verdict per block, or why nothing of this source will do. Raises LinkLostError, ProtocolError, or OSError
         (TimeoutError is one of them)."""
@@ -91,6 +95,15 @@ class Peer:
                 return mismatch
             entries, digests = await self._exchange(lane, blocks)
             self._idle.append(lane)
+        late = [
+            index
+            for index, (entry, digest) in enumerate(zip(entries, digests, strict=True))
+            if digest is None and entry.status is Status.SENT
+        ]
+        if late:
+            found = await self._pool.digests([blocks[index].block_id for index in late])
+            for index, digest in zip(late, found, strict=True):
+                digests[index] = digest
         return [self._judge(*judged, source) for judged in zip(entries, digests, blocks, strict=True)]
 
     async def close(self) -> None:
@@ -133,16 +146,16 @@ class Peer:
         session.check(session.holder_proof(geometry, epoch), mac)
         return Lane(link, session.tag, geometry, epoch)
 
-    async def _exchange(self, lane: Lane, blocks: Sequence[Block]) -> tuple[list[Entry], list[bytes]]:
-        """Ask, payloads, Reply: what the holder says of each block, and the digest of what arrived. However it ends,
-        the destinations are quiet."""
+    async def _exchange(self, lane: Lane, blocks: Sequence[Block]) -> tuple[list[Entry], list[bytes | None]]:
+        """Ask, payloads, Reply: what the holder says of each block, and the digest of what arrived, if it can be had
+        at once. However it ends, the destinations are quiet."""
         link = lane.link
-        digests: list[bytes] = []
+        digests: list[bytes | None] = []
         self._busy.add(link)
         try:
             for position, block in enumerate(blocks):
-                row = self._pool.rows[block.block_id]
-                link.receive(row, lane.tag + position, partial(_digest, row, digests))
+                arrived = partial(self._arrived, block.block_id, digests)
+                link.receive(self._pool.payload(block.block_id), lane.tag + position, arrived)
             reply = np.zeros(len(blocks) * ENTRY_BYTES, np.uint8)
             link.receive(reply, lane.tag + REPLY_POSITION)
             ask = encode_ask([block.block_hash for block in blocks])
@@ -152,13 +165,18 @@ class Peer:
         except BaseException:
             self._stats.quarantined += 0 if link.cut() else len(blocks)
             await link.close()
+            await self._pool.quiesce()
             raise
         finally:
             self._busy.discard(link)
 
-    def _judge(self, entry: Entry, digest: bytes, block: Block, source: Source) -> Verdict:
+    def _arrived(self, block_id: int, digests: list[bytes | None]) -> None:
+        digests.append(self._pool.digest_on_arrival(block_id))
+
+    def _judge(self, entry: Entry, digest: bytes | None, block: Block, source: Source) -> Verdict:
         if entry.status is not Status.SENT:
             return FetchOutcome.MISSING
+        assert digest is not None, "what was sent is digested"
         header = BlockHeader.decode(entry.header)
         mismatch = header.verify(
             block_hash=block.block_hash,
@@ -168,10 +186,6 @@ class Peer:
             epoch=source.epoch,
         ) or header.verify_payload(digest)
         return mismatch or FetchOutcome.FETCHED
-
-
-def _digest(row: Buffer, digests: list[bytes]) -> None:
-    digests.append(payload_digest(row.data))
 
 
 async def _resolve(endpoint: str) -> tuple[str, int]:

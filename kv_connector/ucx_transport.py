@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvrelay.core.errors import ConfigurationError, KVError
 
@@ -39,8 +38,6 @@ from ucxx._lib.libucxx import (
 )
 from ucxx.exceptions import UCXError
 
-Buffer = NDArray[np.uint8]
-
 OPTIONS = {
     # Both ends must agree: UCX does not check that what a peer sends in one piece fits. 8 KiB by default, and slow.
     "TCP_TX_SEG_SIZE": "256k",
@@ -51,6 +48,13 @@ OPTIONS = {
 }
 # Without RDMA: UCX's own choice is slower over TCP.
 TCP_OPTIONS = {**OPTIONS, "RNDV_SCHEME": "am"}
+DEVICE_OPTIONS = {
+    **OPTIONS,
+    # The reader reads, over NVLink, PCIe or RDMA; what can not be read so is sent through buffers in host memory
+    # (ucxx would have UCX take them from the device).
+    "RNDV_SCHEME": "get_zcopy",
+    "RNDV_FRAG_MEM_TYPES": "host",
+}
 _TURN_SECONDS = 0.0003  # what the loop gives to UCX before others have a turn
 _GUARD_SECONDS = 1.0  # for a wake-up that UCX's event descriptor missed
 
@@ -64,12 +68,13 @@ class LinkLostError(KVError):
 class Transport:
     """A UCX context with one worker, driven by the loop it was made on."""
 
-    def __init__(self, net_devices: str) -> None:
-        """Raises ConfigurationError when UCX does not start, for example without such a device."""
+    def __init__(self, net_devices: str, *, on_device: bool = False) -> None:
+        """`on_device`: what is moved is in device memory, and CUDA is in use on this thread. Raises ConfigurationError
+        when UCX does not start, for example without such a device."""
         devices = {"NET_DEVICES": net_devices} if net_devices else {}
         try:
-            self._context = _context({**OPTIONS, **devices})
-            if not _has_rdma(self._context):
+            self._context = _context({**(DEVICE_OPTIONS if on_device else OPTIONS), **devices})
+            if not on_device and not _has_rdma(self._context):
                 self._context = _context({**TCP_OPTIONS, **devices})
             self._worker: Any = UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         except UCXError as error:
@@ -84,6 +89,12 @@ class Transport:
         self._next_turn: asyncio.Handle | None = None
         self._guard: asyncio.TimerHandle | None = None
         self.kick()
+
+    def knows(self, kind: str) -> bool:
+        """Whether UCX tells this kind of memory ("host", "cuda") from others: it takes what it does not know for the
+        host's, and would crash."""
+        components = {"cuda": "cuda_cpy"}
+        return kind == "host" or _has_component(self._context, components[kind])
 
     def listen(self, on_link: Callable[["Link"], None]) -> tuple[Any, int]:
         """The listener, which lasts as long as the reference to it, and its port. `on_link` is called on the loop."""
@@ -164,7 +175,11 @@ def _context(options: dict[str, str]) -> Any:
 
 def _has_rdma(context: Any) -> bool:
     """Whether UCX found an InfiniBand or RoCE device among those it may use."""
-    return re.search(r"component\s+\d+\s*:\s*ib\b", str(context.info)) is not None
+    return _has_component(context, "ib")
+
+
+def _has_component(context: Any, name: str) -> bool:
+    return re.search(rf"component\s+\d+\s*:\s*{name}\b", str(context.info)) is not None
 
 
 class Link:
@@ -196,11 +211,11 @@ class Link:
         await self.wait()
         return message.tobytes()
 
-    def send(self, payload: Buffer, tag: int) -> None:
+    def send(self, payload: object, tag: int) -> None:
         array = Array(payload)
         self._post(lambda: self._endpoint.tag_send(array, UCXXTag(tag)), array)
 
-    def receive(self, destination: Buffer, tag: int, then: Callable[[], None] | None = None) -> None:
+    def receive(self, destination: object, tag: int, then: Callable[[], None] | None = None) -> None:
         """Straight into `destination`. A longer message ends the link. `then` is called when all of this message and of
         everything posted before is there, while it may still be in the cache."""
         array = Array(destination)

@@ -8,11 +8,13 @@ from paged_kernels import fused_reference, triton_rowwise
 from paged_kernels.published_weight import PublishedFormat, PublishedWeight, unpack_codes, unpack_zeros
 from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import TritonBackend
+from paged_kernels.triton_digest import BlockDigests
 from paged_kernels.triton_published import published_matmul
 from paged_kernels.triton_sampling import sample_tokens
 from torch import Tensor
 
 from bench.gpu.case import Case
+from kv_connector.header import payload_digest
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.device_sampler import sampling_tensors
 from kvrelay.engine.sampler import Sampler, SamplingRow
@@ -35,6 +37,7 @@ def layer_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Itera
     yield _published(PublishedFormat.AWQ, 4, sizes, dtype, device)
     yield _published(PublishedFormat.GPTQ, 4, sizes, dtype, device)
     yield _published(PublishedFormat.GPTQ, 8, sizes, dtype, device)
+    yield _digests(sizes, device)
     for name, params in (
         ("greedy", SamplingParams(temperature=0.0)),
         ("temperature", SamplingParams(seed=1)),
@@ -122,6 +125,28 @@ def dequantise(weight: PublishedWeight) -> Tensor:
     """`[num_inputs, num_outputs]` float32."""
     groups = torch.arange(weight.num_inputs, device=weight.codes.device) // weight.group_size
     return (unpack_codes(weight) - unpack_zeros(weight)[groups]).float() * weight.scales.float()[groups]
+
+
+def _digests(sizes: Sizes, device: torch.device) -> Case:
+    """Of as many KV blocks as hold the tokens, with 32 layers of bfloat16."""
+    num_bytes = 32 * 2 * 16 * sizes.num_kv_heads * sizes.head_dim * 2
+    rows = torch.randint(0, 256, (sizes.num_tokens, num_bytes), dtype=torch.uint8, device=device)
+    digests = BlockDigests(rows)
+    wanted = range(len(rows))
+
+    def expected() -> list[bytes]:
+        return [payload_digest(row.numpy().tobytes()) for row in rows.cpu()]
+
+    return Case(
+        f"digests of {len(rows)} blocks of {num_bytes >> 10} KiB",
+        lambda: _as_tensor(digests(wanted)),
+        lambda: _as_tensor(expected()),
+        num_bytes=rows.numel(),
+    )
+
+
+def _as_tensor(digests: list[bytes]) -> Tensor:
+    return torch.tensor([list(digest) for digest in digests])
 
 
 def _sampling(name: str, params: SamplingParams, sizes: Sizes, device: torch.device) -> Case:

@@ -36,6 +36,7 @@ NODE_SETTINGS = (
     "redis_ttl",
     "shared_memory_dir",
     "kv_staging_gib",
+    "kv_device_transfer",
     "num_blocks",
     "block_size",
     "max_model_len",
@@ -90,6 +91,10 @@ class ServeSettings(ProcessSettings):
         default=None,
         gt=0,
         description="Host memory, per node, through which KV on a card moves; unset: the nodes' 4 GiB.",
+    )
+    kv_device_transfer: Literal["auto", "direct", "staged"] | None = Field(
+        default=None,
+        description="Whether KV on a card moves from device to device or through host memory; unset: the nodes' auto.",
     )
     host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")

@@ -106,6 +106,12 @@ class PreparedEngine:
         return ModelRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool, threads)
 
 
+def planned_device(options: EngineOptions) -> torch.device:
+    """Where `prepare_engine` will load. Raises ConfigurationError as it does."""
+    device, _ = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
+    return device
+
+
 def prepare_engine(options: EngineOptions) -> PreparedEngine:
     """Loads the model. Raises ModelLoadError or ConfigurationError."""
     if options.threads:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from kv_connector.base import HostConnector, KVConnector
-from kv_connector.device_memory import DeviceMemory
+from kv_connector.device_memory import DeviceMemory, DirectMemory
+from kv_connector.device_pool import DeviceConnector, DevicePool
 from kv_connector.self_test import check_device
 from kv_connector.staged import StagedConnector, staging_blocks
-from kvrelay.core.errors import ConfigurationError
+from kv_connector.tiered import TieredConnector
+from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.kv_pool import allocate_pool, pool_over
 
@@ -52,6 +54,29 @@ def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> N
     tensor = allocate_pool(plan.layout, plan.num_blocks, device)
     connector = stage(backend, plan, CudaMemory(tensor, torch.cuda.default_stream(device)))
     return NodePool(tensor, connector, connector.forgets)
+
+
+def make_direct_pool(connector: TieredConnector[DeviceConnector], plan: PoolPlan, device: torch.device) -> NodePool:
+    """On a card whose memory `connector`, which serves nothing yet, reaches by itself. Raises as `make_pool`."""
+    from kvrelay.node.cuda_pool import direct_memory
+
+    tensor = allocate_pool(plan.layout, plan.num_blocks, device)
+    memory = direct_memory(tensor)
+    memory.digests([0])  # compiles for blocks of this size now, and not when a request waits
+    return NodePool(tensor, serve_directly(connector, plan, memory), forgets=False)
+
+
+def serve_directly(
+    connector: TieredConnector[DeviceConnector], plan: PoolPlan, memory: DirectMemory
+) -> TieredConnector[DeviceConnector]:
+    """Raises ConfigurationError when what worked in the self-test does not with the pool itself."""
+    try:
+        connector.serve(DevicePool(memory, plan.layout), node_id=plan.node_id, epoch=plan.epoch)
+    except KVError as error:
+        raise ConfigurationError(
+            f"the KV pool can not be reached directly: {error}; set --kv-device-transfer staged"
+        ) from error
+    return connector
 
 
 def stage(backend: HostConnector, plan: PoolPlan, memory: DeviceMemory) -> StagedConnector:

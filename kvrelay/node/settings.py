@@ -82,6 +82,11 @@ class NodeSettings(ProcessSettings):
         description="With KV on a card: host memory, at most, through which blocks move to other nodes (GiB). Blocks "
         "wait in it until peers have fetched them.",
     )
+    kv_device_transfer: Literal["auto", "direct", "staged"] = Field(
+        default="auto",
+        description="With KV on a card: direct moves it from device to device (CUDA IPC on one host, UCX), staged "
+        "through host memory (see kv_staging_gib), auto directly where a self-test at the start finds that to work.",
+    )
     fetch_timeout: float = Field(
         default=10.0, gt=0, le=600, description="Seconds that one fetch of KV from another node may take."
     )

@@ -3,23 +3,27 @@
 import logging
 import secrets
 import socket
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from kv_connector.base import HostConnector
-from kv_connector.registry import create_connector, create_tiers
+from kv_connector.device_pool import DeviceConnector
+from kv_connector.registry import create_connector, create_direct, create_tiers
 from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
+from kv_connector.tiered import TieredConnector
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.options import EngineOptions
-from kvrelay.engine.startup import prepare_engine
+from kvrelay.engine.startup import planned_device, prepare_engine
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
+from kvrelay.node.device_transfer import choose_direct
 from kvrelay.node.node import Node, NodeIdentity
-from kvrelay.node.pool import PoolPlan, make_pool
+from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.settings import NodeSettings
+from kvrelay.node.transfer_probe import check_direct
 
 _logger = logging.getLogger(__name__)
 _SELF_TEST_TTL = 10  # seconds
@@ -31,21 +35,43 @@ async def build_node(settings: NodeSettings, role: str) -> Node:
     ConfigurationError.
     """
     prefill_rate = PrefillRate()
-    backend = await _backend(settings, prefill_rate)
+    transport = await _transport(settings, prefill_rate)
     try:
-        return _join(settings, role, backend, prefill_rate)
+        return _join(settings, role, transport, prefill_rate)
     except BaseException:
-        await backend.close()  # what it has allocated may be a file
+        await transport.tiers.close()  # what it has allocated may be a file
         raise
 
 
-def _join(settings: NodeSettings, role: str, backend: HostConnector, prefill_rate: PrefillRate) -> Node:
+@dataclass(frozen=True, slots=True)
+class HostTransport:
+    """Blocks move through host memory, which `tiers` make: the pool, or the staging of one on a device."""
+
+    tiers: TieredConnector[HostConnector]
+
+    def make_pool(self, plan: PoolPlan, device: torch.device) -> NodePool:
+        return make_pool(self.tiers, plan, device)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTransport:
+    """Blocks move from device to device."""
+
+    tiers: TieredConnector[DeviceConnector]
+
+    def make_pool(self, plan: PoolPlan, device: torch.device) -> NodePool:
+        return make_direct_pool(self.tiers, plan, device)
+
+
+def _join(
+    settings: NodeSettings, role: str, transport: HostTransport | DeviceTransport, prefill_rate: PrefillRate
+) -> Node:
     prepared = prepare_engine(_engine_options(settings))
     layout, size = prepared.layout, prepared.size
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
     epoch = secrets.randbits(63) | 1
     plan = PoolPlan(layout, size.num_blocks, int(settings.kv_staging_gib * 2**30), node_id, epoch)
-    pool = make_pool(backend, plan, prepared.device)
+    pool = transport.make_pool(plan, prepared.device)
     connector = pool.connector
     engine = prepared.build(
         pool.tensor,
@@ -82,7 +108,7 @@ def _engine_options(settings: NodeSettings) -> EngineOptions:
     return EngineOptions(**{field.name: getattr(settings, field.name) for field in fields(EngineOptions)})
 
 
-async def _backend(settings: NodeSettings, prefill_rate: PrefillRate) -> HostConnector:
+async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> HostTransport | DeviceTransport:
     """What is set, or chosen, and moves bytes on this machine."""
     connector_settings = _connector_settings(settings)
 
@@ -102,7 +128,24 @@ async def _backend(settings: NodeSettings, prefill_rate: PrefillRate) -> HostCon
 
     choice = await choose_working(choose, check)
     _logger.info("connector %s: %s", ",".join(choice.names), choice.reason)
-    return create_tiers(choice.names, connector_settings, recompute_seconds=prefill_rate.seconds)
+    direct = await _direct(settings, choice.names, connector_settings)
+    if direct:
+        return DeviceTransport(TieredConnector([create_direct(name, connector_settings) for name in direct]))
+    return HostTransport(create_tiers(choice.names, connector_settings, recompute_seconds=prefill_rate.seconds))
+
+
+async def _direct(
+    settings: NodeSettings, names: Sequence[str], connector_settings: ConnectorSettings
+) -> tuple[str, ...]:
+    """The connectors that move KV from device to device; none for a node without a card, or one that stages."""
+    if settings.kv_device_transfer == "staged" or planned_device(_engine_options(settings)).type == "cpu":
+        return ()
+    from kvrelay.node.cuda_pool import cuda_scratch, problem_with_direct
+
+    async def check(name: str) -> SelfTestReport:
+        return await check_direct(name, connector_settings, cuda_scratch)
+
+    return await choose_direct(settings.kv_device_transfer, names, check, problem=problem_with_direct())
 
 
 def _connector_settings(settings: NodeSettings) -> ConnectorSettings:

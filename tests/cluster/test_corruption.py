@@ -14,6 +14,7 @@ import redis
 from prometheus_client import CollectorRegistry
 
 from kv_connector.header import Mismatch
+from kv_connector.pool import LocalPool
 from kv_connector.segment import PeerSegment
 from kv_connector.tiered import TieredConnector
 from kv_connector.ucx_connector import UcxConnector
@@ -96,6 +97,7 @@ async def test_a_byte_in_a_ucx_reply(model: Path) -> None:
         assert isinstance(ucx, UcxConnector)
         shared = ucx._require().shared
         [(block_id, _, _)] = shared.find(name)
+        assert isinstance(shared.pool, LocalPool)
         shared.pool.rows[block_id][-1] ^= 1
 
     await serve_with(damage, model, connector="ucx")

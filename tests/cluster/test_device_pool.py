@@ -9,15 +9,18 @@ import torch
 
 from kv_connector.base import HostConnector
 from kv_connector.device_memory import BlockCopy
+from kv_connector.device_pool import DeviceConnector
 from kv_connector.staged import StagedConnector
+from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.engine.kv_pool import pool_over
 from kvrelay.node import startup
-from kvrelay.node.pool import NodePool, PoolPlan, stage
+from kvrelay.node.pool import NodePool, PoolPlan, serve_directly, stage
 from tests.cluster.cluster import cluster
 from tests.cluster.reference import Reference
 from tests.cluster.test_equality import VOCAB_SIZE, prompt_of
 from tests.engine.tiny_models import make_tiny_model
+from tests.kv_connector.direct_device import DirectDevice
 from tests.kv_connector.slow_device import SlowDevice
 
 
@@ -27,7 +30,14 @@ def on_device(backend: HostConnector, plan: PoolPlan, device: torch.device) -> N
     memory.starting = True
     connector = stage(backend, plan, memory)
     memory.starting = False
-    return NodePool(pool_over(memoryview(memory.memory), plan.layout, plan.num_blocks), connector, connector.forgets)
+    return NodePool(pool_over(memory.memory, plan.layout, plan.num_blocks), connector, connector.forgets)
+
+
+def directly(tiers: TieredConnector[DeviceConnector], plan: PoolPlan, device: torch.device) -> NodePool:
+    """As `make_direct_pool` on a card."""
+    memory = DirectDevice(plan.num_blocks, plan.layout.block_bytes)
+    connector = serve_directly(tiers, plan, memory)
+    return NodePool(pool_over(memory.memory, plan.layout, plan.num_blocks), connector, forgets=False)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +64,25 @@ async def test_the_tokens_are_the_same(
         await running.wait_idle()
         moved = [device_of(node.connector).num_from_host for node in running.nodes]
         assert moved[1] > 0, "the decode node has received blocks"
+
+
+@pytest.mark.parametrize("direct", ["cuda_ipc", "ucx", "cuda_ipc,ucx"])
+async def test_the_tokens_are_the_same_without_the_host(
+    direct: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def choose(settings: object, names: object, connector_settings: object) -> tuple[str, ...]:
+        return tuple(direct.split(","))
+
+    monkeypatch.setattr(startup, "_direct", choose)
+    monkeypatch.setattr(startup, "make_direct_pool", directly)
+    reference = Reference(model)
+    async with cluster(model, connector="shared_memory,ucx", max_num_batched_tokens=64) as running:
+        for prompt in (prompt_of(100), prompt_of(700)):
+            result = await running.generate(prompt, max_tokens=8)
+            assert result.tokens == {0: reference.generate(prompt, 8)}
+        await running.wait_idle()
+        decode = running.nodes[1].connector
+        assert decode.name == direct and decode.stats.blocks_fetched >= 44
 
 
 def device_of(connector: object) -> SlowDevice:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 
+from kv_connector.base import HostConnector
 from kv_connector.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.node.node import Node
@@ -34,7 +35,7 @@ def reference(model: Path) -> Reference:
     return Reference(model)
 
 
-def tiers(node: Node) -> TieredConnector:
+def tiers(node: Node) -> TieredConnector[HostConnector]:
     assert isinstance(node.connector, TieredConnector)
     return node.connector
 

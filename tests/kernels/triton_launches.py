@@ -11,6 +11,7 @@ from paged_kernels.kv_scales import KVScales
 from paged_kernels.published_weight import PublishedFormat, PublishedWeight
 from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import AttentionCall, plan_attention
+from paged_kernels.triton_digest import plan_digests
 from paged_kernels.triton_launch import GpuTraits, KernelCall
 from paged_kernels.triton_published import plan_published_matmul
 from paged_kernels.triton_rowwise import plan_rms_norm, plan_silu_mul
@@ -49,6 +50,7 @@ def all_launches(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
     yield from _rowwise()
     yield from _published()
     yield "sample_kernel", _sample()
+    yield from _digests()
 
 
 def _attention(
@@ -138,3 +140,10 @@ def _sample() -> KernelCall:
     dtypes |= dict.fromkeys(narrow, torch.float32)
     tensors = SamplingTensors(**{name: empty(64, dtype=dtype) for name, dtype in dtypes.items()})
     return plan_sample(empty(64, dtype=torch.int64), empty(64, 128256, dtype=torch.float32), tensors)
+
+
+def _digests() -> Iterator[tuple[str, KernelCall]]:
+    """Of blocks of 2 MiB."""
+    digests, words = empty(7, 2, dtype=torch.int64), empty(900, (2 << 20) // 8, dtype=torch.int64)
+    for call in plan_digests(digests, words, empty(7, dtype=torch.int64), empty(63, dtype=torch.int64)):
+        yield call.kernel.__name__, call

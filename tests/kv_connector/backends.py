@@ -8,6 +8,8 @@ import numpy as np
 import redis
 
 from kv_connector.base import Block, HostConnector, KVConnector, PoolBuffer, Source
+from kv_connector.cuda_ipc import CudaIpcConnector
+from kv_connector.device_pool import DeviceConnector, DevicePool
 from kv_connector.header import HEADER_BYTES
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.redis_store import RedisConnector
@@ -19,6 +21,7 @@ from kv_connector.tiered import TieredConnector
 from kv_connector.ucx_connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
+from tests.kv_connector.direct_device import DirectDevice
 from tests.kv_connector.slow_device import SlowDevice
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=32, dtype="float32")  # 32 KiB a block
@@ -68,7 +71,7 @@ class DeviceNode(Node):
         self.device.attach(self.staging)
         self.staged = StagedConnector(connector, self.staging, self.device)
         self.connector = self.staged
-        self.pool = PoolBuffer(memoryview(self.device.memory), layout, num_blocks)
+        self.pool = PoolBuffer(self.device.memory, layout, num_blocks)
         self.source = Source(node_id, epoch, connector.endpoint)
 
     def staged_row(self, block_id: int) -> memoryview:
@@ -76,6 +79,22 @@ class DeviceNode(Node):
         assert slot is not None
         size = self.staging.layout.block_bytes
         return self.staging.memory[slot * size : (slot + 1) * size]
+
+
+class DirectNode(Node):
+    """One whose pool is on a device that its connector reaches: `pool` is what only the test can see of it."""
+
+    def __init__(self, connector: DeviceConnector, node_id: str, num_blocks: int, layout: KVLayout, epoch: int) -> None:
+        self.device = DirectDevice(num_blocks, layout.block_bytes)
+        self.device_pool = DevicePool(self.device, layout)
+        connector.serve(self.device_pool, node_id=node_id, epoch=epoch)
+        self.connector = connector
+        self.pool = PoolBuffer(self.device.memory, layout, num_blocks)
+        self.source = Source(node_id, epoch, connector.endpoint)
+
+    async def close(self) -> None:
+        await self.connector.close()
+        self.device_pool.stop()
 
 
 class Harness(Protocol):
@@ -167,6 +186,28 @@ class TieredHarness:
     def damage(self, owner: Node, block: Block) -> None:
         self.store.damage(owner, block)
         self.first.damage(owner, block)
+
+
+class DirectHarness:
+    """Pools on devices that connectors reach: through each other's mapped memory, UCX, or both."""
+
+    outlives_owner = False
+    has_source = True
+    has_store = False
+
+    def __init__(self, names: str) -> None:
+        self.names = names.split(",")
+
+    def connector(self) -> DeviceConnector:
+        made: list[DeviceConnector] = []
+        for name in self.names:
+            made.append(
+                UcxConnector(UcxSettings(CLUSTER_SECRET)) if name == "ucx" else CudaIpcConnector(SharedMemorySettings())
+            )
+        return made[0] if len(made) == 1 else TieredConnector(made)
+
+    def damage(self, owner: Node, block: Block) -> None:
+        owner.row(block.block_id)[-1] ^= 1
 
 
 class DeviceHarness:

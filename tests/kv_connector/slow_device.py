@@ -16,7 +16,7 @@ class SlowDevice:
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
-        self.memory = bytearray(num_blocks * block_bytes)
+        self.memory = memoryview(bytearray(num_blocks * block_bytes))
         self.gate = threading.Event()
         self.gate.set()
         self.waiting = threading.Event()  # a copy has come to the gate
@@ -36,13 +36,13 @@ class SlowDevice:
         self.num_to_host += len(copies)
         assert self._staging is not None, "attached"
         staging = self._staging
-        self._copy(copies, lambda copy: (staging, copy.slot, memoryview(self.memory), copy.block_id))
+        self._copy(copies, lambda copy: (staging, copy.slot, self.memory, copy.block_id))
 
     def from_host(self, copies: Sequence[BlockCopy]) -> None:
         self.num_from_host += len(copies)
         assert self._staging is not None, "attached"
         staging = self._staging
-        self._copy(copies, lambda copy: (memoryview(self.memory), copy.block_id, staging, copy.slot))
+        self._copy(copies, lambda copy: (self.memory, copy.block_id, staging, copy.slot))
 
     def detach(self) -> None:
         assert self._in_use.acquire(blocking=False), "one call at a time"

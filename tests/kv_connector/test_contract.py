@@ -17,6 +17,8 @@ from tests.kv_connector.backends import (
     OTHER_SCALES,
     DeviceHarness,
     DeviceNode,
+    DirectHarness,
+    DirectNode,
     Harness,
     InProcessHarness,
     Node,
@@ -44,11 +46,14 @@ HOLDERS: dict[str, Callable[[], Harness]] = {
 
 CONNECTORS = ["shared_memory", "redis", "ucx", "in_process", "shared_memory,redis", "ucx,redis"]
 ON_DEVICE = ["shared_memory on device", "redis on device", "ucx on device"]
+DIRECT = ["cuda_ipc direct", "ucx direct", "cuda_ipc,ucx direct"]
 
 
-@pytest.fixture(params=CONNECTORS + ON_DEVICE)
-def harness(request: pytest.FixtureRequest) -> Harness:
+@pytest.fixture(params=CONNECTORS + ON_DEVICE + DIRECT)
+def harness(request: pytest.FixtureRequest) -> Harness | DirectHarness:
     names, _, place = request.param.partition(" on ")
+    if names.endswith(" direct"):
+        return DirectHarness(names.removesuffix(" direct"))
     found = _harness(request, names)
     return DeviceHarness(found) if place else found
 
@@ -65,19 +70,26 @@ def _harness(request: pytest.FixtureRequest, names: str) -> Harness:
 
 
 @pytest.fixture
-async def node(harness: Harness) -> AsyncIterator[MakeNode]:
+async def node(harness: Harness | DirectHarness) -> AsyncIterator[MakeNode]:
     """Makes nodes; closes them twice, and checks that no thread of theirs is left."""
     made: list[Node] = []
 
     def make(node_id: str, num_blocks: int = 64, layout: object = LAYOUT) -> Node:
         assert isinstance(layout, type(LAYOUT))
-        kind = DeviceNode if isinstance(harness, DeviceHarness) else Node
-        made.append(kind(harness.connector(), node_id, num_blocks, layout, EPOCH + len(made)))
+        epoch = EPOCH + len(made)
+        if isinstance(harness, DirectHarness):
+            made.append(DirectNode(harness.connector(), node_id, num_blocks, layout, epoch))
+        else:
+            kind = DeviceNode if isinstance(harness, DeviceHarness) else Node
+            made.append(kind(harness.connector(), node_id, num_blocks, layout, epoch))
         return made[-1]
 
     yield make
     for each in made * 2:
         await each.connector.close()
+    for each in made:
+        if isinstance(each, DirectNode):
+            await each.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
@@ -99,7 +111,7 @@ async def test_fetches_what_was_published(node: MakeNode) -> None:
     assert peer.first_stats.bytes_fetched == owner.first_stats.bytes_published == 40 * LAYOUT.block_bytes
 
 
-async def test_fetches_from_itself_and_nothing_from_nowhere(node: MakeNode, harness: Harness) -> None:
+async def test_fetches_from_itself_and_nothing_from_nowhere(node: MakeNode, harness: Harness | DirectHarness) -> None:
     owner = node("owner")
     sent = blocks(3)
     await write_and_publish(owner, sent)
@@ -130,7 +142,7 @@ async def test_publishing_a_name_again_is_allowed(node: MakeNode) -> None:
     assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
 
 
-async def test_retracted_blocks_are_missing(node: MakeNode, harness: Harness) -> None:
+async def test_retracted_blocks_are_missing(node: MakeNode, harness: Harness | DirectHarness) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(3)
     await write_and_publish(owner, sent)
@@ -139,7 +151,7 @@ async def test_retracted_blocks_are_missing(node: MakeNode, harness: Harness) ->
     assert result.outcomes == (FETCHED, FETCHED if harness.outlives_owner else MISSING, FETCHED)
 
 
-async def test_after_the_owner_closed(node: MakeNode, harness: Harness) -> None:
+async def test_after_the_owner_closed(node: MakeNode, harness: Harness | DirectHarness) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(2)
     await write_and_publish(owner, sent)
@@ -173,7 +185,9 @@ async def test_another_number_of_tokens_is_refused(node: MakeNode) -> None:
     assert peer.first_stats.refused[Mismatch.TOKENS] == 1
 
 
-async def test_another_epoch_is_refused_where_the_source_matters(node: MakeNode, harness: Harness) -> None:
+async def test_another_epoch_is_refused_where_the_source_matters(
+    node: MakeNode, harness: Harness | DirectHarness
+) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(2)
     await write_and_publish(owner, sent)
@@ -183,7 +197,7 @@ async def test_another_epoch_is_refused_where_the_source_matters(node: MakeNode,
     assert peer.first_stats.refused[Mismatch.EPOCH] == (2 if harness.has_source else 0)
 
 
-async def test_a_damaged_payload_is_refused(node: MakeNode, harness: Harness) -> None:
+async def test_a_damaged_payload_is_refused(node: MakeNode, harness: Harness | DirectHarness) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(3)
     await write_and_publish(owner, sent)

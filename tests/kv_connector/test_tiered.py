@@ -176,7 +176,8 @@ async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: 
     assert not pair.peer_tiers[0].asked
     store = RedisConnector(RedisSettings(url=redis_server.url, key_prefix="nowhere"))
     tier = Tier(InProcessHub())
-    node = Node(TieredConnector([tier, store]), "node", 8, LAYOUT, EPOCH)
+    tiers: list[HostConnector] = [tier, store]
+    node = Node(TieredConnector(tiers), "node", 8, LAYOUT, EPOCH)
     await write_and_publish(node, sent)
     wanted = moved(sent, 4)
     assert set((await node.connector.fetch(None, wanted, timeout=PATIENCE)).outcomes) == {FETCHED}
@@ -243,7 +244,7 @@ async def test_a_flipped_byte_in_shared_memory_is_made_good_by_redis(redis_serve
         await node.connector.close()
 
 
-def shared_memory_and(harness: RedisHarness) -> TieredConnector:
+def shared_memory_and(harness: RedisHarness) -> TieredConnector[HostConnector]:
     return TieredConnector([SharedMemoryConnector(SharedMemorySettings()), harness.connector()])
 
 
@@ -312,7 +313,8 @@ def test_what_is_no_endpoint(text: str) -> None:
 
 async def test_a_slow_store_is_passed_over_and_counted(redis_server: RedisServer) -> None:
     store = RedisConnector(RedisSettings(url=redis_server.url, key_prefix="gate"))
-    tiered = TieredConnector([Tier(InProcessHub()), store], recompute_seconds=lambda num_tokens: 1e-9 * num_tokens)
+    tiers: list[HostConnector] = [Tier(InProcessHub()), store]
+    tiered = TieredConnector(tiers, recompute_seconds=lambda num_tokens: 1e-9 * num_tokens)
     node = Node(tiered, "node", 8, LAYOUT, EPOCH)
     await write_and_publish(node, blocks(3))
     wanted = moved(blocks(3), 4)

@@ -1,0 +1,29 @@
+"""A pool on a card, with what reaches it there. Needs a card and Triton; imported where there is one.
+
+Invariant: the engine's steps run on the device's default stream, which this tells the copies to follow.
+"""
+
+import torch
+from paged_kernels.triton_digest import BlockDigests
+
+from kv_connector.cuda_memory import CudaMemory
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.kv_pool import allocate_pool
+
+
+def direct_memory(pool: torch.Tensor) -> CudaMemory:
+    """Over the node's own pool. Raises ConfigurationError for blocks that can not be digested on the card."""
+    try:
+        return CudaMemory(pool, torch.cuda.default_stream(pool.device), BlockDigests)
+    except ValueError as error:
+        raise ConfigurationError(f"--kv-device-transfer: {error}; set it to staged") from error
+
+
+def cuda_scratch(layout: KVLayout, num_blocks: int) -> CudaMemory:
+    return direct_memory(allocate_pool(layout, num_blocks, torch.device("cuda", 0)))
+
+
+def problem_with_direct() -> str:
+    """Why what is on this machine's cards can not be reached directly; empty when it may be."""
+    return "" if torch.version.hip is None else "neither UCX as packaged nor CUDA IPC is for ROCm"

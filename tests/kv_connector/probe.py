@@ -1,0 +1,19 @@
+"""The other process of the self-test over device memory, with a device that is none. Argument: how it misbehaves."""
+
+import asyncio
+import sys
+
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.node.transfer_probe import hold
+from tests.kv_connector.direct_device import DirectDevice
+
+
+def scratch(layout: KVLayout, num_blocks: int) -> DirectDevice:
+    return DirectDevice(num_blocks, layout.block_bytes)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["hang"]:
+        sys.stdin.read()
+    elif sys.argv[1:] != ["end"]:
+        asyncio.run(hold(scratch))

@@ -1,0 +1,246 @@
+"""Pools on devices that connectors reach directly: the order of the device's work, dead and unreachable peers, and who
+understands whom. What every connector promises is in `test_contract.py`."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kv_connector import cuda_handles
+from kv_connector.base import FetchOutcome, Source
+from kv_connector.cuda_ipc import CudaIpcConnector
+from kv_connector.device_pool import DevicePool
+from kv_connector.header import Mismatch
+from kv_connector.segment import HANDLE_ROOM, OwnedSegment, PeerSegment
+from kv_connector.settings import SharedMemorySettings, UcxSettings
+from kv_connector.shared_memory import SharedMemoryConnector
+from kv_connector.ucx_connector import UcxConnector
+from kvrelay.core.errors import ConfigurationError, KVError
+from tests.kv_connector.backends import (
+    CLUSTER_SECRET,
+    EPOCH,
+    LAYOUT,
+    DirectHarness,
+    DirectNode,
+    Node,
+    blocks,
+    content,
+    moved,
+    write_and_publish,
+)
+from tests.kv_connector.direct_device import DirectDevice
+
+FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
+BOTH_WAYS = pytest.mark.parametrize("names", ["cuda_ipc", "ucx"])
+
+
+def direct(names: str, node_id: str = "node", num_blocks: int = 16) -> DirectNode:
+    return DirectNode(DirectHarness(names).connector(), node_id, num_blocks, LAYOUT, EPOCH)
+
+
+class Pair:
+    """A holder that has published 4 blocks, and a reader."""
+
+    def __init__(self, names: str) -> None:
+        self.owner, self.peer = direct(names, "owner"), direct(names, "peer")
+
+    async def fetch(self, count: int = 4, *, timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
+        return (await self.peer.connector.fetch(self.owner.source, blocks(count), timeout=timeout)).outcomes
+
+
+@pytest.fixture
+async def pair(names: str) -> AsyncIterator[Pair]:
+    made = Pair(names)
+    await write_and_publish(made.owner, blocks(4))
+    yield made
+    for node in (made.owner, made.peer):
+        node.device.gate.set()
+        await node.close()
+
+
+@BOTH_WAYS
+async def test_nothing_is_written_before_the_engines_steps_have_ended(pair: Pair) -> None:
+    """They may still write to the blocks for those who had them last."""
+    pair.peer.device.gate.clear()
+    fetch = asyncio.create_task(pair.fetch())
+    await asyncio.to_thread(pair.peer.device.waiting.wait, 10)
+    # A copy has spoilt its destination by now, and UCX has not been told of it.
+    assert not any(pair.peer.row(0)) or set(pair.peer.row(0)) == {0xEE}
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not fetch.done() and pair.peer.row(0) != content(blocks(1)[0].block_hash, LAYOUT.block_bytes)
+    pair.peer.device.gate.set()
+    assert await fetch == (FETCHED,) * 4
+    assert pair.peer.device.num_digested == 4, "verified where they lie"
+    assert pair.peer.row(3) == pair.owner.row(3)
+
+
+@BOTH_WAYS
+async def test_a_cancelled_fetch_waits_for_the_device(pair: Pair) -> None:
+    pair.peer.device.gate.clear()
+    fetch = asyncio.create_task(pair.fetch())
+    await asyncio.to_thread(pair.peer.device.waiting.wait, 10)
+    for _ in range(3):
+        fetch.cancel()
+        await asyncio.wait([fetch], timeout=0.001)
+        assert not fetch.done(), "the device still works"
+    pair.peer.device.gate.set()
+    await asyncio.wait([fetch], timeout=10)
+    assert fetch.cancelled()
+    assert await pair.fetch() == (FETCHED,) * 4
+
+
+@pytest.mark.parametrize("names", ["cuda_ipc"])
+async def test_a_block_that_changes_while_it_is_copied_is_missing(pair: Pair) -> None:
+    pair.peer.device.gate.clear()
+    fetch = asyncio.create_task(pair.fetch())
+    await asyncio.to_thread(pair.peer.device.waiting.wait, 10)
+    pair.owner.connector.retract([2])
+    pair.owner.row(2)[:] = bytes(LAYOUT.block_bytes)
+    pair.peer.device.gate.set()
+    assert await fetch == (FETCHED, FETCHED, MISSING, FETCHED)
+    assert pair.peer.first_stats.refused[Mismatch.DIGEST] == 0
+
+
+@BOTH_WAYS
+async def test_a_device_that_fails_publishes_nothing_and_fetches_nothing(pair: Pair) -> None:
+    assert await pair.fetch(1) == (FETCHED,)
+    pair.owner.device.broken = pair.peer.device.broken = True
+    with pytest.raises(KVError, match="the device is gone"):
+        await pair.owner.connector.publish(moved(blocks(2, tag="new"), 7))
+    with pytest.raises(KVError, match="the device is gone"):
+        await pair.fetch()
+    pair.owner.device.broken = pair.peer.device.broken = False
+    assert await pair.fetch() == (FETCHED,) * 4
+    await pair.owner.connector.publish(moved(blocks(2, tag="new"), 7))
+
+
+@pytest.mark.parametrize("names", ["cuda_ipc", "cuda_ipc,ucx"])
+async def test_a_pool_that_can_not_be_mapped_is_asked_for_otherwise(names: str, pair: Pair) -> None:
+    pair.peer.device.unmappable = True
+    assert set(await pair.fetch()) == {FETCHED if "ucx" in names else FAILED}
+    assert pair.peer.device.num_copied == 0
+    assert pair.peer.first_stats.failed == 4
+
+
+class Child:
+    """A holder in another process."""
+
+    def __init__(self, names: str) -> None:
+        command = [sys.executable, "-m", "tests.kv_connector.direct_owner", names]
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        assert self.process.stdout is not None
+        self.source = Source("child/0", EPOCH, self.process.stdout.readline().strip())
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("killed", [True, False])
+async def test_another_process_serves_until_it_is_gone(names: str, killed: bool) -> None:
+    child, peer = Child(names), direct(names)
+    result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
+    assert set(result.outcomes) == {FETCHED}
+    for block in blocks(16):
+        assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
+    if killed:
+        child.process.kill()
+    child.process.communicate()
+    result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
+    assert set(result.outcomes) == {FAILED}
+    assert all(mapped.closed for mapped in peer.device.opened), "its memory is let go of"
+    again = direct(names, "again")  # sweeps what the dead has left
+    for node in (peer, again):
+        await node.close()
+
+
+async def test_a_holder_that_stops_leaves_the_device_quiet() -> None:
+    child, peer = Child("ucx"), direct("ucx")
+    assert set((await peer.connector.fetch(child.source, blocks(1), timeout=10)).outcomes) == {FETCHED}
+    assert peer.device.num_quiesced == 0
+    os.kill(child.process.pid, signal.SIGSTOP)
+    result = await peer.connector.fetch(child.source, blocks(4), timeout=0.2)
+    assert set(result.outcomes) == {FAILED} and peer.device.num_quiesced == 1
+    child.process.kill()
+    child.process.communicate()
+    await peer.close()
+
+
+async def test_over_ucx_a_device_and_a_host_understand_each_other() -> None:
+    device = direct("ucx", "device")
+    host = Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), "host", 16, LAYOUT, EPOCH)
+    for owner, peer in ((device, host), (host, device)):
+        sent = blocks(5, tag=owner.source.node_id, tail=3)
+        await write_and_publish(owner, sent[1:])
+        result = await peer.connector.fetch(owner.source, sent, timeout=10)
+        assert result.outcomes == (MISSING, *(FETCHED,) * 4)
+        assert peer.row(4) == owner.row(4)
+    await host.connector.close()
+    await device.close()
+
+
+async def test_pools_on_the_host_and_on_a_device_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    settings = SharedMemorySettings(str(tmp_path))
+    device = DirectNode(CudaIpcConnector(settings), "device", 8, LAYOUT, EPOCH)
+    host = Node(SharedMemoryConnector(settings), "host", 8, LAYOUT, EPOCH)
+    for owner, peer in ((device, host), (host, device)):
+        await write_and_publish(owner, blocks(2))
+        outcomes = (await peer.connector.fetch(owner.source, blocks(2), timeout=10)).outcomes
+        assert outcomes == (REFUSED,) * 2
+        assert peer.connector.stats.refused[Mismatch.VERSION] == 2
+    await host.connector.close()
+    await device.close()
+
+
+async def test_handles_are_bounded_and_may_be_wrong(tmp_path: Path) -> None:
+    good = OwnedSegment(tmp_path, "good", EPOCH, LAYOUT, 8, device_handle=b"no such thing")
+    peer = DirectNode(CudaIpcConnector(SharedMemorySettings(str(tmp_path))), "peer", 8, LAYOUT, EPOCH)
+    source = Source("good", EPOCH, good.path.name)
+    assert (await peer.connector.fetch(source, blocks(1), timeout=10)).outcomes == (FAILED,)
+    with good.path.open("r+b") as file:
+        file.seek(good.preamble.pool_offset)
+        file.write((HANDLE_ROOM - 3).to_bytes(4, "little"))
+    segment = PeerSegment(tmp_path, good.path.name, on_device=True)
+    with pytest.raises(KVError, match="a device handle of 4093 bytes"):
+        _ = segment.device_handle
+    segment.close()
+    assert (await peer.connector.fetch(source, blocks(1), timeout=10)).outcomes == (FAILED,)
+    good.close()
+    good.mapping.close()
+    await peer.close()
+
+
+class OnCard(DirectDevice):
+    kind = "cuda"
+
+
+async def test_ucx_without_cuda_is_not_given_device_memory() -> None:
+    """It would take the addresses for the host's."""
+    pool = DevicePool(OnCard(4, LAYOUT.block_bytes), LAYOUT)
+    connector = UcxConnector(UcxSettings(CLUSTER_SECRET))
+    with pytest.raises(ConfigurationError, match="does not move cuda memory"):
+        connector.serve(pool, node_id="node", epoch=EPOCH)
+    await connector.close()
+    pool.stop()
+
+
+async def test_a_directory_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is not a directory"):
+        DirectNode(CudaIpcConnector(SharedMemorySettings(f"{tmp_path}/absent")), "node", 4, LAYOUT, EPOCH)
+
+
+def test_cuda_without_a_card_is_an_error_and_not_a_crash() -> None:
+    for call in (
+        lambda: cuda_handles.select_device(0),
+        lambda: cuda_handles.allocation_at(1 << 40),
+        lambda: cuda_handles.export_handle(1 << 40),
+        lambda: cuda_handles.open_handle(bytes(cuda_handles.HANDLE_BYTES)),
+        lambda: cuda_handles.close_handle(1 << 40),
+        lambda: cuda_handles.copy(1 << 40, 1 << 41, 64, 0),
+    ):
+        with pytest.raises(KVError, match=r"cuda|cuMem"):
+            call()
