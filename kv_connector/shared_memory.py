@@ -13,6 +13,7 @@ from pathlib import Path
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
 from kv_connector.header import Mismatch
 from kv_connector.pool import LocalPool, Slices
+from kv_connector.prefault import Prefault
 from kv_connector.segment import OwnedSegment, PeerSegment, check_peer, default_directory, sweep
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
@@ -36,6 +37,7 @@ class _Open:
     pool: LocalPool
     epoch: int
     worker: Worker
+    prefault: Prefault
     peers: dict[str, PeerSegment] = field(default_factory=dict)  # by endpoint, which names the epoch
     looking: asyncio.Task[None] | None = None  # after the owners, while there is any
 
@@ -83,7 +85,7 @@ class SharedMemoryConnector:
             _logger.info("removed %d shared-memory segments of dead nodes from %s", swept, self._directory)
         segment = OwnedSegment(self._directory, node_id, epoch, layout, num_blocks)
         pool = LocalPool.inside(segment.mapping, segment.preamble.pool_offset, layout, num_blocks)
-        self._state = _Open(segment, pool, epoch, Worker("kv-shared-memory"))
+        self._state = _Open(segment, pool, epoch, Worker("kv-shared-memory"), Prefault(pool.rows))
         return pool.buffer
 
     @property
@@ -139,6 +141,7 @@ class SharedMemoryConnector:
             await state.worker.run(_forget, state.peers)  # after whatever is being copied
         finally:
             state.worker.stop()
+            state.prefault.stop()
             state.segment.close()
             state.pool.release()
 
