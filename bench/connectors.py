@@ -24,9 +24,10 @@ import torch
 
 from kv_connector.base import Block, FetchResult, KVConnector, Source
 from kv_connector.registry import create_connector
-from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
+from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.pool import NodePool, PoolPlan, make_pool
 
 _BLOCK_SIZES = {
@@ -36,7 +37,9 @@ _BLOCK_SIZES = {
 _EPOCH = 1
 _ROUNDS = 4
 _TURNS = 5  # of ucx and its yardstick
-_SETTINGS = ConnectorSettings(ucx=UcxSettings("nothing of value is moved"))
+_SETTINGS = ConnectorSettings(
+    shared_memory=SharedMemorySettings(copy=choose_copy()), ucx=UcxSettings("nothing of value is moved")
+)
 
 
 def named_blocks(count: int) -> list[Block]:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from kv_connector.base import Block, FetchOutcome
 from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch, layout_digest
-from kv_connector.pool import Rows, copy_payload
+from kv_connector.pool import CopyRows, Rows
 from kv_connector.verdict import Verdict
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
@@ -181,6 +181,14 @@ class OwnedSegment:
         os.close(self._fd)
 
 
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """What a slot said before its block was copied."""
+
+    sequence: int
+    header: BlockHeader
+
+
 class PeerSegment:
     """Somebody else's segment, or our own seen from outside. Used by one thread."""
 
@@ -229,8 +237,26 @@ class PeerSegment:
                 found.setdefault(name, []).append(slot)
         return found
 
-    def read(self, slot: int, block: Block, destination: Rows, *, epoch: int) -> Verdict:
-        """Copies one block if the slot still has it. `destination` is `[block_bytes]` of our own layout."""
+    def read(
+        self, slots: Sequence[int], blocks: Sequence[Block], rows: Rows, *, epoch: int, copy: CopyRows
+    ) -> list[Verdict]:
+        """Copies the blocks whose slots still have them, each to its place in our own pool's `rows`."""
+        seen = [self._look(slot, block, rows.shape[1], epoch) for slot, block in zip(slots, blocks, strict=True)]
+        good = [index for index, found in enumerate(seen) if isinstance(found, _Slot)]
+        digests = copy(rows, [blocks[index].block_id for index in good], self._rows, [slots[index] for index in good])
+        arrived = dict(zip(good, digests, strict=True))
+        verdicts: list[Verdict] = []
+        for index, found in enumerate(seen):
+            if isinstance(found, _Slot):
+                is_held = int(self._slots["sequence"][slots[index]]) == found.sequence
+                mismatch = found.header.verify_payload(arrived[index])
+                # Retracted under our hands: what was copied is nobody's fault.
+                verdicts.append((mismatch or FetchOutcome.FETCHED) if is_held else FetchOutcome.MISSING)
+            else:
+                verdicts.append(found)
+        return verdicts
+
+    def _look(self, slot: int, block: Block, block_bytes: int, epoch: int) -> "_Slot | Verdict":
         sequence = int(self._slots["sequence"][slot])
         header = BlockHeader.decode(self._slots["header"][slot].tobytes())
         if sequence % 2 or header.block_hash != block.block_hash:
@@ -238,15 +264,13 @@ class PeerSegment:
         mismatch = header.verify(
             block_hash=block.block_hash,
             layout_digest=self.preamble.layout_digest,
-            payload_bytes=destination.size,
+            payload_bytes=block_bytes,
             num_tokens=block.num_tokens,
             epoch=epoch,
         )
-        if mismatch is None:
-            mismatch = header.verify_payload(copy_payload(destination, self._rows[slot]))
         if int(self._slots["sequence"][slot]) != sequence:
-            return FetchOutcome.MISSING  # retracted under our hands: what was copied is nobody's fault
-        return mismatch or FetchOutcome.FETCHED
+            return FetchOutcome.MISSING
+        return mismatch or _Slot(sequence, header)
 
     def close(self) -> None:
         if self._mapping is None:

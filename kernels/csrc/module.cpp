@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "copy_digest_module.h"
 #include "decode_layer_module.h"
 #include "elementwise.h"
 #include "instruction_set.h"
@@ -449,5 +450,6 @@ NB_MODULE(_native, m) {
   m.def("packed_rows", [] { return paged::kernels().packed_rows; });
   m.def("uniform", &paged::bind_uniform, "out"_a, "seeds"_a, "positions"_a, "choices"_a, "stream"_a, "first"_a);
   paged::define_decode_layer(m);
+  paged::define_copy_digest(m);
   m.def("prefer_huge_pages", &paged::bind_prefer_huge_pages, "tensor"_a);
 }

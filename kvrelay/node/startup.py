@@ -11,6 +11,7 @@ from kv_connector.registry import create_connector, create_tiers
 from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kvrelay.engine.startup import EngineOptions, prepare_engine
+from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
 from kvrelay.node.node import Node, NodeIdentity
 from kvrelay.node.pool import PoolPlan, make_pool
@@ -95,6 +96,6 @@ def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
             host=ucx_host,
             net_devices=settings.ucx_net_devices or (_LOOPBACK_DEVICE if ucx_host.startswith("127.") else ""),
         ),
-        shared_memory=SharedMemorySettings(directory=settings.shared_memory_dir or None),
+        shared_memory=SharedMemorySettings(settings.shared_memory_dir or None, choose_copy()),
         redis=RedisSettings(url=settings.redis_url.get_secret_value(), ttl_seconds=settings.redis_ttl),
     )
