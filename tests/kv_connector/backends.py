@@ -19,6 +19,7 @@ from kv_connector.tiered import TieredConnector
 from kv_connector.ucx_connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.slow_device import SlowDevice
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=32, dtype="float32")  # 32 KiB a block
@@ -96,7 +97,7 @@ class SharedMemoryHarness:
     has_store = False
 
     def connector(self) -> HostConnector:
-        return SharedMemoryConnector(SharedMemorySettings())
+        return SharedMemoryConnector(SharedMemorySettings(copy=choose_copy()))
 
     def damage(self, owner: Node, block: Block) -> None:
         owner.row(block.block_id)[-1] ^= 1
