@@ -17,8 +17,9 @@ from pathlib import Path
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv_pool import allocate_pool
+from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest
-from kvrelay.engine.startup import EngineOptions, PreparedEngine, prepare_engine
+from kvrelay.engine.startup import PreparedEngine, prepare_engine
 
 _WARMUP_STEPS = 10
 

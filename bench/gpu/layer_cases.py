@@ -1,13 +1,14 @@
-"""What surrounds attention: KV writes, norms, SiLU-mul, 4-bit matrix products, sampling."""
+"""What surrounds attention: KV writes, norms, SiLU-mul, products with published weights, sampling."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from paged_kernels import fused_reference, triton_rowwise
-from paged_kernels.published_weight import PublishedFormat, PublishedWeight
+from paged_kernels.published_weight import PublishedFormat, PublishedWeight, unpack_codes, unpack_zeros
+from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import TritonBackend
-from paged_kernels.triton_int4 import int4_matmul
+from paged_kernels.triton_published import published_matmul
 from paged_kernels.triton_sampling import sample_tokens
 from torch import Tensor
 
@@ -15,9 +16,6 @@ from bench.gpu.case import Case
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.device_sampler import sampling_tensors
 from kvrelay.engine.sampler import Sampler, SamplingRow
-
-_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # where column j of eight lies
-_IN_ORDER = tuple(range(8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,9 @@ class Sizes:
 def layer_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     yield from _rowwise(sizes, dtype, device)
     yield _write(sizes, dtype, device)
-    for form in (PublishedFormat.AWQ, PublishedFormat.GPTQ):
-        yield _int4(form, sizes, dtype, device)
+    yield _published(PublishedFormat.AWQ, 4, sizes, dtype, device)
+    yield _published(PublishedFormat.GPTQ, 4, sizes, dtype, device)
+    yield _published(PublishedFormat.GPTQ, 8, sizes, dtype, device)
     for name, params in (
         ("greedy", SamplingParams(temperature=0.0)),
         ("temperature", SamplingParams(seed=1)),
@@ -96,21 +95,22 @@ def _write(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     )
 
 
-def _int4(form: PublishedFormat, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+def _published(form: PublishedFormat, bits: Bits, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     num_inputs, num_outputs, group_size = sizes.hidden_size, sizes.intermediate_size, 128
-    code_shape = (num_inputs, num_outputs // 8) if form is PublishedFormat.AWQ else (num_inputs // 8, num_outputs)
-    zero_shape = (num_inputs // group_size, num_outputs // 8)
+    per_word, awq = 32 // bits, form is PublishedFormat.AWQ
+    code_shape = (num_inputs, num_outputs // per_word) if awq else (num_inputs // per_word, num_outputs)
+    zero_shape = (num_inputs // group_size, num_outputs // per_word)
     codes, zeros = (
         torch.randint(-(2**31), 2**31, shape, device=device).to(torch.int32) for shape in (code_shape, zero_shape)
     )
     scales = (torch.rand(num_inputs // group_size, num_outputs, device=device) * 0.01).to(dtype)
-    weight = PublishedWeight(form, codes, zeros, scales, group_size)
+    weight = PublishedWeight(form, codes, zeros, scales, group_size, bits=bits)
     x = torch.randn(min(16, sizes.num_tokens), num_inputs, device=device, dtype=dtype)
     dense = dequantise(weight).to(dtype)
     num_bytes = 4 * (codes.numel() + zeros.numel()) + scales.numel() * 2 + x.numel() * 2 + len(x) * num_outputs * 2
     return Case(
-        f"int4 {form.value} {len(x)} x {num_inputs} x {num_outputs}",
-        lambda: int4_matmul(x, weight),
+        f"{form.value} {bits} bits {len(x)} x {num_inputs} x {num_outputs}",
+        lambda: published_matmul(x, weight),
         lambda: x.double() @ dense.double(),
         num_bytes=num_bytes,
         num_flops=2 * len(x) * num_inputs * num_outputs,
@@ -120,15 +120,8 @@ def _int4(form: PublishedFormat, sizes: Sizes, dtype: torch.dtype, device: torch
 
 def dequantise(weight: PublishedWeight) -> Tensor:
     """`[num_inputs, num_outputs]` float32."""
-    order = _AWQ_NIBBLES if weight.format is PublishedFormat.AWQ else _IN_ORDER
-    shifts = 4 * torch.tensor(order, device=weight.codes.device)
-    zeros = ((weight.zeros[:, :, None] >> shifts) & 15).flatten(1) + int(weight.format is PublishedFormat.GPTQ)
-    if weight.format is PublishedFormat.AWQ:
-        codes = ((weight.codes[:, :, None] >> shifts) & 15).flatten(1)
-    else:
-        codes = ((weight.codes[:, None, :] >> shifts[:, None]) & 15).flatten(0, 1)
-    groups = torch.arange(weight.num_inputs, device=codes.device) // weight.group_size
-    return (codes - zeros[groups]).float() * weight.scales.float()[groups]
+    groups = torch.arange(weight.num_inputs, device=weight.codes.device) // weight.group_size
+    return (unpack_codes(weight) - unpack_zeros(weight)[groups]).float() * weight.scales.float()[groups]
 
 
 def _sampling(name: str, params: SamplingParams, sizes: Sizes, device: torch.device) -> Case:

@@ -14,7 +14,7 @@ from torch import Tensor
 from paged_kernels import _native
 from paged_kernels._native import Projection
 from paged_kernels.packed import PackedWeight
-from paged_kernels.quantized import QuantizedWeight
+from paged_kernels.quantized_weight import QuantizedWeight
 
 
 def projection(weight: object, bias: Tensor | None) -> Projection | None:

@@ -5,8 +5,7 @@ and no calibration is needed. Both ways give the same packed bytes. The packed f
 that somebody else has found are packed as they are, with zeros and float32 scales.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,36 +13,14 @@ from torch import Tensor
 
 from paged_kernels import quantized_reference
 from paged_kernels.extension import load_extension
+from paged_kernels.quantized_weight import PANEL_OUTPUTS, Bits, QuantizedWeight
 
-PANEL_OUTPUTS = 16
 GROUP_SIZES: dict[int, int] = {8: 128, 4: 64}
 """Inputs that share a scale, by bits: 8.125 and 4.25 bits per weight in all."""
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MANY_ROWS = 64  # so many are faster with weights that were widened once, by a matrix library where we have no kernel
 _WIDENED_BYTES = 1 << 20  # of weights widened at a time, so that they stay in the cache
-
-Bits = Literal[8, 4]
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """A weight `[num_outputs, num_inputs]` in packed form. Undefined until every row has been through `pack_rows`.
-
-    With `zeros` a weight is (code - zero) * scale and scales are float32, otherwise codes count from the middle.
-    """
-
-    packed: Tensor  # [num_panels, bytes of a panel] uint8
-    scales: Tensor  # [num_panels, num_groups, 16] bfloat16
-    num_outputs: int
-    num_inputs: int
-    bits: Bits
-    group_size: int
-    zeros: Tensor | None = None  # like scales, bfloat16, whole numbers from 0 to 2^bits
-
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
 
 def empty_weight(num_outputs: int, num_inputs: int, bits: Bits) -> QuantizedWeight:

@@ -1,12 +1,9 @@
 """What `quantized.py` computes, in plain torch: its fallback and its oracle. See there for shapes."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from paged_kernels.quantized import QuantizedWeight
+from paged_kernels.quantized_weight import QuantizedWeight
 
 _SMALLEST_SCALE = 2.0**-126  # smaller ones have no finite inverse
 
@@ -30,7 +27,7 @@ def quantize(rows: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
     return integers, scales.squeeze(2)
 
 
-def pack_rows(target: "QuantizedWeight", rows: Tensor, first_output: int) -> None:
+def pack_rows(target: QuantizedWeight, rows: Tensor, first_output: int) -> None:
     integers, scales = quantize(rows, target.bits, target.group_size)
     codes = (integers + (128 if target.bits == 8 else 8)).to(torch.uint8).view(rows.shape[0], -1, 4)  # quads
     if target.bits == 4:
@@ -41,7 +38,7 @@ def pack_rows(target: "QuantizedWeight", rows: Tensor, first_output: int) -> Non
     target.scales[panels, :, lanes] = scales
 
 
-def dequantize(weight: "QuantizedWeight", dtype: torch.dtype) -> Tensor:
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """In float32 (float64 for float64), then rounded to `dtype`."""
     codes = weight.packed.view(weight.packed.shape[0], -1, 16, 4)
     if weight.bits == 4:

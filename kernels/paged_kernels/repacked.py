@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_kernels import quantized
 from paged_kernels.published_weight import PublishedWeight, unpack_codes, unpack_zeros
-from paged_kernels.quantized import QuantizedWeight
+from paged_kernels.quantized_weight import QuantizedWeight
 
 GROUP_SIZES = (128, 64, 32)
 """Of the kernels. A checkpoint's larger groups become several with equal scales."""

@@ -14,8 +14,9 @@ from kvrelay.engine.device_runner import DeviceRunner, StepLimits
 from kvrelay.engine.device_sampler import DeviceSampler
 from kvrelay.engine.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
 from kvrelay.engine.models.loader import LoadedModel
+from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.pool_size import PoolSize, fit_length
 from kvrelay.engine.runner import Runner
-from kvrelay.engine.startup import EngineOptions, PoolSize, fit_length
 
 _logger = logging.getLogger(__name__)
 

@@ -5,12 +5,10 @@ Two steps, because the pool is somebody else's: `prepare_engine` says how large,
 
 import importlib
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
 
 import torch
 from paged_kernels.base import AttentionBackend
@@ -22,51 +20,19 @@ from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.device import DeviceName, choose_device, look_at_machine
+from kvrelay.engine.device import choose_device, look_at_machine
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.kv_cache_dtype import KVCacheDType, choose_kv_scales, kv_layout
-from kvrelay.engine.layers.weight_format import Quantization
+from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.pool_size import PoolSize, free_memory, size_pool
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig
 
 _logger = logging.getLogger(__name__)
-_DEFAULT_POOL_BYTES = 1 << 30
-_LARGEST_DEFAULT_SHARE = 0.5  # of free memory, for the pool that nobody asked to be larger
 _PROGRESS_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What `NodeSettings` describes, field by field under the same names; 0 leaves the choice to us."""
-
-    model: str
-    dtype: DTypeName = "auto"
-    kv_cache_dtype: KVCacheDType = "auto"
-    calculate_kv_scales: bool = False
-    quantization: Quantization = "none"
-    threads: int = 0
-    attention_backend: Literal["auto", "native", "reference"] = "auto"
-    device: DeviceName = "auto"
-    nodes_per_device: int = 1
-    enforce_eager: bool = False
-    block_size: int = 16
-    num_blocks: int = 0
-    gpu_memory_utilization: float = 0.0
-    max_model_len: int = 0
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSize:
-    """What fits: `num_blocks` in the pool, and the longest sequence that is promised."""
-
-    num_blocks: int
-    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +105,7 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
         torch.set_num_threads(options.threads)
     device, reason = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
     _logger.info("device %s (--device %s): %s", device, options.device, reason)
+    options = options.sized_for(device)
     attention = _attention(options, device)
     _logger.info("loading %s", options.model)
     loaded = load_model(
@@ -195,45 +162,3 @@ def _progress_logger() -> Callable[[int, int], None]:
             _logger.info("loaded %.1f of %.1f GB (%d%%)", done / 1e9, total / 1e9, 100 * done // max(1, total))
 
     return progress
-
-
-def free_memory() -> int:
-    """Bytes of RAM that could be used now."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def size_pool(options: EngineOptions, layout: KVLayout, *, model_limit: int, free_bytes: int) -> PoolSize:
-    """For a pool in host memory: how many blocks, and how long a sequence may be (`fit_length`)."""
-    wanted = options.max_model_len or model_limit
-    num_blocks = options.num_blocks
-    if not num_blocks and options.gpu_memory_utilization:
-        num_blocks = int(free_bytes * options.gpu_memory_utilization) // layout.block_bytes
-    if not num_blocks:
-        pool_bytes = max(_DEFAULT_POOL_BYTES, layout.num_blocks_for(wanted) * layout.block_bytes)
-        num_blocks = int(min(pool_bytes, free_bytes * _LARGEST_DEFAULT_SHARE)) // layout.block_bytes
-    return fit_length(options, layout, num_blocks, model_limit=model_limit)
-
-
-def fit_length(options: EngineOptions, layout: KVLayout, num_blocks: int, *, model_limit: int) -> PoolSize:
-    """The pool always holds at least one sequence of max_model_len tokens.
-
-    An explicit `max_model_len` that does not fit raises ConfigurationError; the model's own limit is lowered to what
-    fits.
-    """
-    wanted = options.max_model_len or model_limit
-    if options.max_model_len > model_limit:
-        raise ConfigurationError(
-            f"--max-model-len {options.max_model_len} is more than the model can do; lower it to {model_limit}"
-        )
-    fits = num_blocks * layout.block_size
-    if fits < wanted and options.max_model_len:
-        raise ConfigurationError(
-            f"a sequence of {wanted} tokens needs {layout.num_blocks_for(wanted)} blocks, the pool has {num_blocks}; "
-            f"lower --max-model-len to {fits}, or raise --num-blocks or --gpu-memory-utilization"
-        )
-    if fits < wanted:
-        _logger.warning("max_model_len is %d instead of the model's %d: the pool holds no more", fits, wanted)
-    max_model_len = min(wanted, fits)
-    if max_model_len < 2:
-        raise ConfigurationError(f"a pool of {num_blocks} blocks holds no sequence; raise --num-blocks")
-    return PoolSize(num_blocks, max_model_len)

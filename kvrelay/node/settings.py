@@ -90,9 +90,14 @@ class NodeSettings(ProcessSettings):
         "max_model_len needs if that is more.",
     )
     max_model_len: int = Field(default=0, ge=0, description="Most tokens of prompt and output; 0 takes the model's.")
-    max_num_seqs: int = Field(default=64, ge=1, description="Most sequences that run at a time.")
+    max_num_seqs: int = Field(
+        default=0, ge=0, description="Most sequences that run at a time; 0 is 64 on a CPU, 256 on a card."
+    )
     max_num_batched_tokens: int = Field(
-        default=512, ge=16, description="Most tokens computed in one step; long prompts are cut into chunks of it."
+        default=0,
+        ge=0,
+        description="Most tokens computed in one step; long prompts are cut into chunks of it. 0 is 512 on a CPU, 2048 "
+        "on a card.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."

@@ -12,6 +12,7 @@ from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kvrelay.engine.startup import EngineOptions, prepare_engine
 from kvrelay.node.block_copy import choose_copy
+from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
 from kvrelay.node.node import Node, NodeIdentity
 from kvrelay.node.pool import PoolPlan, make_pool

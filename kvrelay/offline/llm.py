@@ -18,8 +18,9 @@ from kvrelay.engine.kv_cache_dtype import KVCacheDType
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import DTypeName
+from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
-from kvrelay.engine.startup import EngineOptions, prepare_engine
+from kvrelay.engine.startup import prepare_engine
 from kvrelay.offline.generation import Generation, PendingGeneration
 from kvrelay.text.tokenizer import Tokenizer
 
@@ -58,7 +59,7 @@ class LLM:
         gpu_memory_utilization: float = 0.0,
         max_model_len: int = 0,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int = 0,
     ) -> None:
         options = EngineOptions(
             model=model,
@@ -83,7 +84,7 @@ class LLM:
         self.vocab_size = prepared.loaded.config.vocab_size
         kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
         self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = prepared.options.max_num_seqs
         self._batches = itertools.count()  # what an interrupted one still has to say is not taken for a later one's
 
     def generate(

@@ -20,7 +20,8 @@ from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout, scales_di
 from kvrelay.engine.models.calculated_kv_scales import calculate_kv_scales, largest_values
 from kvrelay.engine.models.checkpoint import open_checkpoint
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
-from kvrelay.engine.startup import EngineOptions, PreparedEngine, prepare_engine
+from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.startup import PreparedEngine, prepare_engine
 from tests.engine.paged_run import PagedRun
 from tests.engine.tiny_models import make_tiny_model
 

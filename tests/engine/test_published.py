@@ -256,18 +256,6 @@ def test_it_is_not_quantised_again(quantization: Quantization, tmp_path: Path) -
         _load(model.directory, quantization=quantization)
 
 
-def test_8_bits_are_for_cpus(tmp_path: Path) -> None:
-    model = make_published_model("llama", "gptq-64-8-bits", tmp_path)
-    with pytest.raises(ConfigurationError, match=r"device meta: .*gptq, 8 bits.* only 4 bits run on GPUs; use a CPU"):
-        load_model(
-            str(model.directory),
-            dtype="auto",
-            attention=select_backend("auto"),
-            max_model_len=None,
-            device="meta",
-        )
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,10 +1,12 @@
 """How large the pool is and how long a sequence may be."""
 
 import pytest
+import torch
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.startup import EngineOptions, size_pool
+from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.pool_size import size_pool
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="bfloat16")  # 32 KiB a block
 GIB = 1 << 30
@@ -36,3 +38,16 @@ def test_an_explicit_length_that_does_not_fit_says_what_to_do() -> None:
         size_pool(EngineOptions("m", max_model_len=200, num_blocks=10), LAYOUT, model_limit=4096, free_bytes=GIB)
     with pytest.raises(ConfigurationError, match="lower it to 4096"):
         size_pool(EngineOptions("m", max_model_len=5000), LAYOUT, model_limit=4096, free_bytes=GIB)
+
+
+@pytest.mark.parametrize(("device", "num_seqs", "num_tokens"), [("cpu", 64, 512), ("cuda", 256, 2048)])
+def test_a_card_gets_larger_steps(device: str, num_seqs: int, num_tokens: int) -> None:
+    sized = EngineOptions("m").sized_for(torch.device(device))
+    assert (sized.max_num_seqs, sized.max_num_batched_tokens) == (num_seqs, num_tokens)
+    given = EngineOptions("m", max_num_seqs=3, max_num_batched_tokens=32)
+    assert given.sized_for(torch.device(device)) == given
+
+
+def test_a_step_of_a_few_tokens_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--max-num-batched-tokens 15 is less than 16; raise it"):
+        EngineOptions("m", max_num_batched_tokens=15).sized_for(torch.device("cpu"))

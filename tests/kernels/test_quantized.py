@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from paged_kernels import quantized, quantized_reference
-from paged_kernels.quantized import Bits, QuantizedWeight
+from paged_kernels.quantized_weight import Bits, QuantizedWeight
 from torch import Tensor
 
 BITS: tuple[Bits, ...] = (8, 4)

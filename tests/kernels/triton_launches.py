@@ -9,9 +9,10 @@ import torch
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.kv_scales import KVScales
 from paged_kernels.published_weight import PublishedFormat, PublishedWeight
+from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import AttentionCall, plan_attention
-from paged_kernels.triton_int4 import plan_int4_matmul
 from paged_kernels.triton_launch import GpuTraits, KernelCall
+from paged_kernels.triton_published import plan_published_matmul
 from paged_kernels.triton_rowwise import plan_rms_norm, plan_silu_mul
 from paged_kernels.triton_sampling import SamplingTensors, plan_sample
 from paged_kernels.triton_write_kv import plan_write_kv
@@ -46,7 +47,7 @@ def all_launches(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
     heads = Heads(32, 8, 128)
     yield "write_kv_kernel without rotary", _write(heads, torch.bfloat16, torch.bfloat16, rotary=False)
     yield from _rowwise()
-    yield from _int4()
+    yield from _published()
     yield "sample_kernel", _sample()
 
 
@@ -106,24 +107,28 @@ def _rowwise() -> Iterator[tuple[str, KernelCall]]:
     yield "rms_norm_kernel of heads", plan_rms_norm(rows, None, rows, None, head_weight, 1e-5)
 
 
-def _int4() -> Iterator[tuple[str, KernelCall]]:
-    for form, num_rows, splits, shuffled, group_size, dtype in (
-        (PublishedFormat.AWQ, 1, 4, False, 128, torch.bfloat16),
-        (PublishedFormat.AWQ, 512, 1, False, 32, torch.float16),
-        (PublishedFormat.GPTQ, 1, 4, False, 128, torch.float16),
-        (PublishedFormat.GPTQ, 512, 1, True, 128, torch.bfloat16),
-    ):
-        codes = (
-            empty(4096, 512, dtype=torch.int32) if form is PublishedFormat.AWQ else empty(512, 4096, dtype=torch.int32)
-        )
+def _published() -> Iterator[tuple[str, KernelCall]]:
+    cases: tuple[tuple[PublishedFormat, Bits, int, int, bool, int, torch.dtype], ...] = (
+        (PublishedFormat.AWQ, 4, 1, 4, False, 128, torch.bfloat16),
+        (PublishedFormat.AWQ, 4, 512, 1, False, 32, torch.float16),
+        (PublishedFormat.GPTQ, 4, 1, 4, False, 128, torch.float16),
+        (PublishedFormat.GPTQ, 4, 512, 1, True, 128, torch.bfloat16),
+        (PublishedFormat.GPTQ, 8, 1, 4, True, 128, torch.float16),
+        (PublishedFormat.GPTQ, 8, 512, 1, False, 128, torch.bfloat16),
+    )
+    for form, bits, num_rows, splits, shuffled, group_size, dtype in cases:
+        words = 4096 * bits // 32
+        code_shape = (4096, words) if form is PublishedFormat.AWQ else (words, 4096)
+        codes = empty(*code_shape, dtype=torch.int32)
         groups = empty(4096, dtype=torch.int32) if shuffled else None
         num_groups = 4096 // group_size
-        zeros, scales = empty(num_groups, 512, dtype=torch.int32), empty(num_groups, 4096, dtype=torch.float16)
-        weight = PublishedWeight(form, codes, zeros, scales, group_size, groups)
+        zeros, scales = empty(num_groups, words, dtype=torch.int32), empty(num_groups, 4096, dtype=torch.float16)
+        weight = PublishedWeight(form, codes, zeros, scales, group_size, groups, bits)
         x = empty(num_rows, 4096, dtype=dtype)
         output = empty(splits, num_rows, 4096, dtype=torch.float32 if splits > 1 else dtype)
         bias = empty(4096, dtype=dtype) if shuffled else None
-        yield f"int4_matmul_kernel {form} {num_rows} rows {dtype}", plan_int4_matmul(output, x, weight, splits, bias)
+        name = f"published_matmul_kernel {form} {bits} bits {num_rows} rows {dtype}"
+        yield name, plan_published_matmul(output, x, weight, splits, bias)
 
 
 def _sample() -> KernelCall:

@@ -34,9 +34,9 @@ class Setup:
 
     The breakers' clock stands still unless told."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, server: RedisServer) -> None:
         self.directory = directory
-        self.server = RedisServer(directory)
+        self.server = server
         self.clock = ManualClock()
         settings = RedisSettings(url=self.server.url, key_prefix=PREFIX, operation_timeout_seconds=TIMEOUT)
         self.store = RedisConnector(settings, clock=self.clock)
@@ -61,10 +61,17 @@ class Setup:
 
 
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[Setup]:
-    made = Setup(tmp_path)
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def setup(tmp_path: Path, own_server: RedisServer) -> Iterator[Setup]:
+    made = Setup(tmp_path, own_server)
     yield made
-    made.server.stop()
+    made.server.stop()  # a test may have put another in place
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from paged_kernels import packed
 from paged_kernels.packed import PackedWeight
-from paged_kernels.quantized import Bits
+from paged_kernels.quantized_weight import Bits
 from torch import Tensor
 
 from kvrelay.engine.layers.published_linear import PublishedLinear

@@ -47,13 +47,13 @@ class RepackedProduct:
 
 
 class TritonProduct:
-    """On a GPU: the tensors as they were published. 4 bits only."""
+    """On a GPU: the tensors as they were published."""
 
     def __init__(self, weight: PublishedWeight) -> None:
-        from paged_kernels.triton_int4 import int4_matmul  # Triton is there only where GPUs are
+        from paged_kernels.triton_published import published_matmul  # Triton is there only where GPUs are
 
         self.weight = weight
-        self._matmul = int4_matmul
+        self._matmul = published_matmul
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._matmul(x, self.weight, bias)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 from paged_kernels.published_weight import PublishedFormat
-from paged_kernels.quantized import Bits
+from paged_kernels.quantized_weight import Bits
 from torch import Tensor
 
 Quantization = Literal["none", "int8", "int4"]

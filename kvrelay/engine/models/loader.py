@@ -112,11 +112,6 @@ def _weight_format(
             f"quantization {quantization}: the checkpoint is quantised already ({config.quantization}); use none, "
             "which runs it as it is, or a checkpoint that is not quantised"
         )
-    if config.quantization.bits != 4 and target.type != "cpu":
-        raise ConfigurationError(
-            f"device {device}: the checkpoint is quantised ({config.quantization}), of which only 4 bits run on GPUs; "
-            "use a CPU, or a checkpoint of 4 bits"
-        )
     return WeightFormat(dtype, target, published=PublishedTensors(config.quantization, frozenset(checkpoint.tensors())))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_kernels.published_weight import PublishedFormat
-from paged_kernels.quantized import Bits
+from paged_kernels.quantized_weight import Bits
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.weight_format import PublishedQuantization

@@ -14,7 +14,9 @@ from tests.engine.paged_run import PagedRun
 from tests.engine.published_models import make_published_model
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("qwen2", "awq-64"), ("llama-bias", "gptq-32-orders")])
+@pytest.mark.parametrize(
+    ("family", "recipe"), [("qwen2", "awq-64"), ("llama-bias", "gptq-32-orders"), ("llama", "gptq-64-8-bits")]
+)
 def test_greedy_tokens_are_those_of_the_meant_weights(
     family: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

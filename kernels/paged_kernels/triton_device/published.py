@@ -1,4 +1,4 @@
-"""Matrix product with 4-bit weights as AWQ and GPTQ store them, dequantised tile by tile on the way in.
+"""Matrix product with weights of 4 or 8 bits as AWQ and GPTQ store them, dequantised tile by tile on the way in.
 
 `paged_kernels.published_weight` says which bits are which code.
 """
@@ -10,18 +10,18 @@ from paged_kernels.triton_device.tiles import matmul
 
 
 @triton.jit
-def unpack_columns(packed, shifts):
-    """`[rows, columns / 8]` int32 to `[rows, columns]` of 0..15."""
-    codes = (packed[:, :, None] >> shifts[None, None, :]) & 0xF
-    return tl.reshape(codes, [packed.shape[0], packed.shape[1] * 8])
+def unpack_columns(packed, shifts, BITS: tl.constexpr):
+    """`[rows, columns / PER_WORD]` int32 to `[rows, columns]` of 0 to 2^BITS - 1, for PER_WORD = 32 / BITS shifts."""
+    codes = (packed[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+    return tl.reshape(codes, [packed.shape[0], packed.shape[1] * (32 // BITS)])
 
 
 @triton.jit
-def int4_matmul_kernel(
+def published_matmul_kernel(
     output,  # [splits, num_rows, num_outputs], contiguous; float32 when there is more than one split
     x,
-    codes,  # AWQ: [num_inputs, num_outputs / 8] int32; GPTQ: [num_inputs / 8, num_outputs]
-    zeros,  # [num_groups, num_outputs / 8] int32
+    codes,  # AWQ: [num_inputs, num_outputs / PER_WORD] int32; GPTQ: [num_inputs / PER_WORD, num_outputs]
+    zeros,  # [num_groups, num_outputs / PER_WORD] int32
     scales,  # [num_groups, num_outputs]
     group_of_input,  # [num_inputs] int32, read with SHUFFLED only
     bias,  # [num_outputs], read with HAS_BIAS only
@@ -32,6 +32,7 @@ def int4_matmul_kernel(
     inputs_per_split,  # a multiple of TILE_INPUTS
     zero_offset,  # added to stored zeros: 1 for GPTQ's first format
     x_stride,
+    BITS: tl.constexpr,  # 4 or 8, of which an int32 holds PER_WORD; AWQ has 4
     AWQ: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SHUFFLED: tl.constexpr,
@@ -42,17 +43,18 @@ def int4_matmul_kernel(
     DOT_FP32: tl.constexpr,
 ):
     """Grid: (cdiv(num_outputs, TILE_OUTPUTS), cdiv(num_rows, TILE_ROWS), splits)."""
+    PER_WORD: tl.constexpr = 32 // BITS
     split = tl.program_id(2)
     rows = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
-    packed_columns = tl.program_id(0) * (TILE_OUTPUTS // 8) + tl.arange(0, TILE_OUTPUTS // 8)
+    packed_columns = tl.program_id(0) * (TILE_OUTPUTS // PER_WORD) + tl.arange(0, TILE_OUTPUTS // PER_WORD)
     column_mask = columns < num_outputs
-    packed_mask = packed_columns < num_outputs // 8
-    nibbles = tl.arange(0, 8)
+    packed_mask = packed_columns < num_outputs // PER_WORD
+    places = tl.arange(0, PER_WORD)
     if AWQ:
-        column_shifts = (nibbles % 2 * 4 + nibbles // 2) * 4
+        column_shifts = (places % 2 * 4 + places // 2) * 4
     else:
-        column_shifts = nibbles * 4
+        column_shifts = places * BITS
     first = split * inputs_per_split
     last = tl.minimum(first + inputs_per_split, num_inputs)
     accumulator = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
@@ -60,24 +62,25 @@ def int4_matmul_kernel(
         inputs = start + tl.arange(0, TILE_INPUTS)
         input_mask = inputs < last
         if AWQ:
-            offsets = inputs.to(tl.int64)[:, None] * (num_outputs // 8) + packed_columns[None, :]
+            offsets = inputs.to(tl.int64)[:, None] * (num_outputs // PER_WORD) + packed_columns[None, :]
             packed = tl.load(codes + offsets, mask=input_mask[:, None] & packed_mask[None, :], other=0)
-            code = unpack_columns(packed, column_shifts)
+            code = unpack_columns(packed, column_shifts, BITS)
         else:
-            packed_inputs = start // 8 + tl.arange(0, TILE_INPUTS // 8)
+            packed_inputs = start // PER_WORD + tl.arange(0, TILE_INPUTS // PER_WORD)
             offsets = packed_inputs.to(tl.int64)[:, None] * num_outputs + columns[None, :]
-            mask = (packed_inputs * 8 < last)[:, None] & column_mask[None, :]
+            mask = (packed_inputs * PER_WORD < last)[:, None] & column_mask[None, :]
             packed = tl.load(codes + offsets, mask=mask, other=0)
-            code = tl.reshape((packed[:, None, :] >> (nibbles * 4)[None, :, None]) & 0xF, [TILE_INPUTS, TILE_OUTPUTS])
+            fields = (packed[:, None, :] >> (places * BITS)[None, :, None]) & ((1 << BITS) - 1)
+            code = tl.reshape(fields, [TILE_INPUTS, TILE_OUTPUTS])
         if SHUFFLED:
             groups = tl.load(group_of_input + inputs, mask=input_mask, other=0)
         elif ONE_GROUP:
             groups = start // group_size + tl.arange(0, 1)
         else:
             groups = tl.minimum(inputs, num_inputs - 1) // group_size
-        zero_offsets = groups[:, None] * (num_outputs // 8) + packed_columns[None, :]
+        zero_offsets = groups[:, None] * (num_outputs // PER_WORD) + packed_columns[None, :]
         packed_zeros = tl.load(zeros + zero_offsets, mask=packed_mask[None, :], other=0)
-        zero = unpack_columns(packed_zeros, column_shifts) + zero_offset
+        zero = unpack_columns(packed_zeros, column_shifts, BITS) + zero_offset
         scale = tl.load(scales + groups[:, None] * num_outputs + columns[None, :], mask=column_mask[None, :], other=0.0)
         weight = (code - zero).to(tl.float32) * scale.to(tl.float32)
         x_offsets = rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]

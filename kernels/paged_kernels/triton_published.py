@@ -1,10 +1,10 @@
-"""Linear layers whose weights stay in AWQ's or GPTQ's 4-bit form on the GPU."""
+"""Linear layers whose weights stay on the GPU as AWQ or GPTQ publish them."""
 
 import torch
 from torch import Tensor
 
 from paged_kernels.published_weight import PublishedFormat, PublishedWeight
-from paged_kernels.triton_device.int4 import int4_matmul_kernel
+from paged_kernels.triton_device.published import published_matmul_kernel
 from paged_kernels.triton_launch import (
     GpuTraits,
     KernelCall,
@@ -21,33 +21,31 @@ _MAX_SPLITS = 16
 _PROGRAMS_PER_SM = 2
 
 
-def int4_matmul(x: Tensor, weight: PublishedWeight, bias: Tensor | None = None) -> Tensor:
+def published_matmul(x: Tensor, weight: PublishedWeight, bias: Tensor | None = None) -> Tensor:
     """`x` `[num_rows, num_inputs]` times the dequantised weight, plus `bias` `[num_outputs]`: `[num_rows, num_outputs]`
     in x's dtype. Weights are rounded to that dtype; products and bias are summed in float32."""
     traits = traits_of(x.device)
     splits = _num_splits(x.shape[0], weight, traits)
     if splits == 1:
         output = torch.empty((x.shape[0], weight.num_outputs), dtype=x.dtype, device=x.device)
-        launch([plan_int4_matmul(output, x, weight, splits, bias)])
+        launch([plan_published_matmul(output, x, weight, splits, bias)])
         return output
     parts = torch.empty((splits, x.shape[0], weight.num_outputs), dtype=torch.float32, device=x.device)
-    launch([plan_int4_matmul(parts, x, weight, splits)])
+    launch([plan_published_matmul(parts, x, weight, splits)])
     total = parts.sum(0)
     return (total if bias is None else total.add_(bias)).to(x.dtype)
 
 
-def plan_int4_matmul(
+def plan_published_matmul(
     output: Tensor, x: Tensor, weight: PublishedWeight, splits: int, bias: Tensor | None = None
 ) -> KernelCall:
     """`bias` only where there is one split: parts are summed by the caller."""
     num_rows, num_inputs = x.shape
-    if weight.bits != 4:
-        raise ValueError(f"the kernel reads codes of 4 bits, not {weight.bits}")
-    if num_inputs != weight.num_inputs or weight.num_outputs % 8 or x.stride(-1) != 1:
+    if num_inputs != weight.num_inputs or weight.num_outputs % (32 // weight.bits) or x.stride(-1) != 1:
         raise ValueError(f"x {tuple(x.shape)} does not fit {weight.num_inputs} x {weight.num_outputs} weights")
     tile_rows = min(64, max(16, next_power_of_two(num_rows)))
     return KernelCall(
-        int4_matmul_kernel,
+        published_matmul_kernel,
         (ceil_divide(weight.num_outputs, _TILE_OUTPUTS), ceil_divide(num_rows, tile_rows), splits),
         {
             "output": output,
@@ -66,6 +64,7 @@ def plan_int4_matmul(
             "x_stride": x.stride(0),
         },
         {
+            "BITS": weight.bits,
             "AWQ": weight.format is PublishedFormat.AWQ,
             "HAS_BIAS": bias is not None,
             "SHUFFLED": weight.group_of_input is not None,

@@ -1,19 +1,20 @@
-"""4-bit matrix products against weights that were dequantised by hand, in both published layouts."""
+"""Matrix products of 4 and 8 bits against weights that were dequantised by hand, in both published layouts."""
 
 import pytest
 import torch
 from paged_kernels.published_weight import PublishedFormat, PublishedWeight
-from paged_kernels.triton_int4 import int4_matmul
+from paged_kernels.quantized_weight import Bits
+from paged_kernels.triton_published import published_matmul
 from torch import Tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 holds column AWQ_ORDER[i] of its eight
-IN_ORDER = tuple(range(8))
 
 
-def pack_columns(codes: Tensor, order: tuple[int, ...]) -> Tensor:
-    """`[rows, columns]` of 0..15 to `[rows, columns / 8]` int32."""
-    eights = codes.view(codes.shape[0], -1, 8)[:, :, list(order)].long()
-    packed = (eights << (torch.arange(8) * 4)).sum(-1)
+def pack_columns(codes: Tensor, bits: Bits, order: tuple[int, ...] | None = None) -> Tensor:
+    """`[rows, columns]` of 0 to 2^bits - 1 to int32 `[rows, columns / (32 / bits)]`."""
+    per_word = 32 // bits
+    words = codes.view(codes.shape[0], -1, per_word)[:, :, list(order or range(per_word))].long()
+    packed = (words << (torch.arange(per_word) * bits)).sum(-1)
     return packed.to(torch.int32)  # wraps around, as the format does
 
 
@@ -24,28 +25,29 @@ def make_weight(
     group_size: int,
     dtype: torch.dtype,
     *,
+    bits: Bits = 4,
     shuffled: bool = False,
 ) -> tuple[PublishedWeight, Tensor]:
     """A random layer and its dequantised weights, `[num_inputs, num_outputs]` float32."""
-    codes = torch.randint(0, 16, (num_inputs, num_outputs))
+    codes = torch.randint(0, 2**bits, (num_inputs, num_outputs))
     num_groups = num_inputs // group_size
-    zeros = torch.randint(1, 17 if form is PublishedFormat.GPTQ else 16, (num_groups, num_outputs))
-    scales = (torch.rand(num_groups, num_outputs) * 0.02 + 0.001).to(dtype)
+    zeros = torch.randint(1, 2**bits + int(form is PublishedFormat.GPTQ), (num_groups, num_outputs))
+    scales = ((torch.rand(num_groups, num_outputs) * 0.02 + 0.001) / 2 ** (bits - 4)).to(dtype)
     groups = torch.arange(num_inputs) // group_size
     if shuffled:
         groups = groups[torch.randperm(num_inputs)]
     exact = (codes - zeros[groups]).float() * scales.float()[groups]
     if form is PublishedFormat.AWQ:
-        packed, packed_zeros = pack_columns(codes, AWQ_ORDER), pack_columns(zeros, AWQ_ORDER)
+        packed, packed_zeros = pack_columns(codes, bits, AWQ_ORDER), pack_columns(zeros, bits, AWQ_ORDER)
     else:
-        packed = pack_columns(codes.T.contiguous(), IN_ORDER).T.contiguous()
-        packed_zeros = pack_columns(zeros - int(form is PublishedFormat.GPTQ), IN_ORDER)
+        packed = pack_columns(codes.T.contiguous(), bits).T.contiguous()
+        packed_zeros = pack_columns(zeros - int(form is PublishedFormat.GPTQ), bits)
     group_of_input = groups.to(torch.int32) if shuffled else None
-    return PublishedWeight(form, packed, packed_zeros, scales, group_size, group_of_input), exact
+    return PublishedWeight(form, packed, packed_zeros, scales, group_size, group_of_input, bits), exact
 
 
 def check(x: Tensor, weight: PublishedWeight, exact: Tensor, bias: Tensor | None = None) -> None:
-    actual = int4_matmul(x, weight, bias)
+    actual = published_matmul(x, weight, bias)
     assert actual.dtype == x.dtype
     # Weights round to the dtype of the products, and so does the result.
     expected = x.double() @ exact.to(x.dtype).double() + (0.0 if bias is None else bias.double())
@@ -68,6 +70,15 @@ def test_any_group_size(form: PublishedFormat, num_inputs: int, group_size: int)
     check(torch.randn(3, 640).to(torch.float16)[:, :num_inputs], weight, exact)
 
 
+@pytest.mark.parametrize("num_rows", [1, 70])
+@pytest.mark.parametrize("form", [PublishedFormat.GPTQ, PublishedFormat.GPTQ_V2])
+def test_8_bits(form: PublishedFormat, num_rows: int) -> None:
+    weight, exact = make_weight(form, 256, 76, 128, torch.float16, bits=8)
+    check(torch.randn(num_rows, 256).to(torch.float16), weight, exact)
+    weight, exact = make_weight(form, 352, 76, 32, torch.float16, bits=8, shuffled=True)
+    check(torch.randn(num_rows, 352), weight, exact)
+
+
 def test_inputs_in_shuffled_groups() -> None:
     weight, exact = make_weight(PublishedFormat.GPTQ, 192, 64, 64, torch.float16, shuffled=True)
     check(torch.randn(5, 192), weight, exact)
@@ -81,4 +92,4 @@ def test_inputs_are_split_for_few_rows() -> None:
 def test_refuses_what_does_not_fit() -> None:
     weight, _ = make_weight(PublishedFormat.AWQ, 64, 16, 64, torch.float16)
     with pytest.raises(ValueError, match="does not fit"):
-        int4_matmul(torch.randn(2, 65), weight)
+        published_matmul(torch.randn(2, 65), weight)

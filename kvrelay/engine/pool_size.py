@@ -1,0 +1,66 @@
+"""How many blocks a pool gets, and how long a sequence may be in it.
+
+Invariant: a pool holds at least one sequence of the length that is promised.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.options import EngineOptions
+
+_logger = logging.getLogger(__name__)
+_DEFAULT_POOL_BYTES = 1 << 30
+_LARGEST_DEFAULT_SHARE = 0.5  # of free memory, for the pool that nobody asked to be larger
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """What fits: `num_blocks` in the pool, and the longest sequence that is promised."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def free_memory() -> int:
+    """Bytes of RAM that could be used now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def size_pool(options: EngineOptions, layout: KVLayout, *, model_limit: int, free_bytes: int) -> PoolSize:
+    """For a pool in host memory: how many blocks, and how long a sequence may be (`fit_length`)."""
+    wanted = options.max_model_len or model_limit
+    num_blocks = options.num_blocks
+    if not num_blocks and options.gpu_memory_utilization:
+        num_blocks = int(free_bytes * options.gpu_memory_utilization) // layout.block_bytes
+    if not num_blocks:
+        pool_bytes = max(_DEFAULT_POOL_BYTES, layout.num_blocks_for(wanted) * layout.block_bytes)
+        num_blocks = int(min(pool_bytes, free_bytes * _LARGEST_DEFAULT_SHARE)) // layout.block_bytes
+    return fit_length(options, layout, num_blocks, model_limit=model_limit)
+
+
+def fit_length(options: EngineOptions, layout: KVLayout, num_blocks: int, *, model_limit: int) -> PoolSize:
+    """The pool always holds at least one sequence of max_model_len tokens.
+
+    An explicit `max_model_len` that does not fit raises ConfigurationError; the model's own limit is lowered to what
+    fits.
+    """
+    wanted = options.max_model_len or model_limit
+    if options.max_model_len > model_limit:
+        raise ConfigurationError(
+            f"--max-model-len {options.max_model_len} is more than the model can do; lower it to {model_limit}"
+        )
+    fits = num_blocks * layout.block_size
+    if fits < wanted and options.max_model_len:
+        raise ConfigurationError(
+            f"a sequence of {wanted} tokens needs {layout.num_blocks_for(wanted)} blocks, the pool has {num_blocks}; "
+            f"lower --max-model-len to {fits}, or raise --num-blocks or --gpu-memory-utilization"
+        )
+    if fits < wanted:
+        _logger.warning("max_model_len is %d instead of the model's %d: the pool holds no more", fits, wanted)
+    max_model_len = min(wanted, fits)
+    if max_model_len < 2:
+        raise ConfigurationError(f"a pool of {num_blocks} blocks holds no sequence; raise --num-blocks")
+    return PoolSize(num_blocks, max_model_len)
