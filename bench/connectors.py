@@ -26,11 +26,12 @@ import torch
 
 from kv_connector.base import Block, FetchResult, KVConnector, Source
 from kv_connector.registry import create_connector, create_direct, direct_name
-from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
+from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
 
 BLOCK_SIZES = {
@@ -41,7 +42,9 @@ _EPOCH = 1
 _ANSWER = "endpoint "
 _ROUNDS = 4
 _TURNS = 5  # of ucx and its yardstick
-_SETTINGS = ConnectorSettings(ucx=UcxSettings("nothing of value is moved"))
+_SETTINGS = ConnectorSettings(
+    shared_memory=SharedMemorySettings(copy=choose_copy()), ucx=UcxSettings("nothing of value is moved")
+)
 
 
 def named_blocks(count: int) -> list[Block]:

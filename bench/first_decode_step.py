@@ -2,24 +2,42 @@
 
     python -m bench.first_decode_step MODEL_DIR
 
-One request at a time over gRPC. The client sees the first token when the prefill node has it, the second when the
-decode node's first step is over, and then one per step: the delay is the first gap less the median of the others. It
-holds the hand-over: the last chunk's KV, its checks, and the router's word to begin.
+One request at a time over gRPC. The hand-over is what the router sees: from the first token, which it passes on at
+once, to the decode node's word that it has all KV and goes on, which that node sends as its step starts. So it holds
+the last chunk's KV, its checks, and one more way from node to router. The first gap less the median of the others, as
+the client sees them, is printed beside it: that also holds how much longer the first step takes on a node that has done
+nothing for a while, whose weights have left the caches.
 """
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from kvrelay.bench.base import Answer, Generation
-from kvrelay.bench.grpc_client import GrpcClient
+import grpc
+
 from kvrelay.cli.local_cluster import local_cluster
-from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.errors import UnavailableError
+from kvrelay.v1 import router_pb2, router_pb2_grpc
+
+if TYPE_CHECKING:
+    from kvrelay.v1.router_pb2_grpc import RouterAsyncStub
 
 _FIRST_ID, _NUM_IDS = 300, 16_000
+_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """In milliseconds."""
+
+    handover: float
+    first_gap: float
+    step: float
 
 
 def main() -> None:
@@ -32,30 +50,44 @@ def main() -> None:
     arguments = parser.parse_args()
     options = ["--prefill-nodes", "1", "--decode-nodes", "1", "--connector", arguments.connector]
     with local_cluster(str(Path(arguments.model)), [*options, "--log-level", "warning"]) as address:
-        asyncio.run(_measure(address.grpc, arguments))
+        asyncio.run(_measure(address.grpc, address.model, arguments))
 
 
-async def _measure(address: str, arguments: argparse.Namespace) -> None:
-    client = GrpcClient(address, Generation(temperature=0.0, ignore_eos=True, timeout=120.0), MonotonicClock())
-    await client.resolve_model("")
+async def _measure(address: str, model: str, arguments: argparse.Namespace) -> None:
     draw = random.Random(0)
-    for length in arguments.prompt_len:
-        gaps = []
-        for index in range(arguments.requests + 1):
-            answer = Answer()
-            prompt = tuple(draw.randrange(_FIRST_ID, _FIRST_ID + _NUM_IDS) for _ in range(length))
-            await client.generate(prompt, arguments.output_len, answer)
-            if answer.failure is not None or len(answer.arrivals) != arguments.output_len:
-                raise UnavailableError(f"a request failed: {answer.failure}")
-            if index:  # the first one warms up
-                gaps.append([1e3 * (b - a) for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)])
-        delays = sorted(first - statistics.median(others) for first, *others in gaps)
-        steps = statistics.median(statistics.median(others) for _, *others in gaps)
-        print(
-            f"{length} prompt tokens: first step {statistics.median(delays):.1f} ms after the first token (median of "
-            f"{len(delays)}; {delays[0]:.1f} to {delays[-1]:.1f}), steps of {steps:.1f} ms"
-        )
-    await client.close()
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = cast("RouterAsyncStub", router_pb2_grpc.RouterStub(channel))
+        for length in arguments.prompt_len:
+            timings = []
+            for _ in range(arguments.requests + 1):
+                prompt = [draw.randrange(_FIRST_ID, _FIRST_ID + _NUM_IDS) for _ in range(length)]
+                timings.append(await _generate(stub, model, prompt, arguments.output_len))
+            _report(length, timings[1:])  # the first one warms up
+
+
+async def _generate(stub: "RouterAsyncStub", model: str, prompt: list[int], output_len: int) -> Timing:
+    request = router_pb2.GenerateRequest(model=model, max_tokens=output_len, temperature=0.0, ignore_eos=True)
+    request.prompt_token_ids.ids.extend(prompt)
+    arrivals: list[float] = []
+    trace = router_pb2.RequestTrace()
+    async for response in stub.GenerateStream(request, timeout=_TIMEOUT):
+        arrivals += [time.monotonic() for output in response.outputs if output.token_ids]
+        if response.HasField("trace"):
+            trace = response.trace
+    assert trace.prefill_node and trace.num_migrations == 0, "the prompt was not prefilled elsewhere, once"
+    first, *others = [1e3 * (b - a) for a, b in itertools.pairwise(arrivals)]
+    return Timing(1e3 * trace.handover_seconds, first, statistics.median(others))
+
+
+def _report(length: int, timings: list[Timing]) -> None:
+    handovers = sorted(timing.handover for timing in timings)
+    late = statistics.median(timing.first_gap - timing.step for timing in timings)
+    step = statistics.median(timing.step for timing in timings)
+    print(
+        f"{length} prompt tokens: hand-over {statistics.median(handovers):.1f} ms after the first token (median of "
+        f"{len(handovers)}; {handovers[0]:.1f} to {handovers[-1]:.1f}); first gap {late:.1f} ms above a step's "
+        f"{step:.1f} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from kvrelay.core.kv_layout import KVLayout
 Rows = NDArray[np.uint8]
 T = TypeVar("T")
 CopyPayload = Callable[[Rows, Rows], bytes]
+CopyRows = Callable[[Rows, Sequence[int], Rows, Sequence[int]], Sequence[bytes]]
+"""Copies rows of the second `[num_blocks, block_bytes]` into rows of the first; the digest of each as it was stored."""
 
 _SLICE_BYTES = 1 << 20  # digested on the loop, which gets a turn after each
 _COPY_CHUNK_BYTES = 256 << 10  # small enough to be read again from cache by the digest
@@ -163,3 +165,8 @@ def copy_payload(destination: Rows, source: Rows) -> bytes:
         np.copyto(chunk, source[start : start + _COPY_CHUNK_BYTES])
         digest.update(chunk.data)
     return digest.digest()
+
+
+def copy_rows(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> list[bytes]:
+    """A `CopyRows` for everywhere."""
+    return [copy_payload(target[to], source[row]) for to, row in zip(target_rows, source_rows, strict=True)]

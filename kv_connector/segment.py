@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from kv_connector.base import Block, FetchOutcome
 from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch, layout_digest
-from kv_connector.pool import Rows, copy_payload
+from kv_connector.pool import CopyRows, Rows
 from kv_connector.verdict import Verdict
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
@@ -271,13 +271,17 @@ class PeerSegment:
                 found.setdefault(name, []).append(slot)
         return found
 
-    def read(self, slot: int, block: Block, destination: Rows, *, epoch: int) -> Verdict:
-        """Copies one block if the slot still has it. `destination` is `[block_bytes]` of our own layout."""
-        looked = self.look(slot, block, epoch=epoch)
-        if not isinstance(looked, Look):
-            return looked
-        digest = copy_payload(destination, self._rows[slot])
-        return self.judge(looked, digest)
+    def read(
+        self, slots: Sequence[int], blocks: Sequence[Block], rows: Rows, *, epoch: int, copy: CopyRows
+    ) -> list[Verdict]:
+        """Copies the blocks whose slots still have them, each to its place in our own pool's `rows`."""
+        seen = [self.look(slot, block, epoch=epoch) for slot, block in zip(slots, blocks, strict=True)]
+        good = [index for index, found in enumerate(seen) if isinstance(found, Look)]
+        digests = copy(rows, [blocks[index].block_id for index in good], self._rows, [slots[index] for index in good])
+        arrived = dict(zip(good, digests, strict=True))
+        return [
+            self.judge(found, arrived[index]) if isinstance(found, Look) else found for index, found in enumerate(seen)
+        ]
 
     def look(self, slot: int, block: Block, *, epoch: int) -> "Look | Verdict":
         """What the slot says before its block is copied, or why that would be in vain."""
@@ -292,6 +296,8 @@ class PeerSegment:
             num_tokens=block.num_tokens,
             epoch=epoch,
         )
+        if int(self._slots["sequence"][slot]) != sequence:
+            return FetchOutcome.MISSING
         return mismatch or Look(slot, sequence, header)
 
     def judge(self, looked: "Look", digest: bytes) -> Verdict:

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass, field
 
+from kv_connector.pool import CopyRows, copy_rows
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMemorySettings:
     """`directory`: where segments live, the same for every node of a host; None means /dev/shm, or the system's
-    temporary
-    directory where that does not exist."""
+    temporary directory where that does not exist. `copy`: how blocks are copied out of a peer's."""
 
     directory: str | None = None
+    copy: CopyRows = copy_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
 from kv_connector.header import Mismatch
-from kv_connector.pool import LocalPool, Slices
+from kv_connector.pool import CopyRows, LocalPool, Slices
+from kv_connector.prefault import Prefault
 from kv_connector.segment import OwnedSegment, PeerSegment, check_peer, default_directory, sweep
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
@@ -36,6 +37,8 @@ class _Open:
     pool: LocalPool
     epoch: int
     worker: Worker
+    prefault: Prefault
+    copy: CopyRows
     peers: dict[str, PeerSegment] = field(default_factory=dict)  # by endpoint, which names the epoch
     looking: asyncio.Task[None] | None = None  # after the owners, while there is any
 
@@ -63,6 +66,7 @@ class SharedMemoryConnector:
         """`look_interval`: seconds between two looks whether the owners of mapped segments live."""
         self.stats = ConnectorStats()
         self._look_interval = look_interval
+        self._copy = settings.copy
         self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
@@ -83,7 +87,7 @@ class SharedMemoryConnector:
             _logger.info("removed %d shared-memory segments of dead nodes from %s", swept, self._directory)
         segment = OwnedSegment(self._directory, node_id, epoch, layout, num_blocks)
         pool = LocalPool.inside(segment.mapping, segment.preamble.pool_offset, layout, num_blocks)
-        self._state = _Open(segment, pool, epoch, Worker("kv-shared-memory"))
+        self._state = _Open(segment, pool, epoch, Worker("kv-shared-memory"), Prefault(pool.rows), self._copy)
         return pool.buffer
 
     @property
@@ -109,17 +113,17 @@ class SharedMemoryConnector:
         if source is None or not blocks:
             verdicts += [FetchOutcome.MISSING] * len(blocks)
         else:
-            holder = await self._require().worker.run(self._find, self._require(), source, blocks)
+            state = self._require()
+            parts = list(Slices(blocks, block_bytes, _SLICE_BYTES))
+            first = parts.pop(0) if timeout > 0 else ()
+            holder, verdicts = await state.worker.run(self._find_and_read, state, source, blocks, first)
             self._look_after_owners(self._require())
-            if not isinstance(holder, _Holder):
-                verdicts += [holder] * len(blocks)
-            else:
-                for part in Slices(blocks, block_bytes, _SLICE_BYTES):
-                    if self._clock.now() - started >= timeout:
-                        break
-                    state = self._require()
-                    verdicts += await state.worker.run(_read, state, holder, part)
-                verdicts += [FetchOutcome.FAILED] * (len(blocks) - len(verdicts))
+            for part in parts:
+                if holder is None or self._clock.now() - started >= timeout:
+                    break
+                state = self._require()
+                verdicts += await state.worker.run(_read, state, holder, part)
+            verdicts += [FetchOutcome.FAILED] * (len(blocks) - len(verdicts))
         return settle(
             verdicts,
             stats=self.stats,
@@ -139,6 +143,7 @@ class SharedMemoryConnector:
             await state.worker.run(_forget, state.peers)  # after whatever is being copied
         finally:
             state.worker.stop()
+            state.prefault.stop()
             state.segment.close()
             state.pool.release()
 
@@ -156,6 +161,15 @@ class SharedMemoryConnector:
         while state.peers:
             await asyncio.sleep(self._look_interval)
             await state.worker.run(_forget_dead, state.peers)
+
+    def _find_and_read(
+        self, state: _Open, source: Source, blocks: Sequence[Block], first: Sequence[Block]
+    ) -> tuple[_Holder | None, list[Verdict]]:
+        """Worker thread: where the blocks are, and verdicts of the `first` ones; of all without a holder."""
+        holder = self._find(state, source, blocks)
+        if isinstance(holder, _Holder):
+            return holder, _read(state, holder, first)
+        return None, [holder] * len(blocks)
 
     def _find(self, state: _Open, source: Source, blocks: Sequence[Block]) -> _Holder | Verdict:
         """Worker thread: the peer's mapping, and the wanted names in it."""
@@ -196,16 +210,17 @@ def _read(state: _Open, holder: _Holder, blocks: Sequence[Block]) -> list[Verdic
     """Worker thread: one verdict per block. A name may be held by several slots; any good one will do."""
     if holder.peer.closed:  # the owner died and another fetch noticed first
         return [FetchOutcome.FAILED] * len(blocks)
-    verdicts: list[Verdict] = []
-    for block in blocks:
-        verdict: Verdict = FetchOutcome.MISSING
-        for slot in holder.slots.get(block.block_hash, ()):
-            tried = holder.peer.read(slot, block, state.pool.rows[block.block_id], epoch=holder.epoch)
-            if tried is not FetchOutcome.MISSING:
-                verdict = tried
-            if tried is FetchOutcome.FETCHED:
-                break
-        verdicts.append(verdict)
+    verdicts: list[Verdict] = [FetchOutcome.MISSING] * len(blocks)
+    left = {index: list(holder.slots.get(block.block_hash, ())) for index, block in enumerate(blocks)}
+    while left := {index: slots for index, slots in left.items() if slots}:
+        slots = [candidates.pop(0) for candidates in left.values()]
+        wanted = [blocks[index] for index in left]
+        tried = holder.peer.read(slots, wanted, state.pool.rows, epoch=holder.epoch, copy=state.copy)
+        for index, verdict in zip(list(left), tried, strict=True):
+            if verdict is not FetchOutcome.MISSING:
+                verdicts[index] = verdict
+            if verdict is FetchOutcome.FETCHED:
+                del left[index]
     return verdicts
 
 

@@ -259,7 +259,7 @@ class Attempt:
             rungs=self._rungs(),
         )
         if self._refill is not None:
-            self._refill.close()
+            self._refill.enough()
         if self._has_first_tokens:  # before that the prefill still needs its blocks
             assert self._prefilling is not None
             self._prefilling.release()

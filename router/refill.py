@@ -41,6 +41,8 @@ class Refill:
         self._prefilling: PrefillSession | None = None
         self._num_published_blocks = 0
         self._num_charged_tokens = 0
+        self._has_finished = False
+        self._is_enough = False
 
     def open(self, sink: Callable[[PrefillEvent], None], *, timeout: float) -> None:
         placement = self._placement
@@ -57,6 +59,7 @@ class Refill:
                 self._num_published_blocks = num_published_blocks
                 self._pull(ended=False)
             case PrefillFinished():
+                self._has_finished = True
                 self._uncharge()
                 self._placement.node.outlier.succeeded()
                 self._tally.refilled(
@@ -65,6 +68,8 @@ class Refill:
                     num_fetched_tokens=event.num_fetched_tokens,
                     fetches=event.fetches,
                 )
+                if self._is_enough:
+                    self.close()
             case PrefillEnded(error):
                 if error is not None:
                     self._placement.node.outlier.failed(error)
@@ -73,8 +78,14 @@ class Refill:
                 self._uncharge()
                 self._pull(ended=True)
 
+    def enough(self) -> None:
+        """D needs no more. A node that has published and not finished is about to: it says then what it has cost."""
+        self._is_enough = True
+        if self._has_finished or not self._num_published_blocks:
+            self.close()
+
     def close(self) -> None:
-        """In every ending, and as soon as D needs no more. Idempotent."""
+        """In every ending. Idempotent."""
         self.over = True
         self._uncharge()
         if self._prefilling is not None:

@@ -90,6 +90,7 @@ class RequestTrace:
     e2e_seconds: float
     num_migrations: int = 0
     kv: KVOrigins = KVOrigins()
+    handover_seconds: float = 0.0  # from the first token until the decode node had its KV and went on from it
 
 
 RequestEvent = TokenOutput | PromptLogprobs | RequestTrace

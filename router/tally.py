@@ -24,6 +24,7 @@ class Tally:
         self._began = clock.now()
         self._accepted_after: float | None = None
         self._first_token_after: float | None = None
+        self._handover_seconds = 0.0
         self._num_found_tokens = 0  # of the prompt, held or fetched where it was computed
         self._num_recomputed_tokens = 0  # of the prompt, could not be fetched by the decode node
         self._num_transferred_blocks = 0
@@ -89,6 +90,8 @@ class Tally:
         rungs: Mapping[str, str],
     ) -> None:
         """By a decode node that did not prefill. `rungs`: of the nodes that prefilled for it."""
+        if self._first_token_after is not None and asked.num_prior_output_tokens == 0:
+            self._handover_seconds = self._clock.now() - self._began - self._first_token_after
         self._num_transferred_blocks += self._blocks(num_fetched_tokens)
         self._came_from("decode", fetches, rungs)
         self._metrics.came_from("decode", "local", num_blocks=self._blocks(num_recomputed_tokens))
@@ -112,6 +115,7 @@ class Tally:
             ttft_seconds=elapsed if self._first_token_after is None else self._first_token_after,
             e2e_seconds=elapsed,
             num_migrations=self._num_migrations,
+            handover_seconds=self._handover_seconds,
             kv=KVOrigins(
                 num_prefill_node_blocks=self._rungs["prefill_node"],
                 num_holder_blocks=self._rungs["holder"],

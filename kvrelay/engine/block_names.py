@@ -1,6 +1,7 @@
 """Gives computed blocks their names, and offers them to the node to be published.
 
-Invariant: a block is named when the step that has filled it is collected, and its tokens are known.
+Invariant: a block is named when its tokens are known and the step that has filled it is collected, or says that its KV
+is written.
 """
 
 from kvrelay.core.block_hash import BlockHash
@@ -31,9 +32,9 @@ class BlockNames:
         self._publish = publish
         self._publish_hits = publish and publish_hits
 
-    def name_full_blocks(self, sequence: Sequence) -> None:
-        """Those that `num_computed_tokens` cover."""
-        num_full = sequence.num_computed_tokens // self._block_size
+    def name_full_blocks(self, sequence: Sequence, *, num_written_tokens: int = 0) -> None:
+        """Those that `num_computed_tokens` cover, with as many more that a step in flight has written."""
+        num_full = (sequence.num_computed_tokens + num_written_tokens) // self._block_size
         if num_full == sequence.num_named_blocks:
             return
         names = sequence.names(num_full)

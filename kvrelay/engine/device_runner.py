@@ -8,6 +8,7 @@ step may read what the one before samples, and memory may be reused as soon as w
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -180,6 +181,7 @@ _PADDING = ScheduledSequence((0,), 0, (0,), ())
 class DeviceStep:
     """A `LaunchedStep`; `end` is None where nothing runs beside the caller."""
 
+    only_samples: ClassVar[bool] = False
     scheduled: tuple[ScheduledSequence, ...]
     sampled: LaunchedSampling | None
     prompt_logprobs: list[list[LaunchedLogprobs]]

@@ -161,15 +161,21 @@ class Engine:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> tuple[StepResult | None, bool]:
-        """Launches a step, and collects it, or with `run_ahead` the one before it. The result is None when nothing
-        changed; the flag says whether another step could do anything by itself.
+        """Launches a step, and collects it, or with `run_ahead` the one before it. One that has written what other
+        nodes wait for, and is yet to sample, is collected by the next call: they fetch meanwhile. The result is None
+        when nothing changed; the flag says whether another step could do anything by itself.
         """
+        if self._in_flight and not self._run_ahead:
+            self.settle()
+            return self._take_result(), True
         was_in_flight = bool(self._in_flight)
         for sequence in self._scheduler.reserve():
             self._changes.admissions.append(self._admission(sequence))
         if was_in_flight and not self._scheduler.can_run_ahead():
             self.settle()
         launched = self._launch()
+        if launched and not self._run_ahead and self._name_written():
+            return self._take_result(), True
         while len(self._in_flight) > int(self._run_ahead and launched):
             self._collect()
         if not (launched or was_in_flight):
@@ -198,6 +204,27 @@ class Engine:
         else:
             self._in_flight.add(plan, sequences, launched, started)
         return True
+
+    def _name_written(self) -> bool:
+        """Whether the step just launched has written blocks that a lease now keeps for others while it samples."""
+        step = self._in_flight.newest
+        if step is None or not step.launched.only_samples or not any(entry.rows for entry in step.plan.scheduled):
+            return False
+        num_before = len(self._changes.progress)
+        for entry, sequence in zip(step.plan.scheduled, step.sequences, strict=True):
+            if sequence.request.role is KVRole.PRODUCE:
+                self._names.name_full_blocks(sequence, num_written_tokens=entry.num_scheduled_tokens)
+                if entry.rows:
+                    self._name_given(sequence)
+                else:
+                    self._leases.extend(sequence, sequence.num_named_blocks)
+        return len(self._changes.progress) > num_before
+
+    def _name_given(self, sequence: Sequence) -> None:
+        """A PRODUCE request's given tokens all have their KV."""
+        if sequence.num_reported_blocks < len(sequence.block_table):
+            self._names.name_tail(sequence)
+            self._leases.extend(sequence, len(sequence.block_table))
 
     def _collect(self) -> None:
         step = self._in_flight.pop()
@@ -235,8 +262,7 @@ class Engine:
             logprobs = tuple(sequence.prompt_logprobs)
             self._changes.prompts.append(PromptOutput(request.request_id, sequence.num_cached_tokens, logprobs))
         if request.role is KVRole.PRODUCE:
-            self._names.name_tail(sequence)
-            self._leases.extend(sequence, len(sequence.block_table))
+            self._name_given(sequence)
         unfinished = []
         num_output_tokens = sequence.num_output_tokens + 1
         for index, sampled in zip(request.choices, result.sampled, strict=True):

@@ -36,6 +36,11 @@ class StepsInFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def newest(self) -> StepInFlight | None:
+        """None when nothing is in flight."""
+        return self._steps[-1] if self._steps else None
+
     def release(self, block_ids: SequenceOf[int]) -> None:
         """As `BlockPool.release`; the blocks are not handed out before every step launched so far is collected."""
         if self._steps and block_ids:

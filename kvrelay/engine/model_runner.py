@@ -2,7 +2,8 @@
 scheduler.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -14,7 +15,6 @@ from torch import Tensor
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
-from kvrelay.engine.runner import FinishedStep
 from kvrelay.engine.sampler import PROMPT_LOGPROB_ROWS, SampledToken, SamplingRow, prompt_logprobs
 from kvrelay.engine.step_inputs import StepInputs, flatten, padded_tables
 from kvrelay.engine.step_threads import StepThreads
@@ -30,7 +30,8 @@ class TokenSampler(Protocol):
 
 class ModelRunner:
     """`kv_pool` is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; only this class and its model
-    write to it. On the CPU, where nothing runs beside the caller: a launched step is finished.
+    write to it. On the CPU, where nothing runs beside the caller: a launched step has written its KV, and samples when
+    it is collected, or when the next one is launched.
     """
 
     def __init__(
@@ -45,23 +46,29 @@ class ModelRunner:
         self._kv_pool = kv_pool
         self._block_size = kv_pool.shape[4]
         self._threads = threads or StepThreads()
-        self._last_sampled: list[int] = []  # by the step before, one token for each row of its plan
+        self._last: ComputedStep | None = None
 
     @torch.inference_mode()
-    def launch(self, plan: SchedulerOutput) -> FinishedStep:
+    def launch(self, plan: SchedulerOutput) -> "ComputedStep":
+        last_sampled = [] if self._last is None else self._last.sampled_tokens()
         for source, target in plan.copies:
             self._kv_pool[target].copy_(self._kv_pool[source])
-        input_ids, positions, metadata, inputs = self._inputs(plan)
+        input_ids, positions, metadata, inputs = self._inputs(plan, last_sampled)
         # [num_tokens, hidden_size]
         hidden = self._model.forward(input_ids, positions, self._kv_pool, metadata, before_layer=self._threads.adjust)
-        sampled = self._sample(plan, inputs, hidden)
-        self._last_sampled = [token.token_id for result in sampled for token in result.sampled]
-        return FinishedStep(ModelRunnerOutput(tuple(self._results(plan, hidden, sampled))))
+        self._last = ComputedStep(partial(self._finish, plan, inputs, hidden))
+        return self._last
 
-    def _inputs(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor, AttentionMetadata, StepInputs]:
+    @torch.inference_mode()
+    def _finish(self, plan: SchedulerOutput, inputs: StepInputs, hidden: Tensor) -> ModelRunnerOutput:
+        return ModelRunnerOutput(tuple(self._results(plan, hidden, self._sample(plan, inputs, hidden))))
+
+    def _inputs(
+        self, plan: SchedulerOutput, last_sampled: Sequence[int]
+    ) -> tuple[Tensor, Tensor, AttentionMetadata, StepInputs]:
         inputs = flatten(plan, self._block_size)
         input_ids = [
-            token_id if row < 0 else self._last_sampled[row]
+            token_id if row < 0 else last_sampled[row]
             for token_id, row in zip(inputs.token_ids, inputs.input_rows, strict=True)
         ]
         metadata = AttentionMetadata(
@@ -103,6 +110,25 @@ class ModelRunner:
             chunk = targets[start : start + PROMPT_LOGPROB_ROWS]
             found.extend(prompt_logprobs(self._model.compute_logits(hidden[start : start + len(chunk)]), chunk, k))
         return tuple(found)
+
+
+class ComputedStep:
+    """A step that has gone through the model; `finish` samples, once."""
+
+    only_samples = True
+
+    def __init__(self, finish: Callable[[], ModelRunnerOutput]) -> None:
+        self._finish: Callable[[], ModelRunnerOutput] | None = finish
+        self._output = ModelRunnerOutput(())
+
+    def collect(self) -> ModelRunnerOutput:
+        if self._finish is not None:
+            self._output, self._finish = self._finish(), None
+        return self._output
+
+    def sampled_tokens(self) -> list[int]:
+        """One for each row of the plan."""
+        return [token.token_id for result in self.collect().results for token in result.sampled]
 
 
 def _tensor(values: Sequence[int], dtype: type[np.int32] | type[np.int64]) -> Tensor:

@@ -11,6 +11,11 @@ from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
 class LaunchedStep(Protocol):
     """A step under way. Until it is collected it may read and write every block of its plan."""
 
+    @property
+    def only_samples(self) -> bool:
+        """The KV of all its tokens lies in the blocks; what is left, and takes time, is to sample."""
+        ...
+
     def collect(self) -> ModelRunnerOutput:
         """Waits for the step to end. Raises KVRelayError when it failed; its sequences then fail and the engine goes
         on."""
@@ -35,6 +40,7 @@ class FinishedStep:
     """Of a runner that has nothing to wait for."""
 
     __slots__ = ("_output",)
+    only_samples = False
 
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output

@@ -17,6 +17,7 @@ from kv_connector.tiered import TieredConnector
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import planned_device, prepare_engine
+from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
 from kvrelay.node.device_transfer import choose_direct
 from kvrelay.node.node import Node, NodeIdentity
@@ -156,6 +157,6 @@ def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
             host=ucx_host,
             net_devices=settings.ucx_net_devices or (_LOOPBACK_DEVICE if ucx_host.startswith("127.") else ""),
         ),
-        shared_memory=SharedMemorySettings(directory=settings.shared_memory_dir or None),
+        shared_memory=SharedMemorySettings(settings.shared_memory_dir or None, choose_copy()),
         redis=RedisSettings(url=settings.redis_url.get_secret_value(), ttl_seconds=settings.redis_ttl),
     )

@@ -283,6 +283,7 @@ class RequestTrace(google.protobuf.message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: builtins.int
     NUM_MIGRATIONS_FIELD_NUMBER: builtins.int
     KV_FIELD_NUMBER: builtins.int
+    HANDOVER_SECONDS_FIELD_NUMBER: builtins.int
     prefill_node: builtins.str
     """empty when the decode node prefilled"""
     decode_node: builtins.str
@@ -299,6 +300,8 @@ class RequestTrace(google.protobuf.message.Message):
     """until a node accepted it"""
     num_migrations: builtins.int
     """placements beyond the first, because a node was lost"""
+    handover_seconds: builtins.float
+    """from the first token until the decode node had its KV and went on from it; 0 when it prefilled"""
     @property
     def kv(self) -> global___KVOrigins: ...
     def __init__(
@@ -315,9 +318,10 @@ class RequestTrace(google.protobuf.message.Message):
         queue_seconds: builtins.float = ...,
         num_migrations: builtins.int = ...,
         kv: global___KVOrigins | None = ...,
+        handover_seconds: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv", b"kv"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["decode_node", b"decode_node", "e2e_seconds", b"e2e_seconds", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_migrations", b"num_migrations", "num_prompt_blocks", b"num_prompt_blocks", "num_transferred_blocks", b"num_transferred_blocks", "prefill_node", b"prefill_node", "queue_seconds", b"queue_seconds", "ttft_seconds", b"ttft_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["decode_node", b"decode_node", "e2e_seconds", b"e2e_seconds", "handover_seconds", b"handover_seconds", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_migrations", b"num_migrations", "num_prompt_blocks", b"num_prompt_blocks", "num_transferred_blocks", b"num_transferred_blocks", "prefill_node", b"prefill_node", "queue_seconds", b"queue_seconds", "ttft_seconds", b"ttft_seconds"]) -> None: ...
 
 global___RequestTrace = RequestTrace
 

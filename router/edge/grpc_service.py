@@ -232,6 +232,7 @@ def _trace_to_wire(trace: RequestTrace) -> router_pb2.RequestTrace:
         num_cached_tokens=trace.num_cached_tokens,
         num_transferred_blocks=trace.num_transferred_blocks,
         ttft_seconds=trace.ttft_seconds,
+        handover_seconds=trace.handover_seconds,
         e2e_seconds=trace.e2e_seconds,
         queue_seconds=trace.queue_seconds,
         num_migrations=trace.num_migrations,

@@ -29,6 +29,12 @@ def expected_output(prompt: Sequence[int], num_tokens: int, *, choice_index: int
     return context[len(prompt) :]
 
 
+class SamplingStep(FinishedStep):
+    """Says what holds for a `ModelRunner`'s steps: blocks are written, tokens come when it is collected."""
+
+    only_samples = True
+
+
 class FakeRunner:
     """`pool[block_id][offset]` is the token whose KV would be there."""
 
@@ -40,7 +46,7 @@ class FakeRunner:
         self._last_sampled: list[int] = []
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
-        return FinishedStep(self._run(plan))
+        return SamplingStep(self._run(plan))
 
     def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         entries = [self._resolved(entry) for entry in plan.scheduled]

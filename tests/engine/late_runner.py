@@ -12,6 +12,8 @@ from kvrelay.engine.runner import Runner
 
 
 class LateStep:
+    only_samples = False
+
     def __init__(self, runner: "LateRunner", plan: SchedulerOutput) -> None:
         self._runner = runner
         self.plan = plan

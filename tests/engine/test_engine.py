@@ -316,6 +316,23 @@ def test_what_does_not_arrive_is_computed_by_the_decode_engine() -> None:
     decode.engine.check_idle()
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_the_last_blocks_can_be_fetched_before_the_first_token_is_sampled(*, is_aborted: bool) -> None:
+    harness = Harness(publish=True)
+    harness.engine.add(request("a", prompt_of(50), role=KVRole.PRODUCE))
+    assert harness.step()
+    [written] = harness.results
+    assert (written.progress, len(written.named), written.outputs) == ((("a", 7),), 7, ())
+    if is_aborted:
+        harness.engine.abort("a")
+    assert harness.step()
+    sampled = harness.results[-1]
+    assert (len(sampled.outputs), sampled.progress, sampled.named) == (not is_aborted, (), ())
+    harness.run()
+    harness.engine.release_lease("a")
+    harness.engine.check_idle()
+
+
 def test_progress_counts_published_blocks_chunk_by_chunk() -> None:
     harness = Harness(publish=True, max_num_batched_tokens=16)
     produce(harness, "a", prompt_of(50))

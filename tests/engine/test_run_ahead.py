@@ -271,6 +271,7 @@ class FailedStep:
     """Fails when it is done."""
 
     def __init__(self, step: LaunchedStep) -> None:
+        self.only_samples = step.only_samples
         self._step = step
 
     def collect(self) -> ModelRunnerOutput:

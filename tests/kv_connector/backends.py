@@ -21,6 +21,7 @@ from kv_connector.tiered import TieredConnector
 from kv_connector.ucx_connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.direct_device import DirectDevice
 from tests.kv_connector.slow_device import SlowDevice
 
@@ -115,7 +116,7 @@ class SharedMemoryHarness:
     has_store = False
 
     def connector(self) -> HostConnector:
-        return SharedMemoryConnector(SharedMemorySettings())
+        return SharedMemoryConnector(SharedMemorySettings(copy=choose_copy()))
 
     def damage(self, owner: Node, block: Block) -> None:
         owner.row(block.block_id)[-1] ^= 1

@@ -16,6 +16,7 @@ from kv_connector.shared_memory import SharedMemoryConnector
 from kv_connector.worker import Worker
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
 
 
@@ -36,7 +37,8 @@ def files(directory: Path) -> list[str]:
 
 
 def node(directory: Path, node_id: str = "peer") -> Node:
-    return Node(SharedMemoryConnector(SharedMemorySettings(str(directory))), node_id, 16, LAYOUT, 1)
+    settings = SharedMemorySettings(str(directory), choose_copy())
+    return Node(SharedMemoryConnector(settings), node_id, 16, LAYOUT, 1)
 
 
 @pytest.mark.parametrize("killed", [True, False])

@@ -97,6 +97,7 @@ async def test_tokens_come_before_the_transfer_and_the_lease_goes_after_it() -> 
         assert (trace.num_prompt_blocks, trace.num_computed_tokens, trace.num_cached_tokens) == (3, 6, 4)
         assert trace.num_transferred_blocks == 3
         assert 0 <= trace.queue_seconds <= trace.ttft_seconds <= trace.e2e_seconds
+        assert 0 < trace.handover_seconds <= trace.e2e_seconds - trace.ttft_seconds
         assert nodes.decode.commands.empty() and nodes.prefill.released.empty()
         assert_idle(nodes)
 

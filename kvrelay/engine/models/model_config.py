@@ -4,24 +4,21 @@ Invariant: a `ModelConfig` that exists describes a model the decoder can run exa
 ModelLoadError naming the field.
 """
 
-import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
-
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, yarn_attention_factor
 from kvrelay.engine.layers.weight_format import PublishedQuantization
+from kvrelay.engine.models.config_file import FAMILIES, complete_config, read_json_object
 from kvrelay.engine.models.quantization_config import parse_quantization
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +66,10 @@ class ModelConfig:
 def load_model_config(directory: Path) -> ModelConfig:
     """Reads `config.json` and, if present, `generation_config.json`. Raises ModelLoadError."""
     path = directory / "config.json"
-    raw = _read_json(path)
+    raw = read_json_object(path)
     family = _family(raw, path)
     quantization = parse_quantization(raw.get("quantization_config"), path)
-    try:
-        # transformers knows each family's defaults and the older spellings of its fields.
-        parsed = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise ModelLoadError(f"{path} can not be understood: {error}") from error
-    return _convert(parsed, family, directory, quantization)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{path.parent} has no {path.name}: it is not a Hugging Face model directory") from error
-    except OSError as error:
-        raise ModelLoadError(f"can not read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
-    return loaded
+    return _convert(complete_config(raw, family, path), family, directory, quantization)
 
 
 def _family(raw: dict[str, Any], path: Path) -> str:
@@ -103,28 +81,30 @@ def _family(raw: dict[str, Any], path: Path) -> str:
         )
         if not known:
             raise ModelLoadError(f"{path}: architectures: {architectures} is not supported; supported are {supported}")
-    if raw.get("model_type") not in _FAMILIES:
+    if raw.get("model_type") not in FAMILIES:
         raise ModelLoadError(
-            f"{path}: model_type: {raw.get('model_type')!r} is not supported; supported are {', '.join(_FAMILIES)}"
+            f"{path}: model_type: {raw.get('model_type')!r} is not supported; supported are {', '.join(FAMILIES)}"
         )
     return str(raw["model_type"])
 
 
-def _convert(parsed: Any, family: str, directory: Path, quantization: PublishedQuantization | None) -> ModelConfig:
+def _convert(
+    parsed: Mapping[str, Any], family: str, directory: Path, quantization: PublishedQuantization | None
+) -> ModelConfig:
     path = directory / "config.json"
     num_heads = _positive(parsed, "num_attention_heads", path)
     num_kv_heads = _positive(parsed, "num_key_value_heads", path)
     hidden_size = _positive(parsed, "hidden_size", path)
-    head_dim = getattr(parsed, "head_dim", None) or hidden_size // num_heads
+    head_dim = _head_dim(parsed, hidden_size, num_heads, path)
     if num_heads % num_kv_heads:
         raise ModelLoadError(
             f"{path}: num_attention_heads: {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
     if head_dim % 2:
         raise ModelLoadError(f"{path}: head_dim: {head_dim} must be even for rotary embeddings")
-    if parsed.hidden_act not in ("silu", "swish"):
-        raise ModelLoadError(f"{path}: hidden_act: {parsed.hidden_act!r} is not supported; supported is 'silu'")
-    attention_bias = bool(getattr(parsed, "attention_bias", False))
+    if parsed["hidden_act"] not in ("silu", "swish"):
+        raise ModelLoadError(f"{path}: hidden_act: {parsed['hidden_act']!r} is not supported; supported is 'silu'")
+    attention_bias = _switch(parsed, "attention_bias", path)
     return ModelConfig(
         family=family,
         hidden_size=hidden_size,
@@ -134,51 +114,72 @@ def _convert(parsed: Any, family: str, directory: Path, quantization: PublishedQ
         head_dim=head_dim,
         intermediate_size=_positive(parsed, "intermediate_size", path),
         vocab_size=_positive(parsed, "vocab_size", path),
-        rms_norm_eps=float(parsed.rms_norm_eps),
+        rms_norm_eps=_epsilon(parsed["rms_norm_eps"], path),
         rope=_rope(parsed, path),
         max_position_embeddings=_positive(parsed, "max_position_embeddings", path),
-        tie_word_embeddings=bool(parsed.tie_word_embeddings),
+        tie_word_embeddings=_switch(parsed, "tie_word_embeddings", path),
         qkv_bias=family == "qwen2" or (family in ("llama", "qwen3") and attention_bias),
         output_bias=family in ("llama", "qwen3") and attention_bias,
-        mlp_bias=family == "llama" and bool(parsed.mlp_bias),
+        mlp_bias=family == "llama" and _switch(parsed, "mlp_bias", path),
         qk_norm=family == "qwen3",
         sliding_windows=_sliding_windows(parsed, family, path),
         eos_token_ids=_eos_token_ids(parsed, directory),
-        dtype=None if parsed.dtype is None else str(parsed.dtype).removeprefix("torch."),
+        dtype=None if parsed["dtype"] is None else str(parsed["dtype"]).removeprefix("torch."),
         quantization=quantization,
     )
 
 
-def _positive(parsed: Any, field: str, path: Path) -> int:
-    value = getattr(parsed, field, None)
-    if not isinstance(value, int) or value < 1:
+def _positive(parsed: Mapping[str, Any], field: str, path: Path) -> int:
+    value = parsed.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelLoadError(f"{path}: {field}: {value!r} must be a positive integer")
     return value
 
 
-def _sliding_windows(parsed: Any, family: str, path: Path) -> tuple[int | None, ...]:
+def _switch(parsed: Mapping[str, Any], field: str, path: Path) -> bool:
+    value = parsed[field]
+    if not isinstance(value, bool):
+        raise ModelLoadError(f"{path}: {field}: {value!r} must be true or false")
+    return value
+
+
+def _epsilon(value: Any, path: Path) -> float:
+    if not isinstance(value, float) or not 0 < value < 1:
+        raise ModelLoadError(f"{path}: rms_norm_eps: {value!r} must be a number between 0 and 1")
+    return value
+
+
+def _head_dim(parsed: Mapping[str, Any], hidden_size: int, num_heads: int, path: Path) -> int:
+    if parsed["head_dim"] is not None:
+        return _positive(parsed, "head_dim", path)
+    if hidden_size % num_heads:
+        raise ModelLoadError(f"{path}: hidden_size: {hidden_size} is not a multiple of num_attention_heads {num_heads}")
+    return hidden_size // num_heads
+
+
+def _sliding_windows(parsed: Mapping[str, Any], family: str, path: Path) -> tuple[int | None, ...]:
     """Mistral: one window for all layers. Qwen: `layer_types`, which transformers derives from `max_window_layers` if
     it is not given. Llama has none."""
-    num_layers: int = parsed.num_hidden_layers
-    if family == "llama" or parsed.sliding_window is None:
+    num_layers: int = parsed["num_hidden_layers"]
+    if family == "llama" or parsed["sliding_window"] is None:
         return (None,) * num_layers
     window = _positive(parsed, "sliding_window", path)
     if family == "mistral":
         return (window,) * num_layers
-    kinds = parsed.layer_types
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != num_layers:
+    kinds = parsed["layer_types"]
+    known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+    if not known or len(kinds) != num_layers:
         raise ModelLoadError(
             f"{path}: layer_types: {kinds} must be full_attention or sliding_attention for each of {num_layers} layers"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(parsed: Any, path: Path) -> RopeParameters:
-    fields: dict[str, Any] = parsed.rope_parameters or {}
+def _rope(parsed: Mapping[str, Any], path: Path) -> RopeParameters:
+    fields: dict[str, Any] = parsed["rope_parameters"]
     names = {kind.value: kind for kind in RopeKind}
     name = fields.get("rope_type", "default")
-    if name not in names:
+    if not isinstance(name, str) or name not in names:
         raise ModelLoadError(f"{path}: rope_type: {name!r} is not supported; supported are {', '.join(names)}")
     if any(isinstance(value, dict) for value in fields.values()):
         raise ModelLoadError(f"{path}: rope_parameters: different rotary embeddings per layer are not supported")
@@ -188,8 +189,8 @@ def _rope(parsed: Any, path: Path) -> RopeParameters:
         )
     kind = names[name]
     if kind is RopeKind.DEFAULT:
-        return RopeParameters(kind, _number(fields, "rope_theta", path), parsed.max_position_embeddings)
-    return _scaled_rope(kind, fields, parsed.max_position_embeddings, path)
+        return RopeParameters(kind, _number(fields, "rope_theta", path), parsed["max_position_embeddings"])
+    return _scaled_rope(kind, fields, parsed["max_position_embeddings"], path)
 
 
 def _scaled_rope(kind: RopeKind, fields: dict[str, Any], max_position_embeddings: int, path: Path) -> RopeParameters:
@@ -227,17 +228,17 @@ def _number(fields: dict[str, Any], field: str, path: Path) -> float:
     return float(value)
 
 
-def _eos_token_ids(parsed: Any, directory: Path) -> tuple[int, ...]:
+def _eos_token_ids(parsed: Mapping[str, Any], directory: Path) -> tuple[int, ...]:
     """`generation_config.json` wins: it is where chat models list the tokens that end a turn."""
     path = directory / "generation_config.json"
-    value = _read_json(path).get("eos_token_id") if path.is_file() else None
-    source, value = (path, value) if value is not None else (directory / "config.json", parsed.eos_token_id)
+    value = read_json_object(path).get("eos_token_id") if path.is_file() else None
+    source, value = (path, value) if value is not None else (directory / "config.json", parsed["eos_token_id"])
     if value is None:
         logger.warning("%s names no eos_token_id: only stop conditions and max_tokens end a request", source)
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token_id, int) and 0 <= token_id < parsed.vocab_size for token_id in ids):
+    if not all(isinstance(token_id, int) and 0 <= token_id < parsed["vocab_size"] for token_id in ids):
         raise ModelLoadError(
-            f"{source}: eos_token_id: {value!r} must be token ids below vocab_size {parsed.vocab_size}"
+            f"{source}: eos_token_id: {value!r} must be token ids below vocab_size {parsed['vocab_size']}"
         )
     return tuple(ids)

@@ -1,0 +1,121 @@
+"""A checkpoint's `config.json` with what its family means where the file is silent, and older spellings made today's.
+
+transformers' classes (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config; 5.x) define both. They are read here from a
+table, since importing that library takes longer than the rest of a node's start without the weights. Invariant: the
+result is what AutoConfig would say of the same file, field by field; `tests/engine/test_config_file.py` compares them.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvrelay.core.errors import ModelLoadError
+
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,  # as many as there are heads
+        "head_dim": None,  # hidden_size / num_attention_heads
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "eos_token_id": None,
+        "dtype": None,
+    }
+)
+_QWEN: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "layer_types": None,
+    }
+)
+_FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": {
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "eos_token_id": 2,
+        },
+        "mistral": {
+            "vocab_size": 32000,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 4096 * 32,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+        "qwen2": _QWEN,
+        "qwen3": {**_QWEN, "head_dim": 128},
+    }
+)
+FAMILIES = tuple(_FAMILIES)
+_DEFAULT_THETA = 10_000.0
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Raises ModelLoadError naming the file."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path.parent} has no {path.name}: it is not a Hugging Face model directory") from error
+    except OSError as error:
+        raise ModelLoadError(f"can not read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
+    return loaded
+
+
+def complete_config(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
+    """`raw` with the defaults of its `family`, and its rotary embedding in one place, `rope_parameters`. Types are the
+    caller's to check. Raises ModelLoadError for what no family has."""
+    if raw.get("per_layer_config") is not None:
+        raise ModelLoadError(f"{path}: per_layer_config: layers of different sizes are not supported")
+    fields = {**_DEFAULTS, **_FAMILIES[family], **raw}
+    if fields["dtype"] is None:
+        fields["dtype"] = raw.get("torch_dtype")
+    if fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    if family in ("qwen2", "qwen3"):
+        _complete_windows(fields, path)
+    fields["rope_parameters"] = _rope_parameters(fields, raw, path)
+    return fields
+
+
+def _complete_windows(fields: dict[str, Any], path: Path) -> None:
+    """Qwen's window is off unless switched on, and then for the layers from `max_window_layers` on."""
+    if not fields["use_sliding_window"]:
+        fields["sliding_window"] = None
+    layers, first = fields["num_hidden_layers"], fields["max_window_layers"]
+    if fields["layer_types"] is None and isinstance(layers, int):
+        if not isinstance(first, int):
+            raise ModelLoadError(f"{path}: max_window_layers: {first!r} must be an integer")
+        is_sliding = [fields["sliding_window"] is not None and layer >= first for layer in range(layers)]
+        fields["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in is_sliding]
+
+
+def _rope_parameters(fields: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise ModelLoadError(f"{path}: rope_parameters: {given!r} must be an object")
+    rope = {"rope_type": given.get("type", "default"), "rope_theta": raw.get("rope_theta", _DEFAULT_THETA), **given}
+    if raw.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
+    if rope["rope_type"] in ("llama3", "yarn"):
+        rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+    return rope
