@@ -8,7 +8,6 @@ Invariant: a fetch takes no longer than its timeout, and a tier that hangs leave
 for the holder's tiers only, and fails only if all of them do.
 """
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -95,11 +94,15 @@ class TieredConnector(Generic[TierT_co]):
 
     async def publish(self, blocks: Sequence[Block]) -> None:
         """A store behind other tiers takes what it is given into its own queue and returns at once."""
-        ended = await asyncio.gather(*(tier.publish(blocks) for tier in self.tiers), return_exceptions=True)
-        errors = [error for error in ended if isinstance(error, BaseException)]
+        errors: list[KVError] = []
+        for tier in self.tiers:
+            try:
+                await tier.publish(blocks)
+            except KVError as error:
+                errors.append(error)
+        if len(errors) == len(self.tiers):
+            raise errors[0]
         for error in errors:
-            if not isinstance(error, KVError) or len(errors) == len(self.tiers):
-                raise error
             _logger.warning("%d blocks are published through some tiers only: %s", len(blocks), error)
 
     def retract(self, block_ids: Sequence[int]) -> None:

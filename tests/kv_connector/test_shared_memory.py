@@ -41,6 +41,18 @@ def node(directory: Path, node_id: str = "peer") -> Node:
     return Node(SharedMemoryConnector(settings), node_id, 16, LAYOUT, 1)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 40])  # on the loop; on the worker's thread
+async def test_few_and_many_blocks_are_published_at_once(tmp_path: Path, num_blocks: int) -> None:
+    owner = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path))), "owner", 40, LAYOUT, EPOCH)
+    peer = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path))), "peer", 40, LAYOUT, EPOCH)
+    await write_and_publish(owner, blocks(num_blocks))
+    assert owner.first_stats.blocks_published == num_blocks
+    result = await peer.connector.fetch(owner.source, blocks(num_blocks), timeout=10)
+    assert set(result.outcomes) == {FetchOutcome.FETCHED}
+    await owner.connector.close()
+    await peer.connector.close()
+
+
 @pytest.mark.parametrize("killed", [True, False])
 async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: bool) -> None:
     process, source = spawn_owner(tmp_path)
