@@ -1,4 +1,4 @@
-"""A decoder layer for few rows in two compiled calls around its attention.
+"""A decoder layer in two compiled calls around its attention.
 
 The pieces are those of `packed`, `quantized` and `fused`, in the same order, and so are the results, to the bit. What
 is saved is the way into and out of Python between them, which costs more than most of the pieces do when the weights

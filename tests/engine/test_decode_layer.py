@@ -1,4 +1,4 @@
-"""A decoder layer for few tokens, in two compiled calls around its attention, gives its pieces' results to the bit."""
+"""A decoder layer in two compiled calls around its attention gives its pieces' results to the bit."""
 
 from pathlib import Path
 
@@ -25,9 +25,9 @@ def load(directory: Path, quantization: Quantization, dtype: DTypeName = "bfloat
 
 
 def logits(model: DecoderForCausalLM) -> Tensor:
-    """A prompt, and steps of one and of two tokens."""
-    run = PagedRun(model, num_sequences=2, max_tokens=40)
-    chunks = [[list(range(300, 320)), [5]], [[7], [9]], [[11, 12], [13]]]
+    """Prompts of many rows, and steps of one and of two tokens."""
+    run = PagedRun(model, num_sequences=2, max_tokens=64)
+    chunks = [[list(range(270, 315)), [5, 6]], [[7], [9]], [[11, 12], [13]]]
     return torch.cat([part for step in chunks for part in run.step(step)])
 
 
@@ -36,35 +36,35 @@ def logits(model: DecoderForCausalLM) -> Tensor:
 def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp_path: Path) -> None:
     model = load(make_tiny_model(family, tmp_path), quantization)
     if quantization != "none":  # bfloat16 weights need an order of oneDNN's that not every processor has
-        assert all(layer.few_rows is not None for layer in model.layers)
-    compiled = logits(model)
+        assert all(layer.compiled is not None for layer in model.layers)
+    together = logits(model)
     for layer in model.layers:
-        layer.few_rows = None
-    assert torch.equal(logits(model), compiled)
+        layer.compiled = None
+    assert torch.equal(logits(model), together)
 
 
 def test_float32_goes_piece_by_piece(tmp_path: Path) -> None:
     model = load(make_tiny_model("llama", tmp_path), "int8", "float32")
-    assert all(layer.few_rows is None for layer in model.layers)
+    assert all(layer.compiled is None for layer in model.layers)
 
 
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     [layer, *_] = load(make_tiny_model("llama", tmp_path), "int8").layers
-    few = layer.few_rows
-    assert isinstance(few, DecodeLayer)
+    compiled = layer.compiled
+    assert isinstance(compiled, DecodeLayer)
     x, angles = torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(2, 8)
-    heads, residual = few.heads(x, None, angles, angles)
+    heads, residual = compiled.heads(x, None, angles, angles)
     assert heads.shape == (2, 8, 16)
     attended = torch.zeros(2, 64, dtype=torch.bfloat16)
-    assert few.finish(attended, residual)[0].shape == (2, 64)
+    assert compiled.finish(attended, residual)[0].shape == (2, 64)
     with pytest.raises(ValueError, match="shapes do not fit"):
-        few.heads(x[:, :32].contiguous(), None, angles, angles)
+        compiled.heads(x[:, :32].contiguous(), None, angles, angles)
     with pytest.raises(ValueError, match="a row of angles per token"):
-        few.heads(x, None, angles[:1], angles)
+        compiled.heads(x, None, angles[:1], angles)
     with pytest.raises(ValueError, match="residual has another element type"):
-        few.finish(attended, residual.float())
+        compiled.finish(attended, residual.float())
     with pytest.raises(ValueError, match="attended is not contiguous"):
-        few.finish(torch.zeros(2, 128, dtype=torch.bfloat16)[:, :64], residual)
+        compiled.finish(torch.zeros(2, 128, dtype=torch.bfloat16)[:, :64], residual)
     with pytest.raises(ValueError, match="another number of bytes"):
         _native.quantized_projection(
             torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, 1, 16, dtype=torch.bfloat16), None, 16, 64, 8, 128

@@ -1,4 +1,4 @@
-"""The linear layers and norms of a decoder layer as one compiled layer for few tokens, where that can be had."""
+"""The linear layers and norms of a decoder layer as one compiled layer, where that can be had."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -113,7 +113,7 @@ class DecoderLayer:
         self.attention = Attention(config, layer, backend, weights)
         self.post_attention_norm = weights.empty(config.hidden_size)
         self.mlp = Mlp(config, layer, weights)
-        self.few_rows: DecodeLayer | None = None  # where the layer's weights are such that it can be had
+        self.compiled: DecodeLayer | None = None  # where the layer's weights are such that it can be had
 
     def __call__(
         self,
@@ -124,9 +124,9 @@ class DecoderLayer:
         kv_pool: Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        if self.few_rows is not None and self.few_rows.takes(x.shape[0]):
-            heads, residual = self.few_rows.heads(x, residual, cos, sin)
-            return self.few_rows.finish(self.attention.attend(heads, kv_pool, metadata), residual)
+        if self.compiled is not None and self.compiled.takes(x.shape[0]):
+            heads, residual = self.compiled.heads(x, residual, cos, sin)
+            return self.compiled.finish(self.attention.attend(heads, kv_pool, metadata), residual)
         if residual is None:
             x, residual = rms_norm(x, self.input_norm, self.eps), x
         else:
@@ -139,7 +139,7 @@ class DecoderLayer:
         linears = self.linear_layers()
         for linear in linears:
             linear.pack()
-        self.few_rows = decode_layer(
+        self.compiled = decode_layer(
             linears,
             input_norm=self.input_norm,
             norm=self.post_attention_norm,
