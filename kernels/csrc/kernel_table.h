@@ -166,9 +166,9 @@ inline constexpr std::int64_t kMinPackedTileRows = 4;
 
 // Inputs of a panel that stay in the nearest cache, at most, while many rows go by.
 inline constexpr std::int64_t kPackedPartInputs = 512;
-// Sums of many rows, kept between two parts of the inputs, and of two blocks of 32 rows that are complete.
+// Sums of many rows, kept between two parts of the inputs and until they are stored.
 inline constexpr std::size_t packed_scratch_floats(std::int64_t num_rows, std::int64_t num_panels) {
-  return static_cast<std::size_t>(((num_rows + 31) / 32 * num_panels + 2) * 32 * kPackedOutputs);
+  return static_cast<std::size_t>((num_rows + 31) / 32 * 32 * num_panels * kPackedOutputs);
 }
 
 // y = x W^T + bias over packed bfloat16 weights. For kernels rows of x have padded_inputs(), with zeros.
@@ -214,8 +214,8 @@ struct KernelTable {
   bool packed_in_tiles;  // `multiply_packed` of kMinPackedTileRows and more reads x in whole tiles
   std::int64_t packed_rows;  // up to so many `multiply_packed` is made for: reading the weights takes longer than computing
   void (*multiply_packed)(const PackedCall&, RowSpan panels);
-  // For any more, null without a matrix unit: `group` panels (of a gated call: pairs of panels) together, for which scratch has
-  // packed_scratch_floats(). Rows start at a multiple of 32.
+  // For any more, null without a matrix unit: `group` panels (of a gated call: pairs of panels) together; scratch has
+  // packed_scratch_floats() of one more. Rows start at a multiple of 32.
   void (*multiply_packed_many)(const PackedCall&, RowSpan rows, RowSpan panels, std::int64_t group, float* scratch);
 };
 

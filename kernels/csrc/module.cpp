@@ -8,7 +8,7 @@
 #include <string>
 
 #include "copy_digest_module.h"
-#include "decode_stack_module.h"
+#include "layer_stack_module.h"
 #include "projection_module.h"
 #include "elementwise.h"
 #include "instruction_set.h"
@@ -437,7 +437,7 @@ NB_MODULE(_native, m) {
   m.def("packed_rows", [] { return paged::kernels().packed_rows; });
   m.def("uniform", &paged::bind_uniform, "out"_a, "seeds"_a, "positions"_a, "choices"_a, "stream"_a, "first"_a);
   paged::define_projection(m);
-  paged::define_decode_stack(m);
+  paged::define_layer_stack(m);
   paged::define_copy_digest(m);
   m.def("prefer_huge_pages", &paged::bind_prefer_huge_pages, "tensor"_a);
 }

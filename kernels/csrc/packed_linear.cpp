@@ -105,12 +105,13 @@ void multiply_many(const PackedCall& call, int num_threads) {
   const std::int64_t panels = num_panels(call) / (call.gated ? 2 : 1);
   const std::int64_t num_blocks = (call.num_rows + kManyRows - 1) / kManyRows;
   const std::int64_t block = (call.num_rows + num_blocks * kRowBlock - 1) / (num_blocks * kRowBlock) * kRowBlock;
-  const std::int64_t share = (panels + num_threads - 1) / num_threads;
-  const std::int64_t group = std::min(panels_together(call, block), share);
+  const std::int64_t least = (panels + panels_together(call, block) - 1) / panels_together(call, block);
+  const std::int64_t num_groups = (least + num_threads - 1) / num_threads * num_threads;  // as many for each thread
+  const std::int64_t group = (panels + num_groups - 1) / num_groups;
   for (std::int64_t row = 0; row < call.num_rows; row += block) {
     const RowSpan rows{row, std::min(call.num_rows, row + block)};
     parallel_spans(num_threads, (panels + group - 1) / group, 1, [&](std::int64_t begin, std::int64_t end) {
-      float* scratch = sums_scratch.floats(packed_scratch_floats(block, group * (call.gated ? 2 : 1)));
+      float* scratch = sums_scratch.floats(packed_scratch_floats(block, (group + 1) * (call.gated ? 2 : 1)));
       table.multiply_packed_many(call, rows, {begin * group, std::min(panels, end * group)}, group, scratch);
     });
   }

@@ -1,4 +1,4 @@
-// Linear layers of few rows over bfloat16 weights in the order in which oneDNN keeps them, so that one copy of the weights serves both.
+// Linear layers over bfloat16 weights in the order in which oneDNN keeps them, so that one copy of the weights serves both.
 //
 // Thirty-two outputs (rows of the weight) make a panel, two consecutive inputs of an output are a pair: [num_panels][num_pairs][32
 // outputs][2]. Inputs are padded to a multiple of 32 and outputs to whole panels with zeros. oneDNN chooses the order by shape and

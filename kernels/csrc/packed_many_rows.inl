@@ -119,60 +119,71 @@ static void multiply_packed_part(const PackedCall& call, std::int64_t row, std::
   asm volatile("" ::: "memory");
 }
 
+// Where the sums of panels lie: in turn in one place more than a group has, since those of the last one may be pending still.
+struct SumsRing {
+  float* data;
+  std::int64_t panel_floats;
+  std::int64_t num_panels;
+  std::int64_t next;
+
+  float* at(std::int64_t index) const { return data + (next + index) % num_panels * panel_floats; }
+};
+
 // Rows `rows` with panels [begin, end), part by part; where the call is gated, the gate's panels, with as many of what they gate.
-static void multiply_packed_group(const PackedCall& call, RowSpan rows, RowSpan panels, float* scratch, PendingRows& pending, int& turn) {
+static void multiply_packed_group(const PackedCall& call, RowSpan rows, RowSpan panels, SumsRing& ring, PendingRows& pending) {
   constexpr std::int64_t kBlockRows = 2 * kTileSize;
   constexpr std::int64_t kBlockFloats = kBlockRows * kPackedOutputs;
   const std::int64_t inputs = call.padded_inputs();
   const std::int64_t num_parts = (inputs + kPackedPartInputs - 1) / kPackedPartInputs;
   const std::int64_t part = (inputs / kPackedInputs + num_parts - 1) / num_parts * kPackedInputs;
-  const std::int64_t num_blocks = (rows.end - rows.begin + kBlockRows - 1) / kBlockRows;
+  const std::int64_t num_rows = rows.end - rows.begin;
+  const std::int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
   const std::int64_t num_sides = call.gated ? 2 : 1;
   const std::int64_t num_turns = (panels.end - panels.begin) * num_sides;  // through all rows, in each part
   const auto weights_of = [&](std::int64_t index, std::int64_t input) {
     const std::int64_t panel = panels.begin + index / num_sides + index % num_sides * (call.num_outputs / kPackedOutputs / 2);
     return reinterpret_cast<const std::uint8_t*>(call.packed + (panel * inputs + input) * kPackedOutputs);
   };
-  float* finished = scratch;  // two blocks, one of which is pending
-  float* sums = scratch + 2 * kBlockFloats;
   for (std::int64_t input = 0; input < inputs; input += part) {
     const std::int64_t depth = inputs - input < part ? inputs - input : part;
     const std::int64_t steps = depth / kPackedInputs;
     const bool is_last = input + depth == inputs;
+    const std::int64_t all_steps = num_blocks * steps;
     const std::int64_t lines = steps * kPackedOutputs * kPackedInputs * 2 / 64;
-    const auto lines_per_step = static_cast<int>((lines + num_blocks * steps - 1) / (num_blocks * steps));
-    const auto rows_per_step = static_cast<int>((kBlockRows + steps - 1) / steps);
+    const auto lines_per_step = static_cast<int>((lines + all_steps - 1) / all_steps);
+    // What is pending comes from one panel, and all turns of a gate or the last part's of others are there to store it.
+    const std::int64_t until_next = all_steps * num_sides * (num_turns == num_sides ? num_parts : 1);
+    const auto rows_per_step = static_cast<int>((num_rows + until_next - 1) / until_next);
     for (std::int64_t index = 0; index < num_turns; ++index) {
       const std::uint8_t* weights = weights_of(index, input);
       const std::uint8_t* next = index + 1 < num_turns ? weights_of(index + 1, input) : is_last ? weights_of(num_turns, 0) : weights_of(0, input + depth);
-      const bool stores = is_last && (!call.gated || index % 2 == 1);
+      float* sums = ring.at(index);
       for (std::int64_t block = 0; block < num_blocks; ++block) {
         const std::int64_t row = rows.begin + block * kBlockRows;
-        float* own = sums + (index * num_blocks + block) * kBlockFloats;
-        float* to = stores ? finished + turn * kBlockFloats : own;
         const BesideProducts beside{next + block * steps * lines_per_step * 64, lines_per_step, rows_per_step, &pending};
-        const float* from = input == 0 ? nullptr : own;
+        float* to = sums + block * kBlockFloats;
+        const float* from = input == 0 ? nullptr : to;
         if (row + kTileSize < rows.end) {
           multiply_packed_part<2>(call, row, input, weights, steps, from, to, beside);
         } else {
           multiply_packed_part<1>(call, row, input, weights, steps, from, to, beside);
         }
-        if (!stores) continue;
-        const auto num_rows = static_cast<int>(rows.end - row < kBlockRows ? rows.end - row : kBlockRows);
-        pending.start(to, own - num_blocks * kBlockFloats, panels.begin + index / num_sides, row, num_rows);
-        turn ^= 1;
       }
+      if (is_last && index % num_sides == num_sides - 1)
+        pending.start(sums, call.gated ? ring.at(index - 1) : nullptr, panels.begin + index / num_sides, rows.begin, static_cast<int>(num_rows));
     }
   }
+  ring.next = (ring.next + num_turns) % ring.num_panels;
 }
 
 static void multiply_packed_many(const PackedCall& call, RowSpan rows, RowSpan panels, std::int64_t group, float* scratch) {
   const TileSession<true> session;
   PendingRows pending(call);
-  int turn = 0;
+  const std::int64_t num_blocks = (rows.end - rows.begin + 2 * kTileSize - 1) / (2 * kTileSize);
+  SumsRing ring{scratch, num_blocks * 2 * kTileSize * kPackedOutputs, (group + 1) * (call.gated ? 2 : 1), 0};
   for (std::int64_t first = panels.begin; first < panels.end; first += group) {
     const RowSpan together{first, first + group < panels.end ? first + group : panels.end};
-    multiply_packed_group(call, rows, together, scratch, pending, turn);
+    multiply_packed_group(call, rows, together, ring, pending);
   }
   pending.finish();
 }

@@ -1,11 +1,11 @@
-// Linear layers as decode_layer.h takes them, from Python.
+// Linear layers as decoder_layer.h takes them, from Python.
 #include "projection_module.h"
 
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
-#include "decode_layer.h"
+#include "decoder_layer.h"
 #include "packed_linear.h"
 #include "quantized.h"
 #include "tensor.h"

@@ -1,4 +1,4 @@
-// Linear layers as decode_layer.h takes them, from Python, and views of tensors that go with them.
+// Linear layers as decoder_layer.h takes them, from Python, and views of tensors that go with them.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "decode_layer.h"
+#include "decoder_layer.h"
 #include "tensor.h"
 
 namespace paged {

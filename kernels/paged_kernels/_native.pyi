@@ -88,7 +88,7 @@ class Projection:
     @property
     def is_packed(self) -> bool: ...
 
-class DecodeStack:
+class LayerStack:
     def __init__(
         self,
         final_norm: Tensor,

@@ -1,9 +1,9 @@
 """Linear layers over bfloat16 weights on the CPU, in the order in which oneDNN reads them fastest.
 
-Many rows are multiplied by oneDNN, few by our own kernel, which reads the same memory faster than oneDNN does. oneDNN
-promises no order: for each shape it packs a known pattern, and only if that lies where our kernel looks for it are
-weights of this shape packed by us (`paged_kernels.onednn_order`). Where it does not, torch gives no view of our memory,
-or nothing was compiled, oneDNN packs, and multiplies few rows too.
+Few rows are multiplied by our own kernel, which reads the same memory faster than oneDNN does, and so are many on a
+matrix unit; elsewhere oneDNN multiplies many. oneDNN promises no order: for each shape it packs a known pattern, and
+only if that lies where our kernels look for it are weights of this shape packed by us (`paged_kernels.onednn_order`).
+Where it does not, torch gives no view of our memory, or nothing was compiled, oneDNN packs, and multiplies all.
 """
 
 from dataclasses import dataclass

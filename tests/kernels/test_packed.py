@@ -12,8 +12,8 @@ from paged_kernels.packed import PackedWeight
 from torch import Tensor
 
 # Outputs and inputs: whole panels, tails of both, odd inputs, less than a panel, one of each, a model's layer.
-SHAPES = [(64, 256), (33, 144), (100, 71), (3, 8), (1, 1), (16, 64), (48, 896), (1152, 896)]
-ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 64, 70]
+SHAPES = [(64, 256), (33, 144), (100, 71), (3, 8), (1, 1), (16, 64), (48, 896), (70, 1100), (1152, 896)]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 49, 64, 70, 200]
 MOST_ROWS = 200
 
 
@@ -91,7 +91,16 @@ def test_our_kernel(shape: tuple[int, int], with_bias: bool, instruction_set: st
         layer.product.check(multiply(layer.x[:num_rows], layer.packed, layer.bias))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 16, 32])
+def test_more_rows_than_a_cache_holds(instruction_set: str, num_threads: int) -> None:
+    """They are multiplied in blocks, with several panels together."""
+    layer = random_layer((100, 2048), True)
+    x = torch.cat([layer.x, layer.x, layer.x[:130]])
+    many = multiply(x, layer.packed, layer.bias)
+    for begin in range(0, len(x), MOST_ROWS):
+        layer.product.check(many[begin : begin + MOST_ROWS])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 32, 70])
 def test_strided_rows(num_rows: int, instruction_set: str) -> None:
     weight = torch.randn(96, 320).bfloat16()
     x = torch.randn(num_rows, 640).bfloat16()[:, 100:420]
@@ -127,7 +136,17 @@ def test_a_row_is_the_same_with_any_others_and_on_any_number_of_threads(instruct
     assert torch.equal(multiply(x[9:26], layer), many[9:26])
 
 
-@pytest.mark.parametrize("num_rows", [2, 8])
+@pytest.mark.parametrize("shape", [(200, 96), (70, 1100), (100, 2048)])
+def test_a_row_is_the_same_among_few_and_many(shape: tuple[int, int], instruction_set: str, num_threads: int) -> None:
+    """What a prompt's token gives does not depend on the chunk that it comes in."""
+    layer = random_layer(shape, True)
+    x = torch.cat([layer.x, layer.x, layer.x[:130]])
+    many = multiply(x, layer.packed, layer.bias)
+    for begin, end in ((0, 4), (7, 23), (100, 133), (20, 120), (1, 529)):
+        assert torch.equal(multiply(x[begin:end], layer.packed, layer.bias), many[begin:end])
+
+
+@pytest.mark.parametrize("num_rows", [2, 8, 70])
 def test_a_value_that_is_not_finite_stays_in_its_row(num_rows: int, instruction_set: str) -> None:
     layer = by_hand(torch.randn(40, 72).abs().bfloat16() + 0.1)
     x = torch.randn(num_rows, 72).bfloat16()
@@ -172,7 +191,7 @@ class TestWithOnednn:
     def test_linear_for_any_number_of_rows(self, shape: tuple[int, int], instruction_set: str) -> None:
         layer = random_layer(shape, True)
         weight = packed.pack(layer.weight)
-        for num_rows in [*ROWS, MOST_ROWS]:
+        for num_rows in ROWS:
             layer.product.check(packed.linear(layer.x[:num_rows], weight, layer.bias))
 
     def test_no_rows(self) -> None:

@@ -16,14 +16,14 @@ from paged_kernels.fused import add_rms_norm, rms_norm, silu_mul
 from paged_kernels.packed import can_pack
 from torch import Tensor
 
-from kvrelay.engine.layers.decode_stack import LayerParts, decode_stack
+from kvrelay.engine.layers.layer_stack import LayerParts, layer_stack
 from kvrelay.engine.layers.linear import FillableLinear, LinearLayer, make_fillable, make_linear
 from kvrelay.engine.layers.rotary import RotaryTable
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 from kvrelay.engine.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from paged_kernels.decode_stack import DecodeStack  # it needs the extension
+    from paged_kernels.layer_stack import LayerStack  # it needs the extension
 
 
 def layer_prefix(layer: int) -> str:
@@ -180,7 +180,7 @@ class DecoderForCausalLM:
             config.rope, head_dim=config.head_dim, max_positions=max_model_len, device=weights.device
         )
         self._is_packed = False
-        self.few_rows: DecodeStack | None = None  # once packed, where the weights are such that it can be had
+        self.stack: LayerStack | None = None  # once packed, where the weights are such that it can be had
 
     def forward(
         self,
@@ -194,8 +194,8 @@ class DecoderForCausalLM:
         final hidden states after the last norm, `[num_tokens, hidden_size]`."""
         cos, sin = self.rotary.rows(positions)
         x = F.embedding(input_ids, self.embedding)
-        if self.few_rows is not None and self.few_rows.takes(x.shape[0]):
-            return self.few_rows(x, cos, sin, kv_pool, metadata, before_layer)
+        if self.stack is not None and self.stack.takes(x.shape[0]):
+            return self.stack(x, cos, sin, kv_pool, metadata, before_layer)
         residual: Tensor | None = None
         for layer in self.layers:
             before_layer()
@@ -212,7 +212,7 @@ class DecoderForCausalLM:
         """From the next step on; an FP8 pool needs one that knows its scales."""
         for layer in self.layers:
             layer.attention.backend = backend
-        self.few_rows = self._stack()
+        self.stack = self._stack()
 
     def checkpoint_slots(self) -> dict[str, Slot]:
         """The place of every tensor of the checkpoint, by its name there. Not after `pack`."""
@@ -237,13 +237,13 @@ class DecoderForCausalLM:
         if self.lm_head is not None:
             self.lm_head.pack()
         self._is_packed = True
-        self.few_rows = self._stack()
+        self.stack = self._stack()
 
-    def _stack(self) -> "DecodeStack | None":
+    def _stack(self) -> "LayerStack | None":
         if not self._is_packed:
             return None
         attention = self.layers[0].attention
-        return decode_stack(
+        return layer_stack(
             [layer.parts() for layer in self.layers],
             attention.backend,
             final_norm=self.norm,

@@ -84,7 +84,7 @@ def test_inputs_in_shuffled_groups() -> None:
     check(torch.randn(5, 192), weight, exact)
 
 
-def test_inputs_are_split_for_few_rows() -> None:
+def test_inputs_are_split_for_stack() -> None:
     weight, exact = make_weight(PublishedFormat.AWQ, 1088, 16, 64, torch.float16)  # 17 tiles of inputs over 4 programs
     check(torch.randn(2, 1088), weight, exact)
 

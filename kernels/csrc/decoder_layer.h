@@ -1,5 +1,6 @@
-// A decoder layer for few rows, as decode_stack.h runs it around its attention: what lies between two products of few rows is so short that calling
-// each piece by itself would take longer than computing it. Every piece is the same as by itself, and so is every result.
+// A decoder layer in two calls around its attention, as layer_stack.h makes them: what lies between two products of few rows is so short
+// that calling each piece by itself would take longer than computing it, and of many rows it need not go through fresh memory. Every
+// result is that of the pieces.
 #pragma once
 
 #include "kernel_table.h"

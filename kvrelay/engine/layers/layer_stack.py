@@ -13,7 +13,7 @@ from kvrelay.engine.layers.linear import Linear, LinearLayer
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
-    from paged_kernels.decode_stack import DecodeStack, StackedLayer
+    from paged_kernels.layer_stack import LayerStack, StackedLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class LayerParts:
     window: int | None
 
 
-def decode_stack(
+def layer_stack(
     layers: Sequence[LayerParts],
     backend: AttentionBackend,
     *,
@@ -38,19 +38,19 @@ def decode_stack(
     scale: float,
     head_counts: Sequence[int],
     head_dim: int,
-) -> "DecodeStack | None":
+) -> "LayerStack | None":
     """`head_counts`: of query, key and value. None unless all is bfloat16 on the CPU, or quantised there, the kernels
     were compiled, and `backend` is theirs."""
     if load_extension() is None or final_norm.dtype is not torch.bfloat16 or final_norm.device.type != "cpu":
         return None
-    from paged_kernels.decode_stack import DecodeStack  # needs the extension
+    from paged_kernels.layer_stack import LayerStack  # needs the extension
     from paged_kernels.native import NativeBackend
 
     stacked = [_stacked(layer) for layer in layers]
     complete = [layer for layer in stacked if layer is not None]
     if len(complete) != len(stacked) or not isinstance(backend, NativeBackend):
         return None
-    return DecodeStack(
+    return LayerStack(
         complete,
         final_norm=final_norm,
         eps=eps,
@@ -63,7 +63,7 @@ def decode_stack(
 
 
 def _stacked(layer: LayerParts) -> "StackedLayer | None":
-    from paged_kernels.decode_stack import StackedLayer, projection
+    from paged_kernels.layer_stack import StackedLayer, projection
 
     made = [
         projection(linear.weight, linear.bias) if isinstance(linear, Linear | QuantizedLinear) else None

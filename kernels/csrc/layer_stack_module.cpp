@@ -1,11 +1,11 @@
-// Python's side of decode_stack.h.
-#include "decode_stack_module.h"
+// Python's side of layer_stack.h.
+#include "layer_stack_module.h"
 
 #include <stdexcept>
 #include <vector>
 
 #include "projection_module.h"
-#include "decode_stack.h"
+#include "layer_stack.h"
 #include "pool_view.h"
 #include "tensor.h"
 
@@ -19,9 +19,9 @@ void require(bool condition, const char* message) {
 }
 
 // Keeps the projections and norms that its layers read.
-class DecodeStack {
+class LayerStack {
  public:
-  DecodeStack(nb::object final_norm, float epsilon, float scale, std::int64_t num_heads, std::int64_t num_kv_heads, std::int64_t head_dim)
+  LayerStack(nb::object final_norm, float epsilon, float scale, std::int64_t num_heads, std::int64_t num_kv_heads, std::int64_t head_dim)
       : epsilon_(epsilon), scale_(scale), num_heads_(num_heads), num_kv_heads_(num_kv_heads), head_dim_(head_dim) {
     require(num_heads > 0 && num_kv_heads > 0 && num_heads % num_kv_heads == 0, "query heads are not a multiple of the KV heads");
     require(head_dim > 0 && head_dim % 2 == 0 && scale > 0.0f, "head_dim must be even and scale positive");
@@ -84,7 +84,7 @@ class DecodeStack {
       call.write.value_scales = call.attention.value_scales = scales(value_scales, "value_scales");
     }
     const nb::gil_scoped_release release;
-    decode_stack(call, num_threads);
+    layer_stack(call, num_threads);
   }
 
  private:
@@ -172,14 +172,14 @@ class DecodeStack {
 
 }  // namespace
 
-void define_decode_stack(nb::module_& m) {
+void define_layer_stack(nb::module_& m) {
   using namespace nb::literals;
-  nb::class_<DecodeStack>(m, "DecodeStack")
+  nb::class_<LayerStack>(m, "LayerStack")
       .def(nb::init<nb::object, float, float, std::int64_t, std::int64_t, std::int64_t>(), "final_norm"_a, "epsilon"_a, "scale"_a, "num_heads"_a,
            "num_kv_heads"_a, "head_dim"_a)
-      .def("add", &DecodeStack::add, "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "input_norm"_a, "norm"_a, "query_norm"_a.none(),
+      .def("add", &LayerStack::add, "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "input_norm"_a, "norm"_a, "query_norm"_a.none(),
            "key_norm"_a.none(), "window"_a)
-      .def("run", &DecodeStack::run, "hidden"_a, "residual"_a, "first"_a, "last"_a, "cos"_a, "sin"_a, "kv_pool"_a, "slot_mapping"_a, "block_tables"_a, "query_start_loc"_a,
+      .def("run", &LayerStack::run, "hidden"_a, "residual"_a, "first"_a, "last"_a, "cos"_a, "sin"_a, "kv_pool"_a, "slot_mapping"_a, "block_tables"_a, "query_start_loc"_a,
            "seq_lens"_a, "key_scales"_a.none(), "value_scales"_a.none(), "num_threads"_a);
 }
 

@@ -1,4 +1,4 @@
-#include "decode_layer.h"
+#include "decoder_layer.h"
 
 #include <algorithm>
 

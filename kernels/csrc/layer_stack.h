@@ -1,10 +1,10 @@
-// Layers of a decoder one after the other, their attention included, in one call: see decode_layer.h. Every piece is the same as by
+// Layers of a decoder one after the other, their attention included, in one call: see decoder_layer.h. Every piece is the same as by
 // itself, and so is every result.
 #pragma once
 
 #include <vector>
 
-#include "decode_layer.h"
+#include "decoder_layer.h"
 #include "paged_attention.h"
 
 namespace paged {
@@ -46,6 +46,6 @@ struct StackCall {
 };
 
 // Throws as write_kv and paged_attention do; nothing has been written then.
-void decode_stack(const StackCall& call, int num_threads);
+void layer_stack(const StackCall& call, int num_threads);
 
 }  // namespace paged

@@ -1,4 +1,4 @@
-#include "decode_stack.h"
+#include "layer_stack.h"
 
 #include "elementwise.h"
 #include "scratch.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::int64_t kAlignment = 64;
 
-thread_local Scratch stack_scratch;  // decode_layer.cpp has its own, in use between ours
+thread_local Scratch stack_scratch;  // decoder_layer.cpp has its own, in use between ours
 
 // What lies between the pieces of a layer.
 struct Buffers {
@@ -56,7 +56,7 @@ void attend(const StackCall& call, const Buffers& buffers, std::int64_t layer, s
 
 }  // namespace
 
-void decode_stack(const StackCall& call, int num_threads) {
+void layer_stack(const StackCall& call, int num_threads) {
   const Buffers buffers(call, call.num_heads + 2 * call.num_kv_heads);
   HeadsCall heads{};
   heads.x = call.hidden;

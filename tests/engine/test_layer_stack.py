@@ -1,4 +1,4 @@
-"""All decoder layers in one compiled call for few tokens give the results of their pieces, to the bit."""
+"""Compiled decoder layers give the results of their pieces, to the bit."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from paged_kernels import _native
 from paged_kernels.base import AttentionMetadata
-from paged_kernels.decode_stack import DecodeStack, StackedLayer, projection
 from paged_kernels.kv_scales import FP8, KVScales
+from paged_kernels.layer_stack import LayerStack, StackedLayer, projection
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.registry import select_backend
 from torch import Tensor
@@ -28,11 +28,11 @@ def load(directory: Path, quantization: Quantization, dtype: DTypeName = "bfloat
 
 
 def logits(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None) -> Tensor:
-    """A prompt, and steps of one and of two tokens."""
-    run = PagedRun(model, num_sequences=2, max_tokens=40)
+    """Prompts of many rows, and steps of one and of two tokens."""
+    run = PagedRun(model, num_sequences=2, max_tokens=64)
     if kv_dtype is not None:
         run.pool = run.pool.to(kv_dtype)
-    chunks = [[list(range(300, 320)), [5]], [[7], [9]], [[11, 12], [13]]]
+    chunks = [[list(range(270, 315)), [5, 6]], [[7], [9]], [[11, 12], [13]]]
     return torch.cat([part for step in chunks for part in run.step(step)])
 
 
@@ -41,30 +41,30 @@ def logits(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None) -> Te
 def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp_path: Path) -> None:
     model = load(make_tiny_model(family, tmp_path), quantization)
     if quantization != "none":  # bfloat16 weights need an order of oneDNN's that not every processor has
-        assert model.few_rows is not None
+        assert model.stack is not None
     compiled = logits(model)
-    model.few_rows = None
+    model.stack = None
     assert torch.equal(logits(model), compiled)
 
 
 def test_the_same_over_an_fp8_pool(tmp_path: Path) -> None:
     model = load(make_tiny_model("llama", tmp_path), "int8")
-    assert model.few_rows is not None
+    assert model.stack is not None
     with pytest.raises(ValueError, match="needs kv_scales"):
         logits(model, FP8)
     shape = (model.config.num_layers, model.config.num_kv_heads)
     scales = KVScales(torch.linspace(0.01, 0.02, shape[0] * shape[1]).view(shape), torch.full(shape, 0.03))
     model.attend_with(select_backend("auto", kv_scales=scales))
     compiled = logits(model, FP8)
-    model.few_rows = None
+    model.stack = None
     assert torch.equal(logits(model, FP8), compiled)
 
 
 def test_who_goes_piece_by_piece(tmp_path: Path) -> None:
-    assert load(make_tiny_model("llama", tmp_path), "int8", "float32").few_rows is None
+    assert load(make_tiny_model("llama", tmp_path), "int8", "float32").stack is None
     model = load(make_tiny_model("llama", tmp_path), "int8")
     model.attend_with(ReferenceBackend())
-    assert model.few_rows is None
+    assert model.stack is None
 
 
 def linear(num_outputs: int, num_inputs: int) -> _native.Projection:
@@ -77,13 +77,13 @@ def linear(num_outputs: int, num_inputs: int) -> _native.Projection:
     )  # fmt: skip
 
 
-def stack(qkv: _native.Projection, norm: Tensor) -> DecodeStack:
+def stack(qkv: _native.Projection, norm: Tensor) -> LayerStack:
     """One layer of two query heads and one KV head of 16, 32 wide."""
     layer = StackedLayer(
         qkv=qkv, output=linear(32, 32), gate_up=linear(128, 32), down=linear(32, 64), input_norm=norm, norm=norm,
         query_norm=None, key_norm=None, window=None,
     )  # fmt: skip
-    return DecodeStack(
+    return LayerStack(
         [layer], final_norm=norm, eps=1e-6, scale=0.25, num_heads=2, num_kv_heads=1, head_dim=16, kv_scales=None
     )
 

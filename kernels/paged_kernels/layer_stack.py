@@ -47,7 +47,7 @@ class StackedLayer:
     window: int | None
 
 
-class DecodeStack:
+class LayerStack:
     """bfloat16 on the CPU; the pool has the same type, or is FP8 with `kv_scales`."""
 
     def __init__(
@@ -68,7 +68,7 @@ class DecodeStack:
         self._any_rows = all(
             linear.is_packed for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
         )
-        self._stack = _native.DecodeStack(final_norm, eps, scale, num_heads, num_kv_heads, head_dim)
+        self._stack = _native.LayerStack(final_norm, eps, scale, num_heads, num_kv_heads, head_dim)
         for layer in layers:
             self._stack.add(
                 layer.qkv, layer.output, layer.gate_up, layer.down, layer.input_norm, layer.norm, layer.query_norm,

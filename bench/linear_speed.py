@@ -1,0 +1,68 @@
+"""Products of many rows with packed bfloat16 weights: our kernel beside oneDNN, which reads the same memory.
+
+    python -m bench.linear_speed --threads 2
+
+Every round multiplies `--copies` weights of a shape with each of the two in turn, so that weights come from
+memory as those of a model do. What is printed is the median over rounds; ratios are medians of the rounds' ratios.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from paged_kernels import _native, packed
+from paged_kernels.packed import PackedWeight
+from torch import Tensor
+
+# Outputs and inputs of the shape qwen2-0.5b: of the heads, the attention's output, gate and up, down.
+SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[33, 64, 128, 256, 512, 2048])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--copies", type=int, default=8, help="weights that are used in turn")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    for num_outputs, num_inputs in SHAPES:
+        weights = [packed.pack(torch.randn(num_outputs, num_inputs).bfloat16()) for _ in range(arguments.copies)]
+        if weights[0].panels is None:
+            raise SystemExit("oneDNN keeps these weights in another order on this machine: there is nothing to compare")
+        for num_rows in arguments.rows:
+            _measure(torch.randn(num_rows, num_inputs).bfloat16(), weights, arguments.rounds)
+
+
+def _measure(x: Tensor, weights: Sequence[PackedWeight], rounds: int) -> None:
+    out = torch.empty(x.shape[0], weights[0].num_outputs, dtype=torch.bfloat16)
+
+    def ours(weight: PackedWeight) -> None:
+        assert weight.panels is not None
+        _native.packed_matmul(out, x, weight.panels, None, torch.get_num_threads())
+
+    def onednn(weight: PackedWeight) -> None:
+        torch.ops.mkldnn._linear_pointwise(x, weight.opaque, None, "none", [], "")
+
+    runs: dict[str, Callable[[PackedWeight], None]] = {"ours": ours, "onednn": onednn}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for index in range(rounds + 1):  # the first one warms up
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for weight in weights:
+                run(weight)
+            if index:
+                seconds[name].append((time.perf_counter() - start) / len(weights))
+    operations = 2 * x.shape[0] * weights[0].num_outputs * weights[0].num_inputs
+    speeds = {name: operations / statistics.median(times) / 1e12 for name, times in seconds.items()}
+    ratio = statistics.median(a / b for a, b in zip(seconds["ours"], seconds["onednn"], strict=True))
+    print(
+        f"{x.shape[0]:5} x {x.shape[1]:5} x {out.shape[1]:5}: {speeds['ours']:.2f} TFLOP/s, oneDNN "
+        f"{speeds['onednn']:.2f}; {ratio:.2f} of its time"
+    )
+
+
+if __name__ == "__main__":
+    main()

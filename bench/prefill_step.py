@@ -1,0 +1,120 @@
+"""Steps that compute prompts: ours beside the same model with oneDNN's products, piece by piece.
+
+    python -m bench.prefill_step DIR --threads 2
+
+DIR is a bfloat16 model (`python -m bench.random_model DIR --shape qwen2-0.5b`). A step is `new:cached` tokens of each
+sequence, with `count*` before it for several: `16*1:300,112:0` are 16 decodes and a chunk of a prompt. Forward pass and
+logits of the last tokens, without the engine. Both take turns in every round; the ratio is the median of the rounds'.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+
+import torch
+from paged_kernels.base import AttentionMetadata
+from paged_kernels.packed import PackedWeight
+from paged_kernels.registry import select_backend
+from torch import Tensor
+
+from kvrelay.engine.layers.linear import Linear
+from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.models.loader import load_model
+
+BLOCK_SIZE = 16
+STEPS = ("512:0", "128:0", "64:1024", "33:1024", "16*1:300,112:0")
+
+
+class WithOnednn:
+    """While it is entered, oneDNN multiplies all rows and no layer is compiled. The weights stay where they are."""
+
+    def __init__(self, model: DecoderForCausalLM) -> None:
+        self._layers = [(layer, layer.compiled) for layer in model.layers]
+        linears = [linear for linear in model.linear_layers() if isinstance(linear, Linear)]
+        self._weights = [(one, one.weight) for one in linears if isinstance(one.weight, PackedWeight)]
+
+    def __enter__(self) -> None:
+        for layer, _ in self._layers:
+            layer.compiled = None
+        for linear, weight in self._weights:
+            linear.weight = replace(weight, panels=None)
+
+    def __exit__(self, *_: object) -> None:
+        for layer, compiled in self._layers:
+            layer.compiled = compiled
+        for linear, weight in self._weights:
+            linear.weight = weight
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("model")
+    parser.add_argument("--steps", nargs="+", default=STEPS)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    attention = select_backend("auto")
+    model = load_model(arguments.model, dtype="bfloat16", attention=attention, max_model_len=4096).model
+    for spec in arguments.steps:
+        _measure(spec, _step(model, spec), WithOnednn(model), arguments.rounds)
+
+
+@torch.inference_mode()
+def _measure(spec: str, run: Callable[[], object], onednn: WithOnednn, rounds: int) -> None:
+    ours, theirs = [], []
+    for index in range(rounds + 1):  # the first one warms up
+        with onednn:
+            before = _seconds(run)
+        after = _seconds(run)
+        if index:
+            ours.append(after)
+            theirs.append(before)
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    print(
+        f"{spec:>20}: {statistics.median(ours) * 1e3:.1f} ms, with oneDNN {statistics.median(theirs) * 1e3:.1f}; "
+        f"{ratio:.2f} of its time"
+    )
+
+
+def _step(model: DecoderForCausalLM, spec: str) -> Callable[[], Tensor]:
+    sequences = list(chain.from_iterable(_sequences(part) for part in spec.split(",")))
+    config = model.config
+    lengths = [new + cached for new, cached in sequences]
+    width = -(-max(lengths) // BLOCK_SIZE)
+    tables = torch.arange(len(sequences) * width, dtype=torch.int32).view(-1, width)
+    shape = (tables.numel(), config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim)
+    positions = torch.cat([torch.arange(cached, cached + new) for new, cached in sequences])
+    owners = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor([new for new, _ in sequences]))
+    starts = torch.tensor([0, *(new for new, _ in sequences)]).cumsum(0)
+    metadata = AttentionMetadata(
+        slot_mapping=tables[owners, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+        block_tables=tables,
+        query_start_loc=starts.int(),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        max_query_len=max(new for new, _ in sequences),
+        max_seq_len=max(lengths),
+    )
+    kv_pool = torch.randn(shape, dtype=torch.float32).to(model.dtype)
+    input_ids = torch.randint(0, config.vocab_size, positions.shape)
+    last_tokens = starts[1:] - 1
+    return lambda: model.compute_logits(model.forward(input_ids, positions, kv_pool, metadata)[last_tokens])
+
+
+def _sequences(part: str) -> list[tuple[int, int]]:
+    count, _, lengths = part.rpartition("*")
+    new, cached = lengths.split(":")
+    return [(int(new), int(cached))] * int(count or 1)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
