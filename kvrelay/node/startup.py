@@ -10,8 +10,8 @@ from kv_connector.base import HostConnector
 from kv_connector.registry import create_connector, create_tiers
 from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
-from kvrelay.engine.startup import EngineOptions, prepare_engine
-from kvrelay.node.block_copy import choose_copy
+from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.startup import prepare_engine
 from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
 from kvrelay.node.node import Node, NodeIdentity
