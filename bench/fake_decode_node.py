@@ -19,6 +19,7 @@ from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc, node_p
 BLOCK_SIZE = 16
 # Ids that every byte-level vocabulary decodes to something short.
 FIRST_ID, NUM_IDS = 65, 26
+_HEARTBEAT_SECONDS = 1.0
 
 
 class FakeNode(node_pb2_grpc.NodeServicer):
@@ -43,7 +44,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     async def Watch(self, request: node_pb2.WatchRequest, context: Any) -> AsyncIterator[node_pb2.WatchResponse]:
         load = node_pb2.NodeLoad(num_free_blocks=1 << 20, num_blocks=1 << 20)
         yield node_pb2.WatchResponse(epoch=1, reset=True, load=load)
-        await asyncio.Event().wait()
+        while True:  # who is silent is lost
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
+            yield node_pb2.WatchResponse(epoch=1, load=load)
 
 
 class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):

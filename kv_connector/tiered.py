@@ -98,8 +98,8 @@ class TieredConnector(Generic[TierT_co]):
         for tier in self.tiers:
             try:
                 await tier.publish(blocks)
-            except KVError as error:
-                errors.append(error)
+            except KVError as failure:
+                errors.append(failure)
         if len(errors) == len(self.tiers):
             raise errors[0]
         for error in errors:
