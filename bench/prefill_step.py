@@ -32,19 +32,17 @@ class WithOnednn:
     """While it is entered, oneDNN multiplies all rows and no layer is compiled. The weights stay where they are."""
 
     def __init__(self, model: DecoderForCausalLM) -> None:
-        self._layers = [(layer, layer.compiled) for layer in model.layers]
+        self._model, self._stack = model, model.stack
         linears = [linear for linear in model.linear_layers() if isinstance(linear, Linear)]
         self._weights = [(one, one.weight) for one in linears if isinstance(one.weight, PackedWeight)]
 
     def __enter__(self) -> None:
-        for layer, _ in self._layers:
-            layer.compiled = None
+        self._model.stack = None
         for linear, weight in self._weights:
             linear.weight = replace(weight, panels=None)
 
     def __exit__(self, *_: object) -> None:
-        for layer, compiled in self._layers:
-            layer.compiled = compiled
+        self._model.stack = self._stack
         for linear, weight in self._weights:
             linear.weight = weight
 

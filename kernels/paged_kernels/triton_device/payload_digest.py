@@ -17,8 +17,8 @@ HIGH_KEY: tl.constexpr = tl.constexpr(47)
 START: tl.constexpr = tl.constexpr(55)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def kib_sums_kernel(sums, rows, block_ids, keys, num_words, num_kibs, KIBS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def kib_sums_kernel(sums, rows, block_ids, keys, num_words, num_kibs, KIBS: tl.constexpr):
     """Program (i, j): KiBs `[j * KIBS, (j + 1) * KIBS)` of block `block_ids[i]`. `rows` `[blocks, num_words]`, `sums`
     `[grid 0, num_kibs, 8]`."""
     digest = tl.program_id(0).to(tl.int64)
@@ -42,8 +42,8 @@ def kib_sums_kernel(sums, rows, block_ids, keys, num_words, num_kibs, KIBS: tl.c
     tl.store(target, total.to(tl.int64, bitcast=True), mask=kibs < num_kibs)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def digest_kernel(digests, sums, keys, low_start, high_start, NUM_KIBS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def digest_kernel(digests, sums, keys, low_start, high_start, NUM_KIBS: tl.constexpr):
     """Program i: `digests[i]`, `[2]`: the low and the high half."""
     digest = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, 4) * 2
@@ -65,20 +65,20 @@ def digest_kernel(digests, sums, keys, low_start, high_start, NUM_KIBS: tl.const
     tl.store(digests + digest * 2 + 1, high)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _words(pointers):  # type: ignore[no-untyped-def]
+@triton.jit
+def _words(pointers):
     """Those there, and those behind them."""
     even = tl.load(pointers).to(tl.uint64, bitcast=True)
     return even, tl.load(pointers + 1).to(tl.uint64, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scramble(lanes, key):  # type: ignore[no-untyped-def]
+@triton.jit
+def _scramble(lanes, key):
     return (lanes ^ (lanes >> 47) ^ key) * 0x9E3779B1
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge(even, odd, start):  # type: ignore[no-untyped-def]
+@triton.jit
+def _merge(even, odd, start):
     """Both halves of the 128-bit products, folded and added up, and the last mixing. Returns int64 with the bits."""
     folded = tl.sum((even * odd) ^ tl.umulhi(even, odd), axis=0)
     mixed = folded + start.to(tl.uint64, bitcast=True)
