@@ -99,7 +99,7 @@ def run_engine(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> 
 
     from bench.gpu.engine_cases import EnginePlan, engine_cases
     from bench.random_model import SHAPES
-    from kvrelay.engine.device_runner import StepLimits
+    from kvrelay.engine.gpu.runner import StepLimits
 
     if tiny:
         limits = StepLimits(max_num_seqs=3, max_num_batched_tokens=24, max_model_len=64)

@@ -20,14 +20,14 @@ from bench.gpu.transformers_peer import generate_with_transformers
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.decode_graphs import CudaGraphRecorder
-from kvrelay.engine.device_runner import DeviceRunner, StepLimits
-from kvrelay.engine.device_sampler import DeviceSampler
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
+from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
+from kvrelay.engine.gpu.sampler import DeviceSampler
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
 from kvrelay.engine.request import EngineRequest
-from kvrelay.engine.sampler import SamplingRow
+from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.scheduler import SchedulerConfig
 
 _logger = logging.getLogger(__name__)

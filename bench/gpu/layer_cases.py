@@ -16,8 +16,8 @@ from torch import Tensor
 from bench.gpu.case import Case
 from kv_connector.header import payload_digest
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.device_sampler import sampling_tensors
-from kvrelay.engine.sampler import Sampler, SamplingRow
+from kvrelay.engine.gpu.sampler import sampling_tensors
+from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from kvrelay.engine.request import (
     StepResult,
 )
 from kvrelay.engine.runner import Runner
-from kvrelay.engine.sampler import SampledToken
+from kvrelay.engine.sampling.sampler import SampledToken
 from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
 from kvrelay.engine.step_threads import StepThreads

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
-from kvrelay.engine.sampler import PROMPT_LOGPROB_ROWS, SampledToken, SamplingRow, prompt_logprobs
+from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS, SampledToken, SamplingRow, prompt_logprobs
 from kvrelay.engine.step_inputs import StepInputs, flatten, padded_tables
 from kvrelay.engine.step_threads import StepThreads
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.engine.sampler import SampledToken, SamplingRow
+from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 
 UNKNOWN_TOKEN = -1  # no id that a model has: to run it unresolved is an error
 

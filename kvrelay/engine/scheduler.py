@@ -16,9 +16,9 @@ from typing import Literal
 
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.in_flight import StepsInFlight
-from kvrelay.engine.penalties import reads_tokens
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
-from kvrelay.engine.sampler import SamplingRow
+from kvrelay.engine.sampling.penalties import reads_tokens
+from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sequence import Sequence, SequenceState
 
 

@@ -29,7 +29,7 @@ from kvrelay.engine.models.loader import LoadedModel, load_model
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.pool_size import PoolSize, free_memory, size_pool
 from kvrelay.engine.runner import Runner
-from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.sampling.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig
 from kvrelay.engine.step_threads import StepThreads
 
@@ -99,7 +99,7 @@ class PreparedEngine:
 
     def _runner(self, kv_pool: Tensor, threads: StepThreads) -> Runner:
         if self.device.type != "cpu":
-            build = _device_startup().device_runner
+            build = _gpu_startup().device_runner
             runner: Runner = build(self.options, self.loaded, kv_pool, self.size.max_model_len)
             return runner
         config = self.loaded.config
@@ -140,13 +140,13 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
     if device.type == "cpu":
         size = size_pool(options, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
     else:
-        size = _device_startup().size_device_pool(options, loaded, layout)
+        size = _gpu_startup().size_device_pool(options, loaded, layout)
     return PreparedEngine(options, loaded, layout, size, attention.name)
 
 
-def _device_startup() -> ModuleType:
+def _gpu_startup() -> ModuleType:
     """Only where there is a card: it imports Triton, which need not be installed elsewhere."""
-    return importlib.import_module("kvrelay.engine.device_startup")
+    return importlib.import_module("kvrelay.engine.gpu.startup")
 
 
 def _cpu_only(options: EngineOptions) -> str:

@@ -5,12 +5,15 @@ Invariant: of two plans with the same shape, padding included, every array has t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kvrelay.engine.packed_arrays import Array
 from kvrelay.engine.plan import SchedulerOutput
-from kvrelay.engine.sampler import SamplingRow
+from kvrelay.engine.sampling.sampler import SamplingRow
+
+Array = npt.NDArray[Any]
 
 _PADDING_SLOT = -1  # nothing is written for it
 

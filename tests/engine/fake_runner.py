@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.engine.penalties import reads_tokens
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.runner import FinishedStep, LaunchedStep
-from kvrelay.engine.sampler import SampledToken, SamplingRow
+from kvrelay.engine.sampling.penalties import reads_tokens
+from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 
 VOCAB_SIZE = 1000
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrelay.engine.decode_graphs import DecodeGraphs, RecordedStep, Step, batch_sizes
+from kvrelay.engine.gpu.decode_graphs import DecodeGraphs, RecordedStep, Step, batch_sizes
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvrelay.engine.device_logprobs import launch_logprobs
-from kvrelay.engine.sampler import prompt_logprobs
+from kvrelay.engine.gpu.logprobs import launch_logprobs
+from kvrelay.engine.sampling.sampler import prompt_logprobs
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])

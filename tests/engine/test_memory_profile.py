@@ -4,8 +4,8 @@ import pytest
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.device_runner import StepLimits
-from kvrelay.engine.memory_profile import MemoryProfile, blocks_that_fit, graph_bytes, largest_step
+from kvrelay.engine.gpu.memory_profile import MemoryProfile, blocks_that_fit, graph_bytes, largest_step
+from kvrelay.engine.gpu.runner import StepLimits
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="bfloat16")  # 32 KiB a block
 GIB = 1 << 30

@@ -10,7 +10,7 @@ from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.loader import load_model
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
-from kvrelay.engine.sampler import Sampler, SamplingRow
+from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
 from tests.engine.tiny_models import make_tiny_model
 
 BLOCK_SIZE = 16

@@ -11,7 +11,7 @@ from kvrelay.core.wire import sampling_to_wire
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep
-from kvrelay.engine.sampler import SamplingRow
+from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.node.convert import engine_request
 from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.engine.test_engine import BLOCK_SIZE, Harness, first_tokens, move, prompt_of, request

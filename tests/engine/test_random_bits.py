@@ -8,7 +8,7 @@ import torch
 from paged_kernels.extension import load_extension
 from torch import Tensor
 
-from kvrelay.engine.random_bits import Draw, Stream, gumbel, philox4x32, uniform, uniform_in_numpy
+from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, philox4x32, uniform, uniform_in_numpy
 
 # Known answers for philox4x32 with 10 rounds, as published with the authors' Random123 library: counter, key, output.
 KNOWN_ANSWERS = [

@@ -20,7 +20,7 @@ from kvrelay.engine.models.loader import LoadedModel, load_model
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ModelRunnerOutput, SchedulerOutput
 from kvrelay.engine.request import Admission, EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep, Runner
-from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.sampling.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig
 from tests.engine.fake_runner import expected_output
 from tests.engine.late_runner import LateRunner

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.sampler import SampledToken, Sampler, SamplingRow, prompt_logprobs
-from kvrelay.engine.truncation import EXCLUDED, most_likely, truncate
+from kvrelay.engine.sampling.sampler import SampledToken, Sampler, SamplingRow, prompt_logprobs
+from kvrelay.engine.sampling.truncation import EXCLUDED, most_likely, truncate
 
 VOCAB_SIZE = 300  # two full groups of tokens and a partial one
 EOS = 2

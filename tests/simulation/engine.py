@@ -14,7 +14,7 @@ from kvrelay.engine.engine_thread import EngineThread, Message
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.request import StepResult
 from kvrelay.engine.runner import FinishedStep
-from kvrelay.engine.sampler import SampledToken, SamplingRow
+from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, slots_of
 
 

@@ -17,19 +17,19 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.device_runner import DeviceRunner, StepLimits
-from kvrelay.engine.device_sampler import DeviceSampler
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.gpu.memory_profile import largest_step
+from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
+from kvrelay.engine.gpu.sampler import DeviceSampler
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters
 from kvrelay.engine.layers.weight_format import WeightFormat
-from kvrelay.engine.memory_profile import largest_step
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
 from kvrelay.engine.request import EngineRequest
 from kvrelay.engine.runner import Runner
-from kvrelay.engine.sampler import Sampler, SamplingRow
+from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
 from kvrelay.engine.scheduler import SchedulerConfig
 
 NUM_BLOCKS = 24

@@ -6,13 +6,13 @@ from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend
 
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.device_sampler import DeviceSampler
+from kvrelay.engine.gpu.sampler import DeviceSampler
 from kvrelay.engine.kv_cache_dtype import KVCacheDType, choose_kv_scales, kv_layout
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.model_runner import ModelRunner, TokenSampler
 from kvrelay.engine.models.loader import load_model
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
-from kvrelay.engine.sampler import Sampler, SamplingRow
+from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
 from tests.engine.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.sampling_params import MAX_SEED, SamplingParams
-from kvrelay.engine.device_sampler import DeviceSampler
-from kvrelay.engine.random_bits import Draw, Stream, gumbel, uniform
-from kvrelay.engine.sampler import Sampler, SamplingRow
+from kvrelay.engine.gpu.sampler import DeviceSampler
+from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
+from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
 
 VOCAB_SIZE = 1000
 EOS = (7, 900)

@@ -16,14 +16,14 @@ from paged_kernels.base import AttentionMetadata
 from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
-from kvrelay.engine.decode_graphs import DecodeGraphs, Step, StepRecorder, batch_sizes
-from kvrelay.engine.device_logprobs import LaunchedLogprobs, launch_logprobs
-from kvrelay.engine.device_sampler import DeviceSampler, LaunchedSampling
+from kvrelay.engine.gpu.decode_graphs import DecodeGraphs, Step, StepRecorder, batch_sizes
+from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
+from kvrelay.engine.gpu.packed_arrays import PackedArrays
+from kvrelay.engine.gpu.sampler import DeviceSampler, LaunchedSampling
 from kvrelay.engine.models.decoder import DecoderForCausalLM
-from kvrelay.engine.packed_arrays import Array, PackedArrays
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
-from kvrelay.engine.sampler import PROMPT_LOGPROB_ROWS
-from kvrelay.engine.step_inputs import StepInputs, flatten
+from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS
+from kvrelay.engine.step_inputs import Array, StepInputs, flatten
 
 _SAMPLING_BYTES = 128  # of a row's sampling parameters; steps that need more, for penalties, are not replayed
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.engine.packed_arrays import to_host
+from kvrelay.engine.gpu.packed_arrays import to_host
 
 
 @dataclass(frozen=True, slots=True)

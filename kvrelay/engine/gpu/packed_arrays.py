@@ -4,14 +4,12 @@ Invariant: every array begins at a multiple of 16 bytes, which is what Triton as
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Array = npt.NDArray[Any]
+from kvrelay.engine.step_inputs import Array
 
 _ALIGNMENT = 16
 _TORCH_DTYPES = {

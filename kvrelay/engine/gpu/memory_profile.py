@@ -12,13 +12,13 @@ import torch
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.decode_graphs import batch_sizes
-from kvrelay.engine.device_runner import DeviceRunner, StepLimits
-from kvrelay.engine.device_sampler import DeviceSampler
+from kvrelay.engine.gpu.decode_graphs import batch_sizes
+from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
+from kvrelay.engine.gpu.sampler import DeviceSampler
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
-from kvrelay.engine.sampler import SamplingRow
+from kvrelay.engine.sampling.sampler import SamplingRow
 
 DEFAULT_UTILIZATION = 0.9
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.penalties import adjust, changes_logits
-from kvrelay.engine.random_bits import Draw, Stream, gumbel, uniform
-from kvrelay.engine.truncation import EXCLUDED, most_likely, truncate
+from kvrelay.engine.sampling.penalties import adjust, changes_logits
+from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
+from kvrelay.engine.sampling.truncation import EXCLUDED, most_likely, truncate
 
 PROMPT_LOGPROB_ROWS = 128  # of a prompt, computed at a time, since a row of logits is as long as the vocabulary
 _GROUP_SIZE = 128  # tokens; part of what a seed means: another size gives other tokens

@@ -9,10 +9,10 @@ import time
 from torch import Tensor
 
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.decode_graphs import CudaGraphRecorder
-from kvrelay.engine.device_runner import DeviceRunner, StepLimits
-from kvrelay.engine.device_sampler import DeviceSampler
-from kvrelay.engine.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
+from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
+from kvrelay.engine.gpu.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
+from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
+from kvrelay.engine.gpu.sampler import DeviceSampler
 from kvrelay.engine.models.loader import LoadedModel
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.pool_size import PoolSize, fit_length

@@ -16,10 +16,11 @@ from paged_kernels.triton_sampling import EDIT_BANNED, EDIT_SEEN, SamplingTensor
 from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
-from kvrelay.engine.device_logprobs import LaunchedLogprobs, launch_logprobs
-from kvrelay.engine.packed_arrays import Array, PackedArrays, to_host
-from kvrelay.engine.penalties import changes_logits
-from kvrelay.engine.sampler import SampledToken, SamplingRow
+from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
+from kvrelay.engine.gpu.packed_arrays import PackedArrays, to_host
+from kvrelay.engine.sampling.penalties import changes_logits
+from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
+from kvrelay.engine.step_inputs import Array
 
 _DTYPES = {
     "temperatures": np.float32,
