@@ -101,7 +101,7 @@ static void multiply_packed_tiles(const PackedCall& call, std::int64_t panel, st
   if constexpr (kTiles == 2) _tile_zero(2);
   if constexpr (kTiles == 2) _tile_zero(3);
   for (std::int64_t input = 0; input < call.padded_inputs(); input += kPackedInputs, weights += kTileSize * kStride) {
-    for (int line = 0; line < kTileSize * kStride; line += 64) __builtin_prefetch(weights + 2 * kPackedAhead + line);
+    for (int line = 0; line < kTileSize * kStride; line += 64) __builtin_prefetch(weights + 4 * kPackedAhead + line);
     _tile_loadd(6, weights, kStride);
     _tile_loadd(7, weights + 64, kStride);
     _tile_loadd(4, first.data, first.bytes);
