@@ -1,7 +1,8 @@
 """The default connector on one host: every pool is a segment that peers map read-only and copy from.
 
-Digests and copies run on one worker thread, in slices, so that neither the event loop nor the engine waits for them.
-Invariant: only the worker thread touches peers' mappings, and only `retract` touches our slots from outside it.
+Copies, and digests of more than a few blocks, run on one worker thread, in slices, so that neither the event loop nor
+the engine waits for them. Invariant: only the worker thread touches peers' mappings; our slots are filled by `publish`,
+which nobody calls while another call of it runs, and voided by `retract`, from any thread.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ _SLICE_BYTES = 16 << 20  # a few milliseconds of copying
 # Blocks that a decode step has just filled are described in less time than the way to another thread and back takes, on
 # which the interpreter is taken from the engine twice.
 _AT_ONCE_BYTES = 512 << 10
+_AT_ONCE_BLOCKS = 32
 
 _logger = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ class SharedMemoryConnector:
     async def publish(self, blocks: Sequence[Block]) -> None:
         for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
             state = self._require()
-            if len(part) * state.pool.block_bytes <= _AT_ONCE_BYTES:
+            if len(part) <= _AT_ONCE_BLOCKS and len(part) * state.pool.block_bytes <= _AT_ONCE_BYTES:
                 published = _publish(state, part)
             else:
                 published = await state.worker.run(_publish, state, part)

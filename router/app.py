@@ -35,6 +35,7 @@ from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2_grpc
 from router.edge.gateway import create_app
 from router.edge.grpc_service import SERVICE_NAME, RouterService
+from router.edge.http_protocol import BoundedHttp
 from router.edge.metrics import RouterMetrics
 from router.edge.outputs import Edge
 from router.kv_index import KVIndex
@@ -225,6 +226,8 @@ async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event)
 def _http_config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=BoundedHttp,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",

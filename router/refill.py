@@ -57,7 +57,8 @@ class Refill:
         match event:
             case PrefillProgress(num_published_blocks):
                 self._num_published_blocks = num_published_blocks
-                self._pull(ended=False)
+                if not self._is_enough:
+                    self._pull(ended=False)
             case PrefillFinished():
                 self._has_finished = True
                 self._uncharge()
@@ -78,10 +79,14 @@ class Refill:
                 self._uncharge()
                 self._pull(ended=True)
 
+    @property
+    def _has_published_all(self) -> bool:
+        return self._num_published_blocks >= self._tally.num_blocks(len(self._asked.token_ids))
+
     def enough(self) -> None:
-        """D needs no more. A node that has published and not finished is about to: it says then what it has cost."""
+        """D needs no more. A node that has published everything is about to finish: it says then what it has cost."""
         self._is_enough = True
-        if self._has_finished or not self._num_published_blocks:
+        if self._has_finished or not self._has_published_all:
             self.close()
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class Tally:
     ) -> None:
         """By the node that prefills. Tokens it held, and tokens it fetched from others."""
         num_found_tokens = num_cached_tokens + num_fetched_tokens
-        self._num_transferred_blocks += self._blocks(num_fetched_tokens)
+        self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
         self._came_from(reader, fetches, {})
         if asked.is_replay:
             self._recompute("migration", len(asked.token_ids) - num_found_tokens)
@@ -73,7 +73,7 @@ class Tally:
         self, asked: NodeRequest, *, num_cached_tokens: int, num_fetched_tokens: int, fetches: FetchReport
     ) -> None:
         """By a second prefill node, as the first one's blocks did not arrive."""
-        self._num_transferred_blocks += self._blocks(num_fetched_tokens)
+        self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
         self._came_from("prefill", fetches, {})
         num_tokens = len(asked.token_ids) - num_cached_tokens - num_fetched_tokens
         self._recompute("refill", num_tokens)
@@ -92,9 +92,9 @@ class Tally:
         """By a decode node that did not prefill. `rungs`: of the nodes that prefilled for it."""
         if self._first_token_after is not None and asked.num_prior_output_tokens == 0:
             self._handover_seconds = self._clock.now() - self._began - self._first_token_after
-        self._num_transferred_blocks += self._blocks(num_fetched_tokens)
+        self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
         self._came_from("decode", fetches, rungs)
-        self._metrics.came_from("decode", "local", num_blocks=self._blocks(num_recomputed_tokens))
+        self._metrics.came_from("decode", "local", num_blocks=self.num_blocks(num_recomputed_tokens))
         self._recompute("transfer", num_recomputed_tokens)
         if asked.num_prior_output_tokens == 0:
             self._num_recomputed_tokens += num_recomputed_tokens
@@ -107,7 +107,7 @@ class Tally:
         return RequestTrace(
             prefill_node=prefill_node,
             decode_node=decode_node,
-            num_prompt_blocks=self._blocks(num_prompt_tokens),
+            num_prompt_blocks=self.num_blocks(num_prompt_tokens),
             num_computed_tokens=num_computed_tokens,
             num_cached_tokens=num_prompt_tokens - num_computed_tokens,
             num_transferred_blocks=self._num_transferred_blocks,
@@ -141,5 +141,6 @@ class Tally:
         self._recomputed[cause] += max(0, num_tokens)
         self._metrics.recomputed(cause, num_tokens=num_tokens)
 
-    def _blocks(self, num_tokens: int) -> int:
+    def num_blocks(self, num_tokens: int) -> int:
+        """So many tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self._block_size)

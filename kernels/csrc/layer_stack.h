@@ -45,7 +45,8 @@ struct StackCall {
   std::int64_t layer_bytes;  // from a layer of a block and head to the next, in the pool
 };
 
-// Throws as write_kv and paged_attention do; nothing has been written then.
+// Throws as write_kv and paged_attention do. For a slot outside the pool nothing has been written then; for metadata that attention
+// refuses, the KV of layer `first` has.
 void layer_stack(const StackCall& call, int num_threads);
 
 }  // namespace paged

@@ -102,6 +102,7 @@ std::int64_t panels_together(const PackedCall& call, std::int64_t num_rows) {
 
 void multiply_many(const PackedCall& call, int num_threads) {
   const KernelTable& table = kernels();
+  num_threads = std::max(1, num_threads);
   const std::int64_t panels = num_panels(call) / (call.gated ? 2 : 1);
   const std::int64_t num_blocks = (call.num_rows + kManyRows - 1) / kManyRows;
   const std::int64_t block = (call.num_rows + num_blocks * kRowBlock - 1) / (num_blocks * kRowBlock) * kRowBlock;

@@ -32,7 +32,7 @@ bool multiplies_many_packed_rows();
 bool can_gate(const PackedCall& call);
 
 // Computes call.out from call.x, for any number of rows; call.last_rows is its own scratch. A row's result depends neither on the other
-// rows nor on the number of threads, and on a matrix unit not on the number of rows.
+// rows nor on the number of threads, and on a matrix unit, from kMinPackedTileRows rows on, not on the number of rows.
 void packed_matmul(PackedCall call, int num_threads);
 
 }  // namespace paged

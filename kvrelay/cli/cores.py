@@ -1,12 +1,15 @@
 """How the nodes of one machine share its cores: how many there are, the table through which nodes lend them to each
 other, and how long a waiting thread keeps its core."""
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from kvrelay.core.core_table import CoreTable
+
+_logger = logging.getLogger(__name__)
 
 # Between two parallel regions of a step OpenMP's threads turn in a loop, since sleeping costs more than the region. By
 # default they go on for many milliseconds after the step, on a core that another process of the cluster needs; so many
@@ -39,4 +42,8 @@ def create_core_table(num_cores: int, num_nodes: int, threads: int) -> int | Non
     there is nothing to lend, or no such memory."""
     if num_nodes < 2 or sys.platform != "linux":
         return None
-    return CoreTable.create(min(num_cores, num_nodes * threads), num_nodes)
+    try:
+        return CoreTable.create(min(num_cores, num_nodes * threads), num_nodes)
+    except (AttributeError, OSError) as error:  # an old libc, or a sandbox that forbids it
+        _logger.warning("nodes lend each other no cores: no memory that they could share (%s)", error)
+        return None

@@ -31,7 +31,7 @@ class TokenSampler(Protocol):
 class ModelRunner:
     """`kv_pool` is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; only this class and its model
     write to it. On the CPU, where nothing runs beside the caller: a launched step has written its KV, and samples when
-    it is collected, or when the next one is launched.
+    it is collected, or when one is launched that reads its tokens.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> "ComputedStep":
-        last_sampled = [] if self._last is None else self._last.sampled_tokens()
+        last_sampled = self._last_sampled(plan)
         for source, target in plan.copies:
             self._kv_pool[target].copy_(self._kv_pool[source])
         input_ids, positions, metadata, inputs = self._inputs(plan, last_sampled)
@@ -58,6 +58,13 @@ class ModelRunner:
         hidden = self._model.forward(input_ids, positions, self._kv_pool, metadata, before_layer=self._threads.adjust)
         self._last = ComputedStep(partial(self._finish, plan, inputs, hidden))
         return self._last
+
+    def _last_sampled(self, plan: SchedulerOutput) -> list[int]:
+        """By the step before, one token for each row of its plan, where this one reads them. A step that can not sample
+        fails when it is collected, and not those behind it."""
+        if self._last is None or all(entry.input_row is None for entry in plan.scheduled):
+            return []
+        return self._last.sampled_tokens()
 
     @torch.inference_mode()
     def _finish(self, plan: SchedulerOutput, inputs: StepInputs, hidden: Tensor) -> ModelRunnerOutput:

@@ -33,6 +33,7 @@ MakeMemory = Callable[[KVLayout, int], DirectMemory]
 PROBE = (sys.executable, "-m", "kvrelay.node.transfer_probe")
 _START_SECONDS = 60.0  # torch, the driver, kernels that are compiled for the first time
 _FETCH_SECONDS = 10.0
+_READ_SECONDS = 60.0  # all of it on our side: memory of the device, kernels that are compiled for the first time
 _END_SECONDS = 10.0
 _ANSWER = b"endpoint "
 
@@ -98,7 +99,13 @@ async def check_direct(
             endpoint = await _endpoint(process)
         if not endpoint:
             return SelfTestReport("the process that was to hold blocks ended; what it logged says why")
-        return await _fetch(order, endpoint, make_memory)
+        # A driver that hangs hears of no cancellation: its thread is left behind.
+        fetching = asyncio.create_task(_fetch(order, endpoint, make_memory), name="kv transfer probe")
+        done, _ = await asyncio.wait({fetching}, timeout=_READ_SECONDS)
+        if not done:
+            fetching.cancel()
+            return SelfTestReport(f"blocks were not there {_READ_SECONDS:g} s after the other process was ready")
+        return fetching.result()
     except TimeoutError:
         return SelfTestReport(f"the process that was to hold blocks was not ready after {start_seconds:g} s")
     except (ConfigurationError, KVError) as error:
@@ -130,7 +137,8 @@ async def _end(process: Process) -> None:
     except TimeoutError:
         with suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        # One that hangs in a driver is not even killed: whoever reaps it, it is not waited for.
+        await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=_END_SECONDS)
 
 
 async def _endpoint(process: Process) -> str:

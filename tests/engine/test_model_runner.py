@@ -6,6 +6,7 @@ import pytest
 import torch
 from paged_kernels.registry import select_backend
 
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.loader import load_model
@@ -57,3 +58,15 @@ def test_a_row_of_the_step_before_is_the_input(runner: ModelRunner) -> None:
     ahead = runner.launch(SchedulerOutput((unknown,), ())).collect()
     known = replace(unknown, token_ids=(first,), input_row=None)
     assert ahead == runner.launch(SchedulerOutput((known,), ())).collect()
+
+
+def test_a_step_that_can_not_sample_fails_alone(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = SchedulerOutput((greedy_prompt(1),), ())
+    expected = runner.launch(plan).collect()
+    with monkeypatch.context() as patched:
+        patched.setattr(runner._model, "compute_logits", lambda hidden: torch.full((len(hidden), 320), torch.nan))
+        drawn = replace(greedy_prompt(1), rows=(replace(plan.scheduled[0].rows[0], params=SamplingParams(seed=1)),))
+        failing = runner.launch(SchedulerOutput((drawn,), ()))
+        with pytest.raises(KVRelayError, match="not finite"):
+            failing.collect()
+    assert runner.launch(plan).collect() == expected

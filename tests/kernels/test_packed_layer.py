@@ -22,16 +22,16 @@ EPS, SCALE, BLOCK_SIZE = 1e-5, 0.25, 16
 class Layer:
     """Random weights of one layer. Half of what gate and up give are whole panels, or not."""
 
-    def __init__(self, size: int, *, with_bias: bool) -> None:
+    def __init__(self, size: int, hidden: int = HIDDEN, *, with_bias: bool) -> None:
         heads = sum(HEAD_COUNTS) * HEAD_DIM
-        shapes = {"qkv": (heads, HIDDEN), "output": (HIDDEN, 64), "gate_up": (2 * size, HIDDEN), "down": (HIDDEN, size)}
+        shapes = {"qkv": (heads, hidden), "output": (hidden, 64), "gate_up": (2 * size, hidden), "down": (hidden, size)}
         self.weights: dict[str, PackedWeight] = {
             name: by_hand((torch.randn(shape) * shape[1] ** -0.5).bfloat16()) for name, shape in shapes.items()
         }
         self.biases: dict[str, Tensor | None] = {
             name: torch.randn(shape[0]).bfloat16() if with_bias else None for name, shape in shapes.items()
         }
-        self.norm = (1 + torch.randn(HIDDEN) / 8).bfloat16()
+        self.norm = (1 + torch.randn(hidden) / 8).bfloat16()
 
     def compiled(self) -> LayerStack:
         made = {name: projection(weight, self.biases[name]) for name, weight in self.weights.items()}
@@ -76,13 +76,21 @@ def one_sequence(num_tokens: int) -> AttentionMetadata:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("size", [1088, 160, 40])
 def test_the_same_as_its_pieces(size: int, with_bias: bool, instruction_set: str, num_threads: int) -> None:
-    layer = Layer(size, with_bias=with_bias)
+    check(Layer(size, with_bias=with_bias), HIDDEN, ROWS)
+
+
+def test_the_same_when_no_cache_holds_the_rows(instruction_set: str, num_threads: int) -> None:
+    """Products go over the inputs in parts then, and over several panels of gate and up together."""
+    check(Layer(2112, 2048, with_bias=True), 2048, (530,))
+
+
+def check(layer: Layer, hidden: int, row_counts: tuple[int, ...]) -> None:
     compiled = layer.compiled()
-    x = torch.randn(max(ROWS), HIDDEN).bfloat16()
-    turns = torch.randn(max(ROWS), HEAD_DIM // 2)
+    x = torch.randn(max(row_counts), hidden).bfloat16()
+    turns = torch.randn(max(row_counts), HEAD_DIM // 2)
     angles = turns.cos(), turns.sin()
-    pools = torch.zeros(2, -(-max(ROWS) // BLOCK_SIZE), HEAD_COUNTS[1], 1, 2, BLOCK_SIZE, HEAD_DIM).bfloat16()
-    for num_rows in ROWS:
+    pools = torch.zeros(2, -(-max(row_counts) // BLOCK_SIZE), HEAD_COUNTS[1], 1, 2, BLOCK_SIZE, HEAD_DIM).bfloat16()
+    for num_rows in row_counts:
         batch, (cos, sin) = one_sequence(num_rows), (part[:num_rows] for part in angles)
         expected = layer.in_pieces(x[:num_rows], (cos, sin), pools[0], batch)
         assert torch.equal(compiled(x[:num_rows].clone(), cos, sin, pools[1], batch, lambda: None), expected)

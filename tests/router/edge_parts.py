@@ -15,6 +15,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import CancelledByPeerError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.text.tokenizer import Tokenizer
+from router.edge.http_protocol import BoundedHttp
 from router.edge.metrics import RouterMetrics
 from router.edge.outputs import Edge
 from router.request import KVOrigins, PromptLogprobs, RequestEvent, RequestTrace, RoutedRequest, ServedModel
@@ -115,7 +116,7 @@ def make_edge(relay: ScriptedRelay) -> Edge:
 async def http_server(app: FastAPI) -> AsyncIterator[int]:
     """A real uvicorn server on a free port, which it yields."""
     listener = socket.create_server(("127.0.0.1", 0))  # clients may connect before the server accepts
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttp, log_config=None, lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield listener.getsockname()[1]

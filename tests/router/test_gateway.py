@@ -1,6 +1,7 @@
 """The HTTP gateway over real sockets: the official client unmodified, raw bytes for what it would never send."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -361,6 +362,45 @@ async def test_an_endless_body_is_cut_off_while_reading(gateway: Gateway) -> Non
     await asyncio.gather(sending, return_exceptions=True)
     writer.close()
     assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "more", "answer"),
+    [
+        (HEAD + b"x-long: ", b"x" * 4096, b"HTTP/1.1 400"),
+        (HEAD, b"x-many: 1\r\n" * 300, b"HTTP/1.1 400"),
+        (b"GET /", b"x" * 4096, b"HTTP/1.1 400"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n", b"x-trailer: 1\r\n" * 300, b""),
+    ],
+    ids=["a header", "headers", "a path", "trailers"],
+)
+async def test_what_is_no_body_has_an_end(gateway: Gateway, start: bytes, more: bytes, answer: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(start)
+
+    async def send_for_ever() -> None:
+        while True:
+            writer.write(more)
+            await writer.drain()
+
+    with contextlib.suppress(ConnectionError):
+        await asyncio.wait_for(send_for_ever(), 20)
+    with contextlib.suppress(ConnectionError):  # what was sent behind the answer may have taken it along
+        assert (await asyncio.wait_for(reader.read(), 20)).startswith(answer)
+    writer.close()
+    assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+async def test_a_body_may_come_in_small_chunks(gateway: Gateway) -> None:
+    body = json.dumps(COMPLETION | {"user": "x" * 100_000}).encode()
+    chunks = b"".join(b"10\r\n%s\r\n" % body[i : i + 16].ljust(16) for i in range(0, len(body), 16))
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+    assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200")
+    writer.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])
