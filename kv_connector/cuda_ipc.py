@@ -7,25 +7,25 @@ Invariant: only the device's thread touches peers' pools, and a block counts as 
 in our own memory, with the slot unchanged before and after the copy.
 """
 
-import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, Source
 from kv_connector.device_memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
 from kv_connector.device_pool import DevicePool
 from kv_connector.header import Mismatch
+from kv_connector.mapped_peers import MappedPeers, open_segment, sweep_and_log
 from kv_connector.pool import Slices
-from kv_connector.segment import Look, OwnedSegment, PeerSegment, check_peer, default_directory, sweep
+from kv_connector.segment import Look, OwnedSegment, PeerSegment, check_peer, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, settle
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.errors import KVError
 
 _logger = logging.getLogger(__name__)
 
@@ -34,6 +34,9 @@ _logger = logging.getLogger(__name__)
 class _Peer:
     segment: PeerSegment
     memory: PeerMemory
+
+    def owner_is_alive(self) -> bool:
+        return self.segment.owner_is_alive()
 
     def close(self) -> None:
         self.memory.close()
@@ -47,8 +50,7 @@ class _Open:
     segment: OwnedSegment
     pool: DevicePool
     epoch: int
-    peers: dict[str, _Peer] = field(default_factory=dict)  # by endpoint, which names the epoch
-    looking: asyncio.Task[None] | None = None  # after the owners, while there is any
+    peers: MappedPeers[_Peer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,11 @@ class CudaIpcConnector:
 
     def serve(self, pool: DevicePool, *, node_id: str, epoch: int) -> None:
         assert self._state is None, "serve is called once"
-        if not self._directory.is_dir():
-            raise ConfigurationError(f"shared_memory.directory {str(self._directory)!r} is not a directory")
-        swept = sweep(self._directory)
-        if swept:
-            _logger.info("removed %d shared-memory segments of dead nodes from %s", swept, self._directory)
+        sweep_and_log(self._directory)
         handle = pool.memory.export()
         assert len(handle) <= MAX_HANDLE_BYTES
         segment = OwnedSegment(self._directory, node_id, epoch, pool.layout, pool.num_blocks, device_handle=handle)
-        self._state = _Open(segment, pool, epoch)
+        self._state = _Open(segment, pool, epoch, MappedPeers[_Peer](pool.run, self._look_interval))
 
     @property
     def endpoint(self) -> str:
@@ -116,7 +114,7 @@ class CudaIpcConnector:
             verdicts += [FetchOutcome.MISSING] * len(blocks)
         else:
             holder = await self._require().pool.run(self._find, self._require(), source, blocks)
-            self._look_after_owners(self._require())
+            self._require().peers.look_after_owners()
             if not isinstance(holder, _Holder):
                 verdicts += [holder] * len(blocks)
             else:
@@ -138,11 +136,8 @@ class CudaIpcConnector:
         state, self._state = self._state, None
         if state is None:
             return
-        if state.looking is not None:
-            state.looking.cancel()
-            await asyncio.gather(state.looking, return_exceptions=True)
         try:
-            await state.pool.run(_forget, state.peers)  # after whatever is being copied
+            await state.peers.close()
         finally:
             state.segment.close()
             with suppress(BufferError):  # the engine is retracting from it just now
@@ -165,40 +160,24 @@ class CudaIpcConnector:
             for (block, sequence), header in zip(fresh, headers, strict=True)
         )
 
-    def _look_after_owners(self, state: _Open) -> None:
-        if state.peers and (state.looking is None or state.looking.done()):
-            state.looking = asyncio.get_running_loop().create_task(self._look(state), name="kv segment owners")
-
-    async def _look(self, state: _Open) -> None:
-        """A mapping keeps a dead owner's device memory, which its successor may need to start."""
-        while state.peers:
-            await asyncio.sleep(self._look_interval)
-            await state.pool.run(_forget_dead, state.peers)
-
     def _find(self, state: _Open, source: Source, blocks: Sequence[Block]) -> _Holder | Verdict:
         """Device's thread: the peer's pool, mapped, and the wanted names in it."""
-        _forget_dead(state.peers)
         peer = state.peers.get(source.endpoint)
         if peer is None:
             opened = self._open_peer(state, source)
             if not isinstance(opened, _Peer):
                 return opened
-            peer = state.peers[source.endpoint] = opened
+            state.peers.add(source.endpoint, peer := opened)
         mismatch = _check(state.pool, peer.segment, source)
         if mismatch is not None:
             return mismatch
         return _Holder(peer, source.epoch, peer.segment.find([block.block_hash for block in blocks]))
 
     def _open_peer(self, state: _Open, source: Source) -> _Peer | Verdict:
-        try:
-            segment = PeerSegment(self._directory, source.endpoint, on_device=True)
-        except FileNotFoundError:
-            return FetchOutcome.FAILED
-        except (OSError, KVError) as error:
-            _logger.warning("can not use the segment of node %s: %s", source.node_id, error)
-            return Mismatch.VERSION if isinstance(error, KVError) else FetchOutcome.FAILED
-        verdict: Verdict | None = None if segment.owner_is_alive() else FetchOutcome.FAILED
-        verdict = verdict or _check(state.pool, segment, source)
+        segment = open_segment(self._directory, source, on_device=True)
+        if not isinstance(segment, PeerSegment):
+            return segment
+        verdict: Verdict | None = _check(state.pool, segment, source)
         if verdict is None:
             try:
                 return _Peer(segment, state.pool.memory.open(segment.device_handle, segment.preamble.num_blocks))
@@ -257,13 +236,3 @@ def _look_at(
 def _note(verdicts: list[Verdict], index: int, verdict: Verdict) -> None:
     if verdict is not FetchOutcome.MISSING:
         verdicts[index] = verdict
-
-
-def _forget_dead(peers: dict[str, _Peer]) -> None:
-    for endpoint in [endpoint for endpoint, peer in peers.items() if not peer.segment.owner_is_alive()]:
-        peers.pop(endpoint).close()
-
-
-def _forget(peers: dict[str, _Peer]) -> None:
-    while peers:
-        peers.popitem()[1].close()

@@ -5,17 +5,16 @@ the engine waits for them. Invariant: only the worker thread touches peers' mapp
 which nobody calls while another call of it runs, and voided by `retract`, from any thread.
 """
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
-from kv_connector.header import Mismatch
+from kv_connector.mapped_peers import MappedPeers, open_segment, sweep_and_log
 from kv_connector.pool import CopyRows, LocalPool, Slices
 from kv_connector.prefault import Prefault
-from kv_connector.segment import OwnedSegment, PeerSegment, check_peer, default_directory, sweep
+from kv_connector.segment import OwnedSegment, PeerSegment, check_peer, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, settle
@@ -44,8 +43,7 @@ class _Open:
     worker: Worker
     prefault: Prefault
     copy: CopyRows
-    peers: dict[str, PeerSegment] = field(default_factory=dict)  # by endpoint, which names the epoch
-    looking: asyncio.Task[None] | None = None  # after the owners, while there is any
+    peers: MappedPeers[PeerSegment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +83,12 @@ class SharedMemoryConnector:
         assert self._state is None, "allocate is called once"
         if buffer is not None:
             raise ConfigurationError("connector 'shared_memory' must come first: peers map the pool that it allocates")
-        if not self._directory.is_dir():
-            raise ConfigurationError(f"shared_memory.directory {str(self._directory)!r} is not a directory")
-        swept = sweep(self._directory)
-        if swept:
-            _logger.info("removed %d shared-memory segments of dead nodes from %s", swept, self._directory)
+        sweep_and_log(self._directory)
         segment = OwnedSegment(self._directory, node_id, epoch, layout, num_blocks)
         pool = LocalPool.inside(segment.mapping, segment.preamble.pool_offset, layout, num_blocks)
-        self._state = _Open(segment, pool, epoch, Worker("kv-shared-memory"), Prefault(pool.rows), self._copy)
+        worker = Worker("kv-shared-memory")
+        peers = MappedPeers[PeerSegment](worker.run, self._look_interval)
+        self._state = _Open(segment, pool, epoch, worker, Prefault(pool.rows), self._copy, peers)
         return pool.buffer
 
     @property
@@ -125,7 +121,7 @@ class SharedMemoryConnector:
             parts = list(Slices(blocks, block_bytes, _SLICE_BYTES))
             first = parts.pop(0) if timeout > 0 else ()
             holder, verdicts = await state.worker.run(self._find_and_read, state, source, blocks, first)
-            self._look_after_owners(self._require())
+            self._require().peers.look_after_owners()
             for part in parts:
                 if holder is None or self._clock.now() - started >= timeout:
                     break
@@ -144,11 +140,8 @@ class SharedMemoryConnector:
         state, self._state = self._state, None
         if state is None:
             return
-        if state.looking is not None:
-            state.looking.cancel()
-            await asyncio.gather(state.looking, return_exceptions=True)
         try:
-            await state.worker.run(_forget, state.peers)  # after whatever is being copied
+            await state.peers.close()
         finally:
             state.worker.stop()
             state.prefault.stop()
@@ -159,16 +152,6 @@ class SharedMemoryConnector:
         if self._state is None:
             raise KVError("the shared-memory connector is not allocated, or closed")
         return self._state
-
-    def _look_after_owners(self, state: _Open) -> None:
-        if state.peers and (state.looking is None or state.looking.done()):
-            state.looking = asyncio.get_running_loop().create_task(self._look(state), name="kv segment owners")
-
-    async def _look(self, state: _Open) -> None:
-        """A mapping keeps a dead owner's memory, which its successor may need to start."""
-        while state.peers:
-            await asyncio.sleep(self._look_interval)
-            await state.worker.run(_forget_dead, state.peers)
 
     def _find_and_read(
         self, state: _Open, source: Source, blocks: Sequence[Block], first: Sequence[Block]
@@ -181,20 +164,12 @@ class SharedMemoryConnector:
 
     def _find(self, state: _Open, source: Source, blocks: Sequence[Block]) -> _Holder | Verdict:
         """Worker thread: the peer's mapping, and the wanted names in it."""
-        _forget_dead(state.peers)
         peer = state.peers.get(source.endpoint)
         if peer is None:
-            try:
-                peer = PeerSegment(self._directory, source.endpoint)
-            except FileNotFoundError:
-                return FetchOutcome.FAILED
-            except (OSError, KVError) as error:
-                _logger.warning("can not use the segment of node %s: %s", source.node_id, error)
-                return Mismatch.VERSION if isinstance(error, KVError) else FetchOutcome.FAILED
-            if not peer.owner_is_alive():
-                peer.close()
-                return FetchOutcome.FAILED
-            state.peers[source.endpoint] = peer
+            opened = open_segment(self._directory, source)
+            if not isinstance(opened, PeerSegment):
+                return opened
+            state.peers.add(source.endpoint, peer := opened)
         pool = state.pool
         mismatch = check_peer(peer, epoch=source.epoch, digest=pool.layout_digest, block_bytes=pool.block_bytes)
         if mismatch is not None:
@@ -230,15 +205,3 @@ def _read(state: _Open, holder: _Holder, blocks: Sequence[Block]) -> list[Verdic
             if verdict is FetchOutcome.FETCHED:
                 del left[index]
     return verdicts
-
-
-def _forget_dead(peers: dict[str, PeerSegment]) -> None:
-    """A mapping keeps the memory of an unlinked segment alive, so dead ones are dropped at the first occasion."""
-    dead = [endpoint for endpoint, peer in peers.items() if not peer.owner_is_alive()]
-    for endpoint in dead:
-        peers.pop(endpoint).close()
-
-
-def _forget(peers: dict[str, PeerSegment]) -> None:
-    while peers:
-        peers.popitem()[1].close()

@@ -1,0 +1,96 @@
+"""The segments of other nodes of this host that a connector has mapped, by endpoint.
+
+A mapping keeps the memory of a node that has died, which its successor may need to start: while there are any, their
+owners are looked after. Invariant: only the connector's own thread touches what is mapped; after `close` nothing is.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from kv_connector.base import FetchOutcome, Source
+from kv_connector.header import Mismatch
+from kv_connector.segment import PeerSegment, sweep
+from kv_connector.verdict import Verdict
+from kvrelay.core.errors import ConfigurationError, KVError
+
+_logger = logging.getLogger(__name__)
+
+
+class Mapped(Protocol):
+    def owner_is_alive(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+M = TypeVar("M", bound=Mapped)
+
+
+class MappedPeers(Generic[M]):
+    """`run` runs a function on the connector's thread, `look_interval` is the seconds between two looks at owners."""
+
+    def __init__(self, run: Callable[[Callable[[], None]], Awaitable[None]], look_interval: float) -> None:
+        self._run = run
+        self._look_interval = look_interval
+        self._peers: dict[str, M] = {}  # an endpoint names the epoch
+        self._looking: asyncio.Task[None] | None = None
+
+    def get(self, endpoint: str) -> M | None:
+        """On the connector's thread. A living one, if it is mapped."""
+        self._forget_dead()
+        return self._peers.get(endpoint)
+
+    def add(self, endpoint: str, peer: M) -> None:
+        """On the connector's thread."""
+        self._peers[endpoint] = peer
+
+    def look_after_owners(self) -> None:
+        """On the loop, after something may have been mapped."""
+        if self._peers and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.get_running_loop().create_task(self._look(), name="kv segment owners")
+
+    async def close(self) -> None:
+        """After whatever is being copied."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await self._run(self._forget)
+
+    async def _look(self) -> None:
+        while self._peers:
+            await asyncio.sleep(self._look_interval)
+            await self._run(self._forget_dead)
+
+    def _forget_dead(self) -> None:
+        for endpoint in [endpoint for endpoint, peer in self._peers.items() if not peer.owner_is_alive()]:
+            self._peers.pop(endpoint).close()
+
+    def _forget(self) -> None:
+        while self._peers:
+            self._peers.popitem()[1].close()
+
+
+def open_segment(directory: Path, source: Source, *, on_device: bool = False) -> PeerSegment | Verdict:
+    """Of a living node, or why there is none."""
+    try:
+        segment = PeerSegment(directory, source.endpoint, on_device=on_device)
+    except FileNotFoundError:
+        return FetchOutcome.FAILED
+    except (OSError, KVError) as error:
+        _logger.warning("can not use the segment of node %s: %s", source.node_id, error)
+        return Mismatch.VERSION if isinstance(error, KVError) else FetchOutcome.FAILED
+    if segment.owner_is_alive():
+        return segment
+    segment.close()
+    return FetchOutcome.FAILED
+
+
+def sweep_and_log(directory: Path) -> None:
+    """Removes what dead nodes have left. Raises ConfigurationError when that is no directory."""
+    if not directory.is_dir():
+        raise ConfigurationError(f"shared_memory.directory {str(directory)!r} is not a directory")
+    swept = sweep(directory)
+    if swept:
+        _logger.info("removed %d shared-memory segments of dead nodes from %s", swept, directory)
