@@ -20,10 +20,13 @@ import numpy as np
 from kvrelay.core.errors import ConfigurationError, KVError
 
 # ucxx sets variables of its own, of which UCX warns that it does not use them all; and UCX logs to standard output,
-# where a node says that it is ready. ucxx logs as an error what is none here: a peer that dies while it connects. All
-# are read when the library is loaded, and only from there.
+# where a node says that it is ready. UCX and both layers of ucxx log as an error what is none here: a peer that dies,
+# or is gone before it is reached. Links say so themselves, to those who wait for them. All are read when the library
+# is loaded, and only from there.
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
 os.environ.setdefault("UCX_LOG_FILE", "stderr")
+os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
+os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")
 os.environ.setdefault("UCXPY_LOG_LEVEL", "CRITICAL")
 
 from ucxx._lib.arr import Array
