@@ -1,4 +1,4 @@
-"""Maps a pool's pages ahead of their first use: a transfer into pages that nobody has touched takes four times as long.
+"""Maps a pool's pages ahead of their first use: a transfer into pages that nobody has touched waits for each.
 
 Invariant: the space was reserved before, so that this takes no memory that is not the pool's; nothing waits for it.
 """

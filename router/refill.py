@@ -57,8 +57,7 @@ class Refill:
         match event:
             case PrefillProgress(num_published_blocks):
                 self._num_published_blocks = num_published_blocks
-                if not self._is_enough:
-                    self._pull(ended=False)
+                self._pull(ended=False)
             case PrefillFinished():
                 self._has_finished = True
                 self._uncharge()
@@ -97,7 +96,8 @@ class Refill:
             self._prefilling.close()
 
     def _pull(self, *, ended: bool) -> None:
-        self._session.pull(self._placement.source, self._num_published_blocks, ended=ended)
+        if not self._is_enough:
+            self._session.pull(self._placement.source, self._num_published_blocks, ended=ended)
 
     def _uncharge(self) -> None:
         self._placement.node.num_queued_tokens -= self._num_charged_tokens

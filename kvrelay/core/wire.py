@@ -88,7 +88,7 @@ def output_to_wire(output: TokenOutput) -> common_pb2.TokenOutput:
 
 
 def fill_output(message: common_pb2.TokenOutput, output: TokenOutput) -> None:
-    """As `output_to_wire`, into a new `message`, which may be part of another: a third of the time."""
+    """As `output_to_wire`, into a new `message`, which may be part of another and is then not copied into it."""
     message.index = output.index
     message.token_ids.extend(output.token_ids)
     message.stop_token_id = -1 if output.stop_token_id is None else output.stop_token_id

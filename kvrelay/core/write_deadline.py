@@ -12,8 +12,7 @@ from kvrelay.core.errors import CancelledByPeerError
 class WriteDeadline:
     """Enter it around every write, in the task that made it; `close` it when the stream ends.
 
-    A write that is not over after `seconds` is cancelled, and leaves as CancelledByPeerError. An `asyncio.timeout` for
-    each would cost a tenth of what a router does for a token.
+    A write that is not over after `seconds` is cancelled, and leaves as CancelledByPeerError.
     """
 
     __slots__ = ("_cancelling", "_due", "_expired", "_loop", "_seconds", "_task", "_timer")

@@ -1,8 +1,9 @@
 """How many threads the engine computes with: its node's own, those that other nodes of the machine lend it, or one for
 a step so small that a second thread takes more from the machine's other processes than it gives.
 
-Looked at before each step and again before each layer, so that a node that wakes has its cores back after one layer of
-the others. Invariant: only the engine's thread calls this, for torch keeps a number per thread.
+Looked at before each step, and in one of many tokens again before each layer, so that a node that wakes has its cores
+back after a decode step or one layer of the others. Invariant: only the engine's thread calls this, for torch keeps a
+number per thread.
 """
 
 import sys

@@ -61,12 +61,14 @@ def test_a_row_of_the_step_before_is_the_input(runner: ModelRunner) -> None:
 
 
 def test_a_step_that_can_not_sample_fails_alone(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can not later either: what it has computed stays as it is."""
     plan = SchedulerOutput((greedy_prompt(1),), ())
     expected = runner.launch(plan).collect()
+    forward = runner._model.forward
     with monkeypatch.context() as patched:
-        patched.setattr(runner._model, "compute_logits", lambda hidden: torch.full((len(hidden), 320), torch.nan))
-        drawn = replace(greedy_prompt(1), rows=(replace(plan.scheduled[0].rows[0], params=SamplingParams(seed=1)),))
-        failing = runner.launch(SchedulerOutput((drawn,), ()))
+        patched.setattr(runner._model, "forward", lambda *args, **kwargs: forward(*args, **kwargs) * torch.nan)
+        failing = runner.launch(plan)
+    for _ in range(2):
         with pytest.raises(KVRelayError, match="not finite"):
             failing.collect()
     assert runner.launch(plan).collect() == expected
