@@ -4,6 +4,7 @@ torch has these only behind private names. Needs a card for anything but errors,
 Invariant: an address from `open_handle` is used with the device that was current, and given back with `close_handle`.
 """
 
+import ctypes
 from typing import Any
 
 from kvrelay.core.errors import KVError
@@ -33,14 +34,13 @@ def allocation_at(address: int) -> tuple[int, int]:
 def export_handle(base: int) -> bytes:
     """`HANDLE_BYTES` that let other processes open the allocation that begins here."""
     (handle,) = _checked("cudaIpcGetMemHandle", _runtime().cudaIpcGetMemHandle(base))
-    return bytes(handle.reserved)
+    return handle_bytes(handle)
 
 
 def open_handle(handle: bytes) -> int:
     """Where the allocation begins in this process. Not for handles of this very process: CUDA refuses those."""
     runtime = _runtime()
-    wanted = runtime.cudaIpcMemHandle_t()
-    wanted.reserved = handle
+    wanted = handle_from(handle)
     (address,) = _checked(
         "cudaIpcOpenMemHandle", runtime.cudaIpcOpenMemHandle(wanted, runtime.cudaIpcMemLazyEnablePeerAccess)
     )
@@ -56,6 +56,19 @@ def copy(to: int, source: int, num_bytes: int, stream: int) -> None:
     runtime = _runtime()
     kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
     _checked("cudaMemcpyAsync", runtime.cudaMemcpyAsync(to, source, num_bytes, kind, stream))
+
+
+def handle_bytes(handle: Any) -> bytes:
+    """What is in a `cudaIpcMemHandle_t`, by its address: the field that holds it has no name in CUDA 13's bindings."""
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def handle_from(content: bytes) -> Any:
+    """The reverse."""
+    assert len(content) == HANDLE_BYTES
+    handle = _runtime().cudaIpcMemHandle_t()
+    ctypes.memmove(handle.getPtr(), content, HANDLE_BYTES)
+    return handle
 
 
 def _runtime() -> Any:

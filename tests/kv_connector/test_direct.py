@@ -244,3 +244,8 @@ def test_cuda_without_a_card_is_an_error_and_not_a_crash() -> None:
     ):
         with pytest.raises(KVError, match=r"cuda|cuMem"):
             call()
+
+
+def test_a_cuda_handle_keeps_its_bytes() -> None:
+    content = bytes(range(cuda_handles.HANDLE_BYTES))
+    assert cuda_handles.handle_bytes(cuda_handles.handle_from(content)) == content
