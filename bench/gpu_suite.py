@@ -2,137 +2,137 @@
 whole engine: decode steps and prompts of random-weight models, against their floors and transformers. Then KV between
 processes on the card, and a prefill and a decode node on it, directly and through host memory.
 
-    python bench/gpu_suite.py --output gpu.json [--part kernels|engine|transfer]
+    python bench/gpu_suite.py --output gpu.jsonl [--part attention,layers,...] [--budget SECONDS]
 
-The floor is the larger of the bytes a kernel must move over the card's copy bandwidth and its operations over the
-card's matrix rate, both measured first. `--self-test` runs tiny shapes in Triton's interpreter, where times mean
-nothing. The exit status is 1 when a result is wrong.
+Each part is a process of its own: one that crashes or hangs does not take the others with it. Results are appended to
+the file as they come, so that several runs may share it, and a run that is cut short leaves what it has; `--show FILE`
+prints a file again. The floor is the larger of the bytes that work must move over the card's copy bandwidth and its
+operations over the card's matrix rate, both measured first. `--self-test` runs tiny shapes in Triton's interpreter,
+where times mean nothing. The exit status is 1 when a result is wrong or missing.
 """
 
 import argparse
-import itertools
+import faulthandler
 import logging
 import os
 import secrets
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(_ROOT), str(_ROOT / "kernels")]  # it runs from a working tree, installed or not
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+import torch  # noqa: E402
 
-from bench.gpu.measure import Rates, Stopwatch, measure_rates
-from bench.gpu.report import Result, table, write_json
+from bench.gpu.bars import judged  # noqa: E402
+from bench.gpu.parts import PARTS, Suite  # noqa: E402
+from bench.gpu.report import Record, Result, read_records, table  # noqa: E402
+from bench.gpu.task import run_tasks  # noqa: E402
 
-_PARTS = ("all", "kernels", "engine", "transfer")
+_logger = logging.getLogger("gpu_suite")
+_END_SECONDS = 15.0  # that a part may take beyond its budget: the case it is in
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--part", choices=_PARTS, default="all", help="what to measure")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the inputs; fresh by default")
-    parser.add_argument("--self-test", action="store_true", help="tiny shapes on the CPU, interpreted")
+    parser = _parser()
     args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if args.show:
+        return _show(args.show)
+    parts = list(PARTS) if args.part == "all" else args.part.split(",")
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        parser.error(f"--part: unknown: {', '.join(unknown)}; there are: all, {', '.join(PARTS)}")
     if args.self_test:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the cases below do
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the cases do
     elif not torch.cuda.is_available():
         parser.error("no GPU that torch can use; --self-test runs without one")
-    device = torch.device("cpu" if args.self_test else "cuda")
-    torch.manual_seed(args.seed)
-    watch = Stopwatch(device, 1 if args.self_test else args.repeats)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    rates = suite_rates(watch, tiny=args.self_test)
-    results: list[Result] = []
-    if args.part in ("all", "kernels"):
-        results += run_kernels(watch, rates, tiny=args.self_test)
-        _report(args.output, results, rates, device, args.seed)
-    later: list[Iterator[Result]] = []
-    if args.part in ("all", "engine"):
-        later.append(run_engine(device, rates, args.seed, tiny=args.self_test))
-    if args.part in ("all", "transfer"):
-        later.append(run_transfers(device, rates, args.seed, tiny=args.self_test))
-    for result in itertools.chain.from_iterable(later):
-        results.append(result)
-        _report(args.output, results, rates, device, args.seed)  # the next may not come to its end
-    print(f"copy {rates.copy / 1e9:.0f} GB/s, matmul {rates.matmul / 1e12:.1f} TFLOP/s, seed {args.seed}")
-    print(table(results))
-    return 0 if all(result.is_right for result in results) else 1
+    deadline = time.monotonic() + args.budget
+    if args.self_test or args.in_this_process:
+        for part in parts:
+            _run_part(part, args, deadline)
+        return 0 if args.in_this_process else _show(args.output)
+    with tempfile.TemporaryDirectory() as directory:
+        output = args.output or Path(directory) / "results.jsonl"
+        for part in parts:
+            _run_process(part, output, args, deadline)
+        return _show(output)
 
 
-def _report(output: Path | None, results: Sequence[Result], rates: Rates, device: torch.device, seed: int) -> None:
-    if output:
-        write_json(output, results, rates, device, seed)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="file to append the results to, JSON lines")
+    parser.add_argument("--part", default="all", help=f"what to measure, in this order: some of {','.join(PARTS)}")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which nothing new is begun")
+    parser.add_argument("--repeats", type=int, default=30, help="of what is timed")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the inputs; fresh by default")
+    parser.add_argument("--self-test", action="store_true", help="tiny shapes on the CPU, interpreted; needs --output")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the results of FILE, and measure nothing")
+    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
+    return parser
 
 
-def suite_rates(watch: Stopwatch, *, tiny: bool) -> Rates:
-    """A card runs in bfloat16; the self-test in float16, which the interpreter rounds right."""
-    if tiny:
-        return measure_rates(watch, copy_bytes=1 << 20, matmul_size=64, dtype=torch.float16)
-    return measure_rates(watch, copy_bytes=1 << 30, matmul_size=8192, dtype=torch.bfloat16)
-
-
-def run_kernels(watch: Stopwatch, rates: Rates, *, tiny: bool) -> list[Result]:
-    """In the shapes of an 8B model."""
-    from bench.gpu.attention_cases import Shapes, attention_cases
-    from bench.gpu.layer_cases import Sizes, layer_cases
-
-    if tiny:
-        dtype = torch.float16
-        shapes = Shapes(4, 2, 64, 16, decode=((2, 40), (1, 600)), prefill=((0, 33), (20, 17)))
-        sizes = Sizes(3, 128, 64, 4, 2, 64, 300)
-    else:
-        dtype = torch.bfloat16
-        decode = ((1, 4096), (16, 4096), (64, 4096), (256, 1024), (1, 32768))
-        prefill = ((0, 512), (0, 2048), (0, 8192), (8192, 512))
-        shapes = Shapes(32, 8, 128, 16, decode=decode, prefill=prefill)
-        sizes = Sizes(64, 4096, 14336, 32, 8, 128, 128256)
-    results = [case.measure(watch, rates) for case in attention_cases(shapes, dtype, watch.device)]
-    return results + [case.measure(watch, rates) for case in layer_cases(sizes, dtype, watch.device)]
-
-
-def run_engine(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> Iterator[Result]:
-    """Models of 1B and 8B parameters; the self-test a tiny one."""
-    from transformers import LlamaConfig
-
-    from bench.gpu.engine_cases import EnginePlan, engine_cases
-    from bench.random_model import SHAPES
-    from kvrelay.engine.gpu.runner import StepLimits
-
-    if tiny:
-        limits = StepLimits(max_num_seqs=3, max_num_batched_tokens=24, max_model_len=64)
-        config = LlamaConfig(
-            vocab_size=300,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-        plan = EnginePlan("tiny", config, ((3, 6),), (20,), (2, 6, 2), 1, 1, limits)
-        yield from engine_cases(plan, torch.float32, device, rates, seed)
+def _run_process(part: str, output: Path, args: argparse.Namespace, deadline: float) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        Record(output, part).add(Result.failed(part, "left out: time is up", is_wrong=False))
         return
-    limits = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=9216)
-    decode = ((1, 1024), (16, 1024), (64, 1024), (256, 1024))
-    for shape in ("llama-1b", "llama-8b"):
-        plan = EnginePlan(shape, SHAPES[shape](), decode, (512, 2048, 8192), (64, 512, 128), 64, 3, limits)
-        yield from engine_cases(plan, torch.bfloat16, device, rates, seed)
+    command = [sys.executable, str(Path(__file__).resolve()), "--in-this-process", "--part", part]
+    command += ["--output", str(output), "--budget", str(left), "--repeats", str(args.repeats)]
+    command += ["--seed", str(args.seed)]
+    path = os.pathsep.join([*map(str, sys.path[:2]), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    environment = os.environ | {"PYTHONPATH": path}  # for the processes that parts start
+    with subprocess.Popen(command, cwd=_ROOT, env=environment) as process:
+        try:
+            status = process.wait(left + 2 * _END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+    if status != 0:
+        Record(output, part).add(Result.failed(part, f"its process ended with status {status}; what it said is above"))
 
 
-def run_transfers(device: torch.device, rates: Rates, seed: int, *, tiny: bool) -> Iterator[Result]:
-    """The self-test moves host memory, and starts no cluster: `kvrelay serve` has its own tests."""
-    from bench.connectors import BLOCK_SIZES
-    from bench.gpu.transfer_cases import ClusterLoad, cluster_cases, transfer_cases
+def _run_part(part: str, args: argparse.Namespace, deadline: float) -> None:
+    if args.in_this_process:  # one that hangs says where, and ends
+        faulthandler.dump_traceback_later(max(1.0, deadline - time.monotonic()) + _END_SECONDS, exit=True)
+    device = torch.device("cpu" if args.self_test else "cuda:0")
+    torch.manual_seed(args.seed)
+    record = Record(args.output, part)
+    with tempfile.TemporaryDirectory() as directory:
+        suite = Suite(device, args.seed, 1 if args.self_test else args.repeats, Path(directory))
+        try:
+            tasks = PARTS[part](suite)
+        except ModuleNotFoundError as error:
+            problem = f"left out: it needs the package {error.name!r}, which is not installed"
+            record.add(Result.failed(part, problem, is_wrong=False))
+            return
+        record.begin(suite.rates, device, args.seed)
+        run_tasks(tasks, record, deadline=deadline)
+    faulthandler.cancel_dump_traceback_later()
 
-    sizes = tuple(BLOCK_SIZES)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the processes that follow need the memory
-    yield from transfer_cases(device, rates, sizes[:1] if tiny else sizes, megabytes=4 if tiny else 1024)
-    if not tiny:
-        load = ClusterLoad(device.type, "llama-1b", prompts=(512, 2048, 8192), new=32)
-        yield from cluster_cases(load, ("direct", "staged"), rates, seed)
+
+def _show(path: Path) -> int:
+    records = read_records(path)
+    print(table(records.results))
+    _say(records.runs)
+    print("\n".join(judged(records.results)))
+    if not any("H200" in device for device in records.devices):
+        print("(the bars are for an H200)")
+    return 0 if records.results and all(result.is_right for result in records.results) else 1
+
+
+def _say(runs: Iterable[object]) -> None:
+    for run in runs:
+        assert isinstance(run, dict)
+        print(
+            f"{run['part']}: {run['date']} on {run['device']}, seed {run['seed']}, copy "
+            f"{run['copy_bytes_per_second'] / 1e9:.0f} GB/s, matmul {run['matmul_operations_per_second'] / 1e12:.1f} "
+            f"TFLOP/s, {run['versions']}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""Decode and prefill attention over a shuffled pool, beside torch's SDPA and FlexAttention over contiguous KV."""
+"""Decode and prefill attention over a shuffled pool, beside torch's SDPA and FlexAttention over contiguous KV; and over
+batches of all kinds, which are there to be right.
+"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from paged_kernels.base import AttentionMetadata
@@ -9,17 +12,24 @@ from paged_kernels.kv_scales import KVScales
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.gpu.bars import FLASH
 from bench.gpu.case import Case
+from bench.gpu.measure import Rates, Stopwatch
+from bench.gpu.report import Result
+from bench.gpu.task import Task
 
 FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """`decode`: (batch, context); `prefill`: (prefix, new tokens) of one sequence."""
+    """`decode`: (batch, context); `prefill`: (prefix, new tokens) of one sequence. `flex`: which of both FlexAttention
+    is compiled for, which takes long."""
 
     num_heads: int
     num_kv_heads: int
@@ -27,14 +37,26 @@ class Shapes:
     block_size: int
     decode: tuple[tuple[int, int], ...]
     prefill: tuple[tuple[int, int], ...]
+    flex: tuple[tuple[int, int], ...] = ()
 
 
-def attention_cases(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for batch, context in shapes.decode:
-        for pool_dtype in (dtype, FP8):
-            yield _case(f"decode {batch} x {context}", shapes, dtype, pool_dtype, batch, context - 1, 1, device)
-    for prefix, new in shapes.prefill:
-        yield _case(f"prefill {new} after {prefix}", shapes, dtype, dtype, 1, prefix, new, device)
+def attention_tasks(shapes: Shapes, dtype: torch.dtype, watch: Stopwatch, rates: Rates) -> Iterator[Task]:
+    for pool_dtype in (dtype, FP8):
+        kind = f"{str(pool_dtype).removeprefix('torch.')} KV"
+        for batch, context in shapes.decode:
+            name = f"decode {batch} x {context}, {kind}"
+            flex = (batch, context) in shapes.flex
+            case = partial(_case, name, shapes, dtype, pool_dtype, batch, context - 1, 1, watch.device, flex=flex)
+            yield Task(name, partial(_measure, case, watch, rates))
+        for prefix, new in shapes.prefill:
+            name = f"prefill {new} after {prefix}, {kind}"
+            flex = (prefix, new) in shapes.flex
+            case = partial(_case, name, shapes, dtype, pool_dtype, 1, prefix, new, watch.device, flex=flex)
+            yield Task(name, partial(_measure, case, watch, rates))
+
+
+def _measure(case: Callable[[], Case], watch: Stopwatch, rates: Rates) -> Result:
+    return case().measure(watch, rates)
 
 
 def _case(
@@ -46,14 +68,13 @@ def _case(
     prefix: int,
     new: int,
     device: torch.device,
+    *,
+    flex: bool,
 ) -> Case:
     length = prefix + new
     blocks = -(-length // shapes.block_size)
     shape = (batch * blocks, shapes.num_kv_heads, 1, 2, shapes.block_size, shapes.head_dim)
-    pool = torch.randn(shape, device=device, dtype=dtype)
-    scales = torch.full((1, shapes.num_kv_heads), 0.01, device=device)
-    if pool_dtype == FP8:
-        pool = (pool.float() / 0.01).clamp(-448, 448).to(FP8)
+    pool, scales = random_pool(shape, dtype, pool_dtype, device)
     metadata = AttentionMetadata(
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
         block_tables=torch.randperm(batch * blocks, device=device).view(batch, blocks).int(),
@@ -63,42 +84,136 @@ def _case(
         max_seq_len=length,
     )
     query = torch.randn(batch * new, shapes.num_heads, shapes.head_dim, device=device, dtype=dtype)
-    backend = TritonBackend(KVScales(scales, scales) if pool_dtype == FP8 else None)
+    backend = TritonBackend(scales)
     scale = shapes.head_dim**-0.5
-
-    def expected() -> Tensor:
-        exact = pool.double() * scales[0, 0].double() if pool_dtype == FP8 else pool.double()
-        return ReferenceBackend().attend(query.double(), exact, 0, metadata, scale=scale)
-
     seen = new * (prefix + (new + 1) / 2)  # pairs of a query and a token that it sees
     return Case(
-        f"{name}, {str(pool_dtype).removeprefix('torch.')} KV",
+        name,
         lambda: backend.attend(query, pool, 0, metadata, scale=scale),
-        expected,
+        lambda: ReferenceBackend().attend(query.double(), exact_pool(pool, scales), 0, metadata, scale=scale),
         num_bytes=pool.numel() * pool.element_size() + 2 * query.numel() * query.element_size(),
         num_flops=4 * batch * seen * shapes.num_heads * shapes.head_dim,
-        peers={} if pool_dtype == FP8 else _peers(shapes, query, batch, prefix, new),
+        peers={} if pool_dtype == FP8 else _peers(shapes, query, batch, prefix, new, flex=flex),
     )
 
 
-def _peers(shapes: Shapes, query: Tensor, batch: int, prefix: int, new: int) -> dict[str, Callable[[], object]]:
-    """Over contiguous KV. SDPA's flash kernels know causality without a prefix only."""
+def random_pool(
+    shape: tuple[int, ...], dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, KVScales | None]:
+    """`[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; FP8 has a scale of its own for each head."""
+    pool = torch.randn(shape, device=device, dtype=dtype)
+    if pool_dtype != FP8:
+        return pool, None
+    key, value = (0.01 * torch.rand(2, shape[2], shape[1], device=device) + 0.01).unbind()
+    scales = KVScales(key.contiguous(), value.contiguous())
+    stacked = torch.stack((key, value), dim=-1).transpose(0, 1)[None, :, :, :, None, None]
+    return (pool.float() / stacked).clamp(-448, 448).to(FP8), scales
+
+
+def exact_pool(pool: Tensor, scales: KVScales | None) -> Tensor:
+    """What the pool means, in float64."""
+    if scales is None:
+        return pool.double()
+    stacked = torch.stack((scales.key, scales.value), dim=-1).transpose(0, 1)[None, :, :, :, None, None]
+    return pool.to(torch.float32).double() * stacked.double()
+
+
+def _peers(
+    shapes: Shapes, query: Tensor, batch: int, prefix: int, new: int, *, flex: bool
+) -> dict[str, Callable[[], object]]:
+    """Over contiguous KV. Each is made when it is first called: one that is not there takes no other with it."""
     length = prefix + new
     q = query.view(batch, new, shapes.num_heads, shapes.head_dim).transpose(1, 2).contiguous()
-    kv = torch.randn(batch, shapes.num_kv_heads, length, shapes.head_dim, device=query.device, dtype=query.dtype)
-    peers: dict[str, Callable[[], object]] = {}
-    if new == 1 or prefix == 0:
-        causal = new > 1
-        peers["sdpa"] = lambda: scaled_dot_product_attention(q, kv, kv, is_causal=causal, enable_gqa=True)
+    kv = torch.randn(2, batch, shapes.num_kv_heads, length, shapes.head_dim, device=query.device, dtype=query.dtype)
+    key, value = kv.unbind()
+    causal = new > 1 and not prefix
+
+    def sdpa() -> Tensor:
+        mask = causal_lower_right(new, length) if new > 1 and prefix else None
+        return scaled_dot_product_attention(q, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True)
+
+    def flash() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return sdpa()
+
+    peers: dict[str, Callable[[], object]] = {"sdpa": sdpa}
     if query.device.type == "cuda":
-        mask = create_block_mask(
-            lambda b, h, query_index, kv_index: query_index + prefix >= kv_index,
-            B=None,
-            H=None,
-            Q_LEN=new,
-            KV_LEN=length,
-            device=str(query.device),
-        )
-        compiled = torch.compile(flex_attention, dynamic=False)
-        peers["flex"] = lambda: compiled(q, kv, kv, block_mask=mask, enable_gqa=True)
+        peers[FLASH] = flash
+    if flex and query.device.type == "cuda":
+        made = cache(partial(_flex, q, key, value, prefix))
+        peers["flex"] = lambda: made()()
     return peers
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Callable[[], object]:
+    mask = create_block_mask(
+        lambda b, h, query_index, kv_index: query_index + prefix >= kv_index,
+        B=None,
+        H=None,
+        Q_LEN=query.shape[2],
+        KV_LEN=key.shape[2],
+        device=str(query.device),
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(query, key, value, block_mask=mask, enable_gqa=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences of (prefix, new tokens), (0, 0) being one that pads: it has a row and no tokens, and comes last."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    pool_dtype: torch.dtype
+    sequences: tuple[tuple[int, int], ...]
+    window: int | None = None
+    block_size: int = 16
+
+    @property
+    def name(self) -> str:
+        dtypes = f"{self.dtype}, {self.pool_dtype} KV".replace("torch.", "")
+        new = [new for _, new in self.sequences]
+        kind = "decodes" if max(new) == 1 else "mixed" if min(new) < 2 else "prompts"
+        window = f", window {self.window}" if self.window else ""
+        return f"{kind} {self.num_heads}/{self.num_kv_heads} x {self.head_dim} {dtypes}{window}"
+
+
+def batch_tasks(batches: tuple[Batch, ...], watch: Stopwatch, rates: Rates) -> Iterator[Task]:
+    for batch in batches:
+        yield Task(batch.name, partial(_measure, partial(_batch_case, batch, watch.device), watch, rates))
+
+
+def _batch_case(batch: Batch, device: torch.device) -> Case:
+    lengths = [prefix + new for prefix, new in batch.sequences]
+    rows = [max(1, new) for _, new in batch.sequences]  # a sequence that pads has a row, too
+    starts = torch.tensor([0, *rows]).cumsum(0).int().to(device)
+    width = max(-(-length // batch.block_size) for length in lengths)
+    num_real = sum(length > 0 for length in lengths)
+    ids = torch.randperm(len(lengths) * width, device=device).view(len(lengths), width).int()
+    shape = (len(lengths) * width, batch.num_kv_heads, 2, 2, batch.block_size, batch.head_dim)
+    pool, scales = random_pool(shape, batch.dtype, batch.pool_dtype, device)
+    query = torch.randn(sum(rows), batch.num_heads, batch.head_dim, device=device, dtype=batch.dtype)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    metadata = AttentionMetadata(nothing, ids, starts, lens, max(rows), max(lengths))
+    real = replace(metadata, seq_lens=lens[:num_real])
+    num_real_rows = sum(rows[:num_real])
+    scale = batch.head_dim**-0.5
+    backend = TritonBackend(scales)
+
+    def expected() -> Tensor:
+        found = torch.zeros(query.shape, dtype=torch.float64, device=device)
+        exact = exact_pool(pool, scales)
+        attended = ReferenceBackend().attend(query.double(), exact, 1, real, scale=scale, sliding_window=batch.window)
+        found[:num_real_rows] = attended[:num_real_rows]
+        return found
+
+    num_bytes = sum(lengths) * 2 * batch.num_kv_heads * batch.head_dim * pool.element_size()
+    return Case(
+        batch.name,
+        lambda: backend.attend(query, pool, 1, metadata, scale=scale, sliding_window=batch.window),
+        expected,
+        num_bytes=num_bytes + 2 * query.numel() * query.element_size(),
+    )

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from bench.gpu.measure import Rates, Stopwatch
+from bench.gpu.measure import Rates, Stopwatch, poisoned
 from bench.gpu.report import Result
+from bench.gpu.task import attempt
 
 # Allowed deviation from float64: relative, and as a share of the largest value.
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-6, 2**-7), torch.float16: (2**-9, 2**-10)}
@@ -16,7 +18,8 @@ TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-6, 2**-7), torch.
 @dataclass(frozen=True, slots=True)
 class Case:
     """`run` returns the result in the kernel's dtype, `expected` in float64 (or integers, which must be equal).
-    `num_bytes` are read and written at least, `num_flops` computed. `peers`: the same work by others."""
+    `num_bytes` are read and written at least, `num_flops` computed. `peers`: the same work by others. `tolerance`: as
+    TOLERANCE's, where that of the dtype does not fit."""
 
     name: str
     run: Callable[[], Tensor]
@@ -24,19 +27,26 @@ class Case:
     num_bytes: float
     num_flops: float = 0.0
     peers: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    tolerance: tuple[float, float] | None = None
 
     def measure(self, watch: Stopwatch, rates: Rates) -> Result:
-        error = deviation(self.run(), self.expected())
+        """Compared before and after it was timed: what changes from run to run is a race."""
+        expected = self.expected()
+        with poisoned():
+            error = deviation(self.run(), expected, self.tolerance)
         seconds = watch.seconds(self.run)
-        peers = {name: watch.seconds(run) for name, run in self.peers.items()}
+        with poisoned():
+            error = max(error, deviation(self.run(), expected, self.tolerance))
+        del expected
+        peers = attempt({name: partial(watch.seconds, run) for name, run in self.peers.items()})
         return Result(self.name, error, seconds, rates.floor_seconds(self.num_bytes, self.num_flops), peers)
 
 
-def deviation(actual: Tensor, expected: Tensor) -> float:
+def deviation(actual: Tensor, expected: Tensor, tolerance: tuple[float, float] | None = None) -> float:
     """The largest error as a share of the allowed one; infinite for a NaN or an unequal integer."""
     if not actual.is_floating_point():
         return 0.0 if torch.equal(actual.cpu(), expected.cpu()) else float("inf")
-    relative, absolute = TOLERANCE[actual.dtype]
+    relative, absolute = tolerance or TOLERANCE[actual.dtype]
     allowed = relative * expected.abs() + absolute * expected.abs().max()
     worst = float(((actual.double() - expected).abs() / allowed.clamp_min(1e-300)).max())
     return worst if worst == worst else float("inf")

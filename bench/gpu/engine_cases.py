@@ -4,18 +4,22 @@ beginning to end, against what the card's copy bandwidth and matrix rate allow, 
 
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from paged_kernels.reference import ReferenceBackend
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from bench.gpu.case import deviation
 from bench.gpu.eager_recorder import EagerRecorder
+from bench.gpu.kernel_times import time_by_kernel
 from bench.gpu.measure import Rates
 from bench.gpu.random_decoder import random_decoder
 from bench.gpu.report import Result
+from bench.gpu.task import Task, attempt
 from bench.gpu.transformers_peer import generate_with_transformers
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.sampling_params import SamplingParams
@@ -24,7 +28,6 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
 from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
 from kvrelay.engine.gpu.sampler import DeviceSampler
-from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
 from kvrelay.engine.request import EngineRequest
 from kvrelay.engine.sampling.sampler import SamplingRow
@@ -33,6 +36,7 @@ from kvrelay.engine.scheduler import SchedulerConfig
 _logger = logging.getLogger(__name__)
 _BLOCK_SIZE = 16
 _WARMUP_STEPS = 3
+_PROFILED_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +62,19 @@ class EnginePlan:
 
     def _most_tokens(self, batch: int, context: int) -> int:
         """What a sequence may add while the others' prompts are computed, and while it is timed."""
-        return 2 * (batch * context // self.limits.max_num_batched_tokens + 2) + self.steps + _WARMUP_STEPS + 8
+        steps = self.steps + _WARMUP_STEPS + _PROFILED_STEPS
+        return 2 * (batch * context // self.limits.max_num_batched_tokens + 2) + steps + 8
 
     def sampling_for(self, batch: int, context: int) -> SamplingParams:
         return SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=self._most_tokens(batch, context))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """`parts`: seconds of a step by kernel, those that take most; what they lack to `seconds` the card has waited."""
+
+    seconds: float
+    parts: dict[str, float]
 
 
 class EngineBench:
@@ -84,6 +97,7 @@ class EngineBench:
         _logger.info("%s: recorded decode steps in %.1f s", plan.name, time.perf_counter() - start)
         self._engine = self._make_engine()
         self._num_requests = 0
+        self.error = float("inf")  # of what it computes, once compared
 
     def _make_engine(self) -> Engine:
         limits = self._plan.limits
@@ -98,7 +112,7 @@ class EngineBench:
         ids: list[int] = torch.randint(self.model.config.vocab_size, (length,), generator=self._generator).tolist()
         return tuple(ids)
 
-    def decode_step_seconds(self, batch: int, context: int) -> float:
+    def decode_step(self, batch: int, context: int) -> "DecodeStep":
         names = [self._add(context, self._plan.sampling_for(batch, context)) for _ in range(batch)]
         while self._engine.load().num_requests_decoding < batch:
             self._engine.step()
@@ -107,11 +121,12 @@ class EngineBench:
         start = time.perf_counter()
         num_tokens = sum(self._step() for _ in range(self._plan.steps))
         seconds = time.perf_counter() - start
+        parts = time_by_kernel(self._step, _PROFILED_STEPS) if self._device.type == "cuda" else {}
         for name in names:
             self._engine.abort(name)
         self._finish()
         assert num_tokens == batch * self._plan.steps, "a timed step did something else than decoding"
-        return seconds / self._plan.steps
+        return DecodeStep(seconds / self._plan.steps, parts)
 
     def prompt_seconds(self, length: int) -> float:
         """Until the first token; the first time may compile."""
@@ -130,19 +145,32 @@ class EngineBench:
         return seconds
 
     def replay_error(self) -> float:
-        """A recorded step against the same one launched kernel by kernel: log-probabilities of the likeliest tokens, as
-        a share of what is allowed."""
+        """A recorded step against the same one launched kernel by kernel, with attention in plain torch:
+        log-probabilities of the likeliest tokens, as a share of what is allowed."""
+        found = self._top_logprobs(self._runner)
+        eager = DeviceRunner(self.model, self._sampler, self._pool, self._plan.limits)
+        kernels = self.model.layers[0].attention.backend
+        self.model.attend_with(ReferenceBackend())
+        try:
+            expected = self._top_logprobs(eager)
+        finally:
+            self.model.attend_with(kernels)
+        return deviation(found.to(self.model.dtype), expected.double())
+
+    def _top_logprobs(self, runner: DeviceRunner) -> Tensor:
+        """`[num_seqs, 20]`, largest first: which of two equally likely tokens comes first does not matter. The prompts
+        are the same each time, and are run by the same runner."""
         sampling = SamplingParams(temperature=0.0, seed=0, logprobs=20)
         length = 3 * _BLOCK_SIZE - 5
         tables = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(min(3, self._plan.limits.max_num_seqs))]
-        for table in tables:
-            chunk = ScheduledSequence(self.prompt(length), 0, table, ())
-            self._runner.launch(SchedulerOutput((chunk,), ())).collect()
+        for index, table in enumerate(tables):
+            prompt = [(31 * at + 7 * index) % self.model.config.vocab_size for at in range(length)]
+            chunk = ScheduledSequence(prompt, 0, table, ())
+            runner.launch(SchedulerOutput((chunk,), ())).collect()
         row = SamplingRow(sampling, 0, length + 1, 1, (), ())
         step = SchedulerOutput(tuple(ScheduledSequence((7,), length, table, (row,)) for table in tables), ())
-        eager = DeviceRunner(self.model, self._sampler, self._pool, self._plan.limits)
-        found, expected = (_top_logprobs(runner, step) for runner in (self._runner, eager))
-        return deviation(found.to(self.model.dtype), expected.double())
+        rows = [result.sampled[0].logprobs for result in runner.launch(step).collect().results]
+        return torch.tensor([[value for _, value in one.top] for one in rows if one is not None])
 
     def _add(self, length: int, sampling: SamplingParams) -> str:
         self._num_requests += 1
@@ -164,55 +192,77 @@ class EngineBench:
         self._engine.check_idle()
 
 
-def _top_logprobs(runner: DeviceRunner, step: SchedulerOutput) -> Tensor:
-    """`[num_seqs, 20]`, largest first: which of two equally likely tokens comes first does not matter."""
-    rows = [result.sampled[0].logprobs for result in runner.launch(step).collect().results]
-    return torch.tensor([[value for _, value in row.top] for row in rows if row is not None])
-
-
-def engine_cases(
-    plan: EnginePlan, dtype: torch.dtype, device: torch.device, rates: Rates, seed: int
-) -> Iterator[Result]:
-    bench = EngineBench(plan, dtype, device, seed)
-    error = bench.replay_error()
-    work = _Work(bench.model)
+def engine_tasks(plan: EnginePlan, dtype: torch.dtype, device: torch.device, rates: Rates, seed: int) -> Iterator[Task]:
+    """One model serves them all; where it can not be made there are no others."""
+    made: list[EngineBench] = []
+    yield Task(f"{plan.name} start: weights, recorded steps", partial(_start, made, plan, dtype, device, seed))
+    if not made:
+        return
+    bench, work = made.pop(), _Work(plan.config, dtype)
     for batch, context in plan.decode:
-        seconds = bench.decode_step_seconds(batch, context)
+        name = f"{plan.name} decode step {batch} x {context}"
         floor = rates.floor_seconds(work.decode_bytes(batch, context), work.flops(batch))
-        yield Result(f"{plan.name} decode step {batch} x {context}", error, seconds, floor, {})
+        yield Task(name, partial(_decode, name, bench, floor, batch, context))
     for length in plan.prefill:
-        seconds = bench.prompt_seconds(length)
+        name = f"{plan.name} first token of {length}"
         floor = rates.floor_seconds(work.weight_bytes, work.flops(length) + work.attention_flops(length))
-        yield Result(f"{plan.name} first token of {length}", error, seconds, floor, {})
+        yield Task(name, partial(_timed, name, partial(bench.prompt_seconds, length), bench.error, floor))
     count, prompt, new = plan.batch
-    seconds = bench.batch_seconds(count, prompt, new)
+    name = f"{plan.name} {count} x ({prompt} in, {new} out)"
     floor = count * rates.floor_seconds(0, work.flops(prompt) + work.attention_flops(prompt))
     floor += new * rates.floor_seconds(work.decode_bytes(count, prompt), work.flops(count))
+    ours: list[Result] = []
+    run = partial(_timed, name, partial(bench.batch_seconds, *plan.batch), bench.error, floor)
+    yield Task(name, partial(_kept, ours, run))
     prompts = [list(bench.prompt(prompt)) for _ in range(count)]
-    del bench, work
-    peers = generate_with_transformers(plan.config, prompts, new) if device.type == "cuda" else {}
-    yield Result(f"{plan.name} {count} x ({prompt} in, {new} out)", error, seconds, floor, peers)
+    del bench, run  # transformers needs the memory
+    if ours and device.type == "cuda":
+        peer = partial(generate_with_transformers, plan.config, prompts, new)
+        yield Task(name, lambda: replace(ours[0], peers=attempt({"transformers continuous batching": peer})))
+
+
+def _start(made: list[EngineBench], plan: EnginePlan, dtype: torch.dtype, device: torch.device, seed: int) -> Result:
+    start = time.perf_counter()
+    bench = EngineBench(plan, dtype, device, seed)
+    seconds = time.perf_counter() - start
+    bench.error = bench.replay_error()
+    made.append(bench)
+    return Result(f"{plan.name} start: weights, recorded steps", bench.error, seconds, 0.0)
+
+
+def _timed(name: str, seconds: Callable[[], float], error: float, floor: float) -> Result:
+    return Result(name, error, seconds(), floor)
+
+
+def _kept(kept: list[Result], run: Callable[[], Result]) -> Result:
+    kept.append(run())
+    return kept[0]
+
+
+def _decode(name: str, bench: EngineBench, floor: float, batch: int, context: int) -> Result:
+    timed = bench.decode_step(batch, context)
+    return Result(name, bench.error, timed.seconds, floor, parts=timed.parts)
 
 
 class _Work:
     """What a model can not avoid: bytes and floating-point operations."""
 
-    def __init__(self, model: DecoderForCausalLM) -> None:
-        config = model.config
-        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        head_dim = config.hidden_size // config.num_attention_heads
+        heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
         layer = config.hidden_size * (heads + 3 * config.intermediate_size)
-        self._layer_weights = config.num_layers * layer
+        self._layer_weights = config.num_hidden_layers * layer
         self._head_weights = config.hidden_size * config.vocab_size
-        self._kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-        self._attention = 2 * config.num_layers * config.num_heads * config.head_dim
-        self.weight_bytes = (self._layer_weights + self._head_weights) * model.dtype.itemsize
+        self._kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
+        self._attention = 2 * config.num_hidden_layers * config.num_attention_heads * head_dim
+        self.weight_bytes = (self._layer_weights + self._head_weights) * dtype.itemsize
 
     def decode_bytes(self, batch: int, context: int) -> float:
-        return self.weight_bytes + batch * context * self._kv_bytes
+        return float(self.weight_bytes + batch * context * self._kv_bytes)
 
     def flops(self, num_tokens: int) -> float:
         """Of the matrix products of the layers; the head's are few where tokens are many."""
-        return 2.0 * num_tokens * self._layer_weights
+        return float(2 * num_tokens * self._layer_weights)
 
     def attention_flops(self, num_tokens: int) -> float:
         """Of one prompt, causal."""

@@ -1,10 +1,12 @@
 """What surrounds attention: KV writes, norms, SiLU-mul, products with published weights, sampling."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from paged_kernels import fused_reference, triton_rowwise
+from paged_kernels.kv_scales import FP8, KVScales
 from paged_kernels.published_weight import PublishedFormat, PublishedWeight, unpack_codes, unpack_zeros
 from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import TritonBackend
@@ -13,7 +15,10 @@ from paged_kernels.triton_published import published_matmul
 from paged_kernels.triton_sampling import sample_tokens
 from torch import Tensor
 
-from bench.gpu.case import Case
+from bench.gpu.case import TOLERANCE, Case
+from bench.gpu.measure import Rates, Stopwatch
+from bench.gpu.report import Result
+from bench.gpu.task import Task
 from kv_connector.header import payload_digest
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.gpu.sampler import sampling_tensors
@@ -29,35 +34,59 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    published_rows: tuple[int, ...]
 
 
-def layer_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    yield from _rowwise(sizes, dtype, device)
-    yield _write(sizes, dtype, device)
-    yield _published(PublishedFormat.AWQ, 4, sizes, dtype, device)
-    yield _published(PublishedFormat.GPTQ, 4, sizes, dtype, device)
-    yield _published(PublishedFormat.GPTQ, 8, sizes, dtype, device)
-    yield _digests(sizes, device)
-    for name, params in (
-        ("greedy", SamplingParams(temperature=0.0)),
-        ("temperature", SamplingParams(seed=1)),
-        ("top-k, top-p", SamplingParams(seed=1, top_k=50, top_p=0.9)),
-        ("top-p", SamplingParams(seed=1, top_p=0.95)),
-    ):
-        yield _sampling(name, params, sizes, device)
+_PUBLISHED: tuple[tuple[PublishedFormat, Bits], ...] = (
+    (PublishedFormat.AWQ, 4),
+    (PublishedFormat.GPTQ, 4),
+    (PublishedFormat.GPTQ, 8),
+)
+_SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(seed=1),
+    "top-k, top-p": SamplingParams(seed=1, top_k=50, top_p=0.9),
+    "top-p": SamplingParams(seed=1, top_p=0.95),
+}
 
 
-def _rowwise(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+def layer_tasks(sizes: Sizes, dtype: torch.dtype, watch: Stopwatch, rates: Rates) -> Iterator[Task]:
+    device = watch.device
+    makers: list[tuple[str, Callable[[], Case]]] = [
+        ("residual + rms_norm", partial(_norm, sizes, dtype, device)),
+        ("silu_mul", partial(_silu, sizes, dtype, device)),
+        ("rotary + write_kv (and the copies around it)", partial(_write, sizes, dtype, dtype, device)),
+        ("rotary + write_kv to FP8 (and the copies around it)", partial(_write, sizes, dtype, FP8, device)),
+        (f"digests of {sizes.num_tokens} blocks", partial(_digests, sizes, device)),
+    ]
+    for rows in sizes.published_rows:
+        for form, bits in _PUBLISHED:
+            name = f"{form.value} {bits} bits {rows} x {sizes.hidden_size} x {sizes.intermediate_size}"
+            makers.append((name, partial(_published, form, bits, rows, sizes, dtype, device)))
+    for name, params in _SAMPLING.items():
+        makers.append((f"sampling {sizes.num_tokens} rows, {name}", partial(_sampling, params, sizes, device)))
+    for name, make in makers:
+        yield Task(name, partial(_measured, name, make, watch, rates))
+
+
+def _measured(name: str, make: Callable[[], Case], watch: Stopwatch, rates: Rates) -> Result:
+    return replace(make().measure(watch, rates), name=name)
+
+
+def _norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     x, residual = torch.randn(2, sizes.num_tokens, sizes.hidden_size, device=device, dtype=dtype)
     weight = torch.randn(sizes.hidden_size, device=device, dtype=dtype)
-    gate_up = torch.randn(sizes.num_tokens, 2 * sizes.intermediate_size, device=device, dtype=dtype)
-    yield Case(
+    return Case(
         "residual + rms_norm",
         lambda: torch.cat(triton_rowwise.add_rms_norm(x, residual, weight, 1e-5)),
         lambda: torch.cat(fused_reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-5)),
         num_bytes=4 * x.numel() * x.element_size(),
     )
-    yield Case(
+
+
+def _silu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    gate_up = torch.randn(sizes.num_tokens, 2 * sizes.intermediate_size, device=device, dtype=dtype)
+    return Case(
         "silu_mul",
         lambda: triton_rowwise.silu_mul(gate_up),
         lambda: fused_reference.silu_mul(gate_up.double()),
@@ -65,40 +94,44 @@ def _rowwise(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator
     )
 
 
-def _write(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """Rotary and write together; what is compared is the pool and the rotated query, from fresh copies each time."""
+def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device) -> Case:
+    """Rotary and write together; what is compared is the pool and the rotated query, from fresh copies each time. FP8
+    is off by a sixteenth at most."""
     counts = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
     projected = torch.randn(sizes.num_tokens, sum(counts), sizes.head_dim, device=device, dtype=dtype)
     angles = torch.rand(sizes.num_tokens, sizes.head_dim // 2, device=device) * 100
     num_blocks = -(-sizes.num_tokens // 16)
     slots = torch.randperm(num_blocks * 16, device=device)[: sizes.num_tokens]
-    pool = torch.zeros(num_blocks, sizes.num_kv_heads, 1, 2, 16, sizes.head_dim, device=device, dtype=dtype)
+    pool = torch.zeros(num_blocks, sizes.num_kv_heads, 1, 2, 16, sizes.head_dim, device=device, dtype=pool_dtype)
+    key_scales, value_scales = (0.5 + torch.rand(2, 1, sizes.num_kv_heads, device=device)).unbind()
+    scales = KVScales(key_scales.contiguous(), value_scales.contiguous()) if pool_dtype is FP8 else None
     heads = torch.empty_like(projected)
 
     def run() -> Tensor:
         heads.copy_(projected)
         query, key, value = torch.split(heads, counts, dim=1)
-        TritonBackend().write_kv_rotary(query, key, value, (angles.cos(), angles.sin()), pool, 0, slots)
-        stored = pool[slots // 16, :, 0, :, slots % 16]  # [num_tokens, num_kv_heads, 2, head_dim]
+        TritonBackend(scales).write_kv_rotary(query, key, value, (angles.cos(), angles.sin()), pool, 0, slots)
+        bits = pool.view(torch.uint8) if pool_dtype is FP8 else pool  # torch indexes no FP8 tensor
+        stored = bits[slots // 16, :, 0, :, slots % 16]  # [num_tokens, num_kv_heads, 2, head_dim]
+        if scales is not None:
+            stacked = torch.stack((scales.key[0], scales.value[0]), dim=-1)[None, :, :, None]
+            stored = (stored.contiguous().view(FP8).float() * stacked).to(dtype)
         return torch.cat((query, stored[:, :, 0], stored[:, :, 1]), dim=1)
 
     def expected() -> Tensor:
         exact = projected.double()
         rotated = sizes.num_heads + sizes.num_kv_heads
-        fused_reference.rotary(
-            exact[:, : sizes.num_heads],
-            exact[:, sizes.num_heads : rotated],
-            angles.double().cos(),
-            angles.double().sin(),
-        )
+        cos, sin = angles.double().cos(), angles.double().sin()
+        fused_reference.rotary(exact[:, : sizes.num_heads], exact[:, sizes.num_heads : rotated], cos, sin)
         return exact
 
-    return Case(
-        "rotary + write_kv (and the copies around it)", run, expected, 6 * projected.numel() * heads.element_size()
-    )
+    tolerance = TOLERANCE[dtype] if scales is None else (0.07, 2**-7)
+    return Case("write_kv", run, expected, 6 * projected.numel() * heads.element_size(), tolerance=tolerance)
 
 
-def _published(form: PublishedFormat, bits: Bits, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+def _published(
+    form: PublishedFormat, bits: Bits, num_rows: int, sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> Case:
     num_inputs, num_outputs, group_size = sizes.hidden_size, sizes.intermediate_size, 128
     per_word, awq = 32 // bits, form is PublishedFormat.AWQ
     code_shape = (num_inputs, num_outputs // per_word) if awq else (num_inputs // per_word, num_outputs)
@@ -108,7 +141,7 @@ def _published(form: PublishedFormat, bits: Bits, sizes: Sizes, dtype: torch.dty
     )
     scales = (torch.rand(num_inputs // group_size, num_outputs, device=device) * 0.01).to(dtype)
     weight = PublishedWeight(form, codes, zeros, scales, group_size, bits=bits)
-    x = torch.randn(min(16, sizes.num_tokens), num_inputs, device=device, dtype=dtype)
+    x = torch.randn(num_rows, num_inputs, device=device, dtype=dtype)
     dense = dequantise(weight).to(dtype)
     num_bytes = 4 * (codes.numel() + zeros.numel()) + scales.numel() * 2 + x.numel() * 2 + len(x) * num_outputs * 2
     return Case(
@@ -149,8 +182,8 @@ def _as_tensor(digests: list[bytes]) -> Tensor:
     return torch.tensor([list(digest) for digest in digests])
 
 
-def _sampling(name: str, params: SamplingParams, sizes: Sizes, device: torch.device) -> Case:
-    num_rows = min(64, sizes.num_tokens)
+def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Case:
+    num_rows = sizes.num_tokens
     logits = torch.randn(num_rows, sizes.vocab_size, device=device) * 3
     rows = [SamplingRow(params, 0, index, 0, (), ()) for index in range(num_rows)]
     tensors = sampling_tensors(rows, (), device)
@@ -159,6 +192,4 @@ def _sampling(name: str, params: SamplingParams, sizes: Sizes, device: torch.dev
         sampled = Sampler(sizes.vocab_size, ()).sample(logits.cpu(), rows)
         return torch.tensor([token.token_id for token in sampled])
 
-    return Case(
-        f"sampling {num_rows} rows, {name}", lambda: sample_tokens(logits, tensors), expected, logits.numel() * 4
-    )
+    return Case("sampling", lambda: sample_tokens(logits, tensors), expected, logits.numel() * 4)

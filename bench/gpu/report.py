@@ -1,57 +1,130 @@
-"""Results of the suite: a table for people, JSON with the machine, versions and date for the record."""
+"""Results of the suite: lines of a file that are there as soon as they are known, and a table for people.
+
+The file is JSON lines: one of a part's start (date, machine, versions, seed, rates), then one for each result, and may
+hold any number of parts, of one run or of several. Invariant: a later result of the same part and name counts.
+"""
 
 import json
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from bench.gpu.measure import Rates
 
+_PACKAGES = ("torch", "triton", "transformers", "cuda-bindings")
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`error`: the largest deviation from float64 as a share of what is allowed; right is 1 or less. `peers`: seconds
-    of other implementations of the same work."""
+    """`error`: the largest deviation from what is right as a share of what is allowed; right is 1 or less. `peers`:
+    seconds of other implementations of the same work. `problem`: why there is no measurement; `parts`: seconds of what
+    the time was spent on, as far as known."""
 
     name: str
     error: float
     seconds: float
     floor_seconds: float
-    peers: dict[str, float]
+    peers: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
+    problem: str = ""
+
+    @classmethod
+    def failed(cls, name: str, problem: str, *, is_wrong: bool = True) -> "Result":
+        return cls(name, float("inf") if is_wrong else 0.0, 0.0, 0.0, problem=problem)
 
     @property
     def is_right(self) -> bool:
         return self.error <= 1.0
 
+    @property
+    def of_floor(self) -> float:
+        return self.floor_seconds / self.seconds if self.seconds else 0.0
+
+
+class Record:
+    """Of one part. `path` None: nothing is written."""
+
+    def __init__(self, path: Path | None, part: str) -> None:
+        self._path = path
+        self._part = part
+
+    def begin(self, rates: Rates, device: torch.device, seed: int) -> None:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor()} (interpreted)"
+        self._write(
+            {
+                "part": self._part,
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "device": name,
+                "versions": {"python": platform.python_version()} | _versions(),
+                "cuda": torch.version.cuda,
+                "seed": seed,
+                "copy_bytes_per_second": rates.copy,
+                "matmul_operations_per_second": rates.matmul,
+            }
+        )
+
+    def add(self, result: Result) -> None:
+        self._write({"part": self._part, "result": asdict(result)})
+        print(line(result), flush=True)
+
+    def _write(self, entry: Mapping[str, object]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:  # for each: several processes write, in turn
+                file.write(json.dumps(entry) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What a file holds: `runs` are the lines of parts' starts."""
+
+    runs: Sequence[Mapping[str, object]]
+    results: Sequence[Result]
+
+    @property
+    def devices(self) -> frozenset[str]:
+        return frozenset(str(run["device"]) for run in self.runs)
+
+
+def read_records(path: Path) -> Records:
+    runs: list[Mapping[str, object]] = []
+    results: dict[tuple[str, str], Result] = {}
+    for text in path.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(text)
+        if "result" in entry:
+            result = Result(**entry["result"])
+            results[entry["part"], result.name] = result
+        else:
+            runs.append(entry)
+    return Records(runs, list(results.values()))
+
+
+def line(result: Result) -> str:
+    if result.problem:
+        return f"{result.name:54}  {'NO' if not result.is_right else '-':3}  {result.problem}"
+    peers = [f"{name} {seconds / result.seconds:.2f}x" for name, seconds in result.peers.items()]
+    parts = [f"{name} {seconds * 1e6:.0f}" for name, seconds in result.parts.items()]
+    text = (
+        f"{result.name:54}  {'yes' if result.is_right else 'NO':3}  {result.error:13.3f}  {result.seconds * 1e6:10.1f}"
+        f"  {result.floor_seconds * 1e6:10.1f}  {result.of_floor:8.0%}  {', '.join(peers)}"
+    ).rstrip()
+    return "\n".join([text, *(["    us: " + ", ".join(parts)] if parts else [])])
+
 
 def table(results: Sequence[Result]) -> str:
-    width = max(len(result.name) for result in results)
-    lines = [f"{'kernel':{width}}  right  error/allowed       time      floor  of floor  against"]
-    for result in results:
-        peers = ", ".join(f"{name} {seconds / result.seconds:.2f}x" for name, seconds in result.peers.items())
-        lines.append(
-            f"{result.name:{width}}  {'yes' if result.is_right else 'NO':5}  {result.error:13.3f}"
-            f"  {result.seconds * 1e6:7.1f} us  {result.floor_seconds * 1e6:6.1f} us"
-            f"  {result.floor_seconds / result.seconds:8.0%}  {peers}".rstrip()
-        )
-    return "\n".join(lines)
+    head = f"{'what':54}  ok   error/allowed     time us    floor us  of floor  time of others"
+    return "\n".join([head, *map(line, results)])
 
 
-def write_json(path: Path, results: Sequence[Result], rates: Rates, device: torch.device, seed: int) -> None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor()} (interpreted)"
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": name,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": version("triton")},
-        "cuda": torch.version.cuda,
-        "seed": seed,
-        "copy_bytes_per_second": rates.copy,
-        "matmul_operations_per_second": rates.matmul,
-        "results": [asdict(result) for result in results],
-    }
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -8,6 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
+from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 
 _CPU = torch.device("cpu")
@@ -25,7 +26,18 @@ def pool_over(memory: memoryview, layout: KVLayout, num_blocks: int) -> Tensor:
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device = _CPU) -> Tensor:
-    """Zeroed memory of its own. On the host the kernel zeroes a page when it is first touched."""
+    """Zeroed memory of its own. On the host the kernel zeroes a page when it is first touched. Raises
+    ConfigurationError when a card has not got so much."""
     if device.type == "cpu":
         return pool_over(memoryview(mmap.mmap(-1, num_blocks * layout.block_bytes)), layout, num_blocks)
-    return torch.zeros(num_blocks, *layout.block_shape, dtype=pool_dtype(layout), device=device)
+    try:
+        return torch.zeros(num_blocks, *layout.block_shape, dtype=pool_dtype(layout), device=device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"{device} has no room for {num_blocks} KV blocks ({num_blocks * layout.block_bytes / 2**30:.1f} GiB): end "
+            f"what else uses the card, or lower --gpu-memory-utilization or --num-blocks ({_first_line(error)})"
+        ) from error
+
+
+def _first_line(error: torch.OutOfMemoryError) -> str:
+    return str(error).partition("\n")[0]

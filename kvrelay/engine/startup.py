@@ -121,15 +121,7 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
     options = options.sized_for(device)
     attention = _attention(options, device)
     _logger.info("loading %s", options.model)
-    loaded = load_model(
-        options.model,
-        dtype=options.dtype,
-        attention=attention,
-        max_model_len=options.max_model_len or None,
-        quantization=options.quantization,
-        device=str(device),
-        progress=_progress_logger(),
-    )
+    loaded = _load(options, device, attention)
     quantized = "" if options.quantization == "none" else f", weights as {options.quantization}"
     _logger.info("loaded in %.1f s as %s%s", loaded.load_seconds, loaded.dtype, quantized)
     kv_scales = choose_kv_scales(loaded, options.kv_cache_dtype, calculate=options.calculate_kv_scales)
@@ -142,6 +134,24 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
     else:
         size = _gpu_startup().size_device_pool(options, loaded, layout)
     return PreparedEngine(options, loaded, layout, size, attention.name)
+
+
+def _load(options: EngineOptions, device: torch.device, attention: AttentionBackend) -> LoadedModel:
+    try:
+        return load_model(
+            options.model,
+            dtype=options.dtype,
+            attention=attention,
+            max_model_len=options.max_model_len or None,
+            quantization=options.quantization,
+            device=str(device),
+            progress=_progress_logger(),
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"the weights of {options.model} do not fit on {device}: end what else uses the card, or take a smaller or "
+            f"a quantised (AWQ, GPTQ) model ({error})"
+        ) from error
 
 
 def _gpu_startup() -> ModuleType:

@@ -5,11 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from bench import gpu_suite
+from bench.gpu.bars import BARS, Bar, judged
 from bench.gpu.case import Case, deviation
-from bench.gpu.measure import Rates, Stopwatch, measure_rates
-from bench.gpu.report import table
+from bench.gpu.measure import Rates, Stopwatch, measure_rates, poisoned
+from bench.gpu.report import Record, Result, read_records, table
+from bench.gpu.task import Task, run_tasks
 
 SUITE = Path(__file__).parents[2] / "bench" / "gpu_suite.py"
 CPU = Stopwatch(torch.device("cpu"), 1)
@@ -19,6 +23,12 @@ def test_says_what_is_missing() -> None:
     no_card = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(SUITE)], env=no_card, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "no GPU that torch can use; --self-test runs without one" in done.stderr
+
+
+def test_an_unknown_part_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_suite.main(["--part", "attention,engines"])
+    assert "--part: unknown: engines; there are: all, attention, layers, engine-8b" in capsys.readouterr().err
 
 
 def test_wrong_results_are_seen() -> None:
@@ -41,3 +51,51 @@ def test_a_case_is_measured_against_its_floor() -> None:
 def test_rates_are_positive() -> None:
     rates = measure_rates(CPU, copy_bytes=1 << 16, matmul_size=16, dtype=torch.float32)
     assert rates.copy > 0 and rates.matmul > 0
+
+
+def test_what_nobody_writes_is_seen() -> None:
+    with poisoned():
+        memory, codes = torch.empty(64), torch.empty(64, dtype=torch.int64)
+    assert memory.isnan().all() and (codes == torch.iinfo(torch.int64).max).all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def fail() -> Result:
+    raise ValueError("no such thing")
+
+
+def test_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    good = Result("good", 0.5, 2.0, 1.0, {"other": 4.0}, {"kernel": 1.5})
+    again = Result("good", 0.5, 1.0, 1.0)
+    record = Record(path, "layers")
+    record.begin(Rates(1.0, 2.0), torch.device("cpu"), 3)
+    run_tasks([Task("bad", fail), Task("good", lambda: good)], record, deadline=float("inf"))
+    run_tasks([Task("late", fail)], record, deadline=0.0)
+    found = read_records(path)
+    assert [(run["part"], run["seed"]) for run in found.runs] == [("layers", 3)]
+    bad, kept, late = found.results
+    assert bad.problem == "ValueError: no such thing" and not bad.is_right
+    assert kept == good
+    assert late.problem == "left out: time is up" and late.is_right
+    Record(path, "layers").add(again)
+    assert read_records(path).results[1] == again
+    assert gpu_suite.main(["--show", str(path)]) == 1
+
+
+def test_a_part_whose_package_is_missing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "bench.gpu.cluster_cases", raising=False)
+    monkeypatch.setitem(sys.modules, "kvrelay.bench.grpc_client", None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = tmp_path / "results.jsonl"
+    assert gpu_suite.main(["--self-test", "--part", "cluster", "--output", str(path)]) == 0
+    assert "left out: it needs the package 'kvrelay.bench.grpc_client'" in read_records(path).results[0].problem
+
+
+def test_bars_are_judged() -> None:
+    bars = (Bar("a", "one", 0.8), Bar("b", "one", 0.6, "flash"), Bar("c", "two", 0.5))
+    one = Result("one", 0.1, 2.0, 1.5, {"flash": 1.3})
+    assert [verdict.split()[0] for verdict in judged([one], bars)] == ["MISSED", "passed", "not"]
+    wrong = Result("two", 2.0, 1.0, 0.9)
+    assert [verdict.split()[0] for verdict in judged([one, wrong], bars)] == ["MISSED", "passed", "WRONG"]
+    assert len(list(judged([]))) == len(BARS)

@@ -1,7 +1,11 @@
 """The pool's tensor lies over the given memory and has the layout's dtype."""
 
+from typing import NoReturn
+
+import pytest
 import torch
 
+from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.kv_pool import allocate_pool, pool_over
 
@@ -19,3 +23,12 @@ def test_a_pool_over_memory_shares_it() -> None:
 def test_a_pool_of_its_own_is_zeroed() -> None:
     pool = allocate_pool(LAYOUT, 3)
     assert pool.shape == (3, *LAYOUT.block_shape) and not pool.any()
+
+
+def test_a_card_without_room_is_a_setting_that_can_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*args: object, **options: object) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB\nand much more to say")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(ConfigurationError, match=r"no room for 3 KV blocks .*--gpu-memory-utilization.*1 TiB\)$"):
+        allocate_pool(LAYOUT, 3, torch.device("meta"))

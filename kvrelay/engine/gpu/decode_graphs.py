@@ -42,7 +42,8 @@ class CudaGraphRecorder:
         step()  # compiles kernels and lets libraries allocate, neither of which may happen while recording
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of the process, which move KV, may use the card meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = step()
         return _CudaGraph(graph, result)
 

@@ -6,8 +6,10 @@ Imported only where the engine runs on a card.
 import logging
 import time
 
+import torch
 from torch import Tensor
 
+from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
 from kvrelay.engine.gpu.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
@@ -25,13 +27,19 @@ def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayo
     """Raises ConfigurationError when too little of the card is left."""
     _logger.info("profiling a step of %d tokens", options.max_num_batched_tokens)
     start = time.monotonic()
-    profile = profile_memory(
-        loaded.model,
-        DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids),
-        layout,
-        _limits(options, loaded.max_model_len),
-        graphs=not options.enforce_eager,
-    )
+    try:
+        profile = profile_memory(
+            loaded.model,
+            DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids),
+            layout,
+            _limits(options, loaded.max_model_len),
+            graphs=not options.enforce_eager,
+        )
+    except (KVRelayError, torch.OutOfMemoryError) as error:
+        raise ConfigurationError(
+            f"beside the weights the card has no memory for a step of {options.max_num_batched_tokens} tokens: end "
+            f"what else uses it, or lower --max-num-batched-tokens or --max-num-seqs ({error})"
+        ) from error
     _logger.info("profiled in %.1f s", time.monotonic() - start)
     utilization = options.gpu_memory_utilization or DEFAULT_UTILIZATION / options.nodes_per_device
     num_blocks = blocks_that_fit(profile, layout, utilization=utilization, num_blocks=options.num_blocks)
@@ -39,11 +47,17 @@ def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayo
 
 
 def device_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max_model_len: int) -> Runner:
-    """Records decode steps, unless they are not wanted."""
+    """Records decode steps, unless they are not wanted. Raises ConfigurationError when there is no room for them."""
     start = time.monotonic()
     recorder = None if options.enforce_eager else CudaGraphRecorder()
     sampler = DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
-    runner = DeviceRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
+    try:
+        runner = DeviceRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            "the card has no memory left for recorded decode steps: lower --gpu-memory-utilization or --max-num-seqs, "
+            f"or record none with --enforce-eager ({error})"
+        ) from error
     if recorder is not None:
         _logger.info("recorded decode steps in %.1f s", time.monotonic() - start)
     return runner

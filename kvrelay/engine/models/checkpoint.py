@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.weight_format import Slot
+from kvrelay.engine.models.staging import Staging
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -129,7 +130,7 @@ def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Calla
     file, 16 bytes.
     """
     digest = xxhash.xxh3_128()
-    scratch = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    scratch, staging = torch.empty(_CHUNK_BYTES, dtype=torch.uint8), Staging(_CHUNK_BYTES)
     try:
         with file.path.open("rb", buffering=0) as stream:
             digest.update(stream.read(file.header_bytes))
@@ -137,7 +138,7 @@ def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Calla
             for tensor in file.tensors:
                 slot = slots.get(tensor.name)
                 memory = None if slot is None else slot.open()
-                _read_tensor(stream, tensor, memory, scratch, digest, advance)
+                _read_tensor(stream, tensor, memory, scratch, staging, digest, advance)
                 if slot is not None and memory is not None:
                     _hand_over(slot, memory, tensor)
     except OSError as error:
@@ -150,21 +151,26 @@ def _read_tensor(
     tensor: StoredTensor,
     memory: Tensor | None,
     scratch: Tensor,
+    staging: Staging,
     digest: xxhash.xxh3_128,
     advance: Callable[[int], None],
 ) -> None:
     stored_dtype = _STORED_DTYPES.get(tensor.dtype, torch.uint8)
     direct = memory is not None and memory.dtype == stored_dtype and memory.device.type == "cpu"
+    staged = memory is not None and memory.is_cuda
     flat = None if memory is None else memory.view(-1)
     for begin in range(0, tensor.num_bytes, _CHUNK_BYTES):
         num_bytes = min(_CHUNK_BYTES, tensor.num_bytes - begin)
         first, last = begin // stored_dtype.itemsize, (begin + num_bytes) // stored_dtype.itemsize
         part = None if flat is None else flat[first:last]
-        chunk = part.view(torch.uint8) if direct and part is not None else scratch[:num_bytes]
+        chunk = part.view(torch.uint8) if direct and part is not None else (staging.chunk() if staged else scratch)
+        chunk = chunk[:num_bytes]
         buffer = memoryview(chunk.numpy().data)
         _read_exactly(stream, buffer, tensor)
         digest.update(buffer)
-        if part is not None and not direct:
+        if part is not None and staged:
+            staging.send(chunk.view(stored_dtype), part)
+        elif part is not None and not direct:
             part.copy_(chunk.view(stored_dtype))
         advance(num_bytes)
 

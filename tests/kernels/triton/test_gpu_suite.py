@@ -1,7 +1,6 @@
 """The GPU suite's self-test: every kernel is in it, is right, and is on record."""
 
 import importlib
-import json
 import os
 import pkgutil
 from datetime import datetime
@@ -13,6 +12,7 @@ import pytest
 from triton.runtime.interpreter import InterpretedFunction
 
 from bench import gpu_suite
+from bench.gpu.report import Records, read_records
 
 
 def test_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,11 +25,12 @@ def test_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
     monkeypatch.setattr(InterpretedFunction, "__getitem__", record_launch)
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # told again by --self-test
-    path = tmp_path / "results.json"
-    assert gpu_suite.main(["--self-test", "--seed", "7", "--output", str(path)]) == 0
+    path = tmp_path / "results.jsonl"
+    parts = "attention,layers,engine-1b,transfer,cluster,tune"
+    assert gpu_suite.main(["--self-test", "--part", parts, "--seed", "7", "--output", str(path)]) == 0
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert launched == _kernels()
-    _check_record(json.loads(path.read_text()), capsys.readouterr().out)
+    _check_records(read_records(path), capsys.readouterr().out)
 
 
 def _kernels() -> set[str]:
@@ -40,18 +41,23 @@ def _kernels() -> set[str]:
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 
-def _check_record(record: Any, shown: str) -> None:
-    assert record["seed"] == 7 and record["device"] and record["versions"]["triton"] and record["versions"]["torch"]
-    assert datetime.fromisoformat(record["date"]).tzinfo is not None
-    assert record["copy_bytes_per_second"] > 0 and record["matmul_operations_per_second"] > 0
-    for result in record["results"]:
-        assert result["error"] <= 1.0 and result["seconds"] > 0 and result["floor_seconds"] > 0
-        assert result["name"] in shown
-    names = " ".join(result["name"] for result in record["results"])
+def _check_records(records: Records, shown: str) -> None:
+    assert [run["part"] for run in records.runs] == ["attention", "layers", "engine-1b", "transfer", "cluster", "tune"]
+    for run in records.runs:
+        versions: Any = run["versions"]
+        assert run["seed"] == 7 and run["device"] and versions["triton"] and versions["torch"]
+        assert datetime.fromisoformat(str(run["date"])).tzinfo is not None
+        assert run["copy_bytes_per_second"] and run["matmul_operations_per_second"]
+    for result in records.results:
+        assert result.error <= 1.0 and result.seconds > 0 and not result.problem
+        assert result.name in shown
+    names = " ".join(result.name for result in records.results)
     for part in (
         "decode",
         "float8",
         "prefill",
+        "decodes 2/1 x 16",
+        "mixed 4/2 x 16 float16, float8_e4m3fn KV, window 8",
         "rms_norm",
         "silu_mul",
         "write_kv",
@@ -65,3 +71,4 @@ def _check_record(record: Any, shown: str) -> None:
         "KV of 128 KiB over shared_memory",
     ):
         assert part in names
+    assert "not measured  decode step, 8B" in shown

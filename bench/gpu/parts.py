@@ -1,0 +1,146 @@
+"""The parts of the suite by name: what each measures, in the shapes of 1B and 8B models, or tiny ones on a CPU.
+
+Nothing is imported for a part that is not asked for: one that lacks a package does not take the others with it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from bench.gpu.measure import Rates, Stopwatch, measure_rates
+from bench.gpu.task import Task
+
+
+@dataclass(frozen=True)
+class Suite:
+    """`directory`: for files, gone when the part ends."""
+
+    device: torch.device
+    seed: int
+    repeats: int
+    directory: Path
+
+    @property
+    def tiny(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """A card runs in bfloat16; the self-test in float16, which the interpreter rounds right."""
+        return torch.float16 if self.tiny else torch.bfloat16
+
+    @cached_property
+    def watch(self) -> Stopwatch:
+        return Stopwatch(self.device, self.repeats)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Measured when they are first asked for."""
+        copy_bytes, matmul_size = (1 << 20, 64) if self.tiny else (4 << 30, 8192)
+        return measure_rates(self.watch, copy_bytes=copy_bytes, matmul_size=matmul_size, dtype=self.dtype)
+
+
+def _attention(suite: Suite) -> Iterable[Task]:
+    from bench.gpu.attention_cases import FP8, Batch, Shapes, attention_tasks, batch_tasks
+
+    dtype = suite.dtype
+    if suite.tiny:
+        shapes = Shapes(4, 2, 64, 16, decode=((2, 40), (1, 600)), prefill=((0, 33), (20, 17)))
+        batches: tuple[Batch, ...] = (
+            Batch(4, 2, 16, dtype, FP8, ((20, 3), (9, 1), (0, 0)), window=8),
+            Batch(2, 1, 16, dtype, dtype, ((20, 1), (0, 1), (0, 0))),
+        )
+    else:
+        decode = ((64, 4096), (1, 4096), (16, 4096), (256, 1024), (1, 32768))
+        prefill = ((0, 512), (0, 2048), (0, 8192), (8192, 512))
+        shapes = Shapes(32, 8, 128, 16, decode=decode, prefill=prefill, flex=((64, 4096), (0, 8192)))
+        decodes = ((0, 1), (1, 1), (15, 1), (16, 1), (63, 1), (64, 1), (999, 1), (5000, 1), (0, 0), (0, 0))
+        mixed = ((0, 700), (300, 129), (77, 1), (4000, 1), (16, 17), (0, 1), (1000, 64), (31, 33))
+        kinds = (
+            (32, 8, 128, torch.bfloat16), (32, 8, 64, torch.bfloat16), (14, 2, 64, torch.float16),
+            (32, 32, 80, torch.bfloat16), (16, 2, 96, torch.bfloat16), (8, 4, 256, torch.bfloat16),
+            (28, 4, 128, torch.float32), (32, 8, 128, torch.float16),
+        )  # fmt: skip
+        batches = tuple(
+            Batch(num_heads, num_kv_heads, head_dim, of, pool, sequences, window)
+            for num_heads, num_kv_heads, head_dim, of in kinds
+            for pool in (of, FP8)
+            for sequences, window in ((decodes, None), (decodes, 200), (mixed, None), (mixed, 200))
+        )
+    return chain(
+        attention_tasks(shapes, dtype, suite.watch, suite.rates), batch_tasks(batches, suite.watch, suite.rates)
+    )
+
+
+def _layers(suite: Suite) -> Iterable[Task]:
+    from bench.gpu.layer_cases import Sizes, layer_tasks
+
+    sizes = Sizes(64, 4096, 14336, 32, 8, 128, 128256, published_rows=(1, 16, 64, 1024))
+    if suite.tiny:
+        sizes = Sizes(3, 128, 64, 4, 2, 64, 300, published_rows=(3,))
+    return layer_tasks(sizes, suite.dtype, suite.watch, suite.rates)
+
+
+def _engine(shape: str) -> Callable[[Suite], Iterable[Task]]:
+    def tasks(suite: Suite) -> Iterable[Task]:
+        from bench.gpu.engine_cases import EnginePlan, engine_tasks
+        from bench.random_model import SHAPES
+        from kvrelay.engine.gpu.runner import StepLimits
+
+        config = SHAPES[shape]()
+        if suite.tiny:
+            config.update({"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1})
+            config.update({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
+            limits = StepLimits(max_num_seqs=3, max_num_batched_tokens=24, max_model_len=64)
+            plan = EnginePlan("tiny", config, ((3, 6),), (20,), (2, 6, 2), 1, 1, limits)
+            return engine_tasks(plan, torch.float32, suite.device, suite.rates, suite.seed)
+        limits = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=9216)
+        decode = ((64, 1024), (1, 1024), (16, 1024), (256, 1024))
+        plan = EnginePlan(shape, config, decode, (512, 2048, 8192), (64, 512, 128), 64, 3, limits)
+        return engine_tasks(plan, suite.dtype, suite.device, suite.rates, suite.seed)
+
+    return tasks
+
+
+def _transfer(suite: Suite) -> Iterable[Task]:
+    from bench.connectors import BLOCK_SIZES
+    from bench.gpu.transfer_cases import transfer_tasks
+
+    sizes = tuple(BLOCK_SIZES)[: 1 if suite.tiny else None]
+    return transfer_tasks(suite.device, suite.rates, sizes, megabytes=4 if suite.tiny else 1024)
+
+
+def _cluster(suite: Suite) -> Iterable[Task]:
+    from bench.gpu.cluster_cases import ClusterLoad, cluster_tasks
+
+    load = ClusterLoad(suite.device.type, "llama-1b", prompts=(512, 2048, 8192), new=32)
+    ways: tuple[str, ...] = ("staged", "direct")
+    if suite.tiny:
+        load, ways = ClusterLoad(suite.device.type, "tiny", prompts=(20,), new=2), ()  # `kvrelay serve` has own tests
+    return cluster_tasks(load, ways, suite.rates, suite.seed, suite.directory)
+
+
+def _tune(suite: Suite) -> Iterable[Task]:
+    from bench.gpu.tuning import tuning_tasks
+
+    shapes = () if suite.tiny else ((64, 4095, 1), (1, 0, 8192), (1, 0, 2048), (16, 4095, 1))
+    return tuning_tasks(shapes, suite.dtype, suite.watch, suite.rates)
+
+
+PARTS: Mapping[str, Callable[[Suite], Iterable[Task]]] = MappingProxyType(
+    {
+        "attention": _attention,
+        "layers": _layers,
+        "engine-8b": _engine("llama-8b"),
+        "engine-1b": _engine("llama-1b"),
+        "transfer": _transfer,
+        "cluster": _cluster,
+        "tune": _tune,
+    }
+)
+"""The order is that in which they run: what matters most first."""

@@ -1,0 +1,121 @@
+"""The attention kernels with other launch parameters than those chosen: what a card says about the choice.
+
+Each variant is compared with what is chosen before it is timed. One that does not fit on the card, or gives something
+else, is no failure of ours, and only logged.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from paged_kernels.base import AttentionMetadata
+from paged_kernels.triton_attention import AttentionCall, plan_attention
+from paged_kernels.triton_launch import GpuTraits, KernelCall, launch, traits_of
+
+from bench.gpu.case import deviation
+from bench.gpu.measure import Rates, Stopwatch
+from bench.gpu.report import Result
+from bench.gpu.task import Task
+
+_logger = logging.getLogger(__name__)
+_HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 32, 8, 128, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """`rows`: of a prefill program; 0 leaves them. `splits`: of a decode; 0 leaves them."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    rows: int = 0
+    splits: int = 0
+
+    def __str__(self) -> str:
+        rows = f" rows {self.rows}" if self.rows else ""
+        splits = f" splits {self.splits}" if self.splits else ""
+        return f"tile {self.tile} warps {self.num_warps} stages {self.num_stages}{rows}{splits}"
+
+
+DECODE = (
+    *(Variant(tile, warps, stages) for tile in (32, 64, 128) for warps in (4, 8) for stages in (2, 3, 4)),
+    *(Variant(64, 4, stages, splits=splits) for splits in (1, 2, 4, 8) for stages in (3, 5)),
+)
+PREFILL = tuple(
+    Variant(tile, warps, stages, rows=rows)
+    for rows, warps in ((128, 8), (128, 4), (64, 4))
+    for tile in (32, 64, 128)
+    for stages in (2, 3, 4)
+)
+
+
+def tuning_tasks(
+    shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, watch: Stopwatch, rates: Rates
+) -> Iterator[Task]:
+    """`shapes`: (batch, prefix, new tokens) in the heads of an 8B model. A result's parts are its variants' times."""
+    for batch, prefix, new in shapes:
+        name = f"variants of {f'decode {batch} x {prefix + 1}' if new == 1 else f'prefill {new} after {prefix}'}"
+        yield Task(name, partial(_variants, name, batch, prefix, new, dtype, watch, rates))
+
+
+def _variants(
+    name: str, batch: int, prefix: int, new: int, dtype: torch.dtype, watch: Stopwatch, rates: Rates
+) -> Result:
+    """Seconds of what is chosen, and of each variant by name, the fastest first."""
+    call = _call(batch, prefix, new, dtype, watch.device)
+    traits = traits_of(watch.device)
+    chosen = plan_attention(call, traits)
+    launch(chosen)
+    expected = call.output.double()
+    seconds = watch.seconds(lambda: launch(chosen))
+    times = {}
+    for variant in DECODE if new == 1 else PREFILL:
+        try:
+            calls = varied(call, variant, traits)
+            call.output.fill_(float("nan"))
+            launch(calls)
+            if deviation(call.output, expected) <= 1.0:
+                times[str(variant)] = watch.seconds(partial(launch, calls))
+            else:
+                _logger.error("%s, %s: another result", name, variant)
+        except Exception as error:  # Triton has many for what a card has not got
+            _logger.warning("%s, %s: %s", name, variant, error)
+    num_bytes = call.kv_pool.numel() * call.kv_pool.element_size()
+    num_flops = 4 * batch * new * (prefix + (new + 1) / 2) * _HEADS * _HEAD_DIM
+    parts = dict(sorted(times.items(), key=lambda item: item[1]))
+    return Result(name, 0.0, seconds, rates.floor_seconds(num_bytes, num_flops), parts=parts)
+
+
+def varied(call: AttentionCall, variant: Variant, traits: GpuTraits) -> list[KernelCall]:
+    """The launches of `call` with other parameters."""
+    num_seqs, num_kv_heads = len(call.metadata.seq_lens), call.kv_pool.shape[1]
+    if variant.splits:
+        traits = replace(traits, num_sms=max(1, variant.splits * num_seqs * num_kv_heads // 4))
+    first, *others = plan_attention(call, traits)
+    constants = dict(first.constants) | {"TILE": variant.tile}
+    grid = first.grid
+    if variant.rows:
+        tokens = variant.rows // call.group
+        constants |= {"ROWS": variant.rows, "TOKENS": tokens}
+        grid = (len(call.query) // tokens + num_seqs, num_kv_heads)
+    varied = replace(first, grid=grid, constants=constants, num_warps=variant.num_warps, num_stages=variant.num_stages)
+    return [varied, *others]
+
+
+def _call(batch: int, prefix: int, new: int, dtype: torch.dtype, device: torch.device) -> AttentionCall:
+    length = prefix + new
+    blocks = -(-length // _BLOCK_SIZE)
+    shape = (batch * blocks, _KV_HEADS, 1, 2, _BLOCK_SIZE, _HEAD_DIM)
+    query = torch.randn(batch * new, _HEADS, _HEAD_DIM, device=device, dtype=dtype)
+    metadata = AttentionMetadata(
+        slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
+        block_tables=torch.randperm(batch * blocks, device=device).view(batch, blocks).int(),
+        query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * new,
+        seq_lens=torch.full((batch,), length, dtype=torch.int32, device=device),
+        max_query_len=new,
+        max_seq_len=length,
+    )
+    pool = torch.randn(shape, device=device, dtype=dtype)
+    return AttentionCall(torch.empty_like(query), query, pool, 0, metadata, _HEAD_DIM**-0.5, None, None)

@@ -1,0 +1,120 @@
+"""A step for a card, carried out over tensors without memory: whatever would read from the device between launch and
+collect, or mixes devices, raises. Shapes are those of a real model; nothing is computed, and no card is needed.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from paged_kernels.triton_attention import TritonBackend
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from bench.gpu.eager_recorder import EagerRecorder
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.gpu.memory_profile import largest_step
+from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
+from kvrelay.engine.gpu.sampler import DeviceSampler
+from kvrelay.engine.layers.rotary import RopeKind, RopeParameters
+from kvrelay.engine.layers.weight_format import WeightFormat
+from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.models.model_config import ModelConfig
+from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
+from kvrelay.engine.sampling.sampler import SamplingRow
+
+META = torch.device("meta")
+LIMITS = StepLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)
+CONFIG = ModelConfig(
+    family="llama",
+    hidden_size=4096,
+    num_layers=2,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    vocab_size=128256,
+    rms_norm_eps=1e-5,
+    rope=RopeParameters(RopeKind.DEFAULT, 10_000.0, 4096),
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+    sliding_windows=(None, 1024),
+    eos_token_ids=(),
+    dtype=None,
+    quantization=None,
+)
+GREEDY = SamplingRow(SamplingParams(temperature=0.0, seed=0), 0, 41, 1, (), ())
+SAMPLED = SamplingParams(
+    seed=1, top_p=0.9, top_k=5, min_p=0.1, logprobs=3, repetition_penalty=1.2, logit_bias=((3, 1.0),), min_tokens=9
+)
+EDITED = SamplingRow(SAMPLED, 0, 41, 1, (1, 2, 3), (4, 5))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Kernels by name; every tensor that one gets is on the device."""
+    names: Counter[str] = Counter()
+
+    def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
+        def launch(**arguments: Any) -> None:
+            assert all(value.device == META for value in arguments.values() if isinstance(value, Tensor))
+            assert set(kernel.arg_names) <= set(arguments)
+            assert all(count < 1 << 16 for count in grid[1:])  # what CUDA allows
+            names[kernel.__name__] += 1
+
+        return launch
+
+    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
+    yield names
+
+
+@pytest.fixture(scope="module")
+def model() -> DecoderForCausalLM:
+    weights = WeightFormat(torch.bfloat16, META)
+    return DecoderForCausalLM(CONFIG, TritonBackend(), max_model_len=LIMITS.max_model_len, weights=weights)
+
+
+def make_runner(model: DecoderForCausalLM, recorder: EagerRecorder | None) -> DeviceRunner:
+    pool = torch.empty(4096, 8, 2, 2, 16, 128, dtype=torch.bfloat16, device=META)
+    return DeviceRunner(model, DeviceSampler(CONFIG.vocab_size, ()), pool, LIMITS, recorder)
+
+
+def decodes(count: int, row: SamplingRow) -> SchedulerOutput:
+    """Tokens that only the device knows."""
+    sequences = [ScheduledSequence((UNKNOWN_TOKEN,), 40, (1, 2, 3), (row,), input_row=at) for at in range(count)]
+    return SchedulerOutput(tuple(sequences), ((1, 2),))
+
+
+@pytest.mark.parametrize(("count", "row", "replayed"), [(3, GREEDY, 4), (64, GREEDY, 64), (3, EDITED, 4)])
+def test_a_replayed_step(
+    model: DecoderForCausalLM, launched: Counter[str], count: int, row: SamplingRow, replayed: int
+) -> None:
+    recorder = EagerRecorder()
+    runner = make_runner(model, recorder)
+    launched.clear()
+    runner.launch(decodes(count, row))
+    assert recorder.replayed == [replayed]
+    assert launched["decode_attention_kernel"] == launched["write_kv_kernel"] == CONFIG.num_layers
+    assert launched["sample_kernel"] == 1 and not launched["prefill_attention_kernel"]
+
+
+def test_a_mixed_step(model: DecoderForCausalLM, launched: Counter[str]) -> None:
+    prompt = ScheduledSequence((7,) * 100, 0, tuple(range(10)), (EDITED, GREEDY), prompt_logprobs=(2, (1,) * 99))
+    decode = ScheduledSequence((UNKNOWN_TOKEN,), 40, (1, 2, 3), (GREEDY,), input_row=0)
+    make_runner(model, None).launch(SchedulerOutput((decode, prompt), ()))
+    assert launched["prefill_attention_kernel"] == launched["decode_attention_kernel"] == CONFIG.num_layers
+
+
+def test_the_largest_step(model: DecoderForCausalLM, launched: Counter[str]) -> None:
+    make_runner(model, None).launch(largest_step(LIMITS, 16))
+    assert launched["sample_kernel"] == 1
+
+
+def test_a_read_would_be_seen() -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.zeros(1, device=META).item()
