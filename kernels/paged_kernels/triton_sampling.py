@@ -12,7 +12,7 @@ from torch import Tensor
 from paged_kernels.triton_device.sampling import BANNED, SEEN, sample_kernel
 from paged_kernels.triton_launch import KernelCall, launch, next_power_of_two
 
-_TILE = 4096
+_TILE = 8192  # a row is one program's work, and rows are few: half the iterations of a smaller one
 EDIT_BANNED = int(BANNED.value)
 """Flag of a token that would end the output too early. Ignored in a row in which nothing else could be chosen."""
 EDIT_SEEN = int(SEEN.value)
@@ -68,5 +68,5 @@ def plan_sample(token_ids: Tensor, logits: Tensor, tensors: SamplingTensors) -> 
             **{name: getattr(tensors, name) for name in SamplingTensors.__dataclass_fields__},
         },
         {"TILE": tile},
-        num_warps=8,
+        num_warps=16 if tile == _TILE else 8,
     )

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from paged_kernels import triton_attention
 from paged_kernels.triton_attention import TritonBackend
+from paged_kernels.triton_launch import GpuTraits
 from torch import Tensor
 from triton.runtime import JITFunction
 
 from bench.gpu.eager_recorder import EagerRecorder
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.gpu.memory_profile import largest_step
+from kvrelay.engine.gpu.memory_profile import largest_step, smaller_steps
 from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
 from kvrelay.engine.gpu.sampler import DeviceSampler
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters
@@ -55,6 +57,12 @@ SAMPLED = SamplingParams(
 EDITED = SamplingRow(SAMPLED, 0, 41, 1, (1, 2, 3), (4, 5))
 
 
+@pytest.fixture(autouse=True)
+def a_large_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    traits = GpuTraits(num_sms=132, shared_bytes=227 << 10)
+    monkeypatch.setattr(triton_attention, "traits_of", lambda device: traits)
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Kernels by name; every tensor that one gets is on the device."""
@@ -66,6 +74,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
             assert set(kernel.arg_names) <= set(arguments)
             assert all(count < 1 << 16 for count in grid[1:])  # what CUDA allows
             names[kernel.__name__] += 1
+            if "SKIP_DECODES" in arguments:
+                names[f"skip {arguments['SKIP_DECODES']} rows {arguments['ROWS']}"] += 1
 
         return launch
 
@@ -113,6 +123,16 @@ def test_a_mixed_step(model: DecoderForCausalLM, launched: Counter[str]) -> None
 def test_the_largest_step(model: DecoderForCausalLM, launched: Counter[str]) -> None:
     make_runner(model, None).launch(largest_step(LIMITS, 16))
     assert launched["sample_kernel"] == 1
+
+
+def test_every_way_to_launch_prefill_is_compiled_at_the_start(
+    model: DecoderForCausalLM, launched: Counter[str]
+) -> None:
+    runner = make_runner(model, None)
+    for plan in smaller_steps(LIMITS, 16):
+        runner.launch(plan)
+    ways = {name for name in launched if name.startswith("skip")}
+    assert ways == {f"skip {skip} rows {rows}" for skip in (True, False) for rows in (64, 128)}
 
 
 def test_a_read_would_be_seen() -> None:

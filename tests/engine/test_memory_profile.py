@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.gpu.memory_profile import MemoryProfile, blocks_that_fit, graph_bytes, largest_step
+from kvrelay.engine.gpu.memory_profile import MemoryProfile, blocks_that_fit, graph_bytes, largest_step, smaller_steps
 from kvrelay.engine.gpu.runner import StepLimits
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="bfloat16")  # 32 KiB a block
@@ -53,3 +53,12 @@ def test_the_largest_step_is_as_large_as_may_be(limits: StepLimits, num_seqs: in
     plan = largest_step(limits, 16)
     assert (len(plan.scheduled), plan.num_scheduled_tokens) == (num_seqs, num_tokens)
     assert all(len(entry.block_table) * 16 >= entry.num_scheduled_tokens for entry in plan.scheduled)
+
+
+def test_smaller_steps_stay_within_the_limits() -> None:
+    for limits in (StepLimits(1, 16, 2), StepLimits(2, 512, 100), StepLimits(64, 512, 4096)):
+        for plan in smaller_steps(limits, 16):
+            assert len(plan.scheduled) <= limits.max_num_seqs
+            assert plan.num_scheduled_tokens <= limits.max_num_batched_tokens
+            assert all(entry.num_scheduled_tokens < limits.max_model_len for entry in plan.scheduled)
+            assert all(len(entry.block_table) * 16 >= entry.num_scheduled_tokens for entry in plan.scheduled)

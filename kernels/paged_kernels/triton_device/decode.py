@@ -10,7 +10,7 @@ import triton.language as tl
 from paged_kernels.triton_device.tiles import NOTHING_SEEN, attend_tiles
 
 
-@triton.jit(do_not_specialize=["layer", "window"])
+@triton.jit(do_not_specialize=["layer", "window", "table_stride"])
 def decode_attention_kernel(
     output,  # [num_tokens, num_heads, HEAD_DIM], contiguous
     partial_output,  # [num_seqs, num_heads, num_splits, HEAD_DIM] float32, each normalised
@@ -109,7 +109,7 @@ def decode_attention_kernel(
         tl.store(output + entries[:, None] * HEAD_DIM + dims[None, :], attended, mask=row_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_splits_kernel(
     output,  # [num_tokens, num_heads, HEAD_DIM], contiguous
     partial_output,

@@ -25,7 +25,7 @@ def sequence_of_tile(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["layer", "window", "num_seqs"])
+@triton.jit(do_not_specialize=["layer", "window", "num_seqs", "table_stride"])
 def prefill_attention_kernel(
     output,  # [num_tokens, num_heads, HEAD_DIM], contiguous
     query,

@@ -16,7 +16,7 @@ def unpack_columns(packed, shifts, BITS: tl.constexpr):
     return tl.reshape(codes, [packed.shape[0], packed.shape[1] * (32 // BITS)])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def published_matmul_kernel(
     output,  # [splits, num_rows, num_outputs], contiguous; float32 when there is more than one split
     x,

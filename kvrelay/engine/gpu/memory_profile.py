@@ -86,10 +86,23 @@ def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
     return SchedulerOutput(tuple(entries), ())
 
 
+def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
+    """A long prompt and a short one, each alone and beside a decode: every way in which a step's attention is launched,
+    so that it is compiled before somebody waits for it."""
+    long = min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1)
+    plans = []
+    for length in (long, min(2, long)):
+        prompt = ScheduledSequence((0,) * length, 0, (0,) * -(-length // block_size), ())
+        plans.append(SchedulerOutput((prompt,), ()))
+        if limits.max_num_seqs > 1:
+            plans.append(SchedulerOutput((ScheduledSequence((0,), 0, (0,), ()), prompt), ()))
+    return plans
+
+
 def profile_memory(
     model: DecoderForCausalLM, sampler: DeviceSampler, layout: KVLayout, limits: StepLimits, *, graphs: bool
 ) -> MemoryProfile:
-    """Runs the largest step once; it also compiles most kernels."""
+    """Runs the largest step once, and smaller ones that compile the kernels it does not need."""
     device = model.device
     torch.cuda.empty_cache()
     resident = torch.cuda.memory_reserved(device)
@@ -97,6 +110,8 @@ def profile_memory(
     runner = DeviceRunner(model, sampler, allocate_pool(layout, 1, device), limits)
     runner.launch(largest_step(limits, layout.block_size)).collect()
     step = torch.cuda.max_memory_reserved(device) - resident
+    for plan in smaller_steps(limits, layout.block_size):
+        runner.launch(plan).collect()
     del runner
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
