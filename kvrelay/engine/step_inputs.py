@@ -1,6 +1,7 @@
 """A plan as flat arrays: what a forward pass reads, for all sequences of the step one after the other.
 
-Invariant: of two plans with the same shape, padding included, every array has the same size.
+Invariant: of two plans with as many tokens and sequences, padding included, every array but the block tables has the
+same size.
 """
 
 from collections.abc import Sequence
@@ -48,9 +49,10 @@ class StepInputs:
     def one_token_each(self) -> bool:
         return self.num_tokens == self.num_seqs
 
-    def arrays(self, *, num_rows: int = 0, table_width: int = 0) -> dict[str, Array]:
-        """With `num_rows`, at least as many as sequences, a step of one token each is padded to so many; `table_width`
-        blocks a table is then wide enough for any. Padding has no slot and length 0."""
+    def arrays(self, *, num_rows: int = 0) -> dict[str, Array]:
+        """With `num_rows`, at least as many as sequences, a step of one token each is padded to so many. Padding has no
+        slot and length 0. All but the block tables, which come last, have a size that follows from the number of tokens
+        and sequences."""
         padding = max(0, num_rows - self.num_seqs)
         assert not padding or self.one_token_each, "only a step of one token each is padded"
         input_rows = _array(self.input_rows, padding, -1, np.int64)
@@ -63,7 +65,7 @@ class StepInputs:
             "slots": _array(self.slots, padding, _PADDING_SLOT, np.int64),
             "query_start_loc": np.array([*self.query_start_loc, *range(last + 1, last + 1 + padding)], dtype=np.int32),
             "seq_lens": _array(self.seq_lens, padding, 0, np.int32),
-            "block_tables": padded_tables(self.block_tables, self.num_seqs + padding, table_width),
+            "block_tables": padded_tables(self.block_tables, self.num_seqs + padding),
         }
 
 
@@ -84,9 +86,9 @@ def flatten(plan: SchedulerOutput, block_size: int) -> StepInputs:
     return inputs
 
 
-def padded_tables(block_tables: Sequence[Sequence[int]], num_rows: int, width: int = 0) -> Array:
-    """`[num_rows, width or that of the longest]` int32, padded with 0."""
-    padded = np.zeros((num_rows, max(width, *map(len, block_tables))), dtype=np.int32)
+def padded_tables(block_tables: Sequence[Sequence[int]], num_rows: int) -> Array:
+    """`[num_rows, that of the longest]` int32, padded with 0."""
+    padded = np.zeros((num_rows, max(map(len, block_tables))), dtype=np.int32)
     for row, block_table in zip(padded, block_tables, strict=False):
         row[: len(block_table)] = block_table
     return padded

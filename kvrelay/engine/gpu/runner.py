@@ -58,7 +58,10 @@ class DeviceRunner:
         self._table_width = -(-limits.max_model_len // self._block_size)
         # By the step before, one token for each row of its plan; -1 for a row that failed.
         self._last_sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=kv_pool.device)
-        self._inputs = torch.zeros(0, dtype=torch.uint8, device=kv_pool.device)  # what recorded steps read
+        # What recorded steps read: their inputs, and block tables as wide as any may get, of which a step fills what it
+        # needs: what is left there from steps before is beyond the end of every sequence.
+        self._inputs = torch.zeros(0, dtype=torch.uint8, device=kv_pool.device)
+        self._tables = torch.zeros(0, self._table_width, dtype=torch.int32, device=kv_pool.device)
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:
             self._record(recorder)
@@ -87,6 +90,8 @@ class DeviceRunner:
         packed.to(memory)
         tensors = packed.views(memory)
         if replayed and self._graphs is not None and size is not None:
+            tables = tensors["block_tables"]
+            self._tables[:size, : tables.shape[1]].copy_(tables)
             hidden = self._graphs.replay(size)
         else:
             unknown = any(row >= 0 for row in inputs.input_rows)
@@ -97,8 +102,9 @@ class DeviceRunner:
         return DeviceStep(plan.scheduled, sampled, prompt_logprobs, _mark(self._kv_pool.device))
 
     def _arrays(self, plan: SchedulerOutput, inputs: StepInputs, size: int | None) -> dict[str, Array]:
-        """Those that a recorded step reads come first, so that they lie where it looks for them."""
-        arrays = inputs.arrays() if size is None else inputs.arrays(num_rows=size, table_width=self._table_width)
+        """Those that a recorded step reads come first, so that they lie where it looks for them; how wide block tables
+        are, which follow, differs."""
+        arrays = inputs.arrays() if size is None else inputs.arrays(num_rows=size)
         if inputs.rows:
             arrays["last_tokens"] = np.array(inputs.last_tokens, dtype=np.int64)
             arrays |= self._sampler.arrays(inputs.rows)
@@ -155,17 +161,18 @@ class DeviceRunner:
     def _record(self, recorder: StepRecorder) -> None:
         sizes = batch_sizes(self._limits.max_num_seqs)
         padding = flatten(SchedulerOutput((_PADDING,), ()), self._block_size)
-        arrays = {size: padding.arrays(num_rows=size, table_width=self._table_width) for size in sizes}
+        arrays = {size: padding.arrays(num_rows=size) for size in sizes}
         for of_size in arrays.values():  # the one sequence of the plan becomes padding, too
             of_size["slots"][:] = -1
             of_size["seq_lens"][:] = 0
         packed = {size: PackedArrays(of_size) for size, of_size in arrays.items()}
         largest = max(one.num_bytes for one in packed.values())
-        self._inputs = self._empty(largest + sizes[-1] * _SAMPLING_BYTES + _SAMPLING_BYTES)
+        self._tables = self._tables.new_zeros(sizes[-1], self._table_width)
+        self._inputs = self._empty(largest + self._tables.nbytes + sizes[-1] * _SAMPLING_BYTES + _SAMPLING_BYTES)
 
         def step_of(size: int) -> Step:
             packed[size].to(self._inputs)
-            tensors = packed[size].views(self._inputs)
+            tensors = packed[size].views(self._inputs) | {"block_tables": self._tables[:size]}
             return lambda: self._forward(tensors, 1, self._limits.max_model_len, resolve=True)
 
         self._graphs = DecodeGraphs(recorder, sizes, step_of)
