@@ -127,10 +127,18 @@ def tiny() -> PreTrainedConfig:
     )
 
 
+def small() -> PreTrainedConfig:
+    """As tiny, in sizes that divide into groups of quantised weights."""
+    config = tiny()
+    config.update({"hidden_size": 512, "intermediate_size": 1024})
+    return config
+
+
 SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen2-0.5b": qwen2_0_5b,
     "llama-1b": llama_1b,
     "llama-8b": llama_8b,
+    "small": small,
     "tiny": tiny,
 }
 

@@ -69,9 +69,11 @@ def _attention(suite: Suite) -> Iterable[Task]:
         batches = tuple(
             Batch(num_heads, num_kv_heads, head_dim, of, pool, sequences, window)
             for num_heads, num_kv_heads, head_dim, of in kinds
-            for pool in (of, FP8)
-            for sequences, window in ((decodes, None), (decodes, 200), (mixed, None), (mixed, 200))
+            for pool, window in ((of, None), (FP8, 200))  # each compiles for seconds
+            for sequences in (decodes, mixed)
         )
+        batches += tuple(Batch(32, 8, 128, dtype, dtype, sequences, 200) for sequences in (decodes, mixed))
+        batches += tuple(Batch(32, 8, 128, dtype, FP8, sequences) for sequences in (decodes, mixed))
     return chain(
         attention_tasks(shapes, dtype, suite.watch, suite.rates), batch_tasks(batches, suite.watch, suite.rates)
     )
@@ -84,6 +86,12 @@ def _layers(suite: Suite) -> Iterable[Task]:
     if suite.tiny:
         sizes = Sizes(3, 128, 64, 4, 2, 64, 300, published_rows=(3,))
     return layer_tasks(sizes, suite.dtype, suite.watch, suite.rates)
+
+
+def _models(suite: Suite) -> Iterable[Task]:
+    from bench.gpu.model_cases import KINDS, model_tasks
+
+    return model_tasks(KINDS[:1] if suite.tiny else KINDS, suite.device, suite.directory)
 
 
 def _engine(shape: str) -> Callable[[Suite], Iterable[Task]]:
@@ -136,6 +144,7 @@ PARTS: Mapping[str, Callable[[Suite], Iterable[Task]]] = MappingProxyType(
     {
         "attention": _attention,
         "layers": _layers,
+        "models": _models,
         "engine-8b": _engine("llama-8b"),
         "engine-1b": _engine("llama-1b"),
         "transfer": _transfer,

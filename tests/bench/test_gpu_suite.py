@@ -28,7 +28,7 @@ def test_says_what_is_missing() -> None:
 def test_an_unknown_part_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_suite.main(["--part", "attention,engines"])
-    assert "--part: unknown: engines; there are: all, attention, layers, engine-8b" in capsys.readouterr().err
+    assert "--part: unknown: engines; there are: all, attention, layers, models, engine-8b" in capsys.readouterr().err
 
 
 def test_wrong_results_are_seen() -> None:

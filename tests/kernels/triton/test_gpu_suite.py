@@ -26,11 +26,11 @@ def test_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(InterpretedFunction, "__getitem__", record_launch)
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # told again by --self-test
     path = tmp_path / "results.jsonl"
-    parts = "attention,layers,engine-1b,transfer,cluster,tune"
+    parts = "attention,layers,models,engine-1b,transfer,cluster,tune"
     assert gpu_suite.main(["--self-test", "--part", parts, "--seed", "7", "--output", str(path)]) == 0
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert launched == _kernels()
-    _check_records(read_records(path), capsys.readouterr().out)
+    _check_records(read_records(path), parts, capsys.readouterr().out)
 
 
 def _kernels() -> set[str]:
@@ -41,8 +41,8 @@ def _kernels() -> set[str]:
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 
-def _check_records(records: Records, shown: str) -> None:
-    assert [run["part"] for run in records.runs] == ["attention", "layers", "engine-1b", "transfer", "cluster", "tune"]
+def _check_records(records: Records, parts: str, shown: str) -> None:
+    assert [run["part"] for run in records.runs] == parts.split(",")
     for run in records.runs:
         versions: Any = run["versions"]
         assert run["seed"] == 7 and run["device"] and versions["triton"] and versions["torch"]
@@ -52,7 +52,7 @@ def _check_records(records: Records, shown: str) -> None:
         assert result.error <= 1.0 and result.seconds > 0 and not result.problem
         assert result.name in shown
     names = " ".join(result.name for result in records.results)
-    for part in (
+    for name in (
         "decode",
         "float8",
         "prefill",
@@ -64,11 +64,12 @@ def _check_records(records: Records, shown: str) -> None:
         "awq",
         "gptq",
         "sampling",
+        "model float32: against the processor",
         "tiny decode step",
         "tiny first token",
         "tiny 2 x",
         "digests of 3 blocks",
         "KV of 128 KiB over shared_memory",
     ):
-        assert part in names
+        assert name in names
     assert "not measured  decode step, 8B" in shown

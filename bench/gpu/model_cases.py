@@ -1,0 +1,87 @@
+"""Whole models from their files, as people use them: on the card against the same on the processor. Start-up is part of
+it: loading, the memory profile, recorded steps. What is timed is that.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from bench.gpu.report import Result
+from bench.gpu.task import Task
+from bench.random_model import PublishedMethod, write_random_model
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.offline.generation import Generation
+from kvrelay.offline.llm import LLM
+
+_DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"  # trained: no two tokens are nearly as likely
+_PROMPTS = ["The capital of France is", "Water freezes at", "A week has", "The capital of France is Paris. Water"]
+_FIXED: Mapping[str, Any] = MappingProxyType({"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256})
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`allowed`: how far log-probabilities may lie from the processor's. `same_tokens`: greedy ones are equal, too."""
+
+    name: str
+    allowed: float
+    same_tokens: bool = False
+    published: PublishedMethod | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+KINDS = (
+    Kind("float32", 2e-3, True, options={"dtype": "float32", "num_blocks": 64}),
+    Kind("float32, launched one by one", 2e-3, True,
+         options={"dtype": "float32", "num_blocks": 64, "enforce_eager": True}),
+    Kind("bfloat16, the pool as large as it may be", 0.2, options={"dtype": "bfloat16"}),
+    Kind("FP8 KV", 0.05, options={
+        "dtype": "float32", "num_blocks": 64, "kv_cache_dtype": "fp8", "calculate_kv_scales": True,
+    }),
+    Kind("AWQ", 0.02, published="awq", options={"dtype": "float32", "num_blocks": 64}),
+    Kind("GPTQ", 0.02, published="gptq", options={"dtype": "float32", "num_blocks": 64}),
+)  # fmt: skip
+
+
+def model_tasks(kinds: Sequence[Kind], device: torch.device, directory: Path) -> Iterator[Task]:
+    for kind in kinds:
+        name = f"model {kind.name}: against the processor"
+        yield Task(name, partial(_compare, name, kind, device.type, directory))
+
+
+def _compare(name: str, kind: Kind, device: str, directory: Path) -> Result:
+    path = _DEMO
+    if kind.published is not None:
+        path = write_random_model(directory / kind.published, "small", quantization=kind.published)
+    options = dict(kind.options)
+    ours, seconds = _speak(path, "cuda" if device == "cuda" else "cpu", options)
+    theirs, _ = _speak(path, "cpu", options | {"num_blocks": 64})
+    error = max(_distance(one, other) for one, other in zip(ours, theirs, strict=True)) / kind.allowed
+    if kind.same_tokens and [_tokens(one) for one in ours] != [_tokens(one) for one in theirs]:
+        error = float("inf")
+    return Result(name, error, seconds, 0.0)
+
+
+def _speak(path: Path, device: Literal["cpu", "cuda"], options: Mapping[str, Any]) -> tuple[list[Generation], float]:
+    """And the seconds of the start. On the processor what is for cards only has no effect."""
+    start = time.perf_counter()
+    llm = LLM(str(path), device=device, **_FIXED, **options)
+    seconds = time.perf_counter() - start
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=0, ignore_eos=True)
+    return llm.generate(_PROMPTS, sampling, progress=False), seconds
+
+
+def _distance(one: Generation, other: Generation) -> float:
+    pairs = list(zip(one.prompt_logprobs, other.prompt_logprobs, strict=True))
+    assert pairs, "a prompt without log-probabilities"
+    worst = max(abs(ours.logprob - theirs.logprob) for ours, theirs in pairs)
+    return worst if worst == worst else float("inf")
+
+
+def _tokens(generation: Generation) -> list[tuple[int, ...]]:
+    return [tuple(output.token_ids) for output in generation.outputs]
