@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kv_connector.ucx_protocol import MAX_ASK_BYTES
-from kv_connector.ucx_reader import LANES
-from kv_connector.ucx_transport import TCP_OPTIONS
+from kv_connector.ucx.protocol import MAX_ASK_BYTES
+from kv_connector.ucx.reader import LANES
+from kv_connector.ucx.transport import TCP_OPTIONS
 
 
 async def send(size: int, count: int, rounds: int) -> None:

@@ -7,26 +7,26 @@ from types import MappingProxyType
 
 from kv_connector.base import HostConnector
 from kv_connector.cost_gate import RecomputeSeconds
-from kv_connector.device_pool import DeviceConnector
+from kv_connector.device.pool import DeviceConnector
 from kv_connector.settings import ConnectorSettings
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError
 
 
 def _shared_memory(settings: ConnectorSettings) -> HostConnector:
-    from kv_connector.shared_memory import SharedMemoryConnector
+    from kv_connector.segments.shared_memory import SharedMemoryConnector
 
     return SharedMemoryConnector(settings.shared_memory)
 
 
 def _redis(settings: ConnectorSettings) -> HostConnector:
-    from kv_connector.redis_store import RedisConnector
+    from kv_connector.store.redis_store import RedisConnector
 
     return RedisConnector(settings.redis)
 
 
 def _ucx(settings: ConnectorSettings) -> HostConnector:
-    from kv_connector.ucx_connector import UcxConnector
+    from kv_connector.ucx.connector import UcxConnector
 
     return UcxConnector(settings.ucx)
 
@@ -86,10 +86,10 @@ def direct_name(name: str) -> str | None:
 def create_direct(name: str, settings: ConnectorSettings) -> DeviceConnector:
     """What `direct_name` names, not serving yet. Raises as `create_connector` does."""
     if name == "cuda_ipc":
-        from kv_connector.cuda_ipc import CudaIpcConnector
+        from kv_connector.device.cuda_ipc import CudaIpcConnector
 
         return CudaIpcConnector(settings.shared_memory)
     assert name == "ucx"
-    from kv_connector.ucx_connector import UcxConnector
+    from kv_connector.ucx.connector import UcxConnector
 
     return UcxConnector(settings.ucx)

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from kv_connector.base import Block, FetchOutcome, HostConnector, PoolBuffer, Source
-from kv_connector.device_memory import BlockCopy, DeviceMemory
+from kv_connector.device.memory import BlockCopy, DeviceMemory
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout

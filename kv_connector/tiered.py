@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer, Source
 from kv_connector.cost_gate import CostGate, RecomputeSeconds
-from kv_connector.device_pool import DeviceConnector, DevicePool
+from kv_connector.device.pool import DeviceConnector, DevicePool
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
 from kv_connector.stats import ConnectorStats, total
 from kvrelay.core.clock import Clock, MonotonicClock

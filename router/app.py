@@ -38,12 +38,12 @@ from router.edge.grpc_service import SERVICE_NAME, RouterService
 from router.edge.http_protocol import BoundedHttp
 from router.edge.metrics import RouterMetrics
 from router.edge.outputs import Edge
-from router.kv_index import KVIndex
-from router.migration_metrics import MigrationMetrics
-from router.node_metrics import NodeMetrics
+from router.nodes.kv_index import KVIndex
+from router.nodes.node_metrics import NodeMetrics
+from router.nodes.registry import Registry
 from router.policy import make_policy
-from router.registry import Registry
-from router.relay import ClusterRelay
+from router.relay.migration_metrics import MigrationMetrics
+from router.relay.relay import ClusterRelay
 from router.settings import RouterSettings
 
 _logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ Invariant: the engine's steps run on the device's default stream, which this tel
 import torch
 from paged_kernels.triton_digest import BlockDigests
 
-from kv_connector.cuda_memory import CudaMemory
+from kv_connector.device.cuda_memory import CudaMemory
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.kv_pool import allocate_pool

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kv_connector.base import HostConnector, KVConnector
-from kv_connector.device_memory import DeviceMemory, DirectMemory
-from kv_connector.device_pool import DeviceConnector, DevicePool
+from kv_connector.device.memory import DeviceMemory, DirectMemory
+from kv_connector.device.pool import DeviceConnector, DevicePool
+from kv_connector.device.staged import StagedConnector, staging_blocks
 from kv_connector.self_test import check_device
-from kv_connector.staged import StagedConnector, staging_blocks
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
@@ -49,7 +49,7 @@ def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> N
     if device.type == "cpu":
         buffer = backend.allocate(plan.layout, plan.num_blocks, node_id=plan.node_id, epoch=plan.epoch)
         return NodePool(pool_over(buffer.memory, plan.layout, plan.num_blocks), backend, backend.has_store)
-    from kv_connector.cuda_memory import CudaMemory
+    from kv_connector.device.cuda_memory import CudaMemory
 
     tensor = allocate_pool(plan.layout, plan.num_blocks, device)
     connector = stage(backend, plan, CudaMemory(tensor, torch.cuda.default_stream(device)))

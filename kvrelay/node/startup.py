@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from kv_connector.base import HostConnector
-from kv_connector.device_pool import DeviceConnector
+from kv_connector.device.pool import DeviceConnector
 from kv_connector.registry import create_connector, create_direct, create_tiers
 from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings

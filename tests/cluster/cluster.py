@@ -20,12 +20,12 @@ from kvrelay.node.server import NodeServer
 from kvrelay.node.settings import NodeSettings
 from kvrelay.node.startup import build_node
 from prefill_node.service import PrefillService
-from router.kv_index import KVIndex
-from router.migration_metrics import MigrationMetrics
-from router.node import NodeRole
+from router.nodes.kv_index import KVIndex
+from router.nodes.node import NodeRole
+from router.nodes.registry import Registry
 from router.policy import Policy, make_policy
-from router.registry import Registry
-from router.relay import ClusterRelay
+from router.relay.migration_metrics import MigrationMetrics
+from router.relay.relay import ClusterRelay
 from router.request import PromptLogprobs, RequestTrace, RoutedRequest
 
 _IDLE_SECONDS = 20.0

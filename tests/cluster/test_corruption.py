@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from kv_connector.header import Mismatch
 from kv_connector.pool import LocalPool
-from kv_connector.segment import PeerSegment
+from kv_connector.segments.segment import PeerSegment
 from kv_connector.tiered import TieredConnector
-from kv_connector.ucx_connector import UcxConnector
+from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.node.node import Node
-from router.migration_metrics import MigrationMetrics
+from router.relay.migration_metrics import MigrationMetrics
 from tests.cluster.cluster import cluster
 from tests.cluster.reference import Reference
 from tests.cluster.test_equality import VOCAB_SIZE, prompt_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router.node import NodeHandle, NodeState
+from router.nodes.node import NodeHandle, NodeState
 from tests.cluster.cluster import Cluster, cluster
 from tests.cluster.reference import Reference
 from tests.cluster.test_equality import VOCAB_SIZE, prompt_of

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from kv_connector.base import HostConnector
-from kv_connector.redis_store import RedisConnector
+from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.node.node import Node
 from tests.cluster.cluster import Cluster, cluster

@@ -8,17 +8,17 @@ import numpy as np
 import redis
 
 from kv_connector.base import Block, HostConnector, KVConnector, PoolBuffer, Source
-from kv_connector.cuda_ipc import CudaIpcConnector
-from kv_connector.device_pool import DeviceConnector, DevicePool
+from kv_connector.device.cuda_ipc import CudaIpcConnector
+from kv_connector.device.pool import DeviceConnector, DevicePool
+from kv_connector.device.staged import StagedConnector, staging_blocks
 from kv_connector.header import HEADER_BYTES
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kv_connector.redis_store import RedisConnector
+from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import RedisSettings, SharedMemorySettings, UcxSettings
-from kv_connector.shared_memory import SharedMemoryConnector
-from kv_connector.staged import StagedConnector, staging_blocks
 from kv_connector.stats import ConnectorStats
+from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
-from kv_connector.ucx_connector import UcxConnector
+from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.node.block_copy import choose_copy

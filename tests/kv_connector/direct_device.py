@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kv_connector.device_memory import BlockCopy, DeviceBuffer
+from kv_connector.device.memory import BlockCopy, DeviceBuffer
 from kv_connector.header import payload_digest
 from kv_connector.pool import Rows
 from kvrelay.core.errors import KVError

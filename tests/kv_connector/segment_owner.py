@@ -3,8 +3,8 @@
 import asyncio
 import sys
 
+from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
-from kv_connector.shared_memory import SharedMemoryConnector
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, write_and_publish
 
 

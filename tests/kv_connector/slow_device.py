@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kv_connector.base import PoolBuffer
-from kv_connector.device_memory import BlockCopy
+from kv_connector.device.memory import BlockCopy
 from kvrelay.core.errors import KVError
 
 

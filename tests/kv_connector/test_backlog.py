@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kv_connector.backlog import Backlog, Claim
+from kv_connector.store.backlog import Backlog, Claim
 from tests.kv_connector.backends import blocks
 
 

@@ -2,8 +2,8 @@
 
 import random
 
-from kv_connector.breaker import CircuitBreaker
 from kv_connector.cost_gate import CostGate, Rate, is_worth_fetching
+from kv_connector.store.breaker import CircuitBreaker
 
 
 class ManualClock:

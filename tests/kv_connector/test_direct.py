@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from kv_connector import cuda_handles
 from kv_connector.base import FetchOutcome, Source
-from kv_connector.cuda_ipc import CudaIpcConnector
-from kv_connector.device_pool import DevicePool
+from kv_connector.device import cuda_handles
+from kv_connector.device.cuda_ipc import CudaIpcConnector
+from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
-from kv_connector.segment import HANDLE_ROOM, OwnedSegment, PeerSegment
+from kv_connector.segments.segment import HANDLE_ROOM, OwnedSegment, PeerSegment
+from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings, UcxSettings
-from kv_connector.shared_memory import SharedMemoryConnector
-from kv_connector.ucx_connector import UcxConnector
+from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.errors import ConfigurationError, KVError
 from tests.kv_connector.backends import (
     CLUSTER_SECRET,

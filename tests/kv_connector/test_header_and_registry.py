@@ -62,7 +62,7 @@ def test_backends_by_name() -> None:
 
 
 def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "kv_connector.redis_store", raising=False)
+    monkeypatch.delitem(sys.modules, "kv_connector.store.redis_store", raising=False)
     for module in [name for name in sys.modules if name.partition(".")[0] == "redis"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "redis", None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_connector.prefault import Prefault
+from kv_connector.segments.prefault import Prefault
 
 _SIZE = 40 << 20
 

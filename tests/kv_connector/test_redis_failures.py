@@ -15,9 +15,9 @@ import redis
 
 from kv_connector.base import Block, FetchOutcome, HostConnector
 from kv_connector.header import HEADER_BYTES, Mismatch
-from kv_connector.redis_store import RedisConnector
+from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import RedisSettings, SharedMemorySettings
-from kv_connector.shared_memory import SharedMemoryConnector
+from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import KVError
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, settled, write_and_publish

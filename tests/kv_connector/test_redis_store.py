@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from kv_connector.base import FetchOutcome, Source
-from kv_connector.redis_store import RedisConnector
 from kv_connector.settings import RedisSettings
+from kv_connector.store.redis_store import RedisConnector
 from kvrelay.core.errors import ConfigurationError, KVError
 from tests.kv_connector.backends import LAYOUT, Node, RedisHarness, blocks, write_and_publish
 from tests.redis_server import RedisServer

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kv_connector.base import Block, FetchResult, HostConnector, PoolBuffer, Source
-from kv_connector.device_memory import BlockCopy
+from kv_connector.device.memory import BlockCopy
 from kv_connector.faulty import CallPlan, ConnectorFault, FaultyConnector
-from kv_connector.redis_store import RedisConnector
+from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.self_test import check_device, check_transport
 from kv_connector.settings import RedisSettings, SharedMemorySettings, UcxSettings
-from kv_connector.shared_memory import SharedMemoryConnector
-from kv_connector.ucx_connector import UcxConnector
+from kv_connector.store.redis_store import RedisConnector
+from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from tests.kv_connector.backends import CLUSTER_SECRET, LAYOUT

@@ -11,8 +11,8 @@ import pytest
 
 from kv_connector.base import FetchOutcome, Source
 from kv_connector.header import Mismatch
+from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
-from kv_connector.shared_memory import SharedMemoryConnector
 from kv_connector.worker import Worker
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from kv_connector.base import Block, FetchOutcome
+from kv_connector.device.staged import staging_blocks
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kv_connector.staged import staging_blocks
 from kvrelay.core.errors import ConfigurationError, KVError
 from tests.kv_connector.backends import EPOCH, LAYOUT, DeviceNode, Node, blocks, content, moved, write_and_publish
 

@@ -11,12 +11,12 @@ from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, P
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kv_connector.redis_store import RedisConnector
 from kv_connector.registry import create_tiers
+from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
-from kv_connector.shared_memory import SharedMemoryConnector
+from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
-from kv_connector.ucx_connector import UcxConnector
+from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout

@@ -16,10 +16,10 @@ import pytest
 from kv_connector.base import Block, FetchOutcome, FetchResult, Source
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
-from kv_connector.ucx_connector import UcxConnector
-from kv_connector.ucx_protocol import ASK_POSITION, OPENING_BYTES, PROOF_BYTES, encode_opening
-from kv_connector.ucx_reader import LANES, Peer
-from kv_connector.ucx_transport import Link, LinkLostError, Transport
+from kv_connector.ucx.connector import UcxConnector
+from kv_connector.ucx.protocol import ASK_POSITION, OPENING_BYTES, PROOF_BYTES, encode_opening
+from kv_connector.ucx.reader import LANES, Peer
+from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, content, moved, write_and_publish

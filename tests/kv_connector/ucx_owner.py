@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 from kv_connector.settings import UcxSettings
-from kv_connector.ucx_connector import UcxConnector
+from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.kv_layout import KVLayout
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, Node, blocks, write_and_publish
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_connector.device_memory import BlockCopy
+from kv_connector.device.memory import BlockCopy
 from kv_connector.self_test import SelfTestReport
 from kv_connector.settings import ConnectorSettings, SharedMemorySettings, UcxSettings
 from kvrelay.core.errors import ConfigurationError

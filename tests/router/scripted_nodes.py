@@ -23,11 +23,11 @@ from kvrelay.v1 import (
     prefill_node_pb2,
     prefill_node_pb2_grpc,
 )
-from router.kv_index import KVIndex
-from router.migration_metrics import MigrationMetrics
+from router.nodes.kv_index import KVIndex
+from router.nodes.registry import Registry
 from router.policy import PrefixAware
-from router.registry import Registry
-from router.relay import ClusterRelay
+from router.relay.migration_metrics import MigrationMetrics
+from router.relay.relay import ClusterRelay
 
 BLOCK_SIZE = 4
 NAMESPACE = KVNamespace(b"\x01" * 32, "float32", "test-layout", BLOCK_SIZE)

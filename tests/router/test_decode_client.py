@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 
-from router.decode_client import DecodeClient, DecodeEvent, DecodeFailed
+from router.relay.decode_client import DecodeClient, DecodeEvent, DecodeFailed
 from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, soon
 
 

@@ -14,10 +14,10 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError, OverloadedErr
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import node_pb2
-from router.kv_index import KVIndex
-from router.node import NodeRole, NodeState
-from router.node_metrics import NodeMetrics
-from router.registry import Registry
+from router.nodes.kv_index import KVIndex
+from router.nodes.node import NodeRole, NodeState
+from router.nodes.node_metrics import NodeMetrics
+from router.nodes.registry import Registry
 from router.request import RequestEvent, RoutedRequest
 from tests.router.scripted_nodes import (
     NAMESPACE,

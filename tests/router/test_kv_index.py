@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvrelay.core.block_hash import BlockHash
-from router.kv_index import KVIndex
+from router.nodes.kv_index import KVIndex
 
 
 def names(*numbers: int) -> list[BlockHash]:

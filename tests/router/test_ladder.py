@@ -12,7 +12,7 @@ from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.outputs import FinishReason
 from kvrelay.v1 import common_pb2, node_pb2
-from router.node import NodeState
+from router.nodes.node import NodeState
 from router.request import KVOrigins, RequestEvent
 from tests.router.scripted_nodes import (
     BLOCK_SIZE,

@@ -11,7 +11,7 @@ from kvrelay.core.errors import (
     OverloadedError,
     UnavailableError,
 )
-from router.outlier import Outlier
+from router.nodes.outlier import Outlier
 
 
 class ManualClock(Clock):

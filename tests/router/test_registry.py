@@ -10,9 +10,9 @@ import pytest
 
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, UnavailableError
-from router.kv_index import KVIndex
-from router.node import NodeRole, NodeState
-from router.registry import Registry
+from router.nodes.kv_index import KVIndex
+from router.nodes.node import NodeRole, NodeState
+from router.nodes.registry import Registry
 from tests.router.scripted_nodes import (
     NAMESPACE,
     PATIENCE,

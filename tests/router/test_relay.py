@@ -10,7 +10,7 @@ from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import prefill_node_pb2
-from router.node import NodeState
+from router.nodes.node import NodeState
 from router.request import RoutedRequest
 from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE, PATIENCE, Cluster, cluster, soon
 

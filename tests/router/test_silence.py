@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from router.silence import Silence
+from router.nodes.silence import Silence
 
 PATIENCE = 10.0
 

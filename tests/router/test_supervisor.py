@@ -17,9 +17,9 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
-from router.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
+from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
+from router.relay.supervisor import _Happened
 from router.request import RequestEvent, RequestTrace, RoutedRequest
-from router.supervisor import _Happened
 from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, cluster, soon, token
 
 PROMPT = tuple(range(100, 110))  # two full blocks and a partial one

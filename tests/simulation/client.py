@@ -18,7 +18,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
-from router.relay import ClusterRelay
+from router.relay.relay import ClusterRelay
 from router.request import PromptLogprobs, RequestTrace, RoutedRequest
 from tests.simulation.cluster import BLOCK_SIZE
 from tests.simulation.oracle import VOCAB_SIZE, ExpectedOutput, expected_output

@@ -25,11 +25,11 @@ from kvrelay.node.node import Node, NodeIdentity
 from kvrelay.node.node_service import NodeService
 from kvrelay.v1 import node_pb2_grpc
 from prefill_node.service import PrefillService
-from router.kv_index import KVIndex
-from router.node import NodeRole
+from router.nodes.kv_index import KVIndex
+from router.nodes.node import NodeRole
+from router.nodes.registry import Registry
 from router.policy import make_policy
-from router.registry import Registry
-from router.relay import ClusterRelay
+from router.relay.relay import ClusterRelay
 from tests.engine.late_runner import LateRunner, WatchedPool
 from tests.simulation.engine import DigestRunner, VirtualEngineThread
 from tests.simulation.faults import Faults

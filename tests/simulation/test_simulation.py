@@ -15,10 +15,10 @@ from kvrelay.core.outputs import TokenOutput
 from kvrelay.engine.engine import Engine
 from kvrelay.node.receiver import Receiver
 from prefill_node.leases import LeaseTable
-from router.attempt import Attempt
-from router.decode_client import DecodeSession
-from router.prefill_client import PrefillClient
-from router.supervisor import RequestSupervisor
+from router.relay.attempt import Attempt
+from router.relay.decode_client import DecodeSession
+from router.relay.prefill_client import PrefillClient
+from router.relay.supervisor import RequestSupervisor
 from tests.simulation.scenario import run_seed
 
 ROOT = Path(__file__).parent.parent.parent

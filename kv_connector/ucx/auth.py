@@ -10,7 +10,7 @@ import hmac
 import secrets
 from dataclasses import dataclass, field
 
-from kv_connector.ucx_protocol import NONCE_BYTES, Geometry, ProtocolError
+from kv_connector.ucx.protocol import NONCE_BYTES, Geometry, ProtocolError
 from kvrelay.core.errors import ConfigurationError
 
 MIN_SECRET_BYTES = 16

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
-from kv_connector.device_pool import DevicePool
+from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
 from kv_connector.pool import LocalPool, Payloads, Slices
 from kv_connector.settings import UcxSettings
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
-from kv_connector.ucx_auth import check_secret
-from kv_connector.ucx_holder import Holder
-from kv_connector.ucx_reader import LANES, Peer
-from kv_connector.ucx_transport import Transport
+from kv_connector.ucx.auth import check_secret
+from kv_connector.ucx.holder import Holder
+from kv_connector.ucx.reader import LANES, Peer
+from kv_connector.ucx.transport import Transport
 from kv_connector.verdict import Verdict, settle
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError

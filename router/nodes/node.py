@@ -13,8 +13,8 @@ from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.wire import namespace_from_wire
 from kvrelay.v1 import common_pb2, node_pb2
-from router.node_stats import NodeStats
-from router.outlier import Outlier
+from router.nodes.node_stats import NodeStats
+from router.nodes.outlier import Outlier
 
 
 class NodeRole(Enum):

@@ -14,8 +14,8 @@ import numpy as np
 from kv_connector.pool import Payloads
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
-from kv_connector.ucx_auth import Session, new_nonce
-from kv_connector.ucx_protocol import (
+from kv_connector.ucx.auth import Session, new_nonce
+from kv_connector.ucx.protocol import (
     ABSENT,
     ASK_POSITION,
     OPENING_BYTES,
@@ -32,7 +32,7 @@ from kv_connector.ucx_protocol import (
     encode_reply,
     encode_welcome,
 )
-from kv_connector.ucx_transport import Link, LinkLostError, Transport
+from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.block_hash import BlockHash
 
 HANDSHAKE_SECONDS = 5.0

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from router.decode_client import DecodeClient
-from router.node import HeldBlocks, KVSource, NodeHandle
-from router.prefill_client import PrefillClient
+from router.nodes.node import HeldBlocks, KVSource, NodeHandle
+from router.relay.decode_client import DecodeClient
+from router.relay.prefill_client import PrefillClient
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
-from kv_connector.mapped_peers import MappedPeers, open_segment, sweep_and_log
 from kv_connector.pool import CopyRows, LocalPool, Slices
-from kv_connector.prefault import Prefault
-from kv_connector.segment import OwnedSegment, PeerSegment, check_peer, default_directory
+from kv_connector.segments.mapped_peers import MappedPeers, open_segment, sweep_and_log
+from kv_connector.segments.prefault import Prefault
+from kv_connector.segments.segment import OwnedSegment, PeerSegment, check_peer, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, settle

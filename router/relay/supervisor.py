@@ -30,12 +30,12 @@ from typing import Protocol
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
-from router.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
 from router.backoff import Backoff
-from router.node import KVSource
-from router.placed import Placed, PrefillPlacement
+from router.nodes.node import KVSource
+from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
+from router.relay.placed import Placed, PrefillPlacement
+from router.relay.tally import Tally
 from router.request import NodeRequest, PromptLogprobs, RequestEvent, RoutedRequest
-from router.tally import Tally
 
 _logger = logging.getLogger(__name__)
 

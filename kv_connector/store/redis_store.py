@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from redis.exceptions import OutOfMemoryError
 
-from kv_connector.backlog import Backlog, Claim
 from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
 from kv_connector.pool import LocalPool, Slices
-from kv_connector.redis_link import UNREACHABLE, LeftAloneError, RedisLink
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
+from kv_connector.store.backlog import Backlog, Claim
+from kv_connector.store.redis_link import UNREACHABLE, LeftAloneError, RedisLink
 from kv_connector.verdict import Verdict, settle
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock

@@ -27,9 +27,9 @@ from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableErr
 from kvrelay.core.rpc import channel_options, error_from_rpc
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.backoff import Backoff
-from router.election import elect
-from router.kv_index import KVIndex
-from router.node import (
+from router.nodes.election import elect
+from router.nodes.kv_index import KVIndex
+from router.nodes.node import (
     NodeDescription,
     NodeHandle,
     NodeLoad,
@@ -38,10 +38,10 @@ from router.node import (
     description_from_wire,
     load_from_wire,
 )
-from router.node_stats import NodeStats, stats_from_wire
-from router.outlier import Outlier
+from router.nodes.node_stats import NodeStats, stats_from_wire
+from router.nodes.outlier import Outlier
+from router.nodes.silence import Silence
 from router.request import ServedModel
-from router.silence import Silence
 
 _logger = logging.getLogger(__name__)
 

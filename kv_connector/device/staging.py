@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_connector.base import Block
-from kv_connector.device_memory import BlockCopy
+from kv_connector.device.memory import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.node import NodeHandle, NodeState
-from router.registry import Registry
+from router.nodes.node import NodeHandle, NodeState
+from router.nodes.registry import Registry
 
 _LABELS = ("node", "role")
 _Labelled = tuple[tuple[str, str], NodeHandle]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, Protocol, TypeVar
 
 from kv_connector.base import Block, KVConnector
-from kv_connector.device_memory import DeviceBuffer, DirectMemory
+from kv_connector.device.memory import DeviceBuffer, DirectMemory
 from kv_connector.header import BlockHeader, layout_digest
 from kv_connector.worker import Worker
 from kvrelay.core.errors import KVError

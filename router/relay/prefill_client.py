@@ -20,8 +20,8 @@ from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.wire import logprobs_from_wire, output_from_wire, sampling_to_wire
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
-from router.fetch_report import NO_FETCHES, FetchReport, report_from_wire
-from router.node import HeldBlocks, held_to_wire
+from router.nodes.node import HeldBlocks, held_to_wire
+from router.relay.fetch_report import NO_FETCHES, FetchReport, report_from_wire
 from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)

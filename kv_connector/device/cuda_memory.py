@@ -16,9 +16,9 @@ from uuid import UUID
 
 import torch
 
-from kv_connector import cuda_handles
 from kv_connector.base import PoolBuffer
-from kv_connector.device_memory import BlockCopy, DeviceBuffer, PeerMemory
+from kv_connector.device import cuda_handles
+from kv_connector.device.memory import BlockCopy, DeviceBuffer, PeerMemory
 from kvrelay.core.errors import KVError
 
 BlockDigests = Callable[[Sequence[int]], list[bytes]]

@@ -8,7 +8,7 @@ cluster over while it restarts, and not for ever, so that those who are gone for
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router.node import NodeDescription, NodeHandle, NodeRole
+from router.nodes.node import NodeDescription, NodeHandle, NodeRole
 
 VOTE_SECONDS = 120.0  # after its last word; a large model takes that long to load
 

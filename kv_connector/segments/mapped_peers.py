@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kv_connector.base import FetchOutcome, Source
 from kv_connector.header import Mismatch
-from kv_connector.segment import PeerSegment, sweep
+from kv_connector.segments.segment import PeerSegment, sweep
 from kv_connector.verdict import Verdict
 from kvrelay.core.errors import ConfigurationError, KVError
 

@@ -15,10 +15,8 @@ from prometheus_client import CollectorRegistry
 from kvrelay.core.block_hash import BlockHash, KVNamespace, block_hashes
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
-from router.decode_client import DecodeClient
-from router.migration_metrics import MigrationMetrics
-from router.node import HeldBlocks, KVSource, NodeHandle, NodeRole
-from router.placed import DecodePlacement, Placed, PrefillPlacement
+from router.nodes.node import HeldBlocks, KVSource, NodeHandle, NodeRole
+from router.nodes.registry import Registry
 from router.policy import (
     Candidates,
     DecodeCandidate,
@@ -27,11 +25,13 @@ from router.policy import (
     RequestFacts,
     SourceHint,
 )
-from router.prefill_client import PrefillClient
-from router.registry import Registry
+from router.relay.decode_client import DecodeClient
+from router.relay.migration_metrics import MigrationMetrics
+from router.relay.placed import DecodePlacement, Placed, PrefillPlacement
+from router.relay.prefill_client import PrefillClient
+from router.relay.supervisor import RequestSupervisor
+from router.relay.tally import Tally
 from router.request import NodeRequest, RequestEvent, RoutedRequest, ServedModel
-from router.supervisor import RequestSupervisor
-from router.tally import Tally
 
 _logger = logging.getLogger(__name__)
 _ABORT_SECONDS = 1.0  # for consumers to take the error of an aborted request

@@ -27,10 +27,10 @@ from typing import Protocol
 
 from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, UnavailableError
 from kvrelay.core.outputs import TokenOutput
-from router.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
-from router.node import KVSource, NodeHandle
-from router.placed import Placed, PrefillPlacement
-from router.prefill_client import (
+from router.nodes.node import KVSource, NodeHandle
+from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
+from router.relay.placed import Placed, PrefillPlacement
+from router.relay.prefill_client import (
     PrefillAccepted,
     PrefillEnded,
     PrefillEvent,
@@ -38,9 +38,9 @@ from router.prefill_client import (
     PrefillProgress,
     PrefillSession,
 )
-from router.refill import Refill
+from router.relay.refill import Refill
+from router.relay.tally import Tally
 from router.request import NodeRequest, PromptLogprobs
-from router.tally import Tally
 
 _logger = logging.getLogger(__name__)
 

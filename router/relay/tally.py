@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvrelay.core.clock import Clock
-from router.fetch_report import NO_FETCHES, FetchReport
-from router.migration_metrics import MigrationMetrics
+from router.relay.fetch_report import NO_FETCHES, FetchReport
+from router.relay.migration_metrics import MigrationMetrics
 from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 
 

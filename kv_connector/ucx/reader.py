@@ -20,9 +20,9 @@ from kv_connector.base import Block, FetchOutcome, Source
 from kv_connector.header import BlockHeader, Mismatch
 from kv_connector.pool import Payloads
 from kv_connector.stats import ConnectorStats
-from kv_connector.ucx_auth import Session, new_nonce
-from kv_connector.ucx_holder import HANDSHAKE_SECONDS
-from kv_connector.ucx_protocol import (
+from kv_connector.ucx.auth import Session, new_nonce
+from kv_connector.ucx.holder import HANDSHAKE_SECONDS
+from kv_connector.ucx.protocol import (
     ASK_POSITION,
     ENTRY_BYTES,
     OPENING_BYTES,
@@ -39,7 +39,7 @@ from kv_connector.ucx_protocol import (
     encode_opening,
     encode_proof,
 )
-from kv_connector.ucx_transport import Link, Transport
+from kv_connector.ucx.transport import Link, Transport
 from kv_connector.verdict import Verdict
 
 LANES = 2  # one Ask is verified while the next one travels

@@ -9,17 +9,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from router.decode_client import DecodeSession
-from router.placed import PrefillPlacement
-from router.prefill_client import (
+from router.relay.decode_client import DecodeSession
+from router.relay.placed import PrefillPlacement
+from router.relay.prefill_client import (
     PrefillEnded,
     PrefillEvent,
     PrefillFinished,
     PrefillProgress,
     PrefillSession,
 )
+from router.relay.tally import Tally
 from router.request import NodeRequest
-from router.tally import Tally
 
 _logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, Source
-from kv_connector.device_memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
-from kv_connector.device_pool import DevicePool
+from kv_connector.device.memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
+from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
-from kv_connector.mapped_peers import MappedPeers, open_segment, sweep_and_log
 from kv_connector.pool import Slices
-from kv_connector.segment import Look, OwnedSegment, PeerSegment, check_peer, default_directory
+from kv_connector.segments.mapped_peers import MappedPeers, open_segment, sweep_and_log
+from kv_connector.segments.segment import Look, OwnedSegment, PeerSegment, check_peer, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, settle

@@ -15,8 +15,8 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer, Source
-from kv_connector.device_memory import BlockCopy, DeviceMemory
-from kv_connector.staging import ArrivalSlots, StagedBlock, StagedCopies
+from kv_connector.device.memory import BlockCopy, DeviceMemory
+from kv_connector.device.staging import ArrivalSlots, StagedBlock, StagedCopies
 from kv_connector.stats import ConnectorStats
 from kv_connector.worker import Worker
 from kvrelay.core.clock import Clock, MonotonicClock

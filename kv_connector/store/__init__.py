@@ -1,0 +1,1 @@
+"""KV in a store that outlives nodes."""

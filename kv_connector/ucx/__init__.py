@@ -1,0 +1,1 @@
+"""KV through UCX: RDMA, shared memory or TCP, whatever reaches the peer."""
