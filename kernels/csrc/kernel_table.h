@@ -137,7 +137,7 @@ struct QuantizedCall {
   const bf16* padded_x;  // of multiply_many_rows: [num_rows, rounded up to kManyRowsTile, padded_inputs()], with zeros
   // What `prepare_rows` makes of x, with rows of padded_inputs(). Either `wide`, or digits: x = scale * (256 * high + low), where
   // each group of a row has its own scale. `offsets` is what the weights' offset adds to an integer dot product; where there are
-  // zeros, what each unit of them adds.
+  // zeros, what each unit of them adds. How digits lie is the kernels' own business; there is room for whole tiles of sixteen rows.
   float* wide;
   std::int8_t* high;
   std::int8_t* low;

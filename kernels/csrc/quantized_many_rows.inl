@@ -8,16 +8,20 @@ INLINE Reg pairs_of(Reg low, Reg high) {
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
 }
 
-// Inputs [begin, begin + depth) of a panel as [depth / 2][16] pairs, rows `stride` pairs apart.
+// Inputs [begin, begin + depth) of a panel as [depth / 2][16] pairs, rows `stride` pairs apart. Asks for the weights that are widened
+// after the product of these: the panel's next ones, or the first ones of another panel.
 template <int kBits>
 static void widen_pairs(const QuantizedCall& call, std::int64_t panel, std::int64_t begin, int depth, float* target, int stride) {
   constexpr int kBlockInputs = 32 / kBits;
   const std::uint8_t* weights = call.weights + panel * call.panel_bytes() + begin * kPanelOutputs * kBits / 8;
+  const bool is_last = begin + depth == call.padded_inputs();
+  const std::uint8_t* next = is_last ? call.weights + (panel + kManyRowsPanels) * call.panel_bytes() : weights + depth * kPanelOutputs * kBits / 8;
   std::int64_t at = (panel * call.num_groups + begin / call.group_size) * kPanelOutputs;
   for (int input = 0; input < depth; at += kPanelOutputs) {
     const Reg scale = scales_at(call, at);
     const Reg shift = shifts_at<kBits>(call, at);
-    for (const int end = input + call.group_size; input < end; input += kBlockInputs, weights += 64) {
+    for (const int end = input + call.group_size; input < end; input += kBlockInputs, weights += 64, next += 64) {
+      __builtin_prefetch(next, 0, 2);
       Reg values[kBlockInputs];
       widen_block<kBits>(load_words(weights, kFlip<kBits>), values);
       if (call.zeros != nullptr)
