@@ -132,9 +132,10 @@ void prepare_all_rows(const QuantizedCall& call, DType dtype, int num_threads) {
 void multiply_many(QuantizedCall call, int num_threads) {
   call.padded_x = pad_rows(call, num_threads);
   const std::int64_t num_panels = (call.num_outputs + kPanelOutputs - 1) / kPanelOutputs;
-  parallel_for(num_threads, (num_panels + kManyRowsPanels - 1) / kManyRowsPanels, [&](std::int64_t item) {
-    const RowSpan span{item * kManyRowsPanels, std::min(num_panels, (item + 1) * kManyRowsPanels)};
-    kernels().multiply_many_rows(call, span, many_rows_scratch.floats(many_rows_scratch_floats()));
+  const std::int64_t together = 2 * widened_pairs(call);
+  parallel_for(num_threads, (num_panels + together - 1) / together, [&](std::int64_t item) {
+    const RowSpan span{item * together, std::min(num_panels, (item + 1) * together)};
+    kernels().multiply_many_rows(call, span, many_rows_scratch.floats(many_rows_scratch_floats(call)));
   });
 }
 
