@@ -1,6 +1,7 @@
 """Steps that compute prompts: ours beside the same model with oneDNN's products, piece by piece.
 
     python -m bench.prefill_step DIR --threads 2
+    python -m bench.prefill_step DIR --threads 2 --quantization int8     beside the same model in bfloat16
 
 DIR is a bfloat16 model (`python -m bench.random_model DIR --shape qwen2-0.5b`). A step is `new:cached` tokens of each
 sequence, with `count*` before it for several: `16*1:300,112:0` are 16 decodes and a chunk of a prompt. Forward pass and
@@ -11,8 +12,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import get_args
 
 import torch
 from paged_kernels.base import AttentionMetadata
@@ -21,6 +24,7 @@ from paged_kernels.registry import select_backend
 from torch import Tensor
 
 from kvrelay.engine.layers.linear import Linear
+from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.loader import load_model
 
@@ -47,33 +51,53 @@ class WithOnednn:
             linear.weight = weight
 
 
+@dataclass(frozen=True, slots=True)
+class Other:
+    """What ours is measured beside: a model, as it is while `entered` is."""
+
+    name: str
+    model: DecoderForCausalLM
+    entered: AbstractContextManager[object]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("model")
     parser.add_argument("--steps", nargs="+", default=STEPS)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quantization", choices=get_args(Quantization), default="none")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    attention = select_backend("auto")
-    model = load_model(arguments.model, dtype="bfloat16", attention=attention, max_model_len=4096).model
+    model = _load(arguments.model, arguments.quantization)
+    if arguments.quantization == "none":
+        other = Other("oneDNN", model, WithOnednn(model))
+    else:
+        other = Other("bfloat16", _load(arguments.model, "none"), nullcontext())
     for spec in arguments.steps:
-        _measure(spec, _step(model, spec), WithOnednn(model), arguments.rounds)
+        _measure(spec, model, other, arguments.rounds)
+
+
+def _load(directory: str, quantization: Quantization) -> DecoderForCausalLM:
+    attention = select_backend("auto")
+    loaded = load_model(directory, dtype="bfloat16", attention=attention, max_model_len=4096, quantization=quantization)
+    return loaded.model
 
 
 @torch.inference_mode()
-def _measure(spec: str, run: Callable[[], object], onednn: WithOnednn, rounds: int) -> None:
+def _measure(spec: str, model: DecoderForCausalLM, other: Other, rounds: int) -> None:
+    run, run_other = _step(model, spec), _step(other.model, spec)
     ours, theirs = [], []
     for index in range(rounds + 1):  # the first one warms up
-        with onednn:
-            before = _seconds(run)
+        with other.entered:
+            before = _seconds(run_other)
         after = _seconds(run)
         if index:
             ours.append(after)
             theirs.append(before)
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     print(
-        f"{spec:>20}: {statistics.median(ours) * 1e3:.1f} ms, with oneDNN {statistics.median(theirs) * 1e3:.1f}; "
+        f"{spec:>20}: {statistics.median(ours) * 1e3:.1f} ms, with {other.name} {statistics.median(theirs) * 1e3:.1f}; "
         f"{ratio:.2f} of its time"
     )
 

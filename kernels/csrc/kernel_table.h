@@ -137,7 +137,7 @@ struct QuantizedCall {
   const bf16* padded_x;  // of multiply_many_rows: [num_rows, rounded up to kManyRowsTile, padded_inputs()], with zeros
   // What `prepare_rows` makes of x, with rows of padded_inputs(). Either `wide`, or digits: x = scale * (256 * high + low), where
   // each group of a row has its own scale. `offsets` is what the weights' offset adds to an integer dot product; where there are
-  // zeros, what each unit of them adds.
+  // zeros, what each unit of them adds. How digits lie is the kernels' own business; there is room for whole tiles of sixteen rows.
   float* wide;
   std::int8_t* high;
   std::int8_t* low;
@@ -147,16 +147,6 @@ struct QuantizedCall {
   std::int64_t padded_inputs() const { return num_groups * group_size; }
   std::int64_t panel_bytes() const { return padded_inputs() * bits / 8 * kPanelOutputs; }
 };
-
-// Many rows are multiplied kManyRowsBlock at a time with kManyRowsPanels panels, kManyRowsDepth inputs after the other: what is read
-// again and again stays in the caches.
-inline constexpr int kManyRowsTile = 32;
-inline constexpr int kManyRowsBlock = 512;
-inline constexpr int kManyRowsPanels = 8;
-inline constexpr int kManyRowsDepth = 256;
-inline constexpr std::size_t many_rows_scratch_floats() {
-  return static_cast<std::size_t>(kManyRowsPanels * kPanelOutputs) * (kManyRowsBlock + kManyRowsDepth / 2);
-}
 
 // Outputs whose bfloat16 weights lie together. See packed_linear.h for the order.
 inline constexpr int kPackedOutputs = 32;
@@ -169,6 +159,23 @@ inline constexpr std::int64_t kPackedPartInputs = 512;
 // Sums of many rows, kept between two parts of the inputs and until they are stored.
 inline constexpr std::size_t packed_scratch_floats(std::int64_t num_rows, std::int64_t num_panels) {
   return static_cast<std::size_t>((num_rows + 31) / 32 * 32 * num_panels * kPackedOutputs);
+}
+
+// Many rows are multiplied kManyRowsBlock at a time with quantised weights, of which so many panels are widened together as the second
+// level of cache holds: pairs of them, which are panels of a PackedCall then.
+inline constexpr int kManyRowsTile = 32;
+inline constexpr std::int64_t kManyRowsBlock = 512;
+inline std::int64_t widened_pairs(const QuantizedCall& call) {
+  constexpr std::int64_t kBytes = 1 << 20;
+  constexpr std::int64_t kMost = 4;
+  const std::int64_t pairs = kBytes / (call.padded_inputs() * kPackedOutputs * 2);
+  return pairs < 1 ? 1 : pairs < kMost ? pairs : kMost;
+}
+inline std::size_t widened_floats(const QuantizedCall& call) {
+  return static_cast<std::size_t>(widened_pairs(call) * call.padded_inputs() / 2 * kPackedOutputs);
+}
+inline std::size_t many_rows_scratch_floats(const QuantizedCall& call) {
+  return widened_floats(call) + packed_scratch_floats(kManyRowsBlock, widened_pairs(call) + 1);
 }
 
 // y = x W^T + bias over packed bfloat16 weights. For kernels rows of x have padded_inputs(), with zeros.
@@ -207,8 +214,8 @@ struct KernelTable {
   void (*rotary[kNumDTypes])(const RotaryCall&, RowSpan);
   void (*prepare_rows[kNumDTypes])(const QuantizedCall&, RowSpan rows);
   void (*multiply_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
-  // For so many rows that widening the weights first pays, null without a matrix unit; panels start at a multiple of
-  // kManyRowsPanels, x is `padded_x`, and scratch has many_rows_scratch_floats().
+  // For so many rows that widening the weights first pays, null without a matrix unit; panels start at an even one, x is `padded_x`,
+  // and scratch has many_rows_scratch_floats().
   void (*multiply_many_rows)(const QuantizedCall&, RowSpan panels, float* scratch);
   void (*dequantize_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
   bool packed_in_tiles;  // `multiply_packed` of kMinPackedTileRows and more reads x in whole tiles

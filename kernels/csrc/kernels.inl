@@ -7,6 +7,7 @@
 #include "quantized_kernel.inl"
 #include "packed_linear_kernel.inl"
 #include "packed_many_rows.inl"
+#include "quantized_many_rows.inl"
 
 static constexpr KernelTable kernel_table(const char* name) {
   return KernelTable{

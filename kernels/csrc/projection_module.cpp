@@ -68,11 +68,12 @@ OwnedProjection packed_projection(nb::object panels_object, nb::object bias, std
   return projection;
 }
 
-OwnedProjection quantized_projection(nb::object packed_object, nb::object scales_object, nb::object bias, std::int64_t num_outputs,
-                                     std::int64_t num_inputs, int bits, int group_size) {
+OwnedProjection quantized_projection(nb::object packed_object, nb::object scales_object, nb::object zeros_object, nb::object bias,
+                                     std::int64_t num_outputs, std::int64_t num_inputs, int bits, int group_size) {
+  const bool has_zeros = !zeros_object.is_none();
   const TensorView packed(packed_object, "packed", 2);
   const TensorView scales(scales_object, "scales", 3);
-  scales.require_element_type(DType::bf16);
+  scales.require_element_type(has_zeros ? DType::f32 : DType::bf16);
   scales.require_contiguous_from(0);
   OwnedProjection projection;
   Projection& layer = projection.layer;
@@ -84,12 +85,23 @@ OwnedProjection quantized_projection(nb::object packed_object, nb::object scales
   call.group_size = group_size;
   call.num_groups = scales.shape(1);
   call.weights = packed.uint8_data();
-  call.scales = scales.data<const bf16>();
   const std::int64_t num_panels = (num_outputs + kPanelOutputs - 1) / kPanelOutputs;
-  require((bits == 8 || bits == 4) && (group_size == 64 || group_size == 128), "bits must be 8 or 4, group_size 64 or 128");
+  require((bits == 8 || bits == 4) && (group_size == 32 || group_size == 64 || group_size == 128),
+          "bits must be 8 or 4, group_size 32, 64 or 128");
   require(num_outputs > 0 && call.num_groups == (num_inputs + group_size - 1) / group_size, "scales have another number of groups");
   require(scales.shape(0) == num_panels && scales.shape(2) == kPanelOutputs, "scales are not [num_panels, num_groups, 16]");
   require(packed.shape(0) == num_panels && packed.shape(1) == call.panel_bytes(), "packed has another number of bytes");
+  if (has_zeros) {
+    const TensorView zeros(zeros_object, "zeros", 3);
+    zeros.require_element_type(DType::bf16);
+    zeros.require_contiguous_from(0);
+    for (int i = 0; i < 3; ++i) require(zeros.shape(i) == scales.shape(i), "zeros differ from scales in shape");
+    call.wide_scales = scales.data<const float>();
+    call.zeros = zeros.data<const bf16>();
+    projection.tensors.push_back(std::move(zeros_object));
+  } else {
+    call.scales = scales.data<const bf16>();
+  }
   projection.tensors.push_back(std::move(packed_object));
   projection.tensors.push_back(std::move(scales_object));
   call.bias = bias_data(projection, std::move(bias));
@@ -105,8 +117,8 @@ void define_projection(nb::module_& m) {
     return projection.layer.is_packed;
   });
   m.def("packed_projection", &packed_projection, "panels"_a, "bias"_a.none(), "num_outputs"_a, "num_inputs"_a);
-  m.def("quantized_projection", &quantized_projection, "packed"_a, "scales"_a, "bias"_a.none(), "num_outputs"_a, "num_inputs"_a,
-        "bits"_a, "group_size"_a);
+  m.def("quantized_projection", &quantized_projection, "packed"_a, "scales"_a, "zeros"_a.none(), "bias"_a.none(), "num_outputs"_a,
+        "num_inputs"_a, "bits"_a, "group_size"_a);
 }
 
 }  // namespace paged

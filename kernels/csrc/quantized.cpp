@@ -1,7 +1,6 @@
 #include "quantized.h"
 
 #include <algorithm>
-#include <memory>
 
 #include "instruction_set.h"
 #include "parallel.h"
@@ -12,10 +11,14 @@ namespace {
 
 // Bytes of weights an item should have at least: fewer are done before another thread is awake.
 constexpr std::int64_t kMinItemBytes = 1 << 16;
+// Elements of x that a thread should have to prepare at least, for the same reason.
+constexpr std::int64_t kMinPreparedElements = 1 << 13;
 // Rows of x come in tiles of a matrix unit.
 constexpr std::int64_t kRowTile = 16;
-// From here on widening the weights once is cheaper than multiplying them in the width they have.
-constexpr std::int64_t kManyRows = 64;
+
+// From here on widening the weights once is cheaper than multiplying them in the width they have, where every group's sums are scaled
+// by themselves. As measured.
+std::int64_t many_rows(const QuantizedCall& call) { return call.bits == 8 ? 112 : call.group_size == 128 ? 80 : 64; }
 
 float rounded_to_whole(float x) {
   constexpr float kMagic = 0x1.8p23f;  // for |x| < 2^22, ties to even
@@ -82,15 +85,20 @@ void for_panels(const QuantizedCall& call, void (*kernel)(const QuantizedCall&, 
   parallel_spans(num_threads, num_panels, least, [&](std::int64_t begin, std::int64_t end) { kernel(call, {begin, end}); });
 }
 
+// All aligned to lines of the cache, as rows of tiles should be.
+thread_local Scratch padded_scratch;
+thread_local Scratch prepared_scratch;
+thread_local Scratch many_rows_scratch;
+
 // x with whole groups of inputs and whole tiles of rows, the rest zeros.
-std::unique_ptr<bf16[]> pad_rows(const QuantizedCall& call, int num_threads) {
+const bf16* pad_rows(const QuantizedCall& call, int num_threads) {
   const std::int64_t rows = (call.num_rows + kManyRowsTile - 1) / kManyRowsTile * kManyRowsTile;
   const std::int64_t inputs = call.padded_inputs();
-  std::unique_ptr<bf16[]> padded(new bf16[static_cast<std::size_t>(rows * inputs)]);
+  bf16* padded = reinterpret_cast<bf16*>(padded_scratch.floats(static_cast<std::size_t>(rows * inputs / 2)));
   parallel_for(num_threads, rows / kManyRowsTile, [&](std::int64_t item) {
     for (std::int64_t row = item * kManyRowsTile; row < (item + 1) * kManyRowsTile; ++row) {
       const std::int64_t count = row < call.num_rows ? call.num_inputs : 0;
-      bf16* target = padded.get() + row * inputs;
+      bf16* target = padded + row * inputs;
       std::copy_n(static_cast<const bf16*>(call.x) + row * call.x_stride, count, target);
       std::fill(target + count, target + inputs, bf16{0});
     }
@@ -98,15 +106,36 @@ std::unique_ptr<bf16[]> pad_rows(const QuantizedCall& call, int num_threads) {
   return padded;
 }
 
-thread_local Scratch many_rows_scratch;
+// Room for what `prepare_rows` makes of x.
+void take_prepared(QuantizedCall& call, bool digits) {
+  const std::int64_t elements = (call.num_rows + kRowTile - 1) / kRowTile * kRowTile * call.padded_inputs();
+  const std::int64_t slots = call.num_rows * call.num_groups;
+  if (digits) {
+    float* memory = prepared_scratch.floats(static_cast<std::size_t>(elements / 2 + 2 * slots));
+    call.high = reinterpret_cast<std::int8_t*>(memory);
+    call.low = call.high + elements;
+    call.input_scales = memory + elements / 2;
+    call.offsets = reinterpret_cast<std::int32_t*>(call.input_scales + slots);
+  } else {
+    call.wide = prepared_scratch.floats(static_cast<std::size_t>(elements));
+  }
+}
+
+void prepare_all_rows(const QuantizedCall& call, DType dtype, int num_threads) {
+  const auto prepare = kernels().prepare_rows[static_cast<int>(dtype)];
+  const std::int64_t rows_per_item = std::max<std::int64_t>(1, kMinPreparedElements / call.padded_inputs());
+  parallel_for(num_threads, (call.num_rows + rows_per_item - 1) / rows_per_item, [&](std::int64_t item) {
+    prepare(call, {item * rows_per_item, std::min(call.num_rows, (item + 1) * rows_per_item)});
+  });
+}
 
 void multiply_many(QuantizedCall call, int num_threads) {
-  const std::unique_ptr<bf16[]> padded = pad_rows(call, num_threads);
-  call.padded_x = padded.get();
+  call.padded_x = pad_rows(call, num_threads);
   const std::int64_t num_panels = (call.num_outputs + kPanelOutputs - 1) / kPanelOutputs;
-  parallel_for(num_threads, (num_panels + kManyRowsPanels - 1) / kManyRowsPanels, [&](std::int64_t item) {
-    const RowSpan span{item * kManyRowsPanels, std::min(num_panels, (item + 1) * kManyRowsPanels)};
-    kernels().multiply_many_rows(call, span, many_rows_scratch.floats(many_rows_scratch_floats()));
+  const std::int64_t together = 2 * widened_pairs(call);
+  parallel_for(num_threads, (num_panels + together - 1) / together, [&](std::int64_t item) {
+    const RowSpan span{item * together, std::min(num_panels, (item + 1) * together)};
+    kernels().multiply_many_rows(call, span, many_rows_scratch.floats(many_rows_scratch_floats(call)));
   });
 }
 
@@ -124,27 +153,9 @@ void pack_rows(const PackCall& call, DType dtype, int num_threads) {
 
 void quantized_matmul(QuantizedCall call, DType dtype, int num_threads) {
   const KernelTable& table = kernels();
-  if (call.num_rows >= kManyRows && multiplies_many_rows(dtype)) return multiply_many(call, num_threads);
-  const std::int64_t padded_rows = (call.num_rows + kRowTile - 1) / kRowTile * kRowTile;
-  const std::int64_t elements = padded_rows * call.padded_inputs();
-  // Uninitialised on purpose: `prepare_rows` writes all that counts.
-  std::unique_ptr<float[]> wide;
-  std::unique_ptr<std::int8_t[]> digits;
-  std::unique_ptr<float[]> scales;
-  std::unique_ptr<std::int32_t[]> offsets;
-  if (table.integer_inputs && dtype != DType::f32) {
-    digits.reset(new std::int8_t[static_cast<std::size_t>(2 * elements)]);
-    scales.reset(new float[static_cast<std::size_t>(call.num_rows * call.num_groups)]);
-    offsets.reset(new std::int32_t[static_cast<std::size_t>(call.num_rows * call.num_groups)]);
-    call.high = digits.get();
-    call.low = digits.get() + elements;
-    call.input_scales = scales.get();
-    call.offsets = offsets.get();
-  } else {
-    wide.reset(new float[static_cast<std::size_t>(elements)]);
-    call.wide = wide.get();
-  }
-  table.prepare_rows[static_cast<int>(dtype)](call, {0, call.num_rows});
+  if (call.num_rows >= many_rows(call) && multiplies_many_rows(dtype)) return multiply_many(call, num_threads);
+  take_prepared(call, table.integer_inputs && dtype != DType::f32);
+  prepare_all_rows(call, dtype, num_threads);
   for_panels(call, table.multiply_panels[static_cast<int>(dtype)], num_threads);
 }
 

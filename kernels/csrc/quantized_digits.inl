@@ -3,6 +3,28 @@
 
 inline constexpr float kLargestDigits = 32639.0f;  // 127 * 256 + 127
 
+#if PAGED_AMX
+inline constexpr std::int64_t kMinTileRows = 4;  // fewer are faster without a matrix unit
+inline constexpr int kTileInputs = 64;           // a row of a tile of digits
+inline constexpr int kTileBytes = kTileInputs * kTileSize;
+
+INLINE bool in_tiles(const QuantizedCall& call) { return call.num_rows >= kMinTileRows && call.group_size % kTileInputs == 0; }
+#endif
+
+// Where the digits of a row's inputs lie: those of the first one, and of every 64 that follow. In tiles they are
+// [num_rows / 16, rounded up][inputs / 64][16][64].
+struct DigitsOfRow {
+  std::int64_t first;
+  std::int64_t step;
+};
+
+INLINE DigitsOfRow digits_of_row(const QuantizedCall& call, std::int64_t row) {
+#if PAGED_AMX
+  if (in_tiles(call)) return {row / kTileSize * kTileSize * call.padded_inputs() + row % kTileSize * kTileInputs, kTileBytes};
+#endif
+  return {row * call.padded_inputs(), 64};
+}
+
 template <class T>
 static void prepare_group(const QuantizedCall& call, const T* x, int count, std::int64_t row, std::int64_t group) {
   Reg largest = splat(0.0f);
@@ -17,7 +39,7 @@ static void prepare_group(const QuantizedCall& call, const T* x, int count, std:
   constexpr float kSmallest = 1e-30f;  // below it the inverse would not be finite
   const bool usable = limit > kSmallest && poison == 0.0f;
   const Reg inverse = splat(usable ? kLargestDigits / limit : 0.0f);
-  const std::int64_t at = row * call.padded_inputs() + group * call.group_size;
+  const DigitsOfRow digits_of = digits_of_row(call, row);
   __m512i total = _mm512_setzero_si512();
   for (int i = 0; i < call.group_size; i += kWidth) {
     const int left = count - i;
@@ -25,8 +47,10 @@ static void prepare_group(const QuantizedCall& call, const T* x, int count, std:
     const __m512i digits = usable ? _mm512_cvtps_epi32(mul(value, inverse)) : _mm512_setzero_si512();
     const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(digits, 24), 24);
     const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(digits, low), 8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(call.high + at + i), _mm512_cvtepi32_epi8(high));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(call.low + at + i), _mm512_cvtepi32_epi8(low));
+    const std::int64_t input = group * call.group_size + i;
+    const std::int64_t at = digits_of.first + input / 64 * digits_of.step + input % 64;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(call.high + at), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(call.low + at), _mm512_cvtepi32_epi8(low));
     total = _mm512_add_epi32(total, digits);
   }
   const std::int64_t slot = row * call.num_groups + group;
@@ -142,7 +166,7 @@ static void multiply_digits_panel(const QuantizedCall& call, std::int64_t panel)
 template <class T, int kBits>
 static void multiply_digits(const QuantizedCall& call, RowSpan span) {
 #if PAGED_AMX
-  if (call.num_rows >= kMinTileRows && call.group_size % kTileInputs == 0) return multiply_tiles<T, kBits>(call, span);
+  if (in_tiles(call)) return multiply_tiles<T, kBits>(call, span);
 #endif
   for (std::int64_t panel = span.begin; panel < span.end; ++panel) multiply_digits_panel<T, kBits>(call, panel);
 }

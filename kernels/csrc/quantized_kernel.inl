@@ -230,10 +230,3 @@ static void dequantize_panels(const QuantizedCall& call, RowSpan span) {
     }
   }
 }
-
-#if PAGED_AMX
-#include "quantized_many_rows.inl"
-static constexpr auto kMultiplyManyRows = multiply_many_rows;
-#else
-static constexpr void (*kMultiplyManyRows)(const QuantizedCall&, RowSpan, float*) = nullptr;
-#endif

@@ -1,6 +1,8 @@
-// Products of many bfloat16 rows on the tile matrix unit: weights are widened to bfloat16, scaled and rounded, in the order of pairs that
-// `matmul` wants, a part at a time. The cost of widening is shared by all rows; nothing but the result goes to memory.
+// Products of many bfloat16 rows on the tile matrix unit: weights are widened to bfloat16, scaled and rounded, in the order of
+// packed_linear.h, some panels at a time, and multiplied as those are while they are in the cache. The cost of widening is shared by all
+// rows; nothing but the result goes to memory.
 
+#if PAGED_AMX
 // Lane i: low[i] and high[i], rounded.
 INLINE Reg pairs_of(Reg low, Reg high) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
@@ -8,60 +10,56 @@ INLINE Reg pairs_of(Reg low, Reg high) {
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
 }
 
-// Inputs [begin, begin + depth) of a panel as [depth / 2][16] pairs, rows `stride` pairs apart.
+// A panel as [inputs / 2][16] pairs, rows of a packed panel apart.
 template <int kBits>
-static void widen_pairs(const QuantizedCall& call, std::int64_t panel, std::int64_t begin, int depth, float* target, int stride) {
+static void widen_pairs(const QuantizedCall& call, std::int64_t panel, float* target) {
   constexpr int kBlockInputs = 32 / kBits;
-  const std::uint8_t* weights = call.weights + panel * call.panel_bytes() + begin * kPanelOutputs * kBits / 8;
-  std::int64_t at = (panel * call.num_groups + begin / call.group_size) * kPanelOutputs;
-  for (int input = 0; input < depth; at += kPanelOutputs) {
+  constexpr int kAhead = 2048;  // bytes from the weights in use to those asked for
+  const std::uint8_t* weights = call.weights + panel * call.panel_bytes();
+  std::int64_t at = panel * call.num_groups * kPanelOutputs;
+  for (std::int64_t group = 0; group < call.num_groups; ++group, at += kPanelOutputs) {
     const Reg scale = scales_at(call, at);
     const Reg shift = shifts_at<kBits>(call, at);
-    for (const int end = input + call.group_size; input < end; input += kBlockInputs, weights += 64) {
+    for (int input = 0; input < call.group_size; input += kBlockInputs, weights += 64) {
+      __builtin_prefetch(weights + kAhead);
       Reg values[kBlockInputs];
       widen_block<kBits>(load_words(weights, kFlip<kBits>), values);
       if (call.zeros != nullptr)
         for (int i = 0; i < kBlockInputs; ++i) values[i] = sub(values[i], shift);
-      for (int i = 0; i < kBlockInputs; i += 2, target += stride) store(target, pairs_of(mul(values[i], scale), mul(values[i + 1], scale)));
+      for (int i = 0; i < kBlockInputs; i += 2, target += kPackedOutputs)
+        store(target, pairs_of(mul(values[i], scale), mul(values[i + 1], scale)));
     }
   }
 }
 
 static void multiply_many_rows(const QuantizedCall& call, RowSpan span, float* scratch) {
-  constexpr int kColumns = 2 * kPanelOutputs;  // multiplied together; their rows lie side by side, so that all sets of a cache serve
-  float* sums = scratch;                       // [kManyRowsPanels / 2][kManyRowsBlock][kColumns]
-  float* pairs = scratch + kManyRowsPanels / 2 * kManyRowsBlock * kColumns;  // [kManyRowsPanels / 2][kManyRowsDepth / 2][kColumns]
-  const TileSession<true> session;
   const std::int64_t inputs = call.padded_inputs();
-  const int row_words = static_cast<int>(inputs / 2);
-  for (std::int64_t first = span.begin; first < span.end; first += kManyRowsPanels) {
-    const int num_panels = static_cast<int>(span.end - first < kManyRowsPanels ? span.end - first : kManyRowsPanels);
-    for (std::int64_t row = 0; row < call.num_rows; row += kManyRowsBlock) {
-      const int rows = static_cast<int>(call.num_rows - row < kManyRowsBlock ? call.num_rows - row : kManyRowsBlock);
-      for (std::int64_t begin = 0; begin < inputs; begin += kManyRowsDepth) {
-        const int depth = static_cast<int>(inputs - begin < kManyRowsDepth ? inputs - begin : kManyRowsDepth);
-        for (int p = 0; p < num_panels; ++p) {
-          float* target = pairs + p / 2 * kManyRowsDepth / 2 * kColumns + p % 2 * kPanelOutputs;
-          if (call.bits == 8) {
-            widen_pairs<8>(call, first + p, begin, depth, target, kColumns);
-          } else {
-            widen_pairs<4>(call, first + p, begin, depth, target, kColumns);
-          }
-        }
-        const float* x = reinterpret_cast<const float*>(call.padded_x + row * inputs + begin);
-        for (int p = 0; p < num_panels; p += 2) {
-          const float* b = pairs + p / 2 * kManyRowsDepth / 2 * kColumns;
-          float* c = sums + p / 2 * kManyRowsBlock * kColumns;
-          const Matmul m{depth / 2, x, row_words, b, kColumns, c, kColumns, begin > 0};
-          matmul<true>(m, rows, p + 1 < num_panels ? kColumns : kPanelOutputs);
-        }
-      }
-      for (int r = 0; r < rows; ++r) {
-        for (int p = 0; p < num_panels; ++p) {
-          const float* source = sums + (p / 2 * kManyRowsBlock + r) * kColumns + p % 2 * kPanelOutputs;
-          store_panel<bf16>(call, first + p, row + r, PanelSums<1>{{{load(source)}}});
-        }
-      }
+  for (std::int64_t panel = span.begin; panel < span.end; ++panel) {
+    float* target = scratch + (panel - span.begin) / 2 * (inputs / 2) * kPackedOutputs + panel % 2 * kPanelOutputs;
+    if (call.bits == 8) {
+      widen_pairs<8>(call, panel, target);
+    } else {
+      widen_pairs<4>(call, panel, target);
     }
   }
+  const RowSpan packed{span.begin / 2, (span.end + 1) / 2};
+  PackedCall product{};
+  // As if all panels were there: `packed` are, from the scratch memory's begin.
+  product.packed = reinterpret_cast<const bf16*>(scratch) - packed.begin * inputs * kPackedOutputs;
+  product.num_outputs = call.num_outputs;
+  product.num_inputs = product.x_stride = inputs;
+  product.num_rows = call.num_rows;
+  product.x = call.padded_x;
+  product.last_rows = call.padded_x + call.num_rows / kTileSize * kTileSize * inputs;
+  product.bias = static_cast<const bf16*>(call.bias);
+  product.out = static_cast<bf16*>(call.out);
+  for (std::int64_t row = 0; row < call.num_rows; row += kManyRowsBlock) {
+    const RowSpan rows{row, call.num_rows - row < kManyRowsBlock ? call.num_rows : row + kManyRowsBlock};
+    multiply_packed_many(product, rows, packed, packed.end - packed.begin, scratch + widened_floats(call));
+  }
 }
+
+inline constexpr auto kMultiplyManyRows = multiply_many_rows;
+#else
+inline constexpr void (*kMultiplyManyRows)(const QuantizedCall&, RowSpan, float*) = nullptr;
+#endif

@@ -132,6 +132,7 @@ def packed_projection(panels: Tensor, bias: Tensor | None, num_outputs: int, num
 def quantized_projection(
     packed: Tensor,
     scales: Tensor,
+    zeros: Tensor | None,
     bias: Tensor | None,
     num_outputs: int,
     num_inputs: int,

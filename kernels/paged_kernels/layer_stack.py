@@ -21,13 +21,15 @@ from paged_kernels.quantized_weight import QuantizedWeight
 
 
 def projection(weight: object, bias: Tensor | None) -> Projection | None:
-    """A bfloat16 linear layer as a stack takes it; None for weights that only oneDNN or torch multiplies with."""
+    """A linear layer with bfloat16 inputs as a stack takes it; None for weights that only oneDNN or torch multiplies
+    with."""
     if isinstance(weight, PackedWeight) and weight.panels is not None:
         return _native.packed_projection(weight.panels, bias, weight.num_outputs, weight.num_inputs)
-    if isinstance(weight, QuantizedWeight) and weight.scales.dtype is torch.bfloat16:
+    if isinstance(weight, QuantizedWeight):
         return _native.quantized_projection(
-            weight.packed, weight.scales, bias, weight.num_outputs, weight.num_inputs, weight.bits, weight.group_size
-        )
+            weight.packed, weight.scales, weight.zeros, bias, weight.num_outputs, weight.num_inputs, weight.bits,
+            weight.group_size,
+        )  # fmt: skip
     return None
 
 

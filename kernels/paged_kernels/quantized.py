@@ -14,6 +14,7 @@ from torch import Tensor
 from paged_kernels import quantized_reference
 from paged_kernels.extension import load_extension
 from paged_kernels.quantized_weight import PANEL_OUTPUTS, Bits, QuantizedWeight
+from paged_kernels.weight_memory import WeightMemory
 
 GROUP_SIZES: dict[int, int] = {8: 128, 4: 64}
 """Inputs that share a scale, by bits: 8.125 and 4.25 bits per weight in all."""
@@ -23,11 +24,12 @@ _MANY_ROWS = 64  # so many are faster with weights that were widened once, by a 
 _WIDENED_BYTES = 1 << 20  # of weights widened at a time, so that they stay in the cache
 
 
-def empty_weight(num_outputs: int, num_inputs: int, bits: Bits) -> QuantizedWeight:
-    """Room for a weight, in RAM. Outputs beyond `num_outputs`, which fill the last panel, are zero from the start."""
+def empty_weight(num_outputs: int, num_inputs: int, bits: Bits, memory: WeightMemory | None = None) -> QuantizedWeight:
+    """Room for a weight, in RAM, or in `memory`, where weights lie side by side. Outputs beyond `num_outputs`, which
+    fill the last panel, are zero from the start."""
     group_size = GROUP_SIZES[bits]
     num_panels, num_groups = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // group_size)
-    packed = _empty_panels(num_panels, num_groups * group_size * bits // 8 * PANEL_OUTPUTS)
+    packed = _empty_panels(num_panels, num_groups * group_size * bits // 8 * PANEL_OUTPUTS, memory)
     scales = torch.empty(num_panels, num_groups, PANEL_OUTPUTS, dtype=torch.bfloat16)
     packed[-1].zero_()
     scales[-1].zero_()
@@ -52,16 +54,18 @@ def pack_rows(target: QuantizedWeight, rows: Tensor, first_output: int) -> None:
     )
 
 
-def pack_codes(codes: Tensor, zeros: Tensor, scales: Tensor, bits: Bits, group_size: int) -> QuantizedWeight:
+def pack_codes(
+    codes: Tensor, zeros: Tensor, scales: Tensor, bits: Bits, group_size: int, memory: WeightMemory | None = None
+) -> QuantizedWeight:
     """`codes`: `[num_inputs, num_outputs]` uint8; `zeros` and `scales`: `[num_groups, num_outputs]`, a row for every
-    `group_size` inputs, the last of which may have fewer."""
+    `group_size` inputs, the last of which may have fewer. `memory` as for `empty_weight`."""
     num_inputs, num_outputs = codes.shape
     num_groups, num_panels = scales.shape[0], -(-num_outputs // PANEL_OUTPUTS)
     if num_groups != -(-num_inputs // group_size):
         raise ValueError(f"{num_groups} groups of {group_size} do not fit {num_inputs} inputs")
     padding = (0, num_panels * PANEL_OUTPUTS - num_outputs)
     whole = F.pad(codes, (*padding, 0, num_groups * group_size - num_inputs))
-    packed = _empty_panels(num_panels, whole.numel() * bits // 8 // num_panels)
+    packed = _empty_panels(num_panels, whole.numel() * bits // 8 // num_panels, memory)
     quads = whole.view(-1, 4, num_panels, PANEL_OUTPUTS)
     if bits == 4:
         quads = quads[0::2] | quads[1::2] << 4
@@ -116,9 +120,7 @@ def _linear_widened(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> 
     return out
 
 
-def _empty_panels(num_panels: int, panel_bytes: int) -> Tensor:
-    packed = torch.empty(num_panels, panel_bytes, dtype=torch.uint8)
-    native = load_extension()
-    if native is not None:
-        native.prefer_huge_pages(packed.view(torch.bfloat16))
-    return packed
+def _empty_panels(num_panels: int, panel_bytes: int, memory: WeightMemory | None) -> Tensor:
+    if memory is None:
+        return torch.empty(num_panels, panel_bytes, dtype=torch.uint8)
+    return memory.take(num_panels * panel_bytes).view(num_panels, panel_bytes)

@@ -11,6 +11,7 @@ from torch import Tensor
 from paged_kernels import quantized
 from paged_kernels.published_weight import PublishedWeight, unpack_codes, unpack_zeros
 from paged_kernels.quantized_weight import QuantizedWeight
+from paged_kernels.weight_memory import WeightMemory
 
 GROUP_SIZES = (128, 64, 32)
 """Of the kernels. A checkpoint's larger groups become several with equal scales."""
@@ -28,9 +29,9 @@ class RepackedWeight:
         return self.weight.num_bytes + (0 if self.input_order is None else self.input_order.nbytes)
 
 
-def repack(published: PublishedWeight) -> RepackedWeight:
+def repack(published: PublishedWeight, memory: WeightMemory | None = None) -> RepackedWeight:
     """A copy. `group_size` is a multiple of 32, or all inputs are one group; with `group_of_input` every group has
-    `group_size` inputs."""
+    `group_size` inputs. `memory` as for `quantized.empty_weight`."""
     codes = unpack_codes(published)
     order = None
     if published.group_of_input is not None:
@@ -40,7 +41,7 @@ def repack(published: PublishedWeight) -> RepackedWeight:
     repeats = -(-min(published.group_size, published.num_inputs) // group_size)
     scales = published.scales.float().repeat_interleave(repeats, dim=0)
     zeros = unpack_zeros(published).repeat_interleave(repeats, dim=0)
-    weight = quantized.pack_codes(codes, zeros, scales, published.bits, group_size)
+    weight = quantized.pack_codes(codes, zeros, scales, published.bits, group_size, memory)
     return RepackedWeight(weight, order)
 
 

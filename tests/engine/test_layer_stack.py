@@ -16,6 +16,7 @@ from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.loader import DTypeName, load_model
 from tests.engine.paged_run import PagedRun
+from tests.engine.published_models import make_published_model
 from tests.engine.tiny_models import make_tiny_model
 
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
@@ -47,6 +48,15 @@ def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp
     assert torch.equal(logits(model), compiled)
 
 
+@pytest.mark.parametrize("recipe", ["awq-32", "gptq-64"])
+def test_weights_that_were_published_quantised(recipe: str, tmp_path: Path) -> None:
+    model = load(make_published_model("llama-bias", recipe, tmp_path).directory, "none")
+    assert model.stack is not None
+    compiled = logits(model)
+    model.stack = None
+    assert torch.equal(logits(model), compiled)
+
+
 def test_the_same_over_an_fp8_pool(tmp_path: Path) -> None:
     model = load(make_tiny_model("llama", tmp_path), "int8")
     assert model.stack is not None
@@ -61,6 +71,8 @@ def test_the_same_over_an_fp8_pool(tmp_path: Path) -> None:
 
 
 def test_who_goes_piece_by_piece(tmp_path: Path) -> None:
+    scattered = make_published_model("llama", "gptq-32-order", tmp_path / "scattered")
+    assert load(scattered.directory, "none").stack is None
     assert load(make_tiny_model("llama", tmp_path), "int8", "float32").stack is None
     model = load(make_tiny_model("llama", tmp_path), "int8")
     model.attend_with(ReferenceBackend())
@@ -73,7 +85,7 @@ def linear(num_outputs: int, num_inputs: int) -> _native.Projection:
     return _native.quantized_projection(
         torch.zeros(-(-num_outputs // 16), groups * 128 * 16, dtype=torch.uint8),
         torch.zeros(-(-num_outputs // 16), groups, 16, dtype=torch.bfloat16),
-        None, num_outputs, num_inputs, 8, 128,
+        None, None, num_outputs, num_inputs, 8, 128,
     )  # fmt: skip
 
 
@@ -92,10 +104,11 @@ def test_layers_that_do_not_fit_are_refused() -> None:
     norm = torch.ones(32, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="layers do not fit together"):
         stack(linear(48, 32), norm)
+    packed, scales = torch.zeros(1, 2048, dtype=torch.uint8), torch.zeros(1, 1, 16)
     with pytest.raises(ValueError, match="another number of bytes"):
-        _native.quantized_projection(
-            torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, 1, 16, dtype=torch.bfloat16), None, 16, 64, 8, 128
-        )
+        _native.quantized_projection(packed[:, :16], scales.bfloat16(), None, None, 16, 64, 8, 128)
+    with pytest.raises(ValueError, match="zeros differ from scales in shape"):
+        _native.quantized_projection(packed, scales, torch.zeros(1, 2, 16).bfloat16(), None, 16, 64, 8, 128)
     with pytest.raises(ValueError, match="a panel for every 32 outputs"):
         _native.packed_projection(torch.zeros(2, 1024, dtype=torch.bfloat16), None, 32, 32)
     assert projection(torch.zeros(4, 4), None) is None

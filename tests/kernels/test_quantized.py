@@ -11,7 +11,7 @@ from torch import Tensor
 BITS: tuple[Bits, ...] = (8, 4)
 # Outputs and inputs: whole panels and groups, tails of both, less than one of either, several groups and a tail.
 SHAPES = [(64, 256), (33, 144), (3, 8), (1, 1), (16, 64), (100, 700), (48, 896)]
-ROWS = [1, 2, 3, 4, 5, 16, 17, 33, 63, 64, 97]
+ROWS = [1, 2, 3, 4, 5, 16, 17, 33, 63, 64, 97, 145]
 
 
 def make_weight(rows: Tensor, bits: Bits) -> QuantizedWeight:

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from paged_kernels.base import AttentionBackend
 from paged_kernels.extension import load_extension
+from paged_kernels.packed import PackedWeight
+from paged_kernels.quantized_weight import QuantizedWeight
 from torch import Tensor
 
 from kvrelay.engine.layers.linear import Linear, LinearLayer
+from kvrelay.engine.layers.published_linear import PublishedLinear
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
@@ -66,7 +69,9 @@ def _stacked(layer: LayerParts) -> "StackedLayer | None":
     from paged_kernels.layer_stack import StackedLayer, projection
 
     made = [
-        projection(linear.weight, linear.bias) if isinstance(linear, Linear | QuantizedLinear) else None
+        projection(_weight(linear), linear.bias)
+        if isinstance(linear, Linear | QuantizedLinear | PublishedLinear)
+        else None
         for linear in layer.linears
     ]
     qkv, output, gate_up, down = made
@@ -83,3 +88,7 @@ def _stacked(layer: LayerParts) -> "StackedLayer | None":
         key_norm=layer.key_norm,
         window=layer.window,
     )
+
+
+def _weight(linear: Linear | QuantizedLinear | PublishedLinear) -> Tensor | PackedWeight | QuantizedWeight | None:
+    return linear.whole_weight if isinstance(linear, PublishedLinear) else linear.weight

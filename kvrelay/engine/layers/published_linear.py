@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from paged_kernels import repacked
 from paged_kernels.published_weight import PublishedFormat, PublishedWeight
+from paged_kernels.quantized_weight import QuantizedWeight
+from paged_kernels.weight_memory import WeightMemory
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
@@ -35,8 +37,8 @@ class Product(Protocol):
 class RepackedProduct:
     """On the CPU: the codes in the order of its integer kernels."""
 
-    def __init__(self, weight: PublishedWeight) -> None:
-        self.weight = repacked.repack(weight)
+    def __init__(self, weight: PublishedWeight, memory: WeightMemory) -> None:
+        self.weight = repacked.repack(weight, memory)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return repacked.linear(x, self.weight, bias)
@@ -65,8 +67,8 @@ class TritonProduct:
         return weight.codes.nbytes + weight.zeros.nbytes + weight.scales.nbytes + index
 
 
-def product_for(weight: PublishedWeight) -> Product:
-    return RepackedProduct(weight) if weight.codes.device.type == "cpu" else TritonProduct(weight)
+def product_for(weight: PublishedWeight, memory: WeightMemory) -> Product:
+    return RepackedProduct(weight, memory) if weight.codes.device.type == "cpu" else TritonProduct(weight)
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class PublishedLinear:
         self.group_size = published.quantization.group_size or num_inputs
         self.bias = weights.empty(sum(size for _, size in parts)) if bias else None  # [num_outputs]
         self._device = weights.device
+        self._memory = weights.memory
         self._parts = [_Part(name, size) for name, size in parts]
         self._names = published.names
         self._products: list[tuple[Product, Tensor | None]] = []  # with the bias of its outputs
@@ -112,12 +115,22 @@ class PublishedLinear:
     def num_bytes(self) -> int:
         return sum(product.num_bytes for product, _ in self._products)
 
+    @property
+    def whole_weight(self) -> QuantizedWeight | None:
+        """That of all parts on the CPU; None where there are several products, or inputs are put in another order."""
+        product = self._products[0][0] if len(self._products) == 1 else None
+        if not isinstance(product, RepackedProduct) or product.weight.input_order is not None:
+            return None
+        return product.weight.weight
+
     def pack(self) -> None:
         begin = 0
         for run in _joinable(self._parts):
             end = begin + sum(part.num_outputs for part in run)
             weight = _join(run, self.quantization, self.group_size)
-            self._products.append((product_for(weight), None if self.bias is None else self.bias[begin:end]))
+            self._products.append(
+                (product_for(weight, self._memory), None if self.bias is None else self.bias[begin:end])
+            )
             begin = end
         self._parts.clear()
 

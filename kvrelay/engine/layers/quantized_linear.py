@@ -22,7 +22,7 @@ class QuantizedLinear:
         num_outputs = sum(size for _, size in parts)
         self.parts = tuple(parts)
         self.format = weights
-        self.weight = empty_weight(num_outputs, num_inputs, bits)
+        self.weight = empty_weight(num_outputs, num_inputs, bits, weights.memory)
         self.bias = weights.empty(num_outputs) if bias else None  # [num_outputs]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """How a model holds its weights, and how a checkpoint's tensors get there."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from paged_kernels.published_weight import PublishedFormat
 from paged_kernels.quantized_weight import Bits
+from paged_kernels.weight_memory import WeightMemory
 from torch import Tensor
 
 Quantization = Literal["none", "int8", "int4"]
@@ -50,13 +51,14 @@ class PublishedTensors:
 class WeightFormat:
     """`dtype` is that of activations, of KV unless it is FP8, and of all weights that are not quantised. `bits` is
     None, or the width of the decoder layers' matrices in weight-only quantisation, which is for the CPU. `published` is
-    of a checkpoint that is quantised already; `bits` is None then.
+    of a checkpoint that is quantised already; `bits` is None then. `memory` is where quantised weights lie on the CPU.
     """
 
     dtype: torch.dtype
     device: torch.device
     bits: Bits | None = None
     published: PublishedTensors | None = None
+    memory: WeightMemory = field(default_factory=WeightMemory, compare=False, repr=False)
 
     @property
     def head_bits(self) -> Bits | None:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from paged_kernels.published_weight import PublishedWeight
 from paged_kernels.reference import ReferenceBackend
+from paged_kernels.weight_memory import WeightMemory
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.engine.layers import published_linear
@@ -14,13 +16,18 @@ from tests.engine.paged_run import PagedRun
 from tests.engine.published_models import make_published_model
 
 
+def _on_cpu_tensors(weight: PublishedWeight, memory: WeightMemory) -> TritonProduct:
+    """Interpreted."""
+    return TritonProduct(weight)
+
+
 @pytest.mark.parametrize(
     ("family", "recipe"), [("qwen2", "awq-64"), ("llama-bias", "gptq-32-orders"), ("llama", "gptq-64-8-bits")]
 )
 def test_greedy_tokens_are_those_of_the_meant_weights(
     family: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(published_linear, "RepackedProduct", TritonProduct)  # on CPU tensors, interpreted
+    monkeypatch.setattr(published_linear, "product_for", _on_cpu_tensors)
     model = make_published_model(family, recipe, tmp_path)
     loaded = load_model(str(model.directory), dtype="float32", attention=ReferenceBackend(), max_model_len=None)
     down = loaded.model.layers[0].mlp.down
