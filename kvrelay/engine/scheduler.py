@@ -28,15 +28,15 @@ SMALLEST_CHUNK = 16  # tokens of a prompt that a step has room for, whatever els
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """`max_num_batched_tokens` bounds the tokens of one step, `max_num_mixed_tokens` those of one in which sequences
-    decode, `max_num_seqs` the sequences that run at a time. Under `fcfs` the priority of requests is ignored; under
+    decode (None: the same), `max_num_seqs` the sequences that run at a time. Under `fcfs` the priority of requests is ignored; under
     `priority` lower values go first, and arrival decides among equals."""
 
     block_size: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    max_num_mixed_tokens: int = 2048
     max_model_len: int = 4096
     policy: Literal["fcfs", "priority"] = "fcfs"
+    max_num_mixed_tokens: int | None = None
 
 
 class SequenceQueue:
@@ -184,10 +184,10 @@ class Scheduler:
     def _budget(self, num_decodes: int) -> int:
         """Tokens of a step with so many decodes. Beside them a prompt gets a chunk that keeps the step short, however
         many they are."""
-        if num_decodes == 0:
-            return self.config.max_num_batched_tokens
-        mixed = max(self.config.max_num_mixed_tokens, num_decodes + SMALLEST_CHUNK)
-        return min(self.config.max_num_batched_tokens, mixed)
+        most, mixed = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
+        if num_decodes == 0 or mixed is None:
+            return most
+        return min(most, max(mixed, num_decodes + SMALLEST_CHUNK))
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         while self.waiting and budget > 0 and self._has_room_for(self.waiting.peek()):

@@ -114,7 +114,7 @@ class NodeSettings(ProcessSettings):
         default=0,
         ge=0,
         description="Most tokens computed in a step in which sequences decode: the smaller, the steadier their tokens "
-        "come while prompts are computed beside them, and the later those prompts' first. 0 is 64 on a CPU, "
+        "come while prompts are computed beside them, and the later those prompts' first. 0 is 256 on a CPU, "
         "max_num_batched_tokens on a card.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
