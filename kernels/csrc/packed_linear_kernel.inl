@@ -87,11 +87,32 @@ INLINE SixteenRows sixteen_rows(const PackedCall& call, std::int64_t row, std::i
   return {call.x + row * call.x_stride + input, call.x_stride * 2, kPackedInputs};
 }
 
+// Asks for the `kLines` cache lines from `address` on. Without a branch: the end of a loop of so many turns is guessed wrongly every time,
+// and all that the processor had begun behind it, loads above all, is begun anew.
+template <int kLines>
+INLINE void ask_for_lines(const std::uint8_t* address) {
+#pragma GCC unroll 32
+  for (int line = 0; line < kLines; ++line) __builtin_prefetch(address + 64 * line);
+}
+
+// Memory is asked for kPages pages before it is used, a part of each in turn: what the processor fetches ahead by itself it fetches page by
+// page, and every page anew has to be found out by it. While the matrix unit computes it goes on in several.
+INLINE void ask_for_next_pages(const std::uint8_t* first, const std::uint8_t* now) {
+  constexpr std::int64_t kPage = 4096, kPages = 4, kStep = kPackedInputs * 2 * kPackedOutputs;
+  const std::int64_t done = (now - first) % (kPages * kPage);  // of these pages: as much is asked for of the next ones
+  const std::uint8_t* ahead = now - done + kPages * kPage + done / kPages;
+  ask_for_lines<kStep / kPages / 64>(ahead);
+  ask_for_lines<kStep / kPages / 64>(ahead + kPage);
+  ask_for_lines<kStep / kPages / 64>(ahead + 2 * kPage);
+  ask_for_lines<kStep / kPages / 64>(ahead + 3 * kPage);
+}
+
 // kTiles tiles of sixteen rows, over all inputs: tiles 0 to 3 are the sums, 4 to 5 rows of x, 6 to 7 weights as they are stored.
 template <int kTiles>
 static void multiply_packed_tiles(const PackedCall& call, std::int64_t panel, std::int64_t row) {
   alignas(64) float sums[kTiles * kTileSize][kPackedOutputs];
-  const std::uint8_t* weights = reinterpret_cast<const std::uint8_t*>(call.packed + panel * call.padded_inputs() * kPackedOutputs);
+  const std::uint8_t* first_weights = reinterpret_cast<const std::uint8_t*>(call.packed);
+  const std::uint8_t* weights = first_weights + panel * call.padded_inputs() * kPackedOutputs * 2;
   SixteenRows first = sixteen_rows(call, row, 0), second = sixteen_rows(call, row + (kTiles - 1) * kTileSize, 0);
   constexpr int kStride = 4 * kPackedOutputs;
   // Not every compiler knows that tile loads read memory and tile stores write it.
@@ -101,7 +122,7 @@ static void multiply_packed_tiles(const PackedCall& call, std::int64_t panel, st
   if constexpr (kTiles == 2) _tile_zero(2);
   if constexpr (kTiles == 2) _tile_zero(3);
   for (std::int64_t input = 0; input < call.padded_inputs(); input += kPackedInputs, weights += kTileSize * kStride) {
-    for (int line = 0; line < kTileSize * kStride; line += 64) __builtin_prefetch(weights + 4 * kPackedAhead + line);
+    ask_for_next_pages(first_weights, weights);
     _tile_loadd(6, weights, kStride);
     _tile_loadd(7, weights + 64, kStride);
     _tile_loadd(4, first.data, first.bytes);

@@ -72,7 +72,8 @@ class PendingRows {
 // What a block does besides its products, step by step.
 struct BesideProducts {
   const std::uint8_t* ahead;  // weights that are needed next
-  int lines;                  // of them to ask for in a step
+  std::int64_t quarter;       // bytes of them in each of four places, which are asked for in turn
+  int lines;                  // of each to ask for in a step
   int rows;                   // of `pending` to store in a step
   PendingRows* pending;
 };
@@ -97,7 +98,9 @@ static void multiply_packed_part(const PackedCall& call, std::int64_t row, std::
     if constexpr (kTiles == 2) _tile_loadd(3, from + kTileSize * kPackedOutputs + kTileSize, kStride);
   }
   for (std::int64_t step = 0; step < steps; ++step, weights += kTileSize * kStride) {
-    for (int line = 0; line < beside.lines; ++line, beside.ahead += 64) __builtin_prefetch(beside.ahead, 0, 2);
+    for (int line = 0; line < beside.lines; ++line, beside.ahead += 64) {
+      for (int place = 0; place < 4; ++place) __builtin_prefetch(beside.ahead + place * beside.quarter, 0, 2);
+    }
     _tile_stream_loadd(4, first.data, first.bytes);
     _tile_loadd(6, weights, kStride);
     _tile_dpbf16ps(0, 4, 6);
@@ -149,8 +152,8 @@ static void multiply_packed_group(const PackedCall& call, RowSpan rows, RowSpan 
     const std::int64_t steps = depth / kPackedInputs;
     const bool is_last = input + depth == inputs;
     const std::int64_t all_steps = num_blocks * steps;
-    const std::int64_t lines = steps * kPackedOutputs * kPackedInputs * 2 / 64;
-    const auto lines_per_step = static_cast<int>((lines + all_steps - 1) / all_steps);
+    const std::int64_t quarter = steps * kPackedOutputs * kPackedInputs * 2 / 4;
+    const auto lines_per_step = static_cast<int>((quarter / 64 + all_steps - 1) / all_steps);
     // What is pending comes from one panel, and all turns of a gate or the last part's of others are there to store it.
     const std::int64_t until_next = all_steps * num_sides * (num_turns == num_sides ? num_parts : 1);
     const auto rows_per_step = static_cast<int>((num_rows + until_next - 1) / until_next);
@@ -160,7 +163,8 @@ static void multiply_packed_group(const PackedCall& call, RowSpan rows, RowSpan 
       float* sums = ring.at(index);
       for (std::int64_t block = 0; block < num_blocks; ++block) {
         const std::int64_t row = rows.begin + block * kBlockRows;
-        const BesideProducts beside{next + block * steps * lines_per_step * 64, lines_per_step, rows_per_step, &pending};
+        const std::int64_t asked = block * steps * lines_per_step * 64;
+        const BesideProducts beside{next + asked, quarter, asked < quarter ? lines_per_step : 0, rows_per_step, &pending};
         float* to = sums + block * kBlockFloats;
         const float* from = input == 0 ? nullptr : to;
         if (row + kTileSize < rows.end) {

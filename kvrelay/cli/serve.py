@@ -42,6 +42,7 @@ NODE_SETTINGS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_num_mixed_tokens",
     "attention_backend",
     "device",
     "log_level",
@@ -157,6 +158,9 @@ class ServeSettings(ProcessSettings):
     max_model_len: int | None = Field(default=None, gt=0, description="Most tokens of prompt and output together.")
     max_num_seqs: int | None = Field(default=None, gt=0, description="Most sequences in one step of a node.")
     max_num_batched_tokens: int | None = Field(default=None, gt=0, description="Most tokens in one step of a node.")
+    max_num_mixed_tokens: int | None = Field(
+        default=None, gt=0, description="Most tokens in a step in which sequences decode; unset: the nodes' default."
+    )
     attention_backend: Literal["auto", "native", "reference"] = Field(default="auto", description="Attention kernels.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where all nodes compute; auto takes the card where there is one. They share it."

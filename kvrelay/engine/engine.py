@@ -9,6 +9,7 @@ Invariant between steps: every block is free, cached, referenced by a sequence, 
 or a transfer the node was told about; `check_idle` says so when there are no requests.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from kvrelay.core.block_hash import KVNamespace
@@ -158,12 +159,18 @@ class Engine:
         self._leases.check_idle()
         self.pool.check_idle()
 
+    @property
+    def has_steps_in_flight(self) -> bool:
+        """Whether the next `step` has to wait for one that was launched before."""
+        return bool(self._in_flight)
+
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self) -> tuple[StepResult | None, bool]:
+    def step(self, beside: Callable[[], None] | None = None) -> tuple[StepResult | None, bool]:
         """Launches a step, and collects it, or with `run_ahead` the one before it. One that has written what other
         nodes wait for, and is yet to sample, is collected by the next call: they fetch meanwhile. The result is None
-        when nothing changed; the flag says whether another step could do anything by itself.
+        when nothing changed; the flag says whether another step could do anything by itself. `beside` is called
+        when the layers of a model begin, if they do here and the runner says so.
         """
         if self._in_flight and not self._run_ahead:
             self.settle()
@@ -173,7 +180,7 @@ class Engine:
             self._changes.admissions.append(self._admission(sequence))
         if was_in_flight and not self._scheduler.can_run_ahead():
             self.settle()
-        launched = self._launch()
+        launched = self._launch(beside)
         if launched and not self._run_ahead and self._name_written():
             return self._take_result(), True
         while len(self._in_flight) > int(self._run_ahead and launched):
@@ -187,14 +194,14 @@ class Engine:
         while self._in_flight:
             self._collect()
 
-    def _launch(self) -> bool:
+    def _launch(self, beside: Callable[[], None] | None) -> bool:
         """False when there is nothing to do."""
         plan, sequences = self._scheduler.schedule()
         if not plan.scheduled:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        self._threads.begin_step(sum(entry.num_scheduled_tokens for entry in plan.scheduled))
+        self._threads.begin_step(sum(entry.num_scheduled_tokens for entry in plan.scheduled), beside)
         try:
             launched = self._runner.launch(plan)
         except KVRelayError as error:

@@ -1,7 +1,8 @@
 """The engine's own thread: it alone touches the engine, steps while there is work, and takes messages between steps.
 
-Other threads never wait for a lock here. Invariant: messages run in the order they were posted, and results reach the
-loop in the order they were made.
+Other threads never wait for a lock here. A step's result is handed over when the layers of the next one begin and leave
+the interpreter to the loop: before, the two would only wait for each other. Invariant: messages run in the order they
+were posted, and results reach the loop in the order they were made, answers to messages among them.
 """
 
 import asyncio
@@ -42,6 +43,7 @@ class EngineThread:
         self._on_crash = on_crash
         self.num_turns = 0  # written by the thread, read by anyone
         self._mailbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._result: StepResult | None = None  # of the last step, not handed over yet
         self._stopped = threading.Event()
         self._pending: dict[asyncio.Future[Any], None] = {}  # on the loop, oldest first
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -87,6 +89,7 @@ class EngineThread:
             self._steps()
         except BaseException as error:
             _logger.exception("the engine crashed")
+            self._hand_over()
             self._to_loop(self._on_crash, error)
         finally:
             self._stopped.set()
@@ -104,14 +107,22 @@ class EngineThread:
                 self._engine.settle()  # whose memory may be gone after this
                 return
             self.num_turns += 1
-            result, busy = self._engine.step()
-            if result is not None:
-                self._to_loop(self._on_result, result)
+            result, busy = self._engine.step(self._hand_over)
+            self._hand_over()  # that of the step before, unless this one has
+            self._result = result
+            if not busy or self._engine.has_steps_in_flight or (result is not None and result.prompts):
+                self._hand_over()  # now: a first token counts more than the step after it
+
+    def _hand_over(self) -> None:
+        if self._result is not None:
+            self._to_loop(self._on_result, self._result)
+            self._result = None
 
     def _handle_messages(self, *, wait: bool) -> bool:
         """Runs what is in the mailbox; with `wait`, sleeps until there is something. False when asked to stop."""
         try:
             message = self._mailbox.get(timeout=_IDLE_WAIT_SECONDS) if wait else self._mailbox.get_nowait()
+            self._hand_over()
             while message is not None:
                 message(self._engine)
                 message = self._mailbox.get_nowait()

@@ -55,7 +55,9 @@ class ModelRunner:
             self._kv_pool[target].copy_(self._kv_pool[source])
         input_ids, positions, metadata, inputs = self._inputs(plan, last_sampled)
         # [num_tokens, hidden_size]
-        hidden = self._model.forward(input_ids, positions, self._kv_pool, metadata, before_layer=self._threads.adjust)
+        hidden = self._model.forward(
+            input_ids, positions, self._kv_pool, metadata, before_layer=self._threads.before_layer
+        )
         self._last = ComputedStep(partial(self._finish, plan, inputs, hidden))
         return self._last
 

@@ -34,6 +34,7 @@ class EngineOptions:
     max_model_len: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
+    max_num_mixed_tokens: int = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
 
     def sized_for(self, device: torch.device) -> Self:
@@ -45,8 +46,10 @@ class EngineOptions:
                 "leave it out"
             )
         on_cpu = device.type == "cpu"
+        max_num_batched_tokens = self.max_num_batched_tokens or (512 if on_cpu else 2048)
         return replace(
             self,
             max_num_seqs=self.max_num_seqs or (64 if on_cpu else 256),
-            max_num_batched_tokens=self.max_num_batched_tokens or (512 if on_cpu else 2048),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_mixed_tokens=self.max_num_mixed_tokens or (256 if on_cpu else max_num_batched_tokens),
         )

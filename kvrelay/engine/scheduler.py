@@ -22,17 +22,21 @@ from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sequence import Sequence, SequenceState
 
 
+SMALLEST_CHUNK = 16  # tokens of a prompt that a step has room for, whatever else it computes
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`max_num_batched_tokens` bounds the tokens of one step, `max_num_seqs` the sequences that run at a time. Under
-    `fcfs` the priority of requests is ignored; under `priority` lower values go first, and arrival decides among
-    equals."""
+    """`max_num_batched_tokens` bounds the tokens of one step, `max_num_mixed_tokens` those of one in which sequences
+    decode (None: the same), `max_num_seqs` the sequences that run at a time. Under `fcfs` the priority of requests is ignored; under
+    `priority` lower values go first, and arrival decides among equals."""
 
     block_size: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int = 4096
     policy: Literal["fcfs", "priority"] = "fcfs"
+    max_num_mixed_tokens: int | None = None
 
 
 class SequenceQueue:
@@ -160,10 +164,10 @@ class Scheduler:
 
     def _schedule_running(self, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> int:
         """Returns the budget that is left. A prompt's chunk leaves one token of it to every decode behind it."""
-        budget = self.config.max_num_batched_tokens
         going_on = (sequence for sequence in self.running if not sequence.waits_for_result)
         ordered = sorted(going_on, key=lambda item: item.order)
         decodes_left = sum(sequence.num_missing_tokens == 1 for sequence in ordered)
+        budget = self._budget(decodes_left)
         for sequence in ordered:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for one before it
@@ -176,6 +180,14 @@ class Scheduler:
                 chosen.append((sequence, count))
                 budget -= count
         return budget
+
+    def _budget(self, num_decodes: int) -> int:
+        """Tokens of a step with so many decodes. Beside them a prompt gets a chunk that keeps the step short, however
+        many they are."""
+        most, mixed = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
+        if num_decodes == 0 or mixed is None:
+            return most
+        return min(most, max(mixed, num_decodes + SMALLEST_CHUNK))
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         while self.waiting and budget > 0 and self._has_room_for(self.waiting.peek()):

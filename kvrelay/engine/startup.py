@@ -82,6 +82,7 @@ class PreparedEngine:
             block_size=self.layout.block_size,
             max_num_seqs=self.options.max_num_seqs,
             max_num_batched_tokens=self.options.max_num_batched_tokens,
+            max_num_mixed_tokens=self.options.max_num_mixed_tokens,
             max_model_len=self.size.max_model_len,
             policy=self.options.scheduling_policy,
         )

@@ -2,11 +2,13 @@
 a step so small that a second thread takes more from the machine's other processes than it gives.
 
 Looked at before each step, and in one of many tokens again before each layer, so that a node that wakes has its cores
-back after a decode step or one layer of the others. Invariant: only the engine's thread calls this, for torch keeps a
-number per thread.
+back after a decode step or one layer of the others. What other threads of the process have to do beside a step is
+started with its layers, which leave the interpreter to them. Invariant: only the engine's thread calls this, for torch
+keeps a number per thread.
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -34,17 +36,26 @@ class StepThreads:
         self._weight_bytes = weight_bytes
         self._most = 1  # threads in this step
         self._num_threads = 0  # as set last, 0 before
+        self._beside: Callable[[], None] | None = None
 
-    def begin_step(self, num_tokens: int) -> None:
-        """Claims the node's share and takes what the others do not need."""
+    def begin_step(self, num_tokens: int, beside: Callable[[], None] | None = None) -> None:
+        """Claims the node's share and takes what the others do not need. `beside` is called before the first layer, by
+        runners that say when that is."""
+        self._beside = beside
         if self._share is not None:
             self._share.claim()
             self._most = 1 if is_small(self._weight_bytes, num_tokens) else sys.maxsize
-            self.adjust()
+            self._adjust()
             self.num_lent_steps += self._num_threads > self._share.num_cores
 
-    def adjust(self) -> None:
+    def before_layer(self) -> None:
         """Within a step. Results do not depend on the number of threads, up to the rounding of matrix products."""
+        if self._beside is not None:
+            self._beside()
+            self._beside = None
+        self._adjust()
+
+    def _adjust(self) -> None:
         if self._share is not None:
             num_threads = min(self._most, self._share.available())
             if num_threads != self._num_threads:

@@ -110,6 +110,13 @@ class NodeSettings(ProcessSettings):
         description="Most tokens computed in one step; long prompts are cut into chunks of it. 0 is 512 on a CPU, 2048 "
         "on a card.",
     )
+    max_num_mixed_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Most tokens computed in a step in which sequences decode: the smaller, the steadier their tokens "
+        "come while prompts are computed beside them, and the later those prompts' first. 0 is 256 on a CPU, "
+        "max_num_batched_tokens on a card.",
+    )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."
     )

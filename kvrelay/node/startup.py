@@ -4,6 +4,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -16,7 +17,7 @@ from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemory
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.options import EngineOptions
-from kvrelay.engine.startup import planned_device, prepare_engine
+from kvrelay.engine.startup import PreparedEngine, planned_device, prepare_engine
 from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
 from kvrelay.node.device_transfer import choose_direct
@@ -67,7 +68,7 @@ class DeviceTransport:
 def _join(
     settings: NodeSettings, role: str, transport: HostTransport | DeviceTransport, prefill_rate: PrefillRate
 ) -> Node:
-    prepared = prepare_engine(_engine_options(settings))
+    prepared = _prepare_apart(_engine_options(settings))
     layout, size = prepared.layout, prepared.size
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
     epoch = secrets.randbits(63) | 1
@@ -95,6 +96,14 @@ def _join(
         size.max_model_len, prepared.attention, connector.name,
     )  # fmt: skip
     return Node(identity, engine, connector, fetch_timeout=settings.fetch_timeout, prefill_rate=prefill_rate)
+
+
+def _prepare_apart(options: EngineOptions) -> PreparedEngine:
+    """On a thread that ends. OpenMP keeps helpers for every thread that has computed in parallel, and libgomp counts
+    them: with more threads than cores those of the engine sleep at each barrier of a step in place of turning in a
+    loop, which makes steps a tenth longer."""
+    with ThreadPoolExecutor(1, thread_name_prefix="load") as loading:
+        return loading.submit(prepare_engine, options).result()
 
 
 def _core_share(settings: NodeSettings) -> CoreShare:

@@ -60,6 +60,7 @@ class LLM:
         max_model_len: int = 0,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 0,
+        max_num_mixed_tokens: int = 0,
     ) -> None:
         options = EngineOptions(
             model=model,
@@ -77,6 +78,7 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_mixed_tokens=max_num_mixed_tokens,
         )
         self.tokenizer = Tokenizer.load(model)
         prepared = prepare_engine(options)

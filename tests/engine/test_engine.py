@@ -35,6 +35,7 @@ class Harness:
         num_blocks: int = 64,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 64,
+        max_num_mixed_tokens: int = 64,
         publish: bool = False,
         publish_hits: bool = False,
         policy: str = "fcfs",
@@ -50,6 +51,7 @@ class Harness:
             block_size=BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_mixed_tokens=max_num_mixed_tokens,
             max_model_len=num_blocks * BLOCK_SIZE,
             policy="priority" if policy == "priority" else "fcfs",
         )
@@ -130,6 +132,25 @@ def test_chunks_respect_the_token_budget_and_decodes_are_not_starved() -> None:
     assert harness.runner.largest_step <= 16
     assert harness.tokens["short", 0] == expected_output(prompt_of(5, 1), 12)
     assert harness.tokens["long", 0] == expected_output(prompt_of(100), 4)
+    harness.engine.check_idle()
+
+
+@pytest.mark.parametrize(("num_decodes", "largest_mixed"), [(1, 20), (4, 20), (8, 24)])
+def test_beside_decodes_a_prompt_gets_a_smaller_chunk(num_decodes: int, largest_mixed: int) -> None:
+    """However many decode, it goes on; once nobody does, its chunks are as large as a step may be."""
+    harness = Harness(max_num_batched_tokens=48, max_num_mixed_tokens=20)
+    for index in range(num_decodes):
+        harness.engine.add(request(f"decode {index}", prompt_of(4, index), 6))
+    harness.step()
+    harness.engine.add(request("long", prompt_of(300), 1))
+    sizes: dict[bool, list[int]] = {True: [], False: []}  # by whether somebody decodes
+    while len(harness.finished) <= num_decodes:
+        before, decoding = harness.runner.num_computed_tokens, len(harness.finished) < num_decodes
+        harness.step()
+        sizes[decoding].append(harness.runner.num_computed_tokens - before)
+    assert sizes[True] == [largest_mixed] * 5
+    assert set(sizes[False][:-1]) == {48}
+    assert harness.tokens["long", 0] == expected_output(prompt_of(300), 1)
     harness.engine.check_idle()
 
 

@@ -51,6 +51,28 @@ async def test_calls_behind_a_stop_fail_too() -> None:
         await stopping
 
 
+async def test_an_answer_never_overtakes_the_results_before_it() -> None:
+    """A step's result waits for the next one's layers; who asks meanwhile hears of it first."""
+    harness, seen = Harness(), asyncio.Event()
+    num_told = 0
+
+    def on_result(result: StepResult) -> None:
+        nonlocal num_told
+        num_told += len(result.outputs)
+        seen.set()
+
+    thread = EngineThread(
+        harness.engine, asyncio.get_running_loop(), on_result=on_result, on_crash=lambda error: seen.set()
+    )
+    thread.start()
+    async with asyncio.timeout(PATIENCE):
+        await thread.call(lambda engine: engine.add(request("a", prompt_of(5), 50)))
+        while num_told < 50:
+            num_made = await thread.call(lambda engine: engine.load().num_steps)
+            assert num_told >= num_made
+        await thread.stop(PATIENCE)
+
+
 async def test_a_stopped_thread_leaves_no_step_in_flight() -> None:
     """Its memory may be gone next."""
     harness, started = Harness(run_ahead=True), asyncio.Event()

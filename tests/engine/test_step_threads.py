@@ -44,7 +44,7 @@ def test_cores_are_taken_and_given_back_between_layers(shares: tuple[CoreShare, 
     found = [torch.get_num_threads()]
     for change in (other.claim, other.claim, other.release):
         change()
-        threads.adjust()
+        threads.before_layer()
         found.append(torch.get_num_threads())
     assert found == [2, 1, 1, 2]
     threads.rest()
@@ -76,7 +76,7 @@ def test_a_small_step_is_for_one_thread(shares: tuple[CoreShare, CoreShare]) -> 
         found = []
         for num_tokens in (1, 512, 16):
             threads.begin_step(num_tokens)
-            threads.adjust()
+            threads.before_layer()
             found.append(torch.get_num_threads())
         assert found == [1, 2, 1]
     assert threads.num_lent_steps == 1
@@ -86,10 +86,22 @@ def test_without_a_table_torch_keeps_its_number() -> None:
     torch.set_num_threads(2)
     threads = StepThreads()
     threads.begin_step(1)
-    threads.adjust()
+    threads.before_layer()
     threads.rest()
     assert torch.get_num_threads() == 2
     assert threads.num_lent_steps == 0
+
+
+def test_what_is_to_run_beside_a_step_starts_once_and_with_its_layers() -> None:
+    threads = StepThreads()
+    started: list[str] = []
+    threads.begin_step(1, lambda: started.append("first"))
+    assert started == []
+    threads.before_layer()
+    threads.before_layer()
+    threads.begin_step(1)
+    threads.before_layer()
+    assert started == ["first"]
 
 
 def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, CoreShare]) -> None:

@@ -60,7 +60,7 @@ class RotaryTable:
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each `[num_tokens, head_dim // 2]`, of `positions` `[num_tokens]` int64."""
-        return self.cos[positions], self.sin[positions]
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
 def inverse_frequencies(rope: RopeParameters, *, head_dim: int, max_positions: int) -> Tensor:

@@ -193,7 +193,7 @@ class DecoderForCausalLM:
         """`input_ids` and `positions` are `[num_tokens]` int64. Writes the tokens' KV into the pool. Returns the
         final hidden states after the last norm, `[num_tokens, hidden_size]`."""
         cos, sin = self.rotary.rows(positions)
-        x = F.embedding(input_ids, self.embedding)
+        x = self.embedding.index_select(0, input_ids)
         if self.stack is not None and self.stack.takes(x.shape[0]):
             return self.stack(x, cos, sin, kv_pool, metadata, before_layer)
         residual: Tensor | None = None
