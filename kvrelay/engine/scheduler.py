@@ -21,15 +21,14 @@ from kvrelay.engine.sampling.penalties import reads_tokens
 from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sequence import Sequence, SequenceState
 
-
 SMALLEST_CHUNK = 16  # tokens of a prompt that a step has room for, whatever else it computes
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """`max_num_batched_tokens` bounds the tokens of one step, `max_num_mixed_tokens` those of one in which sequences
-    decode (None: the same), `max_num_seqs` the sequences that run at a time. Under `fcfs` the priority of requests is ignored; under
-    `priority` lower values go first, and arrival decides among equals."""
+    decode (None: the same), `max_num_seqs` the sequences that run at a time. Under `fcfs` the priority of requests is
+    ignored; under `priority` lower values go first, and arrival decides among equals."""
 
     block_size: int
     max_num_seqs: int = 256
