@@ -110,6 +110,18 @@ static void copy_queries(const AttentionCall& call, const AttentionItem& item, c
 // Asks for a row of the tile after this one while this one is worked on: blocks lie apart, and no hardware prefetcher finds the next one.
 INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
+// The same for the first tile of an item, which no tile before it has asked for.
+template <class P>
+static void prefetch_tile(const TileRows<P>& tile, int head_dim) {
+  constexpr int kLine = 64 / sizeof(P);
+  for (int token = tile.first; token < tile.last; ++token) {
+    for (int d = 0; d < head_dim; d += kLine) {
+      prefetch(tile.k[token] + d);
+      prefetch(tile.v[token] + d);
+    }
+  }
+}
+
 // K of a tile as [words, kTileTokens], words padded to kWidth; tokens outside [first, last) are zero.
 template <class T, class P>
 static void pack_keys(const TileRows<P>& tile, const TileRows<P>& next, int num_words, float* target) {
@@ -133,9 +145,23 @@ static void pack_keys(const TileRows<P>& tile, const TileRows<P>& next, int num_
 }
 
 #if PAGED_BF16_DOT
+// `pack_value_pairs` of a tile that has all tokens, with rows that are whole vectors: most tiles, and nothing to decide.
+template <class P>
+static void pack_whole_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, int head_dim, float* target) {
+  for (int token = 0; token < kTileTokens; token += 2) {
+    const P* low = tile.v[token];
+    const P* high = tile.v[token + 1];
+    for (int d = 0; d < head_dim; d += kWidth, target += kWidth) {
+      store(target, interleave(low + d, high + d, kWidth, kWidth));
+      prefetch(next.v[token + d / kWidth % 2] + d / (2 * kWidth) * (2 * kWidth));  // a line holds 2 kWidth values
+    }
+  }
+}
+
 // V of a tile as [kTileTokens / 2, stride] words of two tokens each; tokens outside [first, last) are zero.
 template <class P>
 static void pack_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, int head_dim, int stride, float* target) {
+  if (tile.first == 0 && tile.last == kTileTokens && head_dim == stride) return pack_whole_value_pairs(tile, next, head_dim, target);
   for (int token = 0; token < kTileTokens; token += 2) {
     const bool low_valid = token >= tile.first && token < tile.last;
     const bool high_valid = token + 1 >= tile.first && token + 1 < tile.last;
@@ -290,6 +316,7 @@ static void attend_packed(const AttentionCall& call, const AttentionItem& item, 
   const float factor = call.scale * kLog2E * call.key_scale(item.kv_head);
   int begin = item.kv_begin / kTileTokens * kTileTokens;
   locate_tile(call, item, begin, tiles[0]);
+  prefetch_tile(tiles[0], call.head_dim);
   for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
     const TileRows<P>& tile = tiles[index];
     const TileRows<P>& next = locate_next(call, item, begin + kTileTokens, tile, tiles[index ^ 1]);

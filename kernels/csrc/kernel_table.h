@@ -190,11 +190,11 @@ struct PackedCall {
   bf16* out;         // [num_rows, stored_outputs()] contiguous
   // For a matrix unit: rows beyond the last whole tile of sixteen, with zeros [16, padded_inputs()]; unused where there are none.
   const bf16* last_rows;
-  // The first half of the outputs gates the other: silu(gate) * other is stored, each rounded before. For many rows only, where half of
-  // the outputs are whole panels.
+  // The first half of the outputs gates the other: silu(gate) * other is stored, each rounded before. For multiply_packed_many only,
+  // where half of the outputs are whole panels.
   bool gated;
   // Rows lie in tiles, [num_rows / 16, rounded up][inputs / 32][16][32], all of which there is room for. Inputs are a multiple of 32 then;
-  // such a result is one of many rows, and its outputs are whole panels.
+  // such a result is multiply_packed_many's, and its outputs are whole panels.
   bool x_in_tiles;
   bool out_in_tiles;
 
@@ -221,8 +221,8 @@ struct KernelTable {
   bool packed_in_tiles;  // `multiply_packed` of kMinPackedTileRows and more reads x in whole tiles
   std::int64_t packed_rows;  // up to so many `multiply_packed` is made for: reading the weights takes longer than computing
   void (*multiply_packed)(const PackedCall&, RowSpan panels);
-  // For any more, null without a matrix unit: `group` panels (of a gated call: pairs of panels) together; scratch has
-  // packed_scratch_floats() of one more. Rows start at a multiple of 32.
+  // For any more, and for fewer that are gated, null without a matrix unit: `group` panels (of a gated call: pairs of panels) together;
+  // scratch has packed_scratch_floats() of one more. Rows start at a multiple of 32.
   void (*multiply_packed_many)(const PackedCall&, RowSpan rows, RowSpan panels, std::int64_t group, float* scratch);
 };
 

@@ -15,6 +15,9 @@ namespace {
 constexpr std::int64_t kMinSpanBytes = 1 << 16;
 // Rows come in tiles of a matrix unit.
 constexpr std::int64_t kRowTile = 16;
+// From so many rows on it pays to multiply a gate and what it gates as many rows are: a pass over both results is saved. Fewer are read
+// faster as few rows are.
+constexpr std::int64_t kMinGatedRows = kRowTile + 1;
 // Many rows are multiplied so many at a time, in blocks of two tiles.
 constexpr std::int64_t kManyRows = 512;
 constexpr std::int64_t kRowBlock = 2 * kRowTile;
@@ -141,7 +144,7 @@ void fill_panels(const FillCall& call, int num_threads) {
 bool multiplies_many_packed_rows() { return kernels().multiply_packed_many != nullptr; }
 
 bool can_gate(const PackedCall& call) {
-  return multiplies_many_packed_rows() && call.num_rows > kernels().packed_rows && call.num_outputs % (2 * kPackedOutputs) == 0;
+  return multiplies_many_packed_rows() && call.num_rows >= kMinGatedRows && call.num_outputs % (2 * kPackedOutputs) == 0;
 }
 
 void packed_matmul(PackedCall call, int num_threads) {
@@ -160,7 +163,8 @@ void packed_matmul(PackedCall call, int num_threads) {
     std::fill(rows + last * inputs, rows + kRowTile * inputs, bf16{0});
     call.last_rows = rows;
   }
-  if (call.num_rows > table.packed_rows && table.multiply_packed_many != nullptr) return multiply_many(call, num_threads);
+  const bool is_many = call.num_rows > table.packed_rows || call.gated;
+  if (is_many && table.multiply_packed_many != nullptr) return multiply_many(call, num_threads);
   for_panels(call, num_threads, [&](RowSpan panels) { table.multiply_packed(call, panels); });
 }
 

@@ -72,7 +72,7 @@ class PendingRows {
 // What a block does besides its products, step by step.
 struct BesideProducts {
   const std::uint8_t* ahead;  // weights that are needed next
-  std::int64_t quarter;       // bytes of them in each of four places, which are asked for in turn
+  std::int64_t quarter;       // bytes of them in each of four places, which are asked for in turn (see ask_for_next_pages)
   int lines;                  // of each to ask for in a step
   int rows;                   // of `pending` to store in a step
   PendingRows* pending;
