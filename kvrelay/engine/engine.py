@@ -164,14 +164,18 @@ class Engine:
         """Whether the next `step` has to wait for one that was launched before."""
         return bool(self._in_flight)
 
+    @property
+    def computes_in_parallel(self) -> bool:
+        """Whether the last step took more than one of the machine's cores."""
+        return self._threads.num_threads > 1
+
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, beside: Callable[[], None] | None = None) -> tuple[StepResult | None, bool]:
         """Launches a step, and collects it, or with `run_ahead` the one before it. One that has written what other
         nodes wait for, and is yet to sample, is collected by the next call: they fetch meanwhile. The result is None
-        when nothing changed; the flag says whether another step could do anything by itself. `beside` is called
-        when the layers of a model begin, if they do here and the runner says so.
-        """
+        when nothing changed; the flag says whether another step could do anything by itself. `beside` is called when
+        a model's layers begin, if the runner says so."""
         if self._in_flight and not self._run_ahead:
             self.settle()
             return self._take_result(), True

@@ -18,6 +18,9 @@ from kvrelay.engine.request import StepResult
 
 _logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 1.0  # an idle engine looks up this often; messages wake it at once
+# A first token passes the loop, the router and its client. While a step has all cores each of them waits for a time
+# slice, together twice as long as this, so that a request that is alone gives them the cores once.
+_FIRST_TOKEN_SECONDS = 0.0015
 
 T = TypeVar("T")
 Message = Callable[[Engine], None]
@@ -101,9 +104,9 @@ class EngineThread:
             _reject(future, UnavailableError("the engine has stopped"))
 
     def _steps(self) -> None:
-        busy = False
+        pause = _IDLE_WAIT_SECONDS
         while True:
-            if not self._handle_messages(wait=not busy):
+            if not self._handle_messages(pause):
                 self._engine.settle()  # whose memory may be gone after this
                 return
             self.num_turns += 1
@@ -112,16 +115,24 @@ class EngineThread:
             self._result = result
             if not busy or self._engine.has_steps_in_flight or (result is not None and result.prompts):
                 self._hand_over()  # now: a first token counts more than the step after it
+            pause = self._pause(result) if busy else _IDLE_WAIT_SECONDS
+
+    def _pause(self, result: StepResult | None) -> float:
+        """Seconds until the next step: none, but after a first token when nobody else waits for a step."""
+        if result is None or not result.prompts or not self._engine.computes_in_parallel:
+            return 0.0
+        num_others = result.load.num_requests_running + result.load.num_requests_waiting - len(result.prompts)
+        return 0.0 if num_others > 0 else _FIRST_TOKEN_SECONDS
 
     def _hand_over(self) -> None:
         if self._result is not None:
             self._to_loop(self._on_result, self._result)
             self._result = None
 
-    def _handle_messages(self, *, wait: bool) -> bool:
-        """Runs what is in the mailbox; with `wait`, sleeps until there is something. False when asked to stop."""
+    def _handle_messages(self, seconds: float) -> bool:
+        """Runs what is in the mailbox; sleeps at most so long until there is something. False when asked to stop."""
         try:
-            message = self._mailbox.get(timeout=_IDLE_WAIT_SECONDS) if wait else self._mailbox.get_nowait()
+            message = self._mailbox.get(timeout=seconds) if seconds else self._mailbox.get_nowait()
             self._hand_over()
             while message is not None:
                 message(self._engine)

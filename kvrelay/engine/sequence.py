@@ -7,7 +7,7 @@ pool.
 
 from enum import Enum
 
-from kvrelay.core.block_hash import BlockHash, next_block_hash
+from kvrelay.core.block_hash import BlockHash, block_hashes, next_block_hash
 from kvrelay.core.outputs import FinishReason, TokenLogprobs
 from kvrelay.engine.request import EngineRequest, KVRole
 
@@ -153,11 +153,10 @@ class Sequence:
 
     def names(self, num_blocks: int) -> list[BlockHash]:
         """Names of the first `num_blocks` full blocks; their tokens must be known."""
-        size = self.block_size
-        while len(self._names) < num_blocks:
-            start = len(self._names) * size
+        num_named, size = len(self._names), self.block_size
+        if num_named < num_blocks:
             parent = self._names[-1] if self._names else self._root
-            self._names.append(next_block_hash(parent, self.token_ids[start : start + size]))
+            self._names += block_hashes(parent, self.token_ids[num_named * size : num_blocks * size], size)
         return self._names[:num_blocks]
 
     def given_tail(self) -> tuple[BlockHash, int] | None:

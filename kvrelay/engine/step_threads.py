@@ -35,7 +35,7 @@ class StepThreads:
         self._share = share
         self._weight_bytes = weight_bytes
         self._most = 1  # threads in this step
-        self._num_threads = 0  # as set last, 0 before
+        self.num_threads = 0  # as set last, 0 before
         self._beside: Callable[[], None] | None = None
 
     def begin_step(self, num_tokens: int, beside: Callable[[], None] | None = None) -> None:
@@ -46,7 +46,7 @@ class StepThreads:
             self._share.claim()
             self._most = 1 if is_small(self._weight_bytes, num_tokens) else sys.maxsize
             self._adjust()
-            self.num_lent_steps += self._num_threads > self._share.num_cores
+            self.num_lent_steps += self.num_threads > self._share.num_cores
 
     def before_layer(self) -> None:
         """Within a step. Results do not depend on the number of threads, up to the rounding of matrix products."""
@@ -58,9 +58,9 @@ class StepThreads:
     def _adjust(self) -> None:
         if self._share is not None:
             num_threads = min(self._most, self._share.available())
-            if num_threads != self._num_threads:
+            if num_threads != self.num_threads:
                 torch.set_num_threads(num_threads)
-                self._num_threads = num_threads
+                self.num_threads = num_threads
 
     def rest(self) -> None:
         """There is nothing to do: others may have the node's cores. Idempotent."""

@@ -133,7 +133,7 @@ class VirtualEngineThread(EngineThread):
 
     def _turn(self) -> None:
         try:
-            if not self._handle_messages(wait=False):
+            if not self._handle_messages(0.0):
                 self._engine.settle()
                 self._end()
                 return
