@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from router.relay.decode_client import DecodeSession
+from router.relay.fetch_report import NO_FETCHES
 from router.relay.placed import PrefillPlacement
 from router.relay.prefill_client import (
     PrefillEnded,
@@ -83,7 +84,8 @@ class Refill:
         return self._num_published_blocks >= self._tally.num_blocks(len(self._asked.token_ids))
 
     def enough(self) -> None:
-        """D needs no more. A node that has published everything is about to finish: it says then what it has cost."""
+        """D needs no more. A node that has published everything is about to finish: it says then what it has cost. A
+        request that ends before counts what was to be expected."""
         self._is_enough = True
         if self._has_finished or not self._has_published_all:
             self.close()
@@ -92,6 +94,12 @@ class Refill:
         """In every ending. Idempotent."""
         self.over = True
         self._uncharge()
+        if self._is_enough and self._has_published_all and not self._has_finished:
+            self._has_finished = True
+            num_found_tokens = len(self._asked.token_ids) - self._placement.num_uncached_tokens
+            self._tally.refilled(
+                self._asked, num_cached_tokens=num_found_tokens, num_fetched_tokens=0, fetches=NO_FETCHES
+            )
         if self._prefilling is not None:
             self._prefilling.close()
 

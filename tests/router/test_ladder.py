@@ -131,6 +131,23 @@ async def test_missing_blocks_are_prefilled_by_another_node() -> None:
         assert_idle(nodes)
 
 
+async def test_a_request_that_ends_before_its_refill_counts_what_that_was_to_compute() -> None:
+    """Blocks are published before the first token is sampled, and few tokens may all be here before that."""
+    async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        following, wire_id = await published(nodes, events)
+        nodes.decode.kv_missing(wire_id, 10)
+        call = await refill_call(nodes, wire_id)
+        call.publish(3)
+        await nodes.decode.pull()
+        nodes.decode.kv_ready(wire_id, fetched=10, fetches=fetched(("prefill-1", 3)))
+        nodes.decode.tokens(wire_id, LAST)
+        assert await following == LAST
+        trace = await take_trace(events)
+        assert trace.kv == KVOrigins(num_refill_blocks=3, num_refilled_tokens=10)
+        assert await soon(nodes.prefills[1].released) == ("second",)
+        assert_idle(nodes)
+
+
 async def test_a_refill_is_asked_for_blocks_only() -> None:
     """No log-probabilities, one output: prompt log-probabilities would compute the whole prompt once more."""
     async with cluster(num_prefill_nodes=2) as nodes:
