@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"--part: unknown: {', '.join(unknown)}; there are: all, {', '.join(PARTS)}")
     if args.self_test:
+        if args.output is None:
+            parser.error("--self-test needs --output")
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the cases do
     elif not torch.cuda.is_available():
         parser.error("no GPU that torch can use; --self-test runs without one")

@@ -100,6 +100,7 @@ def read_records(path: Path) -> Records:
             results[entry["part"], result.name] = result
         else:
             runs.append(entry)
+            results.pop((entry["part"], entry["part"]), None)  # what kept an earlier run from its results
     return Records(runs, list(results.values()))
 
 

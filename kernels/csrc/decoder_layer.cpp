@@ -55,7 +55,7 @@ void project(const Projection& layer, const void* x, std::int64_t rows, void* ou
   }
 }
 
-// down(silu(gate(x)) * up(x)) of many rows, where what is between the two products never goes through memory as rows.
+// down(silu(gate(x)) * up(x)) of rows that `can_gate` takes, where what is between the two products never goes through memory as rows.
 bool feed_forward_in_tiles(const FinishCall& call, const void* x, void* activated, int num_threads) {
   if (!call.gate_up->is_packed || !call.down->is_packed) return false;
   PackedCall gate_up = packed_call(*call.gate_up, x, call.rows, activated);

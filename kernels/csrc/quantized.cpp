@@ -17,8 +17,11 @@ constexpr std::int64_t kMinPreparedElements = 1 << 13;
 constexpr std::int64_t kRowTile = 16;
 
 // From here on widening the weights once is cheaper than multiplying them in the width they have, where every group's sums are scaled
-// by themselves. As measured.
-std::int64_t many_rows(const QuantizedCall& call) { return call.bits == 8 ? 112 : call.group_size == 128 ? 80 : 64; }
+// by themselves: the fewer groups and the more digits, the later. Groups that do not fill a tile are not multiplied in tiles.
+std::int64_t many_rows(const QuantizedCall& call) {
+  if (call.group_size % 64 != 0) return 64;
+  return call.bits == 8 ? 112 : call.group_size == 128 ? 80 : 64;
+}
 
 float rounded_to_whole(float x) {
   constexpr float kMagic = 0x1.8p23f;  // for |x| < 2^22, ties to even

@@ -20,7 +20,7 @@ GROUP_SIZES: dict[int, int] = {8: 128, 4: 64}
 """Inputs that share a scale, by bits: 8.125 and 4.25 bits per weight in all."""
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MANY_ROWS = 64  # so many are faster with weights that were widened once, by a matrix library where we have no kernel
+_MANY_ROWS = 64  # so many are faster with weights that were widened once; our own kernel has limits of its own
 _WIDENED_BYTES = 1 << 20  # of weights widened at a time, so that they stay in the cache
 
 

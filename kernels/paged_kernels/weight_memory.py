@@ -1,8 +1,8 @@
 """Memory for the weights of a model, side by side in large pages.
 
 Invariant: a tensor that was handed out overlaps no other, and keeps the memory alive by itself. Weights one by one
-would begin and end within a large page each, and what lies there comes in small ones: half of a small model's bytes,
-whose addresses the processor then looks up all the time.
+would begin and end within a large page each, and what lies there comes in small ones, whose addresses the processor
+then looks up all the time.
 """
 
 import torch

@@ -164,6 +164,10 @@ class Engine:
         """Whether the next `step` has to wait for one that was launched before."""
         return bool(self._in_flight)
 
+    def serves_only(self, request_id: str) -> bool:
+        """Whether this request is here, and no other one."""
+        return list(self._sequences) == [request_id]
+
     @property
     def computes_in_parallel(self) -> bool:
         """Whether the last step took more than one of the machine's cores."""

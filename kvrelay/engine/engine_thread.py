@@ -9,6 +9,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,11 +20,22 @@ from kvrelay.engine.request import StepResult
 _logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 1.0  # an idle engine looks up this often; messages wake it at once
 # A first token passes the loop, the router and its client. While a step has all cores each of them waits for a time
-# slice, together twice as long as this, so that a request that is alone gives them the cores once.
+# slice (docs/benchmarks.md, Cores), so that a request that is alone leaves them the cores once.
 _FIRST_TOKEN_SECONDS = 0.0015
 
 T = TypeVar("T")
 Message = Callable[[Engine], None]
+
+
+def gives_way(engine: Engine, result: StepResult | None) -> bool:
+    """Whether the next step waits until a first token is on its way: when that is of the only request, which goes on,
+    and steps take cores that others need."""
+    return (
+        result is not None
+        and len(result.prompts) == 1
+        and engine.computes_in_parallel
+        and engine.serves_only(result.prompts[0].request_id)
+    )
 
 
 class EngineThread:
@@ -104,9 +116,13 @@ class EngineThread:
             _reject(future, UnavailableError("the engine has stopped"))
 
     def _steps(self) -> None:
-        pause = _IDLE_WAIT_SECONDS
+        busy, result = False, None
         while True:
-            if not self._handle_messages(pause):
+            if gives_way(self._engine, result):
+                goes_on = self._give_way()
+            else:
+                goes_on = self._handle_messages(0.0 if busy else _IDLE_WAIT_SECONDS)
+            if not goes_on:
                 self._engine.settle()  # whose memory may be gone after this
                 return
             self.num_turns += 1
@@ -115,14 +131,14 @@ class EngineThread:
             self._result = result
             if not busy or self._engine.has_steps_in_flight or (result is not None and result.prompts):
                 self._hand_over()  # now: a first token counts more than the step after it
-            pause = self._pause(result) if busy else _IDLE_WAIT_SECONDS
 
-    def _pause(self, result: StepResult | None) -> float:
-        """Seconds until the next step: none, but after a first token when nobody else waits for a step."""
-        if result is None or not result.prompts or not self._engine.computes_in_parallel:
-            return 0.0
-        num_others = result.load.num_requests_running + result.load.num_requests_waiting - len(result.prompts)
-        return 0.0 if num_others > 0 else _FIRST_TOKEN_SECONDS
+    def _give_way(self) -> bool:
+        """Leaves the cores to others for a moment, and handles messages meanwhile. False when asked to stop."""
+        end = time.monotonic() + _FIRST_TOKEN_SECONDS
+        while (left := end - time.monotonic()) > 0:
+            if not self._handle_messages(left):
+                return False
+        return True
 
     def _hand_over(self) -> None:
         if self._result is not None:

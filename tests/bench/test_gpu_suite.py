@@ -83,6 +83,17 @@ def test_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
     assert gpu_suite.main(["--show", str(path)]) == 1
 
 
+def test_a_part_that_could_not_run_once_may_run_later(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    record = Record(path, "layers")
+    record.begin(Rates(1.0, 2.0), torch.device("cpu"), 3)
+    record.add(Result.failed("layers", "ended with exit code -9"))
+    assert gpu_suite.main(["--show", str(path)]) == 1
+    record.begin(Rates(1.0, 2.0), torch.device("cpu"), 3)
+    record.add(Result("good", 0.5, 1.0, 1.0))
+    assert [result.name for result in read_records(path).results] == ["good"]
+
+
 def test_a_part_whose_package_is_missing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "bench.gpu.cluster_cases", raising=False)
     monkeypatch.setitem(sys.modules, "kvrelay.bench.grpc_client", None)

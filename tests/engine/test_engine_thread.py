@@ -4,11 +4,14 @@ import asyncio
 import threading
 
 import pytest
+import torch
 
+from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.engine_thread import EngineThread
-from kvrelay.engine.request import StepResult
+from kvrelay.engine.engine_thread import EngineThread, gives_way
+from kvrelay.engine.request import EngineRequest, KVRole, StepResult
+from kvrelay.engine.step_threads import StepThreads
 from tests.engine.test_engine import Harness, prompt_of, request
 
 PATIENCE = 10.0
@@ -53,17 +56,14 @@ async def test_calls_behind_a_stop_fail_too() -> None:
 
 async def test_an_answer_never_overtakes_the_results_before_it() -> None:
     """A step's result waits for the next one's layers; who asks meanwhile hears of it first."""
-    harness, seen = Harness(), asyncio.Event()
+    harness, crashes = Harness(), list[BaseException]()
     num_told = 0
 
     def on_result(result: StepResult) -> None:
         nonlocal num_told
         num_told += len(result.outputs)
-        seen.set()
 
-    thread = EngineThread(
-        harness.engine, asyncio.get_running_loop(), on_result=on_result, on_crash=lambda error: seen.set()
-    )
+    thread = EngineThread(harness.engine, asyncio.get_running_loop(), on_result=on_result, on_crash=crashes.append)
     thread.start()
     async with asyncio.timeout(PATIENCE):
         await thread.call(lambda engine: engine.add(request("a", prompt_of(5), 50)))
@@ -71,6 +71,7 @@ async def test_an_answer_never_overtakes_the_results_before_it() -> None:
             num_made = await thread.call(lambda engine: engine.load().num_steps)
             assert num_told >= num_made
         await thread.stop(PATIENCE)
+    assert not crashes
 
 
 async def test_a_stopped_thread_leaves_no_step_in_flight() -> None:
@@ -91,3 +92,29 @@ async def test_a_stopped_thread_leaves_no_step_in_flight() -> None:
         await thread.stop(PATIENCE)
     assert harness.late.num_ahead > 0
     assert not harness.late.in_flight
+
+
+@pytest.mark.parametrize(
+    ("requests", "gives"),
+    [
+        ([request("a", prompt_of(5), 3)], True),
+        ([request("a", prompt_of(5), 1)], False),  # over with its first token
+        ([request("a", prompt_of(5), 3, role=KVRole.PRODUCE)], False),
+        ([request("a", prompt_of(5), 3), request("b", prompt_of(5), 3)], False),
+    ],
+)
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_only_a_request_that_is_alone_and_goes_on_leaves_the_cores_to_its_first_token(
+    requests: list[EngineRequest], gives: bool, num_cores: int
+) -> None:
+    every_step_is_worth_all_cores = 1 << 40  # bytes of weights
+    num_threads = torch.get_num_threads()
+    try:
+        harness = Harness(threads=StepThreads(CoreShare(num_cores), every_step_is_worth_all_cores))
+        for one in requests:
+            harness.engine.add(one)
+        while not any(result.prompts for result in harness.results):
+            harness.step()
+        assert gives_way(harness.engine, harness.results[-1]) == (gives and num_cores > 1)
+    finally:
+        torch.set_num_threads(num_threads)

@@ -56,9 +56,9 @@ def test_the_largest_step_is_as_large_as_may_be(limits: StepLimits, num_seqs: in
 
 
 def test_smaller_steps_stay_within_the_limits() -> None:
-    for limits in (StepLimits(1, 16, 2), StepLimits(2, 512, 100), StepLimits(64, 512, 4096)):
+    for limits in (StepLimits(4, 1, 100), StepLimits(1, 16, 2), StepLimits(2, 512, 100), StepLimits(64, 512, 4096)):
         for plan in smaller_steps(limits, 16):
             assert len(plan.scheduled) <= limits.max_num_seqs
             assert plan.num_scheduled_tokens <= limits.max_num_batched_tokens
-            assert all(entry.num_scheduled_tokens < limits.max_model_len for entry in plan.scheduled)
+            assert all(0 < entry.num_scheduled_tokens < limits.max_model_len for entry in plan.scheduled)
             assert all(len(entry.block_table) * 16 >= entry.num_scheduled_tokens for entry in plan.scheduled)

@@ -133,7 +133,7 @@ def test_outliers_and_zeros_do_not_spoil_other_groups(bits: Bits, dtype: torch.d
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("num_rows", [1, 3, 18, 70])
+@pytest.mark.parametrize("num_rows", [1, 3, 18, 70, 145])
 def test_a_value_that_is_not_finite_is_not_hidden(
     num_rows: int, bits: Bits, dtype: torch.dtype, instruction_set: str
 ) -> None:

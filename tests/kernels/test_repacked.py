@@ -22,7 +22,7 @@ LAYERS = [
     (GPTQ, 8, 256, 36, 128, False),
     (GPTQ_V2, 8, 96, 20, 32, True),
 ]
-ROWS = (1, 2, 3, 5, 16, 33, 64, 97)
+ROWS = (1, 2, 3, 5, 16, 33, 64, 97, 145)
 NAMES = [f"{form.value}-{bits}-{inputs}x{outputs}-{size}" for form, bits, inputs, outputs, size, _ in LAYERS]
 
 

@@ -87,14 +87,14 @@ def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
 
 
 def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
-    """A long prompt and a short one, each alone and beside a decode: every way in which a step's attention is launched,
-    so that it is compiled before somebody waits for it."""
-    long = min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1)
+    """A long prompt and a short one, each alone and beside a decode: every way in which a prompt's attention is
+    launched, so that it is compiled before somebody waits for it. Decode steps are when they are recorded."""
+    long = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
     plans = []
     for length in (long, min(2, long)):
         prompt = ScheduledSequence((0,) * length, 0, (0,) * -(-length // block_size), ())
         plans.append(SchedulerOutput((prompt,), ()))
-        if limits.max_num_seqs > 1:
+        if min(limits.max_num_seqs, limits.max_num_batched_tokens) > 1:
             plans.append(SchedulerOutput((ScheduledSequence((0,), 0, (0,), ()), prompt), ()))
     return plans
 

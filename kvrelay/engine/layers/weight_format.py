@@ -51,7 +51,7 @@ class PublishedTensors:
 class WeightFormat:
     """`dtype` is that of activations, of KV unless it is FP8, and of all weights that are not quantised. `bits` is
     None, or the width of the decoder layers' matrices in weight-only quantisation, which is for the CPU. `published` is
-    of a checkpoint that is quantised already; `bits` is None then. `memory` is where quantised weights lie on the CPU.
+    of a checkpoint that is quantised already; `bits` is None then. `memory` is where codes of weights lie on the CPU.
     """
 
     dtype: torch.dtype
