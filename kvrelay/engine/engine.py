@@ -45,8 +45,7 @@ class Engine:
     """Requests in, `StepResult`s out. `publish`: newly named blocks are pinned and reported so that the node can
     publish them. `publish_hits`: so are blocks that a PRODUCE request has found by name, since what was published once
     may be gone. `run_ahead`: for a runner whose steps run beside the caller; of no use with another. `threads`: those
-    of a runner that computes on the caller's processor; they rest when a step finds nothing to do.
-    """
+    of a runner that computes on the caller's processor; they rest when a step finds nothing to do."""
 
     def __init__(
         self,
@@ -92,8 +91,7 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Takes a request. A PRODUCE request opens the lease of the same id. Raises InvalidRequestError when it can
-        never run.
-        """
+        never run."""
         self._check_fits(request)
         self._num_arrived += 1
         sequence = Sequence(
@@ -113,8 +111,7 @@ class Engine:
 
     def deliver(self, request_id: str, num_blocks: int) -> None:
         """The first `num_blocks` missing blocks of a receiving request hold their KV now. Unknown ids are ignored: it
-        was aborted.
-        """
+        was aborted."""
         sequence = self._receiving(request_id)
         if sequence is not None:
             start = sequence.num_computed_tokens // self.config.block_size
@@ -125,8 +122,7 @@ class Engine:
 
     def start(self, request_id: str, first_tokens: SequenceOf[TokenOutput] = ()) -> None:
         """No more KV will arrive for a receiving request: compute what is missing and go on from `first_tokens`
-        (CONSUME only).
-        """
+        (CONSUME only)."""
         sequence = self._receiving(request_id)
         if sequence is None:
             return
@@ -343,8 +339,7 @@ class Engine:
 
     def _admission(self, sequence: Sequence) -> Admission:
         """Pins the blocks that wait for KV: the last given token's own block is left out when it is computed here
-        anyway.
-        """
+        anyway."""
         num_cached = sequence.num_named_blocks
         wanted = sequence.names(sequence.num_cacheable_blocks)[num_cached:]
         missing = [

@@ -10,7 +10,9 @@ from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, gives_way
+from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest, KVRole, StepResult
+from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.step_threads import StepThreads
 from tests.engine.test_engine import Harness, prompt_of, request
 
@@ -72,6 +74,39 @@ async def test_an_answer_never_overtakes_the_results_before_it() -> None:
             assert num_told >= num_made
         await thread.stop(PATIENCE)
     assert not crashes
+
+
+class BrokenAtThird:
+    """The runner `inner`, but the third step ends the engine before its layers begin."""
+
+    def __init__(self, inner: Runner) -> None:
+        self._inner = inner
+        self._num_steps = 0
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        self._num_steps += 1
+        if self._num_steps == 3:
+            raise RuntimeError("as a fault of ours would")
+        return self._inner.launch(plan)
+
+
+async def test_before_a_crash_every_result_is_told() -> None:
+    """Also that of the last step, which waits for the layers of one that never comes so far."""
+    harness, crashed = Harness(wrap=BrokenAtThird), asyncio.Event()
+    results: list[StepResult] = []
+    told_at_crash: list[int] = []
+
+    def on_crash(error: BaseException) -> None:
+        told_at_crash.append(sum(len(result.outputs) for result in results))
+        crashed.set()
+
+    thread = EngineThread(harness.engine, asyncio.get_running_loop(), on_result=results.append, on_crash=on_crash)
+    thread.start()
+    async with asyncio.timeout(PATIENCE):
+        await thread.call(lambda engine: engine.add(request("a", prompt_of(5), 50)))
+        await crashed.wait()
+        await thread.stop(PATIENCE)
+    assert told_at_crash == [2]
 
 
 async def test_a_stopped_thread_leaves_no_step_in_flight() -> None:
