@@ -90,9 +90,10 @@ $(VENV)/installed: pyproject.toml $(KERNEL_SOURCES) $(VENV)/torch
 	$(PIP) --editable '.[engine,redis]'
 	@touch $@
 
-# It is all that `installed` is: in a fresh clone the kernels are built once.
+# It is all that `installed` is: in a fresh clone the kernels are built once. Those for the matrix unit are tested on any processor
+# with AVX-512's bfloat16 dot products.
 $(VENV)/installed-dev: pyproject.toml $(KERNEL_SOURCES) $(VENV)/torch
-	$(PIP) --editable '.[engine,redis,dev]'
+	$(PIP) --config-settings=cmake.define.PAGED_EMULATE_AMX=ON --editable '.[engine,redis,dev]'
 	@touch $(VENV)/installed $@
 
 $(VENV)/proto/installed: | $(VENV)/created

@@ -13,16 +13,19 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import get_args
+from unittest import mock
 
 import torch
+from paged_kernels import packed
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.packed import PackedWeight
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
+from bench.onednn_products import onednn_linear, onednn_weight
 from kvrelay.engine.layers.linear import Linear
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
@@ -33,22 +36,27 @@ STEPS = ("512:0", "128:0", "64:1024", "33:1024", "16*1:300,112:0")
 
 
 class WithOnednn:
-    """While it is entered, oneDNN multiplies all rows and no layer is compiled. The weights stay where they are."""
+    """While it is entered, oneDNN multiplies all rows with weights of its own, and no layer is compiled."""
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         self._model, self._stack = model, model.stack
         linears = [linear for linear in model.linear_layers() if isinstance(linear, Linear)]
-        self._weights = [(one, one.weight) for one in linears if isinstance(one.weight, PackedWeight)]
+        if isinstance(model.lm_head, Linear):
+            linears.append(model.lm_head)
+        weights = [one.weight for one in linears if isinstance(one.weight, PackedWeight)]
+        self._weights = {weight.panels.data_ptr(): onednn_weight(weight) for weight in weights}
+        self._patch = mock.patch.object(packed, "linear", self._linear)
 
     def __enter__(self) -> None:
         self._model.stack = None
-        for linear, weight in self._weights:
-            linear.weight = replace(weight, panels=None)
+        self._patch.start()
 
     def __exit__(self, *_: object) -> None:
         self._model.stack = self._stack
-        for linear, weight in self._weights:
-            linear.weight = weight
+        self._patch.stop()
+
+    def _linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return onednn_linear(x, self._weights[weight.panels.data_ptr()], bias)
 
 
 @dataclass(frozen=True, slots=True)

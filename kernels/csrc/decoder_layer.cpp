@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "elementwise.h"
+#include "instruction_set.h"
 #include "packed_linear.h"
 #include "parallel.h"
 #include "quantized.h"
@@ -60,10 +61,11 @@ bool feed_forward_in_tiles(const FinishCall& call, const void* x, void* activate
   if (!call.gate_up->is_packed || !call.down->is_packed) return false;
   PackedCall gate_up = packed_call(*call.gate_up, x, call.rows, activated);
   if (!can_gate(gate_up)) return false;
-  gate_up.gated = gate_up.out_in_tiles = true;
+  gate_up.gated = true;
+  gate_up.out_in_tiles = kernels().packed_in_tiles;
   packed_matmul(gate_up, num_threads);
   PackedCall down = packed_call(*call.down, activated, call.rows, call.out);
-  down.x_in_tiles = true;
+  down.x_in_tiles = gate_up.out_in_tiles;
   packed_matmul(down, num_threads);
   return true;
 }

@@ -49,6 +49,9 @@ std::vector<const KernelTable*> find_tables() {
   if (avx2) tables.push_back(&avx2_kernels());
 #endif
   tables.push_back(&portable_kernels());
+#if defined(__x86_64__) && PAGED_EMULATE_AMX
+  if (avx512_bf16) tables.push_back(&amx_emulated_kernels());  // last: only a test asks for it
+#endif
   return tables;
 }
 

@@ -214,15 +214,15 @@ struct KernelTable {
   void (*rotary[kNumDTypes])(const RotaryCall&, RowSpan);
   void (*prepare_rows[kNumDTypes])(const QuantizedCall&, RowSpan rows);
   void (*multiply_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
-  // For so many rows that widening the weights first pays, null without a matrix unit; panels start at an even one, x is `padded_x`,
-  // and scratch has many_rows_scratch_floats().
+  // For so many bfloat16 rows that widening the weights first pays; panels start at an even one, x is `padded_x`, and scratch has
+  // many_rows_scratch_floats().
   void (*multiply_many_rows)(const QuantizedCall&, RowSpan panels, float* scratch);
   void (*dequantize_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
   bool packed_in_tiles;  // `multiply_packed` of kMinPackedTileRows and more reads x in whole tiles
   std::int64_t packed_rows;  // up to so many `multiply_packed` is made for: reading the weights takes longer than computing
   void (*multiply_packed)(const PackedCall&, RowSpan panels);
-  // For any more, and for fewer that are gated, null without a matrix unit: `group` panels (of a gated call: pairs of panels) together;
-  // scratch has packed_scratch_floats() of one more. Rows start at a multiple of 32.
+  // For any more, and for fewer that are gated: `group` panels (of a gated call: pairs of panels) together; scratch has
+  // packed_scratch_floats() of one more. Rows start at a multiple of 32.
   void (*multiply_packed_many)(const PackedCall&, RowSpan rows, RowSpan panels, std::int64_t group, float* scratch);
 };
 
@@ -232,6 +232,7 @@ const KernelTable& avx2_kernels();
 const KernelTable& avx512_kernels();
 const KernelTable& avx512_bf16_kernels();
 const KernelTable& amx_bf16_kernels();
+const KernelTable& amx_emulated_kernels();
 #endif
 
 }  // namespace paged

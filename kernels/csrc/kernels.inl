@@ -22,11 +22,11 @@ static constexpr KernelTable kernel_table(const char* name) {
       {rotary_rows<float>, rotary_rows<bf16>, rotary_rows<f16>},
       {prepare_rows<float>, prepare_rows<bf16>, prepare_rows<f16>},
       {multiply_panels<float>, multiply_panels<bf16>, multiply_panels<f16>},
-      kMultiplyManyRows,
+      multiply_many_rows,
       {dequantize_panels<float>, dequantize_panels<bf16>, dequantize_panels<f16>},
       PAGED_AMX == 1,
-      kFewPackedRows,
+      PAGED_AMX == 1 ? 32 : kMostPartRows,
       multiply_packed,
-      kMultiplyPackedMany,
+      multiply_packed_many,
   };
 }

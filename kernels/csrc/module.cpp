@@ -338,16 +338,6 @@ PackedCall packed_call(const TensorView& packed, std::int64_t num_outputs, std::
   return call;
 }
 
-bool bind_is_packed(nb::handle packed_object, nb::handle weight_object, int num_threads) {
-  const TensorView packed(packed_object, "packed", 2);
-  const TensorView weight(weight_object, "weight", 2);
-  weight.require_element_type(DType::bf16);
-  weight.require_contiguous_from(1);
-  const PackedCall call = packed_call(packed, weight.shape(0), weight.shape(1));
-  const nb::gil_scoped_release release;
-  return is_packed(call, weight.data<const bf16>(), weight.stride(0), num_threads);
-}
-
 void bind_fill_panels(nb::handle packed_object, nb::handle weight_object, std::int64_t first_output, std::int64_t num_outputs,
                       int num_threads) {
   const TensorView packed(packed_object, "packed", 2);
@@ -427,14 +417,10 @@ NB_MODULE(_native, m) {
         "group_size"_a, "num_threads"_a);
   m.def("quantized_matmul", &paged::bind_quantized_matmul, "out"_a, "x"_a, "packed"_a, "scales"_a, "zeros"_a.none(), "bias"_a.none(),
         "bits"_a, "group_size"_a, "num_threads"_a);
-  m.def("multiplies_many_rows", [] { return paged::multiplies_many_rows(paged::DType::bf16); });
   m.def("dequantize", &paged::bind_dequantize, "out"_a, "packed"_a, "scales"_a, "zeros"_a.none(), "bits"_a, "group_size"_a,
         "num_threads"_a);
-  m.def("is_packed", &paged::bind_is_packed, "packed"_a, "weight"_a, "num_threads"_a);
   m.def("fill_panels", &paged::bind_fill_panels, "packed"_a, "weight"_a, "first_output"_a, "num_outputs"_a, "num_threads"_a);
   m.def("packed_matmul", &paged::bind_packed_matmul, "out"_a, "x"_a, "packed"_a, "bias"_a.none(), "num_threads"_a);
-  m.def("multiplies_many_packed_rows", &paged::multiplies_many_packed_rows);
-  m.def("packed_rows", [] { return paged::kernels().packed_rows; });
   m.def("uniform", &paged::bind_uniform, "out"_a, "seeds"_a, "positions"_a, "choices"_a, "stream"_a, "first"_a);
   paged::define_projection(m);
   paged::define_layer_stack(m);

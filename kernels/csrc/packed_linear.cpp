@@ -1,7 +1,6 @@
 #include "packed_linear.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #include "instruction_set.h"
@@ -32,27 +31,6 @@ void for_panels(const PackedCall& call, int num_threads, const Body& body) {
   const std::int64_t panel_bytes = call.padded_inputs() * kPackedOutputs * 2;
   const std::int64_t least = (kMinSpanBytes + panel_bytes - 1) / panel_bytes;
   parallel_spans(num_threads, num_panels(call), least, [&](std::int64_t begin, std::int64_t end) { body(RowSpan{begin, end}); });
-}
-
-// Sixteen pairs of every output at a time, so that what is looked at stays in the nearest cache.
-bool panel_matches(const PackedCall& call, std::int64_t panel, const bf16* weight, std::int64_t weight_stride) {
-  const std::int64_t padded = call.padded_inputs();
-  const bf16* packed = call.packed + panel * padded * kPackedOutputs;
-  unsigned difference = 0;
-  for (std::int64_t begin = 0; begin < padded; begin += kPackedInputs, packed += kPackedInputs * kPackedOutputs) {
-    for (std::int64_t lane = 0; lane < kPackedOutputs; ++lane) {
-      const std::int64_t output = panel * kPackedOutputs + lane;
-      const std::int64_t left = output < call.num_outputs ? call.num_inputs - begin : 0;
-      const std::int64_t inputs = std::min(left, kPackedInputs);
-      bf16 row[kPackedInputs] = {};
-      if (inputs > 0) std::copy_n(weight + output * weight_stride + begin, inputs, row);
-      for (std::int64_t i = 0; i < kPackedInputs; i += 2) {
-        const bf16* pair = packed + i * kPackedOutputs + 2 * lane;
-        difference |= static_cast<unsigned>((row[i].bits ^ pair[0].bits) | (row[i + 1].bits ^ pair[1].bits));
-      }
-    }
-  }
-  return difference == 0;
 }
 
 // Rows [begin, end) of the call, all of one panel, sixteen pairs of each at a time: they stay in the nearest cache, and pairs of all
@@ -123,15 +101,6 @@ void multiply_many(const PackedCall& call, int num_threads) {
 
 }  // namespace
 
-bool is_packed(const PackedCall& call, const bf16* weight, std::int64_t weight_stride, int num_threads) {
-  std::atomic<bool> matches{true};
-  for_panels(call, num_threads, [&](RowSpan panels) {
-    for (std::int64_t panel = panels.begin; panel < panels.end && matches.load(std::memory_order_relaxed); ++panel)
-      if (!panel_matches(call, panel, weight, weight_stride)) matches.store(false, std::memory_order_relaxed);
-  });
-  return matches.load();
-}
-
 void fill_panels(const FillCall& call, int num_threads) {
   const std::int64_t first = call.first_output / kPackedOutputs;
   const std::int64_t last = (call.first_output + call.num_rows + kPackedOutputs - 1) / kPackedOutputs;
@@ -141,10 +110,8 @@ void fill_panels(const FillCall& call, int num_threads) {
   });
 }
 
-bool multiplies_many_packed_rows() { return kernels().multiply_packed_many != nullptr; }
-
 bool can_gate(const PackedCall& call) {
-  return multiplies_many_packed_rows() && call.num_rows >= kMinGatedRows && call.num_outputs % (2 * kPackedOutputs) == 0;
+  return call.num_rows >= kMinGatedRows && call.num_outputs % (2 * kPackedOutputs) == 0;
 }
 
 void packed_matmul(PackedCall call, int num_threads) {
@@ -163,8 +130,7 @@ void packed_matmul(PackedCall call, int num_threads) {
     std::fill(rows + last * inputs, rows + kRowTile * inputs, bf16{0});
     call.last_rows = rows;
   }
-  const bool is_many = call.num_rows > table.packed_rows || call.gated;
-  if (is_many && table.multiply_packed_many != nullptr) return multiply_many(call, num_threads);
+  if (call.num_rows > table.packed_rows || call.gated) return multiply_many(call, num_threads);
   for_panels(call, num_threads, [&](RowSpan panels) { table.multiply_packed(call, panels); });
 }
 

@@ -2,17 +2,31 @@
 // float32. The result of a row does not depend on the other rows of the call, as long as the same of the two ways below serves it.
 
 inline constexpr int kPackedRegs = kPackedOutputs / kWidth;
-inline constexpr int kPackedRows = kPackedRegs == 2 ? 6 : 2;    // at a time, as registers allow
-inline constexpr int kPackedChains = kPackedRegs == 2 ? 2 : 1;  // sums in flight, which hide the latency of each
-inline constexpr std::int64_t kFewPackedRows = PAGED_AMX ? 32 : PAGED_BF16_DOT ? 8 : kPackedRegs == 2 ? 4 : 1;
+// A block of rows with a part of a panel, as many as registers hold the sums of. Each sum is one chain of additions, in the same order for
+// any number of rows; to wait for memory alone, those of a single row suffice.
+inline constexpr int kPartRegs = kPackedRegs == 2 ? 2 : 4;
+inline constexpr int kMostPartRows = kPackedRegs == 2 ? 12 : 2;
 // Bytes from the weights in use to those asked for. The processor's own prefetching ends at every page, this does not.
 inline constexpr int kPackedAhead = 1024;
 
-INLINE Reg add_pairs(Reg total, Words x, Words weights) {
+// Lanes of a pair of inputs, as `add_pairs` takes them again and again.
+struct PairedInputs {
 #if PAGED_BF16_DOT
-  return dot_pairs(_mm512_castsi512_ps(x), _mm512_castsi512_ps(weights), total);
+  Words words;
+
+  explicit PairedInputs(Words pairs) : words(pairs) {}
 #else
-  return fma(high_halves(x), high_halves(weights), fma(low_halves(x), low_halves(weights), total));
+  Reg low, high;
+
+  explicit PairedInputs(Words pairs) : low(low_halves(pairs)), high(high_halves(pairs)) {}
+#endif
+};
+
+INLINE Reg add_pairs(Reg total, const PairedInputs& x, const PairedInputs& weights) {
+#if PAGED_BF16_DOT
+  return dot_pairs(_mm512_castsi512_ps(x.words), _mm512_castsi512_ps(weights.words), total);
+#else
+  return fma(x.high, weights.high, fma(x.low, weights.low, total));
 #endif
 }
 
@@ -28,49 +42,115 @@ INLINE void store_packed(const PackedCall& call, std::int64_t row, std::int64_t 
   }
 }
 
-template <int kRows>
-static void multiply_packed_rows(const PackedCall& call, std::int64_t panel, std::int64_t row) {
-  const std::int64_t num_pairs = call.padded_inputs() / 2;
-  const std::uint8_t* weights = reinterpret_cast<const std::uint8_t*>(call.packed + panel * call.padded_inputs() * kPackedOutputs);
-  const std::uint8_t* x = reinterpret_cast<const std::uint8_t*>(call.x + row * call.x_stride);
-  const std::int64_t x_bytes = call.x_stride * 2;
-  Reg sums[kRows][kPackedRegs][kPackedChains];
+// What a block does besides its products, step by step.
+struct AskAhead {
+  const std::uint8_t* ahead;  // weights that are needed next
+  std::int64_t quarter;       // bytes of them in each of four places, which are asked for in turn
+  int lines;                  // of each to ask for in a step of 32 inputs
+
+  void step() {
+    for (int line = 0; line < lines; ++line, ahead += 64) {
+      for (int place = 0; place < 4; ++place) __builtin_prefetch(ahead + place * quarter, 0, 2);
+    }
+  }
+};
+
+// Row r is thirds[r / 3] + r % 3 * stride: few registers hold the addresses of all.
+struct RowPointers {
+  const std::uint8_t* thirds[(kMostPartRows + 2) / 3];
+  std::int64_t stride;
+
+  RowPointers(const bf16* first, std::int64_t elements_apart) : stride(elements_apart * 2) {
+    const auto* row = reinterpret_cast<const std::uint8_t*>(first);
+    for (auto& third : thirds) {
+      third = row;
+      row += 3 * stride;
+    }
+  }
+  const std::uint8_t* operator[](int row) const { return thirds[row / 3] + row % 3 * stride; }
+};
+
+struct PartCall {
+  const bf16* x;  // first of the rows, and of the inputs
+  std::int64_t x_stride;
+  const std::uint8_t* weights;  // of the panel, from that input on
+  std::int64_t steps;           // times 32 inputs
+  const float* from;            // what sums begin with, [rows][kPackedOutputs]; null: zeros
+  float* to;                    // like `from`
+  AskAhead ask;
+};
+
+// kRows rows with kPartRegs vectors of a panel's outputs, from the `first`-th on. kStreams: weights come from memory, in order.
+template <int kRows, bool kStreams>
+static void multiply_part_of_rows(const PartCall& call, int first) {
+  constexpr int kRowBytes = 4 * kPackedOutputs;  // of a pair of inputs
+  const RowPointers rows(call.x, call.x_stride);
+  const std::uint8_t* weights = call.weights + first * 4 * kWidth;
+  AskAhead ask = call.ask;
+  Reg sums[kRows][kPartRegs];
   for (int r = 0; r < kRows; ++r)
-    for (int j = 0; j < kPackedRegs; ++j)
-      for (int c = 0; c < kPackedChains; ++c) sums[r][j][c] = splat(0.0f);
-  for (std::int64_t pair = 0; pair < num_pairs; pair += kPackedChains, x += 4 * kPackedChains) {
-    for (int c = 0; c < kPackedChains; ++c, weights += 4 * kPackedOutputs) {
-      __builtin_prefetch(weights + kPackedAhead);
-      __builtin_prefetch(weights + kPackedAhead + 64);
-      Words words[kPackedRegs];
-      for (int j = 0; j < kPackedRegs; ++j) words[j] = load_words(weights + j * 4 * kWidth, 0);
-      for (int r = 0; r < kRows; ++r) {
-        const Words inputs = splat_words(x + r * x_bytes + 4 * c);
-        for (int j = 0; j < kPackedRegs; ++j) sums[r][j][c] = add_pairs(sums[r][j][c], inputs, words[j]);
+    for (int j = 0; j < kPartRegs; ++j)
+      sums[r][j] = call.from == nullptr ? splat(0.0f) : load(call.from + r * kPackedOutputs + (first + j) * kWidth);
+  std::int64_t at = 0;  // bytes of a row
+  for (std::int64_t step = 0; step < call.steps; ++step) {
+    if constexpr (!kStreams) ask.step();
+#pragma GCC unroll 4
+    for (int pair = 0; pair < kPackedInputs / 2; ++pair, at += 4, weights += kRowBytes) {
+      if constexpr (kStreams) {
+        for (int line = 0; line < 4 * kWidth * kPartRegs; line += 64) __builtin_prefetch(weights + kPackedAhead + line);
+      }
+      if constexpr (kPartRegs == 2) {
+        const PairedInputs panel[2] = {PairedInputs(load_words(weights, 0)), PairedInputs(load_words(weights + 4 * kWidth, 0))};
+        for (int r = 0; r < kRows; ++r) {
+          const PairedInputs inputs(splat_words(rows[r] + at));
+          for (int j = 0; j < 2; ++j) sums[r][j] = add_pairs(sums[r][j], inputs, panel[j]);
+        }
+      } else {
+        for (int j = 0; j < kPartRegs; ++j) {
+          const PairedInputs panel(load_words(weights + j * 4 * kWidth, 0));
+          for (int r = 0; r < kRows; ++r) sums[r][j] = add_pairs(sums[r][j], PairedInputs(splat_words(rows[r] + at)), panel);
+        }
       }
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int j = 0; j < kPackedRegs; ++j) {
-      for (int c = 1; c < kPackedChains; ++c) sums[r][j][0] = add(sums[r][j][0], sums[r][j][c]);
-      store_packed(call, row + r, panel * kPackedOutputs + j * kWidth, sums[r][j][0]);
-    }
+  for (int r = 0; r < kRows; ++r)
+    for (int j = 0; j < kPartRegs; ++j) store(call.to + r * kPackedOutputs + (first + j) * kWidth, sums[r][j]);
+}
+
+template <bool kStreams, int kRows = kMostPartRows>
+static void multiply_part(const PartCall& call, std::int64_t num_rows) {
+  if (num_rows == kRows) {
+    for (int first = 0; first < kPackedRegs; first += kPartRegs) multiply_part_of_rows<kRows, kStreams>(call, first);
+  } else if constexpr (kRows > 1) {
+    multiply_part<kStreams, kRows - 1>(call, num_rows);
   }
 }
 
+// Rows are multiplied in blocks of nearly the same size: one of few rows would have too few sums to hide the latency of each.
+struct RegisterBlocks {
+  std::int64_t num_rows;
+
+  std::int64_t count() const { return (num_rows + kMostPartRows - 1) / kMostPartRows; }
+  std::int64_t first(std::int64_t block) const { return num_rows * block / count(); }
+};
+
 static void multiply_packed_panel(const PackedCall& call, std::int64_t panel) {
-  std::int64_t row = 0;
-  for (; row + kPackedRows <= call.num_rows; row += kPackedRows) multiply_packed_rows<kPackedRows>(call, panel, row);
-  if constexpr (kPackedRows > 2) {
-    switch (call.num_rows - row) {
-      case 5: return multiply_packed_rows<5>(call, panel, row);
-      case 4: return multiply_packed_rows<4>(call, panel, row);
-      case 3: return multiply_packed_rows<3>(call, panel, row);
-      case 2: return multiply_packed_rows<2>(call, panel, row);
-      default: break;
-    }
+  const RegisterBlocks blocks{call.num_rows};
+  const std::int64_t inputs = call.padded_inputs();
+  alignas(64) float sums[kMostPartRows * kPackedOutputs];
+  PartCall part{};
+  part.x_stride = call.x_stride;
+  part.weights = reinterpret_cast<const std::uint8_t*>(call.packed + panel * inputs * kPackedOutputs);
+  part.steps = inputs / kPackedInputs;
+  part.to = sums;
+  for (std::int64_t block = 0; block < blocks.count(); ++block) {
+    const std::int64_t row = blocks.first(block), num_rows = blocks.first(block + 1) - row;
+    part.x = call.x + row * call.x_stride;
+    multiply_part<true>(part, num_rows);
+    for (std::int64_t r = 0; r < num_rows; ++r)
+      for (int j = 0; j < kPackedRegs; ++j)
+        store_packed(call, row + r, panel * kPackedOutputs + j * kWidth, load(sums + r * kPackedOutputs + j * kWidth));
   }
-  if (row < call.num_rows) multiply_packed_rows<1>(call, panel, row);
 }
 
 #if PAGED_AMX

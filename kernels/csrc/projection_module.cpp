@@ -113,9 +113,7 @@ OwnedProjection quantized_projection(nb::object packed_object, nb::object scales
 void define_projection(nb::module_& m) {
   using namespace nb::literals;
   nb::set_leak_warnings(false);  // a model that lives until the process ends is no leak
-  nb::class_<OwnedProjection>(m, "Projection").def_prop_ro("is_packed", [](const OwnedProjection& projection) {
-    return projection.layer.is_packed;
-  });
+  nb::class_<OwnedProjection>(m, "Projection");
   m.def("packed_projection", &packed_projection, "panels"_a, "bias"_a.none(), "num_outputs"_a, "num_inputs"_a);
   m.def("quantized_projection", &quantized_projection, "packed"_a, "scales"_a, "zeros"_a.none(), "bias"_a.none(), "num_outputs"_a,
         "num_inputs"_a, "bits"_a, "group_size"_a);

@@ -144,8 +144,6 @@ void multiply_many(QuantizedCall call, int num_threads) {
 
 }  // namespace
 
-bool multiplies_many_rows(DType dtype) { return dtype == DType::bf16 && kernels().multiply_many_rows != nullptr; }
-
 void pack_rows(const PackCall& call, DType dtype, int num_threads) {
   switch (dtype) {
     case DType::f32: return pack_all<float>(call, num_threads);
@@ -156,7 +154,7 @@ void pack_rows(const PackCall& call, DType dtype, int num_threads) {
 
 void quantized_matmul(QuantizedCall call, DType dtype, int num_threads) {
   const KernelTable& table = kernels();
-  if (call.num_rows >= many_rows(call) && multiplies_many_rows(dtype)) return multiply_many(call, num_threads);
+  if (dtype == DType::bf16 && call.num_rows >= many_rows(call)) return multiply_many(call, num_threads);
   take_prepared(call, table.integer_inputs && dtype != DType::f32);
   prepare_all_rows(call, dtype, num_threads);
   for_panels(call, table.multiply_panels[static_cast<int>(dtype)], num_threads);

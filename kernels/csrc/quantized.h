@@ -31,9 +31,6 @@ void pack_rows(const PackCall& call, DType dtype, int num_threads);
 // Computes call.out; the prepared input is its own scratch. Rows of one call share each weight that is read.
 void quantized_matmul(QuantizedCall call, DType dtype, int num_threads);
 
-// Whether `quantized_matmul` is the fastest way for any number of rows. Otherwise many are better served by `dequantize` and a library.
-bool multiplies_many_rows(DType dtype);
-
 // Weights of outputs [0, num_outputs) of the call, rounded to `dtype`, to call.out.
 void dequantize(const QuantizedCall& call, DType dtype, int num_threads);
 

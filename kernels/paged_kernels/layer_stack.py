@@ -1,4 +1,4 @@
-"""All layers of a decoder compiled, their attention and the last norm included: for few rows in one call.
+"""All layers of a decoder compiled, their attention and the last norm included: few rows go through in one call.
 
 The pieces are those of `packed`, `quantized`, `fused` and `native`, in the same order, and so are the results, to the
 bit. What is saved is the way into and out of Python around each of them, which costs more than most of the pieces do,
@@ -21,9 +21,8 @@ from paged_kernels.quantized_weight import QuantizedWeight
 
 
 def projection(weight: object, bias: Tensor | None) -> Projection | None:
-    """A linear layer with bfloat16 inputs as a stack takes it; None for weights that only oneDNN or torch multiplies
-    with."""
-    if isinstance(weight, PackedWeight) and weight.panels is not None:
+    """A linear layer with bfloat16 inputs as a stack takes it; None for weights that only torch multiplies with."""
+    if isinstance(weight, PackedWeight):
         return _native.packed_projection(weight.panels, bias, weight.num_outputs, weight.num_inputs)
     if isinstance(weight, QuantizedWeight):
         return _native.quantized_projection(
@@ -31,6 +30,10 @@ def projection(weight: object, bias: Tensor | None) -> Projection | None:
             weight.group_size,
         )  # fmt: skip
     return None
+
+
+FEW_ROWS = 32
+"""So many need less time than any other thread may have to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +70,12 @@ class LayerStack:
         """`scale`: of the attention's scores. Raises ValueError for layers that do not fit together."""
         self._kv_scales = kv_scales
         self._num_layers = len(layers)
-        self._any_rows = all(
-            linear.is_packed for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        )
         self._stack = _native.LayerStack(final_norm, eps, scale, num_heads, num_kv_heads, head_dim)
         for layer in layers:
             self._stack.add(
                 layer.qkv, layer.output, layer.gate_up, layer.down, layer.input_norm, layer.norm, layer.query_norm,
                 layer.key_norm, layer.window or 0,
             )  # fmt: skip
-
-    def takes(self, num_rows: int) -> bool:
-        """More are computed faster piece by piece, unless a matrix unit multiplies them with packed weights."""
-        return num_rows <= _native.packed_rows() or (self._any_rows and _native.multiplies_many_packed_rows())
 
     def __call__(
         self,
@@ -99,7 +95,7 @@ class LayerStack:
         if is_fp8 and self._kv_scales is None:
             raise ValueError("a float8_e4m3fn pool needs kv_scales")
         scales = self._kv_scales if is_fp8 else None
-        at_once = self._num_layers if x.shape[0] <= _native.packed_rows() else 1
+        at_once = self._num_layers if x.shape[0] <= FEW_ROWS else 1
         for first in range(0, self._num_layers, at_once):
             before_layer()
             self._stack.run(

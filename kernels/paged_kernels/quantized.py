@@ -20,7 +20,7 @@ GROUP_SIZES: dict[int, int] = {8: 128, 4: 64}
 """Inputs that share a scale, by bits: 8.125 and 4.25 bits per weight in all."""
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MANY_ROWS = 64  # so many are faster with weights that were widened once; our own kernel has limits of its own
+_MANY_ROWS = 64  # so many are faster with weights that were widened once; for bfloat16 our kernels do that themselves
 _WIDENED_BYTES = 1 << 20  # of weights widened at a time, so that they stay in the cache
 
 
@@ -100,7 +100,7 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Te
     native = load_extension()
     if native is None or x.dtype not in _NATIVE_DTYPES:
         return _linear_widened(x, weight, bias)
-    if x.shape[0] >= _MANY_ROWS and not (x.dtype == torch.bfloat16 and native.multiplies_many_rows()):
+    if x.shape[0] >= _MANY_ROWS and x.dtype is not torch.bfloat16:
         return _linear_widened(x, weight, bias)
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=x.dtype)
     threads = torch.get_num_threads()

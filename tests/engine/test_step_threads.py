@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from paged_kernels import _native
 from paged_kernels.base import AttentionMetadata
+from paged_kernels.layer_stack import FEW_ROWS
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
@@ -149,7 +149,7 @@ def logits_of(model: DecoderForCausalLM, num_tokens: int, threads_by_layer: tupl
     hidden = model.forward(
         positions * 7 % 300, positions, pool, metadata, before_layer=lambda: torch.set_num_threads(next(layers))
     )
-    at_once = num_tokens <= _native.packed_rows()
+    at_once = num_tokens <= FEW_ROWS
     assert len(list(layers)) == (len(threads_by_layer) - 1 if at_once else 0), "few tokens go through at once"
     return model.compute_logits(hidden)
 

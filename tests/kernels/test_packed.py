@@ -1,4 +1,4 @@
-"""Linear layers over oneDNN's packed bfloat16 weights against float64, on every instruction set."""
+"""Linear layers over packed bfloat16 weights against float64, on every instruction set."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -7,8 +7,7 @@ import pytest
 import torch
 from paged_kernels import packed
 from paged_kernels.extension import load_extension
-from paged_kernels.onednn_order import INPUT_MULTIPLE, PANEL_OUTPUTS
-from paged_kernels.packed import PackedWeight
+from paged_kernels.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
 from torch import Tensor
 
 # Outputs and inputs: whole panels, tails of both, odd inputs, less than a panel, one of each, a model's layer.
@@ -18,8 +17,7 @@ MOST_ROWS = 200
 
 
 def by_hand(weight: Tensor) -> PackedWeight:
-    """The order that our kernel knows, whatever oneDNN chooses on this machine."""
-    return PackedWeight(weight, panels_of(weight), *weight.shape)
+    return PackedWeight(panels_of(weight), *weight.shape)
 
 
 def panels_of(weight: Tensor) -> Tensor:
@@ -107,20 +105,6 @@ def test_strided_rows(num_rows: int, instruction_set: str) -> None:
     assert_product(multiply(x, by_hand(weight)), x, weight)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_memory_in_another_order_is_never_read_as_ours(shape: tuple[int, int], num_threads: int) -> None:
-    """One weight, one padded output or one padded input that lies elsewhere is enough."""
-    native = load_extension()
-    assert native is not None
-    weight = torch.randn(shape).bfloat16()
-    panels = by_hand(weight).panels
-    assert panels is not None and native.is_packed(panels, weight, num_threads)
-    for index in {0, 1, panels.numel() // 2, panels.numel() - 2, panels.numel() - 1}:
-        spoilt = panels.clone()
-        spoilt.view(-1)[index] += 1.0
-        assert not native.is_packed(spoilt, weight, num_threads)
-
-
 def test_a_row_is_the_same_with_any_others_and_on_any_number_of_threads(instruction_set: str) -> None:
     layer = by_hand(torch.randn(3000, 256).bfloat16())
     x = torch.randn(32, 256).bfloat16()
@@ -138,11 +122,13 @@ def test_a_row_is_the_same_with_any_others_and_on_any_number_of_threads(instruct
 
 @pytest.mark.parametrize("shape", [(200, 96), (70, 1100), (100, 2048)])
 def test_a_row_is_the_same_among_few_and_many(shape: tuple[int, int], instruction_set: str, num_threads: int) -> None:
-    """What a prompt's token gives does not depend on the chunk that it comes in."""
+    """What a prompt's token gives does not depend on the chunk that it comes in, unless that is smaller than a matrix
+    unit's."""
     layer = random_layer(shape, True)
     x = torch.cat([layer.x, layer.x, layer.x[:130]])
     many = multiply(x, layer.packed, layer.bias)
-    for begin, end in ((0, 4), (7, 23), (100, 133), (20, 120), (1, 529)):
+    few = [] if instruction_set.startswith("amx") else [(0, 1), (5, 7), (100, 103)]
+    for begin, end in (*few, (0, 4), (7, 23), (100, 133), (20, 120), (1, 529)):
         assert torch.equal(multiply(x[begin:end], layer.packed, layer.bias), many[begin:end])
 
 
@@ -181,75 +167,35 @@ def test_huge_pages_change_nothing() -> None:
     assert torch.equal(memory, before)
 
 
-@pytest.mark.skipif(
-    not packed.can_pack(torch.bfloat16, torch.device("cpu")), reason="oneDNN packs no bfloat16 weights on this machine"
-)
-class TestWithOnednn:
-    """Where it packs such weights; elsewhere the skip is reported."""
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_arrive_in_any_parts(shape: tuple[int, int], num_threads: int) -> None:
+    weight = torch.randn(shape[0], shape[1] + 5).bfloat16()[:, 5:]  # rows that do not lie end to end
+    target = packed.empty_weight(*shape)
+    cut = shape[0] // 3
+    packed.pack_rows(target, weight[cut:], cut)
+    packed.pack_rows(target, weight[:cut], 0)
+    assert torch.equal(target.panels, panels_of(weight))
+    assert torch.equal(packed.pack(weight).panels, target.panels)
 
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_linear_for_any_number_of_rows(self, shape: tuple[int, int], instruction_set: str) -> None:
-        layer = random_layer(shape, True)
-        weight = packed.pack(layer.weight)
-        for num_rows in ROWS:
-            layer.product.check(packed.linear(layer.x[:num_rows], weight, layer.bias))
 
-    def test_no_rows(self) -> None:
-        assert packed.linear(torch.empty(0, 320).bfloat16(), packed.pack(torch.randn(96, 320).bfloat16())).shape == (
-            0,
-            96,
-        )
+def test_rows_that_do_not_fit_are_refused() -> None:
+    target = packed.empty_weight(96, 256)
+    with pytest.raises(ValueError, match="do not fit"):
+        packed.pack_rows(target, torch.zeros(64, 256, dtype=torch.bfloat16), 33)
+    with pytest.raises(ValueError, match="another number of weights"):
+        packed.pack_rows(target, torch.zeros(64, 300, dtype=torch.bfloat16), 0)
 
-    @pytest.mark.parametrize("num_rows", [1, 40])
-    def test_without_the_extension_onednn_does_the_same(self, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packed, "load_extension", lambda: None)
-        weight, x = torch.randn(96, 200).bfloat16(), torch.randn(num_rows, 200).bfloat16()
-        layer = packed.pack(weight)
-        assert layer.panels is None
-        assert_product(packed.linear(x, layer), x, weight)
 
-    def test_a_shape_whose_order_is_another_is_left_to_onednn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        weight, x = torch.randn(96, 200).bfloat16(), torch.randn(2, 200).bfloat16()
-        monkeypatch.setattr(packed, "known_order", lambda *shape: None)
-        assert packed.empty_weight(96, 200) is None
-        layer = packed.pack(weight)
-        assert layer.panels is None
-        assert_product(packed.linear(x, layer), x, weight)
+def test_a_layer() -> None:
+    layer = random_layer((70, 1100), True)
+    layer.product.check(packed.linear(layer.x, packed.pack(layer.weight), layer.bias))
+    assert packed.linear(torch.empty(0, 1100).bfloat16(), layer.packed).shape == (0, 70)
 
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_rows_arrive_in_any_parts(self, shape: tuple[int, int], num_threads: int) -> None:
-        weight = torch.randn(shape[0], shape[1] + 5).bfloat16()[:, 5:]  # rows that do not lie end to end
-        target = packed.empty_weight(*shape)
-        if target is None:  # oneDNN has another order for this shape on this machine
-            return
-        cut = shape[0] // 3
-        packed.pack_rows(target, weight[cut:], cut)
-        packed.pack_rows(target, weight[:cut], 0)
-        assert torch.equal(target.opaque.to_dense(), weight)
-        assert target.panels is not None and torch.equal(target.panels, panels_of(weight))
 
-    def test_rows_that_do_not_fit_are_refused(self) -> None:
-        target = packed.empty_weight(96, 256)
-        assert target is not None
-        with pytest.raises(ValueError, match="do not fit"):
-            packed.pack_rows(target, torch.zeros(64, 256, dtype=torch.bfloat16), 33)
-        with pytest.raises(ValueError, match="another number of weights"):
-            packed.pack_rows(target, torch.zeros(64, 300, dtype=torch.bfloat16), 0)
-
-    def test_without_a_view_of_our_memory_onednn_does_it_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("paged_kernels.onednn_view._LIBRARY", "libtorch_of_another_release.so")
-        weight, x = torch.randn(96, 200).bfloat16(), torch.randn(2, 200).bfloat16()
-        layer = packed.pack(weight)
-        assert layer.panels is None
-        assert_product(packed.linear(x, layer), x, weight)
-
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_the_opaque_tensor_is_a_view_of_the_panels(self, shape: tuple[int, int]) -> None:
-        weight = torch.randn(shape).bfloat16()
-        layer = packed.pack(weight)
-        assert torch.equal(layer.opaque.to_dense(), weight)
-        if layer.panels is not None:
-            assert torch.equal(layer.panels, panels_of(weight))
-            assert torch.ops.mkldnn.data_ptr(layer.opaque) == layer.panels.data_ptr()
-            layer.panels.zero_()
-            assert not layer.opaque.to_dense().any()
+def test_what_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert packed.can_pack(torch.bfloat16, cpu)
+    assert not packed.can_pack(torch.float32, cpu)
+    assert not packed.can_pack(torch.bfloat16, torch.device("meta"))
+    monkeypatch.setattr(packed, "load_extension", lambda: None)
+    assert not packed.can_pack(torch.bfloat16, cpu)

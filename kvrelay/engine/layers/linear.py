@@ -79,8 +79,8 @@ def make_fillable(
 
 
 class Linear:
-    """`LinearLayer` whose weights have the format's dtype. Where they can be packed as they come, no more than one
-    tensor of the checkpoint is held beside them."""
+    """`LinearLayer` whose weights have the format's dtype. Where there are kernels for it, they are packed as they come
+    and no more than one tensor of the checkpoint is held beside them."""
 
     def __init__(self, parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat) -> None:
         num_outputs = sum(size for _, size in parts)
@@ -89,7 +89,11 @@ class Linear:
         self.num_inputs = num_inputs
         self.dtype = weights.dtype
         self.format = weights
-        self.weight: Tensor | PackedWeight = _empty_weight(num_outputs, num_inputs, weights)
+        self.weight: Tensor | PackedWeight = (
+            packed.empty_weight(num_outputs, num_inputs)
+            if packed.can_pack(weights.dtype, weights.device)
+            else weights.empty(num_outputs, num_inputs)
+        )
         self.bias = weights.empty(num_outputs) if bias else None  # [num_outputs]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -108,9 +112,7 @@ class Linear:
             self.weight[first_output : first_output + rows.shape[0]].copy_(rows)
 
     def pack(self) -> None:
-        """`F.linear` would reorder the weights in every call, and reading them is what decoding spends its time on."""
-        if isinstance(self.weight, Tensor) and packed.can_pack(self.weight.dtype, self.weight.device):
-            self.weight = packed.pack(self.weight)
+        """They are as they should be."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         begin = 0
@@ -121,16 +123,11 @@ class Linear:
             begin += size
 
     def _weight_slot(self, begin: int, size: int) -> Slot:
-        """A contiguous view of the merged weights, or memory that is packed once it is full."""
+        """A contiguous view of the merged weights, or memory of its own that is packed once it is full."""
         if isinstance(self.weight, Tensor):
             return slot_of(self.weight[begin : begin + size])
         shape = (size, self.num_inputs)
         return Slot(shape, partial(self.format.empty, *shape), partial(self.fill, begin))
-
-
-def _empty_weight(num_outputs: int, num_inputs: int, weights: WeightFormat) -> Tensor | PackedWeight:
-    room = packed.empty_weight(num_outputs, num_inputs) if packed.can_pack(weights.dtype, weights.device) else None
-    return weights.empty(num_outputs, num_inputs) if room is None else room
 
 
 class LinearsApart:

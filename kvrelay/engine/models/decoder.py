@@ -194,7 +194,7 @@ class DecoderForCausalLM:
         final hidden states after the last norm, `[num_tokens, hidden_size]`."""
         cos, sin = self.rotary.rows(positions)
         x = self.embedding.index_select(0, input_ids)
-        if self.stack is not None and self.stack.takes(x.shape[0]):
+        if self.stack is not None:
             return self.stack(x, cos, sin, kv_pool, metadata, before_layer)
         residual: Tensor | None = None
         for layer in self.layers:

@@ -1,0 +1,20 @@
+"""oneDNN's product for weights that our kernels hold packed, to measure theirs beside it."""
+
+import torch
+from paged_kernels.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
+from torch import Tensor
+
+
+def onednn_weight(weight: PackedWeight) -> Tensor:
+    """A copy in the order that oneDNN chooses on this machine."""
+    pairs = weight.panels.view(weight.panels.shape[0], -1, PANEL_OUTPUTS, 2)
+    padded_inputs = -(-weight.num_inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
+    rows = pairs.transpose(1, 2).reshape(-1, padded_inputs)[: weight.num_outputs, : weight.num_inputs].contiguous()
+    opaque: Tensor = torch.ops.mkldnn._reorder_linear_weight(rows)
+    return opaque
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`weight` as `onednn_weight` gave it."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
