@@ -19,7 +19,7 @@ from kv_connector.ucx.transport import TCP_OPTIONS
 
 async def send(size: int, count: int, rounds: int) -> None:
     """The holder."""
-    import ucxx  # after ucx_transport, which says how UCX is to log
+    import ucxx  # after `ucx/transport.py`, which says how UCX is to log
 
     done = asyncio.Event()
     served: list[Any] = []

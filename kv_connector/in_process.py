@@ -117,13 +117,7 @@ def _read_block(local: SharedPool[LocalPool], peer: SharedPool[LocalPool], block
     """A name may be held by several blocks; any good one will do."""
     verdict: Verdict = FetchOutcome.MISSING
     for block_id, generation, header in peer.find(block.block_hash):
-        mismatch = header.verify(
-            block_hash=block.block_hash,
-            layout_digest=local.pool.layout_digest,
-            payload_bytes=local.pool.block_bytes,
-            num_tokens=block.num_tokens,
-            epoch=peer.epoch,
-        )
+        mismatch = local.pool.geometry.verify(header, block, epoch=peer.epoch)
         if mismatch is None:
             digest = copy(local.pool.rows[block.block_id], peer.pool.rows[block_id])
             mismatch = header.verify_payload(digest)

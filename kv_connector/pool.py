@@ -11,7 +11,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from kv_connector.base import Block, PoolBuffer
-from kv_connector.header import BlockHeader, layout_digest, payload_digest
+from kv_connector.geometry import Geometry
+from kv_connector.header import BlockHeader, payload_digest
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 
@@ -30,7 +31,7 @@ class Payloads(Protocol):
 
     num_blocks: int
     block_bytes: int
-    layout_digest: bytes
+    geometry: Geometry
     slice_bytes: int  # digested at a time, so that nobody else waits for long
 
     def payload(self, block_id: int) -> object:
@@ -73,7 +74,7 @@ class LocalPool:
         self.num_blocks = buffer.num_blocks
         self.block_bytes = buffer.layout.block_bytes
         self.rows: Rows = np.frombuffer(buffer.memory, np.uint8).reshape(buffer.num_blocks, self.block_bytes)
-        self.layout_digest = layout_digest(buffer.layout)
+        self.geometry = Geometry.of(buffer.layout)
         self.slice_bytes = _SLICE_BYTES
         self._mapping = mapping
 
@@ -102,14 +103,7 @@ class LocalPool:
 
     def describe(self, block: Block, epoch: int) -> BlockHeader:
         """The header of a block as its content is now; reads all of it."""
-        return BlockHeader(
-            block_hash=block.block_hash,
-            layout_digest=self.layout_digest,
-            payload_bytes=self.block_bytes,
-            num_tokens=block.num_tokens,
-            epoch=epoch,
-            payload_digest=payload_digest(self.rows[block.block_id].data),
-        )
+        return self.geometry.header(block, epoch, payload_digest(self.rows[block.block_id].data))
 
     def payload(self, block_id: int) -> object:
         return self.rows[block_id]

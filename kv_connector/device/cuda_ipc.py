@@ -193,7 +193,7 @@ class CudaIpcConnector:
 
 
 def _check(pool: DevicePool, segment: PeerSegment, source: Source) -> Mismatch | None:
-    return check_peer(segment, epoch=source.epoch, digest=pool.layout_digest, block_bytes=pool.block_bytes)
+    return check_peer(segment, epoch=source.epoch, geometry=pool.geometry)
 
 
 def _read(state: _Open, holder: _Holder, blocks: Sequence[Block]) -> list[Verdict]:

@@ -9,7 +9,8 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from kv_connector.base import Block, KVConnector
 from kv_connector.device.memory import DeviceBuffer, DirectMemory
-from kv_connector.header import BlockHeader, layout_digest
+from kv_connector.geometry import Geometry
+from kv_connector.header import BlockHeader
 from kv_connector.worker import Worker
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
@@ -32,7 +33,7 @@ class DevicePool:
         self.layout = layout
         self.num_blocks = memory.num_blocks
         self.block_bytes = layout.block_bytes
-        self.layout_digest = layout_digest(layout)
+        self.geometry = Geometry.of(layout)
         self.slice_bytes = _SLICE_BYTES
         self._worker = Worker("kv-device")
 
@@ -47,17 +48,7 @@ class DevicePool:
 
     async def describe_all(self, blocks: Sequence[Block], epoch: int) -> list[BlockHeader]:
         digests = await self.digests([block.block_id for block in blocks]) if blocks else []
-        return [self.header(block, epoch, digest) for block, digest in zip(blocks, digests, strict=True)]
-
-    def header(self, block: Block, epoch: int, digest: bytes) -> BlockHeader:
-        return BlockHeader(
-            block_hash=block.block_hash,
-            layout_digest=self.layout_digest,
-            payload_bytes=self.block_bytes,
-            num_tokens=block.num_tokens,
-            epoch=epoch,
-            payload_digest=digest,
-        )
+        return [self.geometry.header(block, epoch, digest) for block, digest in zip(blocks, digests, strict=True)]
 
     async def settle(self) -> None:
         await self.run(self.memory.settle)

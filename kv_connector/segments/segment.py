@@ -34,7 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_connector.base import Block, FetchOutcome
-from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch, layout_digest
+from kv_connector.geometry import Geometry
+from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch
 from kv_connector.pool import CopyRows, Rows
 from kv_connector.verdict import Verdict
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
@@ -90,9 +91,8 @@ class Preamble:
     """What page 0 says."""
 
     epoch: int
-    layout_digest: bytes
+    geometry: Geometry
     num_blocks: int
-    block_bytes: int
     on_device: bool = False
 
     @property
@@ -101,7 +101,8 @@ class Preamble:
 
     @property
     def file_bytes(self) -> int:
-        return self.pool_offset + _page_aligned(HANDLE_ROOM if self.on_device else self.num_blocks * self.block_bytes)
+        pool_bytes = self.num_blocks * self.geometry.block_bytes
+        return self.pool_offset + _page_aligned(HANDLE_ROOM if self.on_device else pool_bytes)
 
     def encode(self) -> bytes:
         return _PREAMBLE.pack(
@@ -109,9 +110,9 @@ class Preamble:
             SEGMENT_VERSION,
             SLOT_BYTES,
             self.epoch,
-            self.layout_digest,
+            self.geometry.layout_digest,
             self.num_blocks,
-            self.block_bytes,
+            self.geometry.block_bytes,
             self.pool_offset,
         )
 
@@ -121,7 +122,7 @@ class Preamble:
         if len(data) != _PREAMBLE.size:
             raise KVError("not a kvrelay segment: too short")
         magic, version, slot_bytes, epoch, digest, num_blocks, block_bytes, pool_offset = _PREAMBLE.unpack(data)
-        preamble = cls(epoch, digest, num_blocks, block_bytes, on_device=magic == _DEVICE_MAGIC)
+        preamble = cls(epoch, Geometry(digest, block_bytes), num_blocks, on_device=magic == _DEVICE_MAGIC)
         if magic not in (_MAGIC, _DEVICE_MAGIC) or (version, slot_bytes) != (SEGMENT_VERSION, SLOT_BYTES):
             raise KVError("not a kvrelay segment, or one of another version")
         if pool_offset != preamble.pool_offset or file_bytes != preamble.file_bytes:
@@ -145,7 +146,7 @@ class OwnedSegment:
         """Creates the file and reserves all of its space. `device_handle`: the pool is not in the file but there.
         Raises ConfigurationError when there is not enough."""
         on_device = device_handle is not None
-        self.preamble = Preamble(epoch, layout_digest(layout), num_blocks, layout.block_bytes, on_device)
+        self.preamble = Preamble(epoch, Geometry.of(layout), num_blocks, on_device)
         self.path = directory / f"kvrelay-{re.sub(r'[^A-Za-z0-9._-]', '_', node_id)[:100] or '_'}-{epoch:016x}.kv"
         self._fd = _create_locked(self.path)
         try:
@@ -228,7 +229,7 @@ class PeerSegment:
         except BaseException:
             os.close(self._fd)
             raise
-        num_blocks, block_bytes = self.preamble.num_blocks, self.preamble.block_bytes
+        num_blocks, block_bytes = self.preamble.num_blocks, self.preamble.geometry.block_bytes
         self._slots = np.frombuffer(self._mapping, _SLOT, num_blocks, mmap.PAGESIZE)
         pool_shape = (1, HANDLE_ROOM) if on_device else (num_blocks, block_bytes)
         pool = np.frombuffer(self._mapping, np.uint8, pool_shape[0] * pool_shape[1], self.preamble.pool_offset)
@@ -289,13 +290,7 @@ class PeerSegment:
         header = BlockHeader.decode(self._slots["header"][slot].tobytes())
         if sequence % 2 or header.block_hash != block.block_hash:
             return FetchOutcome.MISSING  # retracted or replaced since it was found
-        mismatch = header.verify(
-            block_hash=block.block_hash,
-            layout_digest=self.preamble.layout_digest,
-            payload_bytes=self.preamble.block_bytes,
-            num_tokens=block.num_tokens,
-            epoch=epoch,
-        )
+        mismatch = self.preamble.geometry.verify(header, block, epoch=epoch)
         if int(self._slots["sequence"][slot]) != sequence:
             return FetchOutcome.MISSING
         return mismatch or Look(slot, sequence, header)
@@ -316,13 +311,9 @@ class PeerSegment:
         os.close(self._fd)
 
 
-def check_peer(peer: PeerSegment, *, epoch: int, digest: bytes, block_bytes: int) -> Mismatch | None:
+def check_peer(peer: PeerSegment, *, epoch: int, geometry: Geometry) -> Mismatch | None:
     """What refuses a whole segment at once."""
-    if peer.preamble.epoch != epoch:
-        return Mismatch.EPOCH
-    if peer.preamble.layout_digest != digest:
-        return Mismatch.LAYOUT
-    return None if peer.preamble.block_bytes == block_bytes else Mismatch.LENGTH
+    return Mismatch.EPOCH if peer.preamble.epoch != epoch else geometry.mismatch(peer.preamble.geometry)
 
 
 def _page_aligned(size: int) -> int:

@@ -170,8 +170,7 @@ class SharedMemoryConnector:
             if not isinstance(opened, PeerSegment):
                 return opened
             state.peers.add(source.endpoint, peer := opened)
-        pool = state.pool
-        mismatch = check_peer(peer, epoch=source.epoch, digest=pool.layout_digest, block_bytes=pool.block_bytes)
+        mismatch = check_peer(peer, epoch=source.epoch, geometry=state.pool.geometry)
         if mismatch is not None:
             return mismatch
         return _Holder(peer, source.epoch, peer.find([block.block_hash for block in blocks]))

@@ -259,13 +259,7 @@ def _accept(pool: LocalPool, block: Block, value: bytes | None) -> Verdict:
         return Mismatch.LENGTH
     view = memoryview(value)
     header = BlockHeader.decode(view[:HEADER_BYTES])
-    mismatch = header.verify(
-        block_hash=block.block_hash,
-        layout_digest=pool.layout_digest,
-        payload_bytes=pool.block_bytes,
-        num_tokens=block.num_tokens,
-        epoch=None,
-    )
+    mismatch = pool.geometry.verify(header, block, epoch=None)
     if mismatch is not None:
         return mismatch
     payload = np.frombuffer(view[HEADER_BYTES:], np.uint8)

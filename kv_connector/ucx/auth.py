@@ -10,7 +10,8 @@ import hmac
 import secrets
 from dataclasses import dataclass, field
 
-from kv_connector.ucx.protocol import NONCE_BYTES, Geometry, ProtocolError
+from kv_connector.geometry import Geometry
+from kv_connector.ucx.protocol import NONCE_BYTES, ProtocolError, encode_geometry
 from kvrelay.core.errors import ConfigurationError
 
 MIN_SECRET_BYTES = 16
@@ -47,10 +48,10 @@ class Session:
         return int.from_bytes(self._mac(b"tag")[:8], "little") >> _POSITION_BITS << _POSITION_BITS
 
     def reader_proof(self, geometry: Geometry) -> bytes:
-        return self._mac(b"reader" + geometry.encode())
+        return self._mac(b"reader" + encode_geometry(geometry))
 
     def holder_proof(self, geometry: Geometry, epoch: int) -> bytes:
-        return self._mac(b"holder" + geometry.encode() + epoch.to_bytes(8, "little"))
+        return self._mac(b"holder" + encode_geometry(geometry) + epoch.to_bytes(8, "little"))
 
     def check(self, expected: bytes, received: bytes) -> None:
         """Raises ProtocolError when the other side does not know the secret."""

@@ -1,8 +1,8 @@
 """The connector for nodes on different hosts: a reader asks the holder by name, and UCX moves the blocks between pools.
 
 Runs on the node's asyncio loop alone; `retract`, from the engine thread, touches only the published table. The files
-around this one: `ucx_protocol` the messages, `ucx_auth` the proofs, `ucx_transport` UCX on the loop, `ucx_holder` and
-`ucx_reader` the two sides. Invariant: a peer that does not prove to know the cluster secret learns and gets nothing.
+around this one: `protocol.py` the messages, `auth.py` the proofs, `transport.py` UCX on the loop, `holder.py` and
+`reader.py` the two sides. Invariant: a peer that does not prove to know the cluster secret learns and gets nothing.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The side that gives blocks out: admits readers and answers what they ask, straight from the pool's memory.
 
-A reader has one Ask under way on a connection, of at most `Geometry.blocks_per_ask` blocks; that bounds what it can put
-in flight, and UCX serves connections in turn. Nothing is pinned: the engine may retract a block while it is being sent.
+A reader has one Ask under way on a connection, of at most `blocks_per_ask` blocks; that bounds what it can put in
+flight, and UCX serves connections in turn. Nothing is pinned: the engine may retract a block while it is being sent.
 Invariant: a block is reported as SENT only if its generation was the same before the first and after the last byte.
 """
 
@@ -22,9 +22,10 @@ from kv_connector.ucx.protocol import (
     PROOF_BYTES,
     REPLY_POSITION,
     Entry,
-    Geometry,
     ProtocolError,
     Status,
+    ask_bytes,
+    blocks_per_ask,
     decode_ask,
     decode_opening,
     decode_proof,
@@ -49,7 +50,7 @@ class Holder:
 
     def __init__(self, transport: Transport, shared: SharedPool[Payloads], key: bytes, stats: ConnectorStats) -> None:
         self._shared = shared
-        self._geometry = Geometry(shared.pool.layout_digest, shared.pool.block_bytes)
+        self._geometry = shared.pool.geometry
         self._key = key
         self._stats = stats
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,11 +126,11 @@ class Holder:
             await link.wait()
 
     async def _next_ask(self, link: Link, session: Session) -> list[BlockHash]:
-        ask = np.zeros(self._geometry.ask_bytes, np.uint8)
+        ask = np.zeros(ask_bytes(self._geometry), np.uint8)
         link.receive(ask, session.tag + ASK_POSITION)
         async with asyncio.timeout(IDLE_SECONDS):
             await link.wait()
-        return decode_ask(ask.tobytes(), self._geometry.blocks_per_ask)
+        return decode_ask(ask.tobytes(), blocks_per_ask(self._geometry))
 
     def _choose(self, name: BlockHash) -> tuple[int, int, bytes] | None:
         """Block id, generation and encoded header of one block under this name."""

@@ -19,6 +19,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
+from kv_connector.geometry import Geometry
 from kv_connector.header import HEADER_BYTES
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import KVError
@@ -37,6 +38,7 @@ _OPENING = struct.Struct(f"<4sI{NONCE_BYTES}s")  # Hello and Challenge
 _PROOF = struct.Struct(f"<16sQ{MAC_BYTES}s")
 _WELCOME = struct.Struct(f"<16sQQ{MAC_BYTES}s")
 _COUNT = struct.Struct("<I")
+_GEOMETRY = struct.Struct("<16sQ")
 _ENTRY = struct.Struct(f"<I{HEADER_BYTES}s")
 
 OPENING_BYTES = _OPENING.size
@@ -58,31 +60,25 @@ class Status(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """What the blocks of a pool look like; both sides of a connection must have the same."""
-
-    layout_digest: bytes  # 16 bytes, see header.py
-    payload_bytes: int
-
-    @property
-    def blocks_per_ask(self) -> int:
-        return min(MAX_ASK_BLOCKS, max(1, MAX_ASK_BYTES // self.payload_bytes))
-
-    @property
-    def ask_bytes(self) -> int:
-        """Room for the largest Ask."""
-        return _COUNT.size + self.blocks_per_ask * HASH_BYTES
-
-    def encode(self) -> bytes:
-        return struct.pack("<16sQ", self.layout_digest, self.payload_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
     """One name's line in a Reply. `header` is meaningful with SENT only."""
 
     status: Status
     header: bytes = bytes(HEADER_BYTES)
+
+
+def blocks_per_ask(geometry: Geometry) -> int:
+    """The most blocks of one Ask."""
+    return min(MAX_ASK_BLOCKS, max(1, MAX_ASK_BYTES // geometry.block_bytes))
+
+
+def ask_bytes(geometry: Geometry) -> int:
+    """Room for the largest Ask."""
+    return _COUNT.size + blocks_per_ask(geometry) * HASH_BYTES
+
+
+def encode_geometry(geometry: Geometry) -> bytes:
+    return _GEOMETRY.pack(geometry.layout_digest, geometry.block_bytes)
 
 
 def encode_opening(nonce: bytes) -> bytes:
@@ -100,22 +96,22 @@ def decode_opening(data: bytes) -> bytes:
 
 
 def encode_proof(geometry: Geometry, mac: bytes) -> bytes:
-    return _PROOF.pack(geometry.layout_digest, geometry.payload_bytes, mac)
+    return _PROOF.pack(geometry.layout_digest, geometry.block_bytes, mac)
 
 
 def decode_proof(data: bytes) -> tuple[Geometry, bytes]:
-    layout, payload_bytes, mac = _PROOF.unpack(data)
-    return Geometry(layout, payload_bytes), mac
+    layout, block_bytes, mac = _PROOF.unpack(data)
+    return Geometry(layout, block_bytes), mac
 
 
 def encode_welcome(geometry: Geometry, epoch: int, mac: bytes) -> bytes:
-    return _WELCOME.pack(geometry.layout_digest, geometry.payload_bytes, epoch, mac)
+    return _WELCOME.pack(geometry.layout_digest, geometry.block_bytes, epoch, mac)
 
 
 def decode_welcome(data: bytes) -> tuple[Geometry, int, bytes]:
     """Geometry, epoch, HMAC."""
-    layout, payload_bytes, epoch, mac = _WELCOME.unpack(data)
-    return Geometry(layout, payload_bytes), epoch, mac
+    layout, block_bytes, epoch, mac = _WELCOME.unpack(data)
+    return Geometry(layout, block_bytes), epoch, mac
 
 
 def encode_ask(names: list[BlockHash]) -> bytes:

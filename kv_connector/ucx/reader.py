@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 
 from kv_connector.base import Block, FetchOutcome, Source
+from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader, Mismatch
 from kv_connector.pool import Payloads
 from kv_connector.stats import ConnectorStats
@@ -29,9 +30,9 @@ from kv_connector.ucx.protocol import (
     REPLY_POSITION,
     WELCOME_BYTES,
     Entry,
-    Geometry,
     ProtocolError,
     Status,
+    blocks_per_ask,
     decode_opening,
     decode_reply,
     decode_welcome,
@@ -64,7 +65,7 @@ class Peer:
         self._endpoint = endpoint
         self._transport = transport
         self._pool = pool
-        self._geometry = Geometry(pool.layout_digest, pool.block_bytes)
+        self._geometry = pool.geometry
         self._key = key
         self._stats = stats
         self._turns = asyncio.Semaphore(LANES)
@@ -73,7 +74,7 @@ class Peer:
 
     @property
     def blocks_per_ask(self) -> int:
-        return self._geometry.blocks_per_ask
+        return blocks_per_ask(self._geometry)
 
     @property
     def is_deserted(self) -> bool:
@@ -115,9 +116,7 @@ class Peer:
     def _mismatch(self, lane: Lane, source: Source) -> Mismatch | None:
         if lane.epoch != source.epoch:
             return Mismatch.EPOCH
-        if lane.geometry.layout_digest != self._geometry.layout_digest:
-            return Mismatch.LAYOUT
-        return None if lane.geometry == self._geometry else Mismatch.LENGTH
+        return self._geometry.mismatch(lane.geometry)
 
     async def _lane(self) -> Lane:
         while self._idle:
@@ -178,13 +177,7 @@ class Peer:
             return FetchOutcome.MISSING
         assert digest is not None, "what was sent is digested"
         header = BlockHeader.decode(entry.header)
-        mismatch = header.verify(
-            block_hash=block.block_hash,
-            layout_digest=self._pool.layout_digest,
-            payload_bytes=self._pool.block_bytes,
-            num_tokens=block.num_tokens,
-            epoch=source.epoch,
-        ) or header.verify_payload(digest)
+        mismatch = self._geometry.verify(header, block, epoch=source.epoch) or header.verify_payload(digest)
         return mismatch or FetchOutcome.FETCHED
 
 

@@ -79,7 +79,7 @@ async def test_a_byte_in_the_shared_segment(model: Path, tmp_path: Path) -> None
         [path] = tmp_path.glob("kvrelay-prefill-0-*.kv")
         segment = PeerSegment(tmp_path, path.name)
         [slot] = segment.find([name])[name]
-        place, size = segment.preamble.pool_offset, segment.preamble.block_bytes
+        place, size = segment.preamble.pool_offset, segment.preamble.geometry.block_bytes
         segment.close()
         with path.open("r+b") as file:
             file.seek(place + slot * size)

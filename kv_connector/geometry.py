@@ -1,0 +1,49 @@
+"""What all blocks of a pool have in common, and so what two nodes need to have in common to exchange any.
+
+Here a block's header is filled in, and a header is held against the block that was asked for.
+"""
+
+from dataclasses import dataclass
+
+from kv_connector.base import Block
+from kv_connector.header import BlockHeader, Mismatch, layout_digest
+from kvrelay.core.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How the blocks of a pool look from outside."""
+
+    layout_digest: bytes  # 16 bytes, see header.py
+    block_bytes: int
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> "Geometry":
+        return cls(layout_digest(layout), layout.block_bytes)
+
+    def mismatch(self, other: "Geometry") -> Mismatch | None:
+        """What refuses every block of a pool that looks like `other`."""
+        if self.layout_digest != other.layout_digest:
+            return Mismatch.LAYOUT
+        return None if self.block_bytes == other.block_bytes else Mismatch.LENGTH
+
+    def header(self, block: Block, epoch: int, payload_digest: bytes) -> BlockHeader:
+        """Of a block whose content has that digest, published by the node of that epoch."""
+        return BlockHeader(
+            block_hash=block.block_hash,
+            layout_digest=self.layout_digest,
+            payload_bytes=self.block_bytes,
+            num_tokens=block.num_tokens,
+            epoch=epoch,
+            payload_digest=payload_digest,
+        )
+
+    def verify(self, header: BlockHeader, block: Block, *, epoch: int | None) -> Mismatch | None:
+        """Whether this is the header of the block that was asked for; see `BlockHeader.verify`."""
+        return header.verify(
+            block_hash=block.block_hash,
+            layout_digest=self.layout_digest,
+            payload_bytes=self.block_bytes,
+            num_tokens=block.num_tokens,
+            epoch=epoch,
+        )
