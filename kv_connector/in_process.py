@@ -11,7 +11,7 @@ from kv_connector.header import Mismatch
 from kv_connector.pool import CopyPayload, LocalPool, Slices, copy_payload
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
-from kv_connector.verdict import Verdict, settle
+from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
@@ -61,9 +61,7 @@ class InProcessConnector:
         for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
             shared = self._require()
             for block in part:
-                published = shared.publish(block)
-                self.stats.blocks_published += published
-                self.stats.bytes_published += published * shared.pool.block_bytes
+                self.stats.count_published(shared.publish(block), shared.pool.block_bytes)
             await asyncio.sleep(0)
 
     def retract(self, block_ids: Sequence[int]) -> None:
@@ -72,22 +70,14 @@ class InProcessConnector:
             shared.remove(block_ids)
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        started = self._clock.now()
+        verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
-        verdicts: list[Verdict] = []
         for part in Slices(blocks, block_bytes, _SLICE_BYTES):
-            if self._clock.now() - started >= timeout:
+            if verdicts.seconds_left <= 0:
                 break
-            verdicts += self._read(source, part)
+            verdicts.found += self._read(source, part)
             await asyncio.sleep(0)
-        verdicts += [FetchOutcome.FAILED] * (len(blocks) - len(verdicts))
-        return settle(
-            verdicts,
-            stats=self.stats,
-            block_bytes=block_bytes,
-            seconds=self._clock.now() - started,
-            origin=source.node_id if source is not None else "nowhere",
-        )
+        return verdicts.settle(source, self.stats, block_bytes=block_bytes)
 
     async def close(self) -> None:
         shared, self._shared = self._shared, None

@@ -29,6 +29,10 @@ class ConnectorStats:
     not_worth: int = 0
     refused: dict[Mismatch, int] = field(default_factory=lambda: dict.fromkeys(Mismatch, 0))
 
+    def count_published(self, num_blocks: int, block_bytes: int) -> None:
+        self.blocks_published += num_blocks
+        self.bytes_published += num_blocks * block_bytes
+
 
 def total(parts: Iterable[ConnectorStats]) -> ConnectorStats:
     """The sums, as they are now: a block that two backends missed counts twice."""

@@ -1,14 +1,12 @@
-"""From what a backend found out about each block to the result of a fetch: counted, and logged when a block was
-refused.
-"""
+"""From what a backend finds out about each block to the result of a fetch: counted, and logged when one was refused."""
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 
-from kv_connector.base import FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchResult, Source
 from kv_connector.header import Mismatch
 from kv_connector.stats import ConnectorStats
+from kvrelay.core.clock import Clock
 
 Verdict = FetchOutcome | Mismatch
 """An outcome, or the field for which the block was refused."""
@@ -16,19 +14,35 @@ Verdict = FetchOutcome | Mismatch
 _logger = logging.getLogger(__name__)
 
 
-def settle(
-    verdicts: Sequence[Verdict], *, stats: ConnectorStats, block_bytes: int, seconds: float, origin: str
-) -> FetchResult:
-    """The result for the caller. `origin` names the source in the log."""
-    outcomes = tuple(FetchOutcome.REFUSED if isinstance(verdict, Mismatch) else verdict for verdict in verdicts)
-    fetched = outcomes.count(FetchOutcome.FETCHED)
-    stats.blocks_fetched += fetched
-    stats.bytes_fetched += fetched * block_bytes
-    stats.fetch_seconds += seconds
-    stats.missing += outcomes.count(FetchOutcome.MISSING)
-    stats.failed += outcomes.count(FetchOutcome.FAILED)
-    refused = Counter(verdict for verdict in verdicts if isinstance(verdict, Mismatch))
-    for mismatch, count in refused.items():
-        stats.refused[mismatch] += count
-        _logger.warning("refused %d of %d blocks from %s: %s differs", count, len(verdicts), origin, mismatch.value)
-    return FetchResult(outcomes)
+class Verdicts:
+    """Of one call of `fetch`, from its beginning: `found` holds one per block, in order, as far as the backend has got
+    in its `timeout` (seconds)."""
+
+    def __init__(self, num_blocks: int, *, timeout: float, clock: Clock) -> None:
+        self.found: list[Verdict] = []
+        self._num_blocks = num_blocks
+        self._timeout = timeout
+        self._clock = clock
+        self._started = clock.now()
+
+    @property
+    def seconds_left(self) -> float:
+        """Not above 0 when the time is over."""
+        return self._timeout - (self._clock.now() - self._started)
+
+    def settle(self, source: Source | None, stats: ConnectorStats, *, block_bytes: int) -> FetchResult:
+        """The result for the caller. Blocks that nothing was found out about have FAILED; `source` None is a store."""
+        self.found += [FetchOutcome.FAILED] * (self._num_blocks - len(self.found))
+        outcomes = tuple(FetchOutcome.REFUSED if isinstance(found, Mismatch) else found for found in self.found)
+        fetched = outcomes.count(FetchOutcome.FETCHED)
+        stats.blocks_fetched += fetched
+        stats.bytes_fetched += fetched * block_bytes
+        stats.fetch_seconds += self._clock.now() - self._started
+        stats.missing += outcomes.count(FetchOutcome.MISSING)
+        stats.failed += outcomes.count(FetchOutcome.FAILED)
+        refused = Counter(found for found in self.found if isinstance(found, Mismatch))
+        origin = "the store" if source is None else f"node {source.node_id}"
+        for mismatch, count in refused.items():
+            stats.refused[mismatch] += count
+            _logger.warning("refused %d of %d blocks from %s: %s differs", count, len(outcomes), origin, mismatch.value)
+        return FetchResult(outcomes)

@@ -22,7 +22,7 @@ from kv_connector.segments.mapped_peers import MappedPeers, open_segment, sweep_
 from kv_connector.segments.segment import Look, OwnedSegment, PeerSegment, check_peer, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
-from kv_connector.verdict import Verdict, settle
+from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
@@ -98,8 +98,7 @@ class CudaIpcConnector:
         pool = self._require().pool
         for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
             published = await self._publish(self._require(), part)
-            self.stats.blocks_published += published
-            self.stats.bytes_published += published * pool.block_bytes
+            self.stats.count_published(published, pool.block_bytes)
 
     def retract(self, block_ids: Sequence[int]) -> None:
         state = self._state
@@ -107,30 +106,22 @@ class CudaIpcConnector:
             state.segment.clear(block_ids)
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        started = self._clock.now()
+        verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         pool = self._require().pool
-        verdicts: list[Verdict] = []
         if source is None or not blocks:
-            verdicts += [FetchOutcome.MISSING] * len(blocks)
+            verdicts.found += [FetchOutcome.MISSING] * len(blocks)
         else:
             holder = await self._require().pool.run(self._find, self._require(), source, blocks)
             self._require().peers.look_after_owners()
             if not isinstance(holder, _Holder):
-                verdicts += [holder] * len(blocks)
+                verdicts.found += [holder] * len(blocks)
             else:
                 for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
-                    if self._clock.now() - started >= timeout:
+                    if verdicts.seconds_left <= 0:
                         break
                     state = self._require()
-                    verdicts += await state.pool.run(_read, state, holder, part)
-                verdicts += [FetchOutcome.FAILED] * (len(blocks) - len(verdicts))
-        return settle(
-            verdicts,
-            stats=self.stats,
-            block_bytes=pool.block_bytes,
-            seconds=self._clock.now() - started,
-            origin=source.node_id if source is not None else "nowhere",
-        )
+                    verdicts.found += await state.pool.run(_read, state, holder, part)
+        return verdicts.settle(source, self.stats, block_bytes=pool.block_bytes)
 
     async def close(self) -> None:
         state, self._state = self._state, None

@@ -17,7 +17,7 @@ from kv_connector.segments.prefault import Prefault
 from kv_connector.segments.segment import OwnedSegment, PeerSegment, check_peer, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
-from kv_connector.verdict import Verdict, settle
+from kv_connector.verdict import Verdict, Verdicts
 from kv_connector.worker import Worker
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
@@ -102,8 +102,7 @@ class SharedMemoryConnector:
                 published = _publish(state, part)
             else:
                 published = await state.worker.run(_publish, state, part)
-            self.stats.blocks_published += published
-            self.stats.bytes_published += published * state.pool.block_bytes
+            self.stats.count_published(published, state.pool.block_bytes)
 
     def retract(self, block_ids: Sequence[int]) -> None:
         state = self._state
@@ -111,30 +110,22 @@ class SharedMemoryConnector:
             state.segment.clear(block_ids)
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        started = self._clock.now()
+        verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
-        verdicts: list[Verdict] = []
         if source is None or not blocks:
-            verdicts += [FetchOutcome.MISSING] * len(blocks)
+            verdicts.found += [FetchOutcome.MISSING] * len(blocks)
         else:
             state = self._require()
             parts = list(Slices(blocks, block_bytes, _SLICE_BYTES))
-            first = parts.pop(0) if timeout > 0 else ()
-            holder, verdicts = await state.worker.run(self._find_and_read, state, source, blocks, first)
+            first = parts.pop(0) if verdicts.seconds_left > 0 else ()
+            holder, verdicts.found = await state.worker.run(self._find_and_read, state, source, blocks, first)
             self._require().peers.look_after_owners()
             for part in parts:
-                if holder is None or self._clock.now() - started >= timeout:
+                if holder is None or verdicts.seconds_left <= 0:
                     break
                 state = self._require()
-                verdicts += await state.worker.run(_read, state, holder, part)
-            verdicts += [FetchOutcome.FAILED] * (len(blocks) - len(verdicts))
-        return settle(
-            verdicts,
-            stats=self.stats,
-            block_bytes=block_bytes,
-            seconds=self._clock.now() - started,
-            origin=source.node_id if source is not None else "nowhere",
-        )
+                verdicts.found += await state.worker.run(_read, state, holder, part)
+        return verdicts.settle(source, self.stats, block_bytes=block_bytes)
 
     async def close(self) -> None:
         state, self._state = self._state, None

@@ -23,7 +23,7 @@ from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Claim
 from kv_connector.store.redis_link import UNREACHABLE, LeftAloneError, RedisLink
-from kv_connector.verdict import Verdict, settle
+from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
@@ -100,24 +100,21 @@ class RedisConnector:
                 state.generations[block_id] += 1
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        started = self._clock.now()
+        verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
-        verdicts: list[Verdict] = []
         for part in Slices(blocks, block_bytes, self._settings.batch_bytes):
-            remaining = timeout - (self._clock.now() - started)
-            if remaining <= 0:
+            left = verdicts.seconds_left
+            if left <= 0:
                 break
             try:
-                verdicts += await self._load(self._require(), part, remaining)
+                verdicts.found += await self._load(self._require(), part, left)
             except LeftAloneError:
-                self.stats.skipped += len(blocks) - len(verdicts)
+                self.stats.skipped += len(blocks) - len(verdicts.found)
                 break
             except UNREACHABLE as error:
                 _logger.warning("fetching from Redis failed: %s", type(error).__name__)
                 break
-        verdicts += [FetchOutcome.FAILED] * (len(blocks) - len(verdicts))
-        seconds = self._clock.now() - started
-        return settle(verdicts, stats=self.stats, block_bytes=block_bytes, seconds=seconds, origin="Redis")
+        return verdicts.settle(None, self.stats, block_bytes=block_bytes)
 
     async def settled(self) -> None:
         """Returns when everything published so far was offered to Redis."""
@@ -197,8 +194,7 @@ class RedisConnector:
         if refused:
             _logger.warning("Redis refused %d of %d blocks: %s", len(refused), offered, refused[0])
         stored = offered - len(refused)
-        self.stats.blocks_published += stored
-        self.stats.bytes_published += stored * state.pool.block_bytes
+        self.stats.count_published(stored, state.pool.block_bytes)
         return stored, len(claims) - offered
 
     def _note_room(self, state: _Open, answers: Sequence[object]) -> None:

@@ -21,7 +21,7 @@ from kv_connector.ucx.auth import check_secret
 from kv_connector.ucx.holder import Holder
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Transport
-from kv_connector.verdict import Verdict, settle
+from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
@@ -92,8 +92,7 @@ class UcxConnector:
         for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
             shared = self._require().shared
             published = await shared.publish_all(part)
-            self.stats.blocks_published += published
-            self.stats.bytes_published += published * shared.pool.block_bytes
+            self.stats.count_published(published, shared.pool.block_bytes)
             await asyncio.sleep(0)
 
     def retract(self, block_ids: Sequence[int]) -> None:
@@ -102,28 +101,22 @@ class UcxConnector:
             state.shared.remove(block_ids)
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        started = self._clock.now()
+        verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
+        verdicts.found += [FetchOutcome.MISSING if source is None else FetchOutcome.FAILED] * len(blocks)
         state = self._require()
-        verdicts: list[Verdict] = [FetchOutcome.MISSING if source is None else FetchOutcome.FAILED] * len(blocks)
         if source is not None and blocks and timeout > 0:
             _forget_deserted(state)
             peer = state.peers.get(source.endpoint)
             if peer is None:
                 peer = Peer(source.endpoint, state.transport, state.shared.pool, self._key, self.stats)
                 state.peers[source.endpoint] = peer
-            fetch = _Fetch(peer, source, blocks, verdicts, timeout)
+            fetch = _Fetch(peer, source, blocks, verdicts.found, timeout)
             state.fetches.add(fetch)
             try:
                 await fetch.run()
             finally:
                 state.fetches.discard(fetch)
-        return settle(
-            verdicts,
-            stats=self.stats,
-            block_bytes=state.shared.pool.block_bytes,
-            seconds=self._clock.now() - started,
-            origin=source.node_id if source is not None else "nowhere",
-        )
+        return verdicts.settle(source, self.stats, block_bytes=state.shared.pool.block_bytes)
 
     async def close(self) -> None:
         state, self._state = self._state, None
