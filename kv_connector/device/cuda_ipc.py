@@ -8,22 +8,22 @@ in our own memory, with the slot unchanged before and after the copy.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kv_connector.base import Block, FetchOutcome, FetchResult, Source
 from kv_connector.device.memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
 from kv_connector.device.pool import DevicePool
-from kv_connector.header import Mismatch
 from kv_connector.pool import Slices
-from kv_connector.segments.mapped_peers import MappedPeers, open_segment, sweep_and_log
-from kv_connector.segments.segment import Look, OwnedSegment, PeerSegment, check_peer, default_directory
+from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
+from kv_connector.segments.reader import SegmentReader
+from kv_connector.segments.segment import OwnedSegment, PeerSegment, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, Verdicts
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 
@@ -31,12 +31,8 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
-    segment: PeerSegment
+class _DevicePeer(Peer):
     memory: PeerMemory
-
-    def owner_is_alive(self) -> bool:
-        return self.segment.owner_is_alive()
 
     def close(self) -> None:
         self.memory.close()
@@ -50,16 +46,7 @@ class _Open:
     segment: OwnedSegment
     pool: DevicePool
     epoch: int
-    peers: MappedPeers[_Peer]
-
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """A peer and where in it the wanted names were found."""
-
-    peer: _Peer
-    epoch: int
-    slots: dict[BlockHash, list[int]]
+    reader: SegmentReader[_DevicePeer]
 
 
 class CudaIpcConnector:
@@ -88,7 +75,14 @@ class CudaIpcConnector:
         handle = pool.memory.export()
         assert len(handle) <= MAX_HANDLE_BYTES
         segment = OwnedSegment(self._directory, node_id, epoch, pool.layout, pool.num_blocks, device_handle=handle)
-        self._state = _Open(segment, pool, epoch, MappedPeers[_Peer](pool.run, self._look_interval))
+
+        def copy(peer: _DevicePeer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
+            pool.memory.copy_from(peer.memory, [BlockCopy(*pair) for pair in zip(block_ids, slots, strict=True)])
+            return pool.memory.digests(block_ids)
+
+        peers = MappedPeers(partial(self._open_peer, pool), pool, look_interval=self._look_interval)
+        reader = SegmentReader(pool, peers, copy, pool, slice_bytes=pool.slice_bytes)
+        self._state = _Open(segment, pool, epoch, reader)
 
     @property
     def endpoint(self) -> str:
@@ -107,28 +101,16 @@ class CudaIpcConnector:
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
-        pool = self._require().pool
-        if source is None or not blocks:
-            verdicts.found += [FetchOutcome.MISSING] * len(blocks)
-        else:
-            holder = await self._require().pool.run(self._find, self._require(), source, blocks)
-            self._require().peers.look_after_owners()
-            if not isinstance(holder, _Holder):
-                verdicts.found += [holder] * len(blocks)
-            else:
-                for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
-                    if verdicts.seconds_left <= 0:
-                        break
-                    state = self._require()
-                    verdicts.found += await state.pool.run(_read, state, holder, part)
-        return verdicts.settle(source, self.stats, block_bytes=pool.block_bytes)
+        state = self._require()
+        await state.reader.fetch(source, blocks, verdicts)
+        return verdicts.settle(source, self.stats, block_bytes=state.pool.block_bytes)
 
     async def close(self) -> None:
         state, self._state = self._state, None
         if state is None:
             return
         try:
-            await state.peers.close()
+            await state.reader.close()
         finally:
             state.segment.close()
             with suppress(BufferError):  # the engine is retracting from it just now
@@ -140,38 +122,22 @@ class CudaIpcConnector:
         return self._state
 
     async def _publish(self, state: _Open, blocks: Sequence[Block]) -> int:
-        """How many slots were filled; one retracted meanwhile stays empty."""
-        segment = state.segment
-        fresh = [(block, segment.sequence(block.block_id)) for block in blocks if not segment.holds(block)]
-        headers = await state.pool.describe_all([block for block, _ in fresh], state.epoch)
+        """How many slots were filled."""
+        absent = state.segment.absent(blocks)
+        headers = await state.pool.describe_all([block for block, _ in absent], state.epoch)
         if self._state is not state:
             raise KVError("the CUDA IPC connector was closed")
-        return sum(
-            segment.write(block.block_id, header, sequence)
-            for (block, sequence), header in zip(fresh, headers, strict=True)
-        )
+        return state.segment.fill(absent, headers)
 
-    def _find(self, state: _Open, source: Source, blocks: Sequence[Block]) -> _Holder | Verdict:
-        """Device's thread: the peer's pool, mapped, and the wanted names in it."""
-        peer = state.peers.get(source.endpoint)
-        if peer is None:
-            opened = self._open_peer(state, source)
-            if not isinstance(opened, _Peer):
-                return opened
-            state.peers.add(source.endpoint, peer := opened)
-        mismatch = _check(state.pool, peer.segment, source)
-        if mismatch is not None:
-            return mismatch
-        return _Holder(peer, source.epoch, peer.segment.find([block.block_hash for block in blocks]))
-
-    def _open_peer(self, state: _Open, source: Source) -> _Peer | Verdict:
+    def _open_peer(self, pool: DevicePool, source: Source) -> _DevicePeer | Verdict:
+        """Device's thread."""
         segment = open_segment(self._directory, source, on_device=True)
         if not isinstance(segment, PeerSegment):
             return segment
-        verdict: Verdict | None = _check(state.pool, segment, source)
+        verdict: Verdict | None = segment.mismatch(source, pool.geometry)
         if verdict is None:
             try:
-                return _Peer(segment, state.pool.memory.open(segment.device_handle, segment.preamble.num_blocks))
+                return _DevicePeer(segment, pool.memory.open(segment.device_handle, segment.preamble.num_blocks))
             except KVError as error:
                 _logger.warning(
                     "can not map the device memory of node %s: %s; if no other connector reaches it, set "
@@ -181,49 +147,3 @@ class CudaIpcConnector:
                 verdict = FetchOutcome.FAILED
         segment.close()
         return verdict
-
-
-def _check(pool: DevicePool, segment: PeerSegment, source: Source) -> Mismatch | None:
-    return check_peer(segment, epoch=source.epoch, geometry=pool.geometry)
-
-
-def _read(state: _Open, holder: _Holder, blocks: Sequence[Block]) -> list[Verdict]:
-    """Device's thread: one verdict per block. A name may be held by several slots; any good one will do."""
-    if holder.peer.segment.closed:  # the owner died and another fetch noticed first
-        return [FetchOutcome.FAILED] * len(blocks)
-    verdicts: list[Verdict] = [FetchOutcome.MISSING] * len(blocks)
-    candidates = {index: iter(holder.slots.get(block.block_hash, ())) for index, block in enumerate(blocks)}
-    while candidates:
-        looks = _look_at(holder, blocks, candidates, verdicts)
-        if not looks:
-            break
-        ids = [blocks[index].block_id for index in looks]
-        copies = [BlockCopy(block_id, look.slot) for block_id, look in zip(ids, looks.values(), strict=True)]
-        state.pool.memory.copy_from(holder.peer.memory, copies)
-        for (index, look), digest in zip(looks.items(), state.pool.memory.digests(ids), strict=True):
-            _note(verdicts, index, holder.peer.segment.judge(look, digest))
-            if verdicts[index] is FetchOutcome.FETCHED:
-                del candidates[index]
-    return verdicts
-
-
-def _look_at(
-    holder: _Holder, blocks: Sequence[Block], candidates: dict[int, Iterator[int]], verdicts: list[Verdict]
-) -> dict[int, Look]:
-    """By index: the next slot of each block that is worth a copy. Those that have none are no candidates any more."""
-    looks: dict[int, Look] = {}
-    for index, slots in list(candidates.items()):
-        for slot in slots:
-            look = holder.peer.segment.look(slot, blocks[index], epoch=holder.epoch)
-            if isinstance(look, Look):
-                looks[index] = look
-                break
-            _note(verdicts, index, look)
-        else:
-            del candidates[index]
-    return looks
-
-
-def _note(verdicts: list[Verdict], index: int, verdict: Verdict) -> None:
-    if verdict is not FetchOutcome.MISSING:
-        verdicts[index] = verdict

@@ -6,45 +6,56 @@ owners are looked after. Invariant: only the connector's own thread touches what
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from kv_connector.base import FetchOutcome, Source
 from kv_connector.header import Mismatch
 from kv_connector.segments.segment import PeerSegment, sweep
 from kv_connector.verdict import Verdict
+from kv_connector.worker import RunsFunctions
 from kvrelay.core.errors import ConfigurationError, KVError
 
 _logger = logging.getLogger(__name__)
 
 
-class Mapped(Protocol):
-    def owner_is_alive(self) -> bool: ...
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What is mapped of another node: its segment. Where its pool is elsewhere, a subclass has that, too."""
 
-    def close(self) -> None: ...
+    segment: PeerSegment
+
+    def close(self) -> None:
+        self.segment.close()
 
 
-M = TypeVar("M", bound=Mapped)
+PeerT = TypeVar("PeerT", bound=Peer)
 
 
-class MappedPeers(Generic[M]):
-    """`run` runs a function on the connector's thread, `look_interval` is the seconds between two looks at owners."""
+class MappedPeers(Generic[PeerT]):
+    """`open_peer` maps a peer, or says why it can not, on the connector's `thread`; `look_interval` is the seconds
+    between two looks at owners."""
 
-    def __init__(self, run: Callable[[Callable[[], None]], Awaitable[None]], look_interval: float) -> None:
-        self._run = run
+    def __init__(
+        self, open_peer: Callable[[Source], PeerT | Verdict], thread: RunsFunctions, *, look_interval: float
+    ) -> None:
+        self._open_peer = open_peer
+        self._thread = thread
         self._look_interval = look_interval
-        self._peers: dict[str, M] = {}  # an endpoint names the epoch
+        self._peers: dict[str, PeerT] = {}  # an endpoint names the epoch
         self._looking: asyncio.Task[None] | None = None
 
-    def get(self, endpoint: str) -> M | None:
-        """On the connector's thread. A living one, if it is mapped."""
+    def of(self, source: Source) -> PeerT | Verdict:
+        """On the connector's thread. A living one, mapped now if it was not."""
         self._forget_dead()
-        return self._peers.get(endpoint)
-
-    def add(self, endpoint: str, peer: M) -> None:
-        """On the connector's thread."""
-        self._peers[endpoint] = peer
+        if source.endpoint in self._peers:
+            return self._peers[source.endpoint]
+        opened = self._open_peer(source)
+        if not isinstance(opened, FetchOutcome | Mismatch):
+            self._peers[source.endpoint] = opened
+        return opened
 
     def look_after_owners(self) -> None:
         """On the loop, after something may have been mapped."""
@@ -56,15 +67,15 @@ class MappedPeers(Generic[M]):
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
-        await self._run(self._forget)
+        await self._thread.run(self._forget)
 
     async def _look(self) -> None:
         while self._peers:
             await asyncio.sleep(self._look_interval)
-            await self._run(self._forget_dead)
+            await self._thread.run(self._forget_dead)
 
     def _forget_dead(self) -> None:
-        for endpoint in [endpoint for endpoint, peer in self._peers.items() if not peer.owner_is_alive()]:
+        for endpoint in [endpoint for endpoint, peer in self._peers.items() if not peer.segment.owner_is_alive()]:
             self._peers.pop(endpoint).close()
 
     def _forget(self) -> None:

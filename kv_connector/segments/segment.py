@@ -33,10 +33,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import Block, FetchOutcome, Source
 from kv_connector.geometry import Geometry
 from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch
-from kv_connector.pool import CopyRows, Rows
+from kv_connector.pool import Rows
 from kv_connector.verdict import Verdict
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
@@ -163,8 +163,19 @@ class OwnedSegment:
         self._slots = np.frombuffer(self.mapping, _SLOT, num_blocks, mmap.PAGESIZE)
         self._lock = threading.Lock()  # held for a few stores, never for a copy or a digest
 
+    def absent(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
+        """Those whose slots do not have them yet, with the slots' counters: to be read before payloads are digested."""
+        return [(block, self.sequence(block.block_id)) for block in blocks if not self.holds(block)]
+
+    def fill(self, absent: Sequence[tuple[Block, int]], headers: Sequence[BlockHeader]) -> int:
+        """How many of these blocks it has now; one that was retracted meanwhile stays empty."""
+        return sum(
+            self.write(block.block_id, header, sequence)
+            for (block, sequence), header in zip(absent, headers, strict=True)
+        )
+
     def sequence(self, block_id: int) -> int:
-        """Changes whenever the slot does; read it before the payload is digested."""
+        """Changes whenever the slot does."""
         return int(self._slots["sequence"][block_id])
 
     def holds(self, block: Block) -> bool:
@@ -213,7 +224,8 @@ class Look:
 
 
 class PeerSegment:
-    """Somebody else's segment, or our own seen from outside. Used by one thread."""
+    """Somebody else's segment, or our own seen from outside. Used by one thread. `rows`: of a pool that lies in it, as
+    `LocalPool` has them."""
 
     def __init__(self, directory: Path, name: str, *, on_device: bool = False) -> None:
         """Raises OSError when there is no such file, KVError when it is not a segment, or its pool is elsewhere."""
@@ -233,7 +245,7 @@ class PeerSegment:
         self._slots = np.frombuffer(self._mapping, _SLOT, num_blocks, mmap.PAGESIZE)
         pool_shape = (1, HANDLE_ROOM) if on_device else (num_blocks, block_bytes)
         pool = np.frombuffer(self._mapping, np.uint8, pool_shape[0] * pool_shape[1], self.preamble.pool_offset)
-        self._rows: Rows = pool.reshape(pool_shape)
+        self.rows: Rows = pool.reshape(pool_shape)
 
     @property
     def closed(self) -> bool:
@@ -242,7 +254,7 @@ class PeerSegment:
     @property
     def device_handle(self) -> bytes:
         """What lets us map a pool in device memory. Raises KVError when it is none."""
-        room = self._rows.tobytes()
+        room = self.rows.tobytes()
         (length,) = _HANDLE_LENGTH.unpack_from(room)
         if length > HANDLE_ROOM - _HANDLE_LENGTH.size:
             raise KVError(f"a device handle of {length} bytes")
@@ -272,17 +284,9 @@ class PeerSegment:
                 found.setdefault(name, []).append(slot)
         return found
 
-    def read(
-        self, slots: Sequence[int], blocks: Sequence[Block], rows: Rows, *, epoch: int, copy: CopyRows
-    ) -> list[Verdict]:
-        """Copies the blocks whose slots still have them, each to its place in our own pool's `rows`."""
-        seen = [self.look(slot, block, epoch=epoch) for slot, block in zip(slots, blocks, strict=True)]
-        good = [index for index, found in enumerate(seen) if isinstance(found, Look)]
-        digests = copy(rows, [blocks[index].block_id for index in good], self._rows, [slots[index] for index in good])
-        arrived = dict(zip(good, digests, strict=True))
-        return [
-            self.judge(found, arrived[index]) if isinstance(found, Look) else found for index, found in enumerate(seen)
-        ]
+    def mismatch(self, source: Source, geometry: Geometry) -> Mismatch | None:
+        """What refuses every block of it: it is not of that source, or its blocks are not like ours."""
+        return Mismatch.EPOCH if self.preamble.epoch != source.epoch else geometry.mismatch(self.preamble.geometry)
 
     def look(self, slot: int, block: Block, *, epoch: int) -> "Look | Verdict":
         """What the slot says before its block is copied, or why that would be in vain."""
@@ -305,15 +309,10 @@ class PeerSegment:
         if self._mapping is None:
             return
         self._slots = np.empty(0, _SLOT)
-        self._rows = np.empty((0, 0), np.uint8)
+        self.rows = np.empty((0, 0), np.uint8)
         self._mapping.close()
         self._mapping = None
         os.close(self._fd)
-
-
-def check_peer(peer: PeerSegment, *, epoch: int, geometry: Geometry) -> Mismatch | None:
-    """What refuses a whole segment at once."""
-    return Mismatch.EPOCH if peer.preamble.epoch != epoch else geometry.mismatch(peer.preamble.geometry)
 
 
 def _page_aligned(size: int) -> int:

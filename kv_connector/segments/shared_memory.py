@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
-from kv_connector.pool import CopyRows, LocalPool, Slices
-from kv_connector.segments.mapped_peers import MappedPeers, open_segment, sweep_and_log
+from kv_connector.base import Block, FetchResult, PoolBuffer, Source
+from kv_connector.pool import LocalPool, Slices
+from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
 from kv_connector.segments.prefault import Prefault
-from kv_connector.segments.segment import OwnedSegment, PeerSegment, check_peer, default_directory
+from kv_connector.segments.reader import SegmentReader
+from kv_connector.segments.segment import OwnedSegment, PeerSegment, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, Verdicts
 from kv_connector.worker import Worker
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
@@ -42,17 +42,7 @@ class _Open:
     epoch: int
     worker: Worker
     prefault: Prefault
-    copy: CopyRows
-    peers: MappedPeers[PeerSegment]
-
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """A peer and where in it the wanted names were found."""
-
-    peer: PeerSegment
-    epoch: int
-    slots: dict[BlockHash, list[int]]
+    reader: SegmentReader[Peer]
 
 
 class SharedMemoryConnector:
@@ -87,8 +77,13 @@ class SharedMemoryConnector:
         segment = OwnedSegment(self._directory, node_id, epoch, layout, num_blocks)
         pool = LocalPool.inside(segment.mapping, segment.preamble.pool_offset, layout, num_blocks)
         worker = Worker("kv-shared-memory")
-        peers = MappedPeers[PeerSegment](worker.run, self._look_interval)
-        self._state = _Open(segment, pool, epoch, worker, Prefault(pool.rows), self._copy, peers)
+        peers = MappedPeers(self._open_peer, worker, look_interval=self._look_interval)
+
+        def copy(peer: Peer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
+            return self._copy(pool.rows, block_ids, peer.segment.rows, slots)
+
+        reader = SegmentReader(pool, peers, copy, worker, slice_bytes=_SLICE_BYTES)
+        self._state = _Open(segment, pool, epoch, worker, Prefault(pool.rows), reader)
         return pool.buffer
 
     @property
@@ -111,28 +106,16 @@ class SharedMemoryConnector:
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
-        block_bytes = self._require().pool.block_bytes
-        if source is None or not blocks:
-            verdicts.found += [FetchOutcome.MISSING] * len(blocks)
-        else:
-            state = self._require()
-            parts = list(Slices(blocks, block_bytes, _SLICE_BYTES))
-            first = parts.pop(0) if verdicts.seconds_left > 0 else ()
-            holder, verdicts.found = await state.worker.run(self._find_and_read, state, source, blocks, first)
-            self._require().peers.look_after_owners()
-            for part in parts:
-                if holder is None or verdicts.seconds_left <= 0:
-                    break
-                state = self._require()
-                verdicts.found += await state.worker.run(_read, state, holder, part)
-        return verdicts.settle(source, self.stats, block_bytes=block_bytes)
+        state = self._require()
+        await state.reader.fetch(source, blocks, verdicts)
+        return verdicts.settle(source, self.stats, block_bytes=state.pool.block_bytes)
 
     async def close(self) -> None:
         state, self._state = self._state, None
         if state is None:
             return
         try:
-            await state.peers.close()
+            await state.reader.close()
         finally:
             state.worker.stop()
             state.prefault.stop()
@@ -144,54 +127,13 @@ class SharedMemoryConnector:
             raise KVError("the shared-memory connector is not allocated, or closed")
         return self._state
 
-    def _find_and_read(
-        self, state: _Open, source: Source, blocks: Sequence[Block], first: Sequence[Block]
-    ) -> tuple[_Holder | None, list[Verdict]]:
-        """Worker thread: where the blocks are, and verdicts of the `first` ones; of all without a holder."""
-        holder = self._find(state, source, blocks)
-        if isinstance(holder, _Holder):
-            return holder, _read(state, holder, first)
-        return None, [holder] * len(blocks)
-
-    def _find(self, state: _Open, source: Source, blocks: Sequence[Block]) -> _Holder | Verdict:
-        """Worker thread: the peer's mapping, and the wanted names in it."""
-        peer = state.peers.get(source.endpoint)
-        if peer is None:
-            opened = open_segment(self._directory, source)
-            if not isinstance(opened, PeerSegment):
-                return opened
-            state.peers.add(source.endpoint, peer := opened)
-        mismatch = check_peer(peer, epoch=source.epoch, geometry=state.pool.geometry)
-        if mismatch is not None:
-            return mismatch
-        return _Holder(peer, source.epoch, peer.find([block.block_hash for block in blocks]))
+    def _open_peer(self, source: Source) -> Peer | Verdict:
+        """Worker thread."""
+        segment = open_segment(self._directory, source)
+        return Peer(segment) if isinstance(segment, PeerSegment) else segment
 
 
 def _publish(state: _Open, blocks: Sequence[Block]) -> int:
-    """How many slots were filled; one retracted meanwhile stays empty. On the worker thread; for few bytes the loop."""
-    published = 0
-    for block in blocks:
-        if state.segment.holds(block):
-            continue
-        sequence = state.segment.sequence(block.block_id)
-        header = state.pool.describe(block, state.epoch)
-        published += state.segment.write(block.block_id, header, sequence)
-    return published
-
-
-def _read(state: _Open, holder: _Holder, blocks: Sequence[Block]) -> list[Verdict]:
-    """Worker thread: one verdict per block. A name may be held by several slots; any good one will do."""
-    if holder.peer.closed:  # the owner died and another fetch noticed first
-        return [FetchOutcome.FAILED] * len(blocks)
-    verdicts: list[Verdict] = [FetchOutcome.MISSING] * len(blocks)
-    left = {index: list(holder.slots.get(block.block_hash, ())) for index, block in enumerate(blocks)}
-    while left := {index: slots for index, slots in left.items() if slots}:
-        slots = [candidates.pop(0) for candidates in left.values()]
-        wanted = [blocks[index] for index in left]
-        tried = holder.peer.read(slots, wanted, state.pool.rows, epoch=holder.epoch, copy=state.copy)
-        for index, verdict in zip(list(left), tried, strict=True):
-            if verdict is not FetchOutcome.MISSING:
-                verdicts[index] = verdict
-            if verdict is FetchOutcome.FETCHED:
-                del left[index]
-    return verdicts
+    """How many slots were filled. On the worker thread; for few bytes on the loop."""
+    absent = state.segment.absent(blocks)
+    return state.segment.fill(absent, [state.pool.describe(block, state.epoch) for block, _ in absent])

@@ -1,0 +1,128 @@
+"""Blocks out of other nodes' segments: found by name, copied into our pool, and judged by what their slots say then.
+
+Where the peers' pools are, in the segments or on a device, and how bytes come from there is the connector's to say.
+Invariant: only the connector's thread touches what is mapped, and it is never held for more than one part of a fetch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from kv_connector.base import Block, FetchOutcome, Source
+from kv_connector.header import Mismatch
+from kv_connector.pool import Payloads, Slices
+from kv_connector.segments.mapped_peers import MappedPeers, PeerT
+from kv_connector.segments.segment import Look
+from kv_connector.verdict import Verdict, Verdicts
+from kv_connector.worker import RunsFunctions
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.errors import KVError
+
+CopyBlocks = Callable[[PeerT, Sequence[int], Sequence[int]], Sequence[bytes]]
+"""Copies the peer's blocks in these slots (the last argument) to these blocks of ours; the digests of what arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder(Generic[PeerT]):
+    """A peer and where in it the wanted names were found."""
+
+    peer: PeerT
+    epoch: int
+    slots: dict[BlockHash, list[int]]
+
+
+class SegmentReader(Generic[PeerT]):
+    """Reads into `pool`, in parts of about `slice_bytes`; `copy` runs on `thread`."""
+
+    def __init__(
+        self,
+        pool: Payloads,
+        peers: MappedPeers[PeerT],
+        copy: CopyBlocks[PeerT],
+        thread: RunsFunctions,
+        *,
+        slice_bytes: int,
+    ) -> None:
+        self._pool = pool
+        self._peers = peers
+        self._copy = copy
+        self._thread = thread
+        self._slice_bytes = slice_bytes
+        self._open = True
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], verdicts: Verdicts) -> None:
+        """Adds what became of the blocks that there was time for. Raises KVError when this is closed meanwhile."""
+        if source is None or not blocks:
+            verdicts.found += [FetchOutcome.MISSING] * len(blocks)
+            return
+        parts = list(Slices(blocks, self._pool.block_bytes, self._slice_bytes))
+        first = parts.pop(0) if verdicts.seconds_left > 0 else ()
+        holder, found = await self._thread.run(self._find_and_read, source, blocks, first)
+        verdicts.found += found
+        self._require_open()
+        self._peers.look_after_owners()
+        for part in parts:
+            if holder is None or verdicts.seconds_left <= 0:
+                break
+            self._require_open()
+            verdicts.found += await self._thread.run(self._read, holder, part)
+
+    async def close(self) -> None:
+        """Unmaps the peers, after whatever is being copied."""
+        self._open = False
+        await self._peers.close()
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise KVError("the connector was closed during a fetch")
+
+    def _find_and_read(
+        self, source: Source, blocks: Sequence[Block], first: Sequence[Block]
+    ) -> tuple[_Holder[PeerT] | None, list[Verdict]]:
+        """Where the blocks are, and verdicts of the `first` ones; of all without a holder."""
+        peer = self._peers.of(source)
+        if isinstance(peer, FetchOutcome | Mismatch):
+            return None, [peer] * len(blocks)
+        mismatch = peer.segment.mismatch(source, self._pool.geometry)
+        if mismatch is not None:
+            return None, [mismatch] * len(blocks)
+        holder = _Holder(peer, source.epoch, peer.segment.find([block.block_hash for block in blocks]))
+        return holder, self._read(holder, first)
+
+    def _read(self, holder: _Holder[PeerT], blocks: Sequence[Block]) -> list[Verdict]:
+        """One verdict per block. A name may be held by several slots; any good one will do."""
+        segment = holder.peer.segment
+        if segment.closed:  # the owner died and another fetch noticed first
+            return [FetchOutcome.FAILED] * len(blocks)
+        verdicts: list[Verdict] = [FetchOutcome.MISSING] * len(blocks)
+        candidates = {index: iter(holder.slots.get(block.block_hash, ())) for index, block in enumerate(blocks)}
+        while looks := _look_at(holder, blocks, candidates, verdicts):
+            block_ids = [blocks[index].block_id for index in looks]
+            digests = self._copy(holder.peer, block_ids, [look.slot for look in looks.values()])
+            for (index, look), digest in zip(looks.items(), digests, strict=True):
+                _note(verdicts, index, segment.judge(look, digest))
+                if verdicts[index] is FetchOutcome.FETCHED:
+                    del candidates[index]
+        return verdicts
+
+
+def _look_at(
+    holder: _Holder[PeerT], blocks: Sequence[Block], candidates: dict[int, Iterator[int]], verdicts: list[Verdict]
+) -> dict[int, Look]:
+    """By index: the next slot of each block that is worth a copy. Those that have none are no candidates any more."""
+    looks: dict[int, Look] = {}
+    for index, slots in list(candidates.items()):
+        for slot in slots:
+            look = holder.peer.segment.look(slot, blocks[index], epoch=holder.epoch)
+            if isinstance(look, Look):
+                looks[index] = look
+                break
+            _note(verdicts, index, look)
+        else:
+            del candidates[index]
+    return looks
+
+
+def _note(verdicts: list[Verdict], index: int, verdict: Verdict) -> None:
+    if verdict is not FetchOutcome.MISSING:
+        verdicts[index] = verdict
