@@ -34,7 +34,6 @@ QUANTIZATION_CONFIGS: Mapping[PublishedMethod, Mapping[str, Any]] = {
 
 BOS_TOKEN, EOS_TOKEN, PAD_TOKEN = "<|begin|>", "<|end|>", "<|pad|>"
 BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID = 256, 257, 258
-NUM_BYTE_TOKENS = 256
 MIN_VOCAB_SIZE = 260
 
 CHAT_TEMPLATE = (

@@ -255,7 +255,7 @@ def _disaggregated(
         decode.node_id,
         PlacementReason.DISAGGREGATED,
         sources=_sources(facts, prefill, candidates),
-        decode_sources=_decode_sources(facts, decode, prefill, candidates),
+        decode_sources=_decode_sources(decode, prefill, candidates),
         decode_holds_all=_holds_all(facts, decode),
     )
 
@@ -281,7 +281,7 @@ def _sources(
 
 
 def _decode_sources(
-    facts: RequestFacts, decode: DecodeCandidate, prefill: PrefillCandidate, candidates: Candidates
+    decode: DecodeCandidate, prefill: PrefillCandidate, candidates: Candidates
 ) -> tuple[SourceHint, ...]:
     """The prefill node announces by itself what it has."""
     return _most_held(

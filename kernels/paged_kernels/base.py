@@ -9,7 +9,6 @@ with `KVScales`, encodes what it writes and widens what it reads (`kv_scales.py`
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -75,7 +74,3 @@ class AttentionBackend(Protocol):
         accumulated in float32. Returns `[num_tokens, num_heads, head_dim]`, contiguous, in the query's dtype.
         """
         ...
-
-
-def supported_dtypes() -> tuple[torch.dtype, ...]:
-    return (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,6 @@ from torch import Tensor
 from paged_kernels.triton_device.payload_digest import digest_kernel, kib_sums_kernel
 from paged_kernels.triton_launch import KernelCall, ceil_divide, launch
 
-DIGEST_BYTES = 16
 STRIPE_BYTES = 64  # payloads are whole stripes
 LEAST_BYTES = 256  # shorter payloads have another algorithm
 

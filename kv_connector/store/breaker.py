@@ -37,11 +37,6 @@ class CircuitBreaker:
         self._retry_at: float | None = None  # None: closed
         self._trying = False
 
-    @property
-    def is_open(self) -> bool:
-        """Half open counts as open."""
-        return self._retry_at is not None
-
     def admit(self) -> bool:
         """Whether to go ahead."""
         if self._retry_at is None:

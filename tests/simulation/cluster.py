@@ -26,7 +26,6 @@ from kvrelay.node.node_service import NodeService
 from kvrelay.v1 import node_pb2_grpc
 from prefill_node.service import PrefillService
 from router.nodes.kv_index import KVIndex
-from router.nodes.node import NodeRole
 from router.nodes.registry import Registry
 from router.policy import make_policy
 from router.relay.relay import ClusterRelay
@@ -280,10 +279,6 @@ class Cluster:
         await running.service.close()
         await running.server.stop()
         await running.node.close()
-
-
-def role_of(running: RunningNode) -> NodeRole:
-    return NodeRole.PREFILL if isinstance(running.service, PrefillService) else NodeRole.DECODE
 
 
 def process_task(process: Process, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
