@@ -12,6 +12,12 @@ from router.edge.gateway import create_app
 from router.edge.grpc_service import RouterService
 from tests.router.edge_parts import ScriptedRelay, http_server, make_edge
 
+# Of a stream of completions, as OpenAI's API has it.
+PIECE = b'data: {"choices":[{"index":0,"text":"x","finish_reason":null}]}\n\n'
+LAST = b'data: {"choices":[{"index":0,"text":"","finish_reason":"length"}]}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
 
 @asynccontextmanager
 async def gateway(relay: ScriptedRelay) -> AsyncIterator[str]:

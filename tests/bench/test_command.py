@@ -14,8 +14,7 @@ from kvrelay.bench.result import RunResult
 from kvrelay.bench.slo import Slos
 from kvrelay.bench.summary import summarise
 from tests.bench.records import record
-from tests.bench.servers import answering
-from tests.bench.test_measure import DONE, LAST, PIECE, USAGE
+from tests.bench.servers import DONE, LAST, PIECE, USAGE, answering
 
 LOAD = ["--vocab-size", "500", "--input-len", "4", "--output-len", "5", "--requests", "2"]
 

@@ -19,16 +19,12 @@ from kvrelay.bench.settings import (
     ThroughputBenchSettings,
 )
 from kvrelay.core.errors import KVError, OverloadedError, UnavailableError, UnknownModelError
-from tests.bench.servers import answering, gateway, grpc_router
+from tests.bench.servers import DONE, LAST, PIECE, USAGE, answering, gateway, grpc_router
 from tests.router.conftest import relay, tokenizer, tokenizer_directory
 from tests.router.edge_parts import MODEL, ScriptedRelay
 
 __all__ = ["relay", "tokenizer", "tokenizer_directory"]  # fixtures
 
-PIECE = b'data: {"choices":[{"index":0,"text":"x","finish_reason":null}]}\n\n'
-LAST = b'data: {"choices":[{"index":0,"text":"","finish_reason":"length"}]}\n\n'
-USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
-DONE = b"data: [DONE]\n\n"
 SMALL: dict[str, Any] = {"vocab_size": 258, "output_len": "4", "input_len": "8-16", "progress": "off"}
 
 

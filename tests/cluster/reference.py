@@ -1,11 +1,14 @@
 """What transformers' own `generate` says: the oracle of every cluster test."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from tests.cluster.cluster import Cluster
 
 
 class Reference:
@@ -33,3 +36,11 @@ class Reference:
         with torch.inference_mode():
             logits: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits[0]
         return torch.log_softmax(logits.float(), dim=-1)
+
+
+async def check(running: Cluster, reference: Reference, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Asked for all prompts at the same time, the cluster says what the reference says."""
+    served = await asyncio.gather(*(running.generate(prompt, max_tokens=max_tokens) for prompt in prompts))
+    for prompt, result in zip(prompts, served, strict=True):
+        assert result.tokens[0] == reference.generate(prompt, max_tokens), f"prompt of {len(prompt)} tokens"
+        assert result.how.prefill_node == "prefill-0"

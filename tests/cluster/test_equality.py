@@ -2,36 +2,22 @@
 
 import asyncio
 import itertools
-import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster.cluster import Cluster, cluster
-from tests.cluster.reference import Reference
+from tests.cluster.prompts import VOCAB_SIZE, prompt_of
+from tests.cluster.reference import Reference, check
+from tests.demo_model import DEMO_MODEL
 from tests.engine.tiny_models import FAMILIES, make_tiny_model
 from tests.redis_server import RedisServer
 
-VOCAB_SIZE = 320
-DEMO_MODEL = Path("demo/model")
 CONNECTORS = ("shared_memory", "ucx", "redis")
 # To a connector a block is bytes, whatever model they are of: each family goes through one, and one through all.
 PAIRS = sorted({*zip(FAMILIES, itertools.cycle(CONNECTORS), strict=False), *(("llama", name) for name in CONNECTORS)})
-
-
-def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    rng = random.Random(f"{length}/{seed}")
-    return [rng.randrange(vocab_size) for _ in range(length)]
-
-
-async def check(running: Cluster, reference: Reference, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """All at the same time."""
-    served = await asyncio.gather(*(running.generate(prompt, max_tokens=max_tokens) for prompt in prompts))
-    for prompt, result in zip(prompts, served, strict=True):
-        assert result.tokens[0] == reference.generate(prompt, max_tokens), f"prompt of {len(prompt)} tokens"
-        assert result.how.prefill_node == "prefill-0"
 
 
 @pytest.mark.parametrize(("family", "connector"), PAIRS)

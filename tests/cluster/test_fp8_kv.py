@@ -9,7 +9,7 @@ import pytest
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.offline.llm import LLM
 from tests.cluster.cluster import cluster
-from tests.cluster.test_equality import VOCAB_SIZE, prompt_of
+from tests.cluster.prompts import VOCAB_SIZE, prompt_of
 from tests.engine.tiny_models import make_tiny_model
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True, "dtype": "float32", "threads": 1}

@@ -2,8 +2,6 @@
 and nothing is left (which `cluster` checks)."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,11 @@ from redis import Redis
 
 from decode_node.service import DecodeService
 from kvrelay.core.block_hash import BlockHash
-from router.policy import make_policy
 from router.request import KVOrigins
-from tests.cluster.cluster import Cluster, Served, cluster
+from tests.cluster.cluster import Cluster, Served
 from tests.cluster.interference import Interference
-from tests.cluster.test_equality import VOCAB_SIZE, prompt_of
-from tests.cluster.test_lost_nodes import PARALLEL, SAMPLED, check, killed_after
+from tests.cluster.prompts import VOCAB_SIZE, prompt_of
+from tests.cluster.undisturbed import PARALLEL, SAMPLED, check, killed_after, nodes, serve_undisturbed
 from tests.engine.tiny_models import make_tiny_model
 from tests.redis_server import RedisServer
 
@@ -37,29 +34,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def undisturbed(model: Path) -> dict[str, Served]:
+    return asyncio.run(serve_undisturbed(model, PROMPT, SAMPLINGS))
+
+
+@pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(model: Path) -> dict[str, Served]:
-    async def serve() -> dict[str, Served]:
-        async with cluster(model, prefill_nodes=0) as running:
-            return {name: await running.generate(PROMPT, **sampling) for name, sampling in SAMPLINGS.items()}
-
-    return asyncio.run(serve())
-
-
-@asynccontextmanager
-async def nodes(model: Path, prefill_nodes: int, decode_nodes: int, **settings: Any) -> AsyncIterator[Cluster]:
-    """The first request goes to prefill-0 and decode-0, the second one to the next ones."""
-    policy = make_policy("round_robin", local_prefill_max_tokens=0)
-    async with cluster(
-        model, prefill_nodes=prefill_nodes, decode_nodes=decode_nodes, policy=policy, **settings
-    ) as running:
-        yield running
 
 
 def num_refused(running: Cluster) -> float:
@@ -213,7 +196,7 @@ async def test_a_replay_climbs_the_ladder_too(model: Path, undisturbed: dict[str
     """The decode node dies, and the next prefill node's blocks are corrupted."""
     async with nodes(model, 2, 2) as running:
         Interference(running.node("prefill-1"), corrupt=True)
-        served = await killed_after(running, 5, prompt=PROMPT, **SAMPLINGS["sampled"])
+        served = await killed_after(running, PROMPT, 5, **SAMPLINGS["sampled"])
     check(served, undisturbed["sampled"])
     assert (served.how.decode_node, served.how.num_migrations) == ("decode-1", 1)
 

@@ -1,34 +1,20 @@
 """Nodes die at any moment of a request; the client has exactly the tokens of an undisturbed run."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrelay.core.errors import UnavailableError
-from router.policy import make_policy
-from tests.cluster.cluster import Cluster, Served, cluster
-from tests.cluster.test_equality import VOCAB_SIZE, prompt_of
+from tests.cluster.cluster import Served, cluster
+from tests.cluster.prompts import VOCAB_SIZE, prompt_of
+from tests.cluster.undisturbed import PARALLEL, SAMPLED, check, killed_after, nodes, serve_undisturbed
 from tests.engine.tiny_models import make_tiny_model
 
 PROMPT = prompt_of(44)  # with 4 output tokens it fills three blocks
 GREEDY: dict[str, Any] = {"max_tokens": 60}
-SAMPLED: dict[str, Any] = {
-    "max_tokens": 60,
-    "temperature": 0.9,
-    "top_p": 0.95,
-    "seed": 77,
-    "repetition_penalty": 1.2,
-    "presence_penalty": 0.4,
-    "frequency_penalty": 0.6,
-    "min_tokens": 50,
-    "ignore_eos": False,
-    "logprobs": 2,
-}
-PARALLEL: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 5, "n": 3}
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED, "parallel": PARALLEL}
 
 
@@ -39,47 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(model: Path) -> dict[str, Served]:
-    """What a cluster of one node says."""
-
-    async def serve() -> dict[str, Served]:
-        async with cluster(model, prefill_nodes=0) as running:
-            return {name: await running.generate(PROMPT, **sampling) for name, sampling in SAMPLINGS.items()}
-
-    return asyncio.run(serve())
-
-
-@asynccontextmanager
-async def two_of_each(model: Path, **settings: Any) -> AsyncIterator[Cluster]:
-    policy = make_policy("round_robin", local_prefill_max_tokens=0)
-    async with cluster(model, prefill_nodes=2, decode_nodes=2, policy=policy, **settings) as running:
-        yield running
-
-
-async def killed_after(running: Cluster, num_tokens: int, *, prompt: Sequence[int] = PROMPT, **sampling: Any) -> Served:
-    """The first request, whose decode node dies when the client has so many tokens; it generates hardly more."""
-    killing: list[asyncio.Task[None]] = []
-
-    async def kill() -> None:
-        gate = running.hold("decode-0")
-        await running.kill("decode-0")
-        gate.set()
-
-    def on_tokens(count: int) -> None:
-        if count >= num_tokens and not killing:
-            killing.append(asyncio.create_task(kill()))
-
-    served = await running.generate(prompt, on_tokens=on_tokens, **sampling)
-    await killing[0]
-    return served
-
-
-def check(served: Served, expected: Served) -> None:
-    assert served.tokens == expected.tokens
-    for index, entries in expected.logprobs.items():
-        assert [entry.token_id for entry in served.logprobs[index]] == [entry.token_id for entry in entries]
-        for found, entry in zip(served.logprobs[index], entries, strict=True):
-            assert found.logprob == pytest.approx(entry.logprob, abs=1e-4)
-            assert [token_id for token_id, _ in found.top] == [token_id for token_id, _ in entry.top]
+    return asyncio.run(serve_undisturbed(model, PROMPT, SAMPLINGS))
 
 
 # 4 tokens fill a block of which the prompt has a part, 20 one that is generated.
@@ -88,8 +34,8 @@ def check(served: Served, expected: Served) -> None:
 async def test_a_decode_node_that_dies_changes_no_token(
     model: Path, undisturbed: dict[str, Served], sampling: str, num_tokens: int
 ) -> None:
-    async with two_of_each(model) as running:
-        served = await killed_after(running, num_tokens, **SAMPLINGS[sampling])
+    async with nodes(model, 2, 2) as running:
+        served = await killed_after(running, PROMPT, num_tokens, **SAMPLINGS[sampling])
     check(served, undisturbed[sampling])
     assert (served.how.decode_node, served.how.num_migrations) == ("decode-1", 1)
     assert served.how.prefill_node == "prefill-0"
@@ -97,15 +43,15 @@ async def test_a_decode_node_that_dies_changes_no_token(
 
 @pytest.mark.parametrize("num_tokens", [1, 10, 50])
 async def test_parallel_outputs_go_on_apart(model: Path, undisturbed: dict[str, Served], num_tokens: int) -> None:
-    async with two_of_each(model) as running:
-        served = await killed_after(running, num_tokens, **PARALLEL)
+    async with nodes(model, 2, 2) as running:
+        served = await killed_after(running, PROMPT, num_tokens, **PARALLEL)
     check(served, undisturbed["parallel"])
     assert len(served.tokens) == 3 and served.how.num_migrations == 3
 
 
 async def test_a_decode_node_that_dies_after_it_admitted(model: Path, undisturbed: dict[str, Served]) -> None:
     """Before any token: its prefill node is held meanwhile."""
-    async with two_of_each(model) as running:
+    async with nodes(model, 2, 2) as running:
         gate = running.hold("prefill-0")
         serving = asyncio.create_task(running.generate(PROMPT, **SAMPLED))
         await running.wait_admitted("decode-0")
@@ -120,7 +66,7 @@ async def test_eight_streams_survive_their_decode_node(model: Path) -> None:
         expected = [await single.generate(prompt, max_tokens=50) for prompt in prompts]
     begun = set[int]()
     killing: list[asyncio.Task[None]] = []
-    async with two_of_each(model) as running:
+    async with nodes(model, 2, 2) as running:
 
         def watch(number: int) -> Callable[[int], None]:
             def on_tokens(count: int) -> None:
@@ -142,8 +88,8 @@ async def test_eight_streams_survive_their_decode_node(model: Path) -> None:
 
 async def test_replays_find_blocks_by_name(model: Path) -> None:
     """The prefill node holds the prompt's: of three blocks and a bit, only the output is computed again."""
-    async with cluster(model, decode_nodes=2, policy=make_policy("round_robin", local_prefill_max_tokens=0)) as running:
-        served = await killed_after(running, 5, **GREEDY)
+    async with nodes(model, 1, 2) as running:
+        served = await killed_after(running, PROMPT, 5, **GREEDY)
         assert served.how.num_migrations == 1
         metrics = running.relay._metrics
         recomputed = sum(
@@ -158,7 +104,7 @@ async def test_replays_find_blocks_by_name(model: Path) -> None:
 async def test_a_prefill_node_that_dies_before_its_first_token_is_replaced(
     model: Path, undisturbed: dict[str, Served]
 ) -> None:
-    async with two_of_each(model) as running:
+    async with nodes(model, 2, 2) as running:
         gate = running.hold("prefill-0")
         serving = asyncio.create_task(running.generate(PROMPT, **SAMPLED))
         await running.wait_admitted("decode-0")
@@ -173,7 +119,7 @@ async def test_a_prefill_node_that_dies_after_its_first_token_is_not_missed(
     model: Path, undisturbed: dict[str, Served]
 ) -> None:
     killing: list[asyncio.Task[None]] = []
-    async with two_of_each(model) as running:
+    async with nodes(model, 2, 2) as running:
 
         def on_tokens(count: int) -> None:
             if not killing:
@@ -188,7 +134,7 @@ async def test_a_prefill_node_that_dies_after_its_first_token_is_not_missed(
 async def test_every_prefill_node_dies_and_the_decode_node_prefills(
     model: Path, undisturbed: dict[str, Served]
 ) -> None:
-    async with two_of_each(model) as running:
+    async with nodes(model, 2, 2) as running:
         gates = [running.hold(f"prefill-{index}") for index in range(2)]
         serving = asyncio.create_task(running.generate(PROMPT, **GREEDY))
         await running.wait_admitted("decode-0")
@@ -203,7 +149,7 @@ async def test_every_prefill_node_dies_and_the_decode_node_prefills(
 async def test_without_a_decode_node_there_is_one_error_and_nothing_left(model: Path) -> None:
     """`cluster` checks that the prefill nodes' leases are gone and their pools whole."""
     killing: list[asyncio.Task[None]] = []
-    async with two_of_each(model) as running:
+    async with nodes(model, 2, 2) as running:
 
         async def kill() -> None:
             gates = [running.hold(f"decode-{index}") for index in range(2)]

@@ -15,7 +15,7 @@ from router.edge.outputs import Edge
 from router.policy import make_policy
 from router.request import RequestTrace, RoutedRequest
 from tests.cluster.cluster import Cluster, cluster
-from tests.cluster.test_equality import DEMO_MODEL
+from tests.demo_model import DEMO_MODEL
 
 FIRST, KILL, LAST = 14, 15, 22  # tokens: the stop string is the text between the first and the last of these
 

@@ -16,8 +16,8 @@ from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.node.node import Node
 from tests.cluster.cluster import Cluster, cluster
-from tests.cluster.reference import Reference
-from tests.cluster.test_equality import VOCAB_SIZE, check, prompt_of
+from tests.cluster.prompts import VOCAB_SIZE, prompt_of
+from tests.cluster.reference import Reference, check
 from tests.engine.tiny_models import make_tiny_model
 from tests.redis_server import RedisServer
 

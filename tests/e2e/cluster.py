@@ -12,10 +12,10 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from tests.cluster.reference import Reference
+from tests.demo_model import DEMO_MODEL
 from tests.e2e.client import Router, router_at, wait_idle
 from tests.e2e.processes import Program, processes_of, program, segments_of, wait_until_gone
 
-DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
 BLOCK_SIZE = 16
 FREE_PORTS = ("--port", "0", "--grpc-port", "0")
 SMALL = ("--dtype", "float32", "--num-blocks", "512")

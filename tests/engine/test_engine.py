@@ -1,116 +1,19 @@
 """The engine with a runner whose KV is the tokens: scheduling, sharing, preemption, leases, and nothing left behind."""
 
 import random
-from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import SchedulerOutput
-from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
-from kvrelay.engine.runner import LaunchedStep, Runner
-from kvrelay.engine.scheduler import SchedulerConfig
-from kvrelay.engine.step_threads import StepThreads
+from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.runner import LaunchedStep
 from tests.engine.fake_runner import FakeRunner, expected_output
-from tests.engine.late_runner import LateRunner, WatchedPool
-
-BLOCK_SIZE = 8
-NAMESPACE = KVNamespace(b"fake", "float32", "fake", BLOCK_SIZE)
-
-
-class Harness:
-    """An engine, its fake runner, and everything it reported. With `run_ahead`, `late` stands between the two, and
-    `wrap` may put another runner before it."""
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 64,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 64,
-        max_num_mixed_tokens: int = 64,
-        publish: bool = False,
-        publish_hits: bool = False,
-        policy: str = "fcfs",
-        eos: Sequence[int] = (),
-        run_ahead: bool = False,
-        threads: StepThreads | None = None,
-        wrap: Callable[[Runner], Runner] = lambda runner: runner,
-    ) -> None:
-        self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
-        self.late = LateRunner(self.runner)
-        self.evicted: list[int] = []
-        config = SchedulerConfig(
-            block_size=BLOCK_SIZE,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_mixed_tokens=max_num_mixed_tokens,
-            max_model_len=num_blocks * BLOCK_SIZE,
-            policy="priority" if policy == "priority" else "fcfs",
-        )
-        self.engine = Engine(
-            config,
-            wrap(self.late if run_ahead else self.runner),
-            WatchedPool(num_blocks, self.late, on_evict=self.evicted.extend),
-            NAMESPACE,
-            eos_token_ids=eos,
-            publish=publish,
-            publish_hits=publish_hits,
-            run_ahead=run_ahead,
-            threads=threads,
-        )
-        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
-        self.finished: dict[tuple[str, int], FinishReason] = {}
-        self.results: list[StepResult] = []
-        self.finish_order: list[str] = []
-
-    def step(self) -> bool:
-        result, busy = self.engine.step()
-        if result is not None:
-            self.results.append(result)
-            for item in result.outputs:
-                key = (item.request_id, item.output.index)
-                self.tokens[key].extend(item.output.token_ids)
-                if item.output.finish_reason is not None:
-                    self.finished[key] = item.output.finish_reason
-                    self.finish_order.append(item.request_id)
-            self.engine.unpin([block.block_id for block in result.named])
-        return busy
-
-    def run(self) -> None:
-        while self.step():
-            pass
-
-    def cached_tokens(self, request_id: str) -> int:
-        return next(p.num_cached_tokens for r in self.results for p in r.prompts if p.request_id == request_id)
-
-    def admission(self, request_id: str) -> Admission:
-        return next(a for r in self.results for a in r.admissions if a.request_id == request_id)
-
-
-def request(
-    request_id: str,
-    prompt: Sequence[int],
-    max_tokens: int = 8,
-    *,
-    role: KVRole = KVRole.LOCAL,
-    priority: int = 0,
-    n: int = 1,
-) -> EngineRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, n=n, temperature=0.0, seed=0)
-    receive = role is KVRole.CONSUME
-    return EngineRequest(request_id, tuple(prompt), sampling, priority=priority, role=role, receive=receive)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 1000 + i).randrange(1000) for i in range(length)]
+from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, first_tokens, move, prompt_of, request
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 63, 64, 65, 200])
@@ -286,20 +189,6 @@ def test_prompt_logprobs_cover_the_whole_prompt_despite_cache_and_chunks() -> No
 def produce(harness: Harness, request_id: str, prompt: list[int], n: int = 1) -> None:
     harness.engine.add(request(request_id, prompt, 8, role=KVRole.PRODUCE, n=n))
     harness.run()
-
-
-def move(source: Harness, target: Harness, admission: Admission, *, count: int | None = None) -> None:
-    """What connector and receiver do: copies blocks by name, delivers, unpins."""
-    for block in admission.missing[:count]:
-        holder = source.engine.pool.find(block.block_hash)
-        assert holder is not None
-        target.runner.pool[block.block_id] = source.runner.pool[holder].copy()
-    target.engine.deliver(admission.request_id, len(admission.missing) if count is None else count)
-    target.engine.unpin([block.block_id for block in admission.missing])
-
-
-def first_tokens(harness: Harness, request_id: str) -> list[TokenOutput]:
-    return [item.output for r in harness.results for item in r.outputs if item.request_id == request_id]
 
 
 @pytest.mark.parametrize("length", [1, 8, 15, 16, 17, 100])

@@ -14,7 +14,7 @@ from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest, KVRole, StepResult
 from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.step_threads import StepThreads
-from tests.engine.test_engine import Harness, prompt_of, request
+from tests.engine.harness import Harness, prompt_of, request
 
 PATIENCE = 10.0
 

@@ -22,6 +22,7 @@ from kvrelay.engine.models.checkpoint import open_checkpoint
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, prepare_engine
+from tests.demo_model import DEMO_MODEL
 from tests.engine.paged_run import PagedRun
 from tests.engine.tiny_models import make_tiny_model
 
@@ -105,7 +106,7 @@ def test_an_engine_that_starts_again_has_the_same_scales_whatever_it_computes_wi
 
 def test_the_scales_of_a_model_never_change() -> None:
     """Other releases, other machines: the same weights, the same names."""
-    layout = _prepare(Path("demo/model"), kv_cache_dtype="fp8", calculate_kv_scales=True).layout
+    layout = _prepare(DEMO_MODEL, kv_cache_dtype="fp8", calculate_kv_scales=True).layout
     assert layout.scales_digest == "73a7fd4953eda450b250f87b1df1f9c7"
 
 

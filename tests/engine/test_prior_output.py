@@ -14,7 +14,7 @@ from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.node.convert import engine_request
 from tests.engine.fake_runner import FakeRunner, expected_output
-from tests.engine.test_engine import BLOCK_SIZE, Harness, first_tokens, move, prompt_of, request
+from tests.engine.harness import BLOCK_SIZE, Harness, first_tokens, move, prompt_of, request
 
 PROMPT = prompt_of(13)
 MAX_TOKENS = 30

@@ -18,13 +18,13 @@ from kvrelay.core.errors import ConfigurationError
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.weight_format import Quantization, WeightFormat
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from tests.demo_model import DEMO_MODEL
 from tests.engine.paged_run import PagedRun
 from tests.engine.tiny_models import FAMILIES, make_tiny_model, save_random
 
 WEIGHTS = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 QUANTIZATIONS: tuple[tuple[Quantization, Bits], ...] = (("int8", 8), ("int4", 4))
-DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 
 @pytest.mark.parametrize(("quantization", "bits"), QUANTIZATIONS)

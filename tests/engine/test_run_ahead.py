@@ -23,8 +23,8 @@ from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.sampling.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig
 from tests.engine.fake_runner import expected_output
+from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, first_tokens, move, prompt_of, request
 from tests.engine.late_runner import LateRunner
-from tests.engine.test_engine import BLOCK_SIZE, NAMESPACE, Harness, first_tokens, move, prompt_of, request
 from tests.engine.tiny_models import make_tiny_model
 
 EOS = tuple(range(0, 1000, 23))

@@ -14,7 +14,7 @@ from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.loader import load_model
 from kvrelay.engine.step_threads import StepThreads, is_small
-from tests.engine.test_engine import Harness, prompt_of, request
+from tests.engine.harness import Harness, prompt_of, request
 from tests.engine.tiny_models import make_tiny_model
 
 BLOCK_SIZE = 16

@@ -4,14 +4,7 @@ import random
 
 from kv_connector.cost_gate import CostGate, Rate, is_worth_fetching
 from kv_connector.store.breaker import CircuitBreaker
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
+from tests.manual_clock import ManualClock
 
 
 def breaker(clock: ManualClock, threshold: int = 3) -> CircuitBreaker:
@@ -36,17 +29,17 @@ def test_one_attempt_at_a_time_after_waits_that_grow() -> None:
     tried = breaker(clock, threshold=1)
     tried.failed()
     for longest in (1.0, 2.0, 4.0, 4.0):
-        clock.time += longest * 0.49
+        clock.seconds += longest * 0.49
         assert not tried.admit()
-        clock.time += longest * 0.52
+        clock.seconds += longest * 0.52
         assert tried.admit() and not tried.admit()
         tried.failed()
-    clock.time += 4.0
+    clock.seconds += 4.0
     assert tried.admit()
     tried.succeeded()
     assert tried.admit() and tried.admit()
     tried.failed()
-    clock.time += 1.0  # as short as at first
+    clock.seconds += 1.0  # as short as at first
     assert tried.admit()
 
 
@@ -54,7 +47,7 @@ def test_an_abandoned_attempt_makes_way_for_another() -> None:
     clock = ManualClock()
     tried = breaker(clock, threshold=1)
     tried.failed()
-    clock.time += 1.0
+    clock.seconds += 1.0
     assert tried.admit()
     tried.abandoned()
     assert tried.admit() and not tried.admit()
@@ -65,7 +58,7 @@ def test_stragglers_do_not_lengthen_the_wait() -> None:
     tried = breaker(clock, threshold=1)
     for _ in range(10):  # all were admitted before the first one failed
         tried.failed()
-    clock.time += 1.0
+    clock.seconds += 1.0
     assert tried.admit()
 
 

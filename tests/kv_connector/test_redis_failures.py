@@ -21,7 +21,7 @@ from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import KVError
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, settled, write_and_publish
-from tests.kv_connector.test_breaker_and_gate import ManualClock
+from tests.manual_clock import ManualClock
 from tests.redis_server import RedisServer
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
@@ -99,7 +99,7 @@ async def test_gone_and_back(setup: Setup) -> None:
     with pytest.raises(KVError, match="none of 3"):
         await setup.node.connector.publish(sent)
     assert setup.store.stats.skipped == 6, "neither asked it"
-    setup.clock.time += 1.0
+    setup.clock.seconds += 1.0
     assert set(await setup.fetch(sent)) == {MISSING}, "it is back, and empty"
     await write_and_publish(setup.node, sent)
     assert set(await setup.fetch(sent)) == {FETCHED}
@@ -127,7 +127,7 @@ async def test_stopped_costs_no_more_than_the_deadline_and_then_nothing(setup: S
         assert set(await setup.fetch(sent)) == {FAILED}
     assert time.monotonic() - started < 3 * TIMEOUT + 5, "left alone"
     setup.signal(signal.SIGCONT)
-    setup.clock.time += 1.0
+    setup.clock.seconds += 1.0
     assert set(await setup.fetch(sent)) == {FETCHED}, "and no answer to an old question is taken for a new one"
     await write_and_publish(setup.node, blocks(3, tag="new"))
     assert set(await setup.fetch(blocks(3, tag="new"))) == {FETCHED}
@@ -174,7 +174,7 @@ async def test_full(setup: Setup) -> None:
             await write_and_publish(setup.node, blocks(2, tag="even more"))
         await setup.node.connector.publish(sent)  # is there: its life begins again
         client.config_set("maxmemory", "0")
-    setup.clock.time += 1.0
+    setup.clock.seconds += 1.0
     await write_and_publish(setup.node, blocks(2, tag="even more"))
     assert set(await setup.fetch(blocks(2, tag="even more"))) == {FETCHED}
 

@@ -1,15 +1,7 @@
 """A lease ends exactly once, by release or by expiry."""
 
-from kvrelay.core.clock import Clock
 from prefill_node.leases import LeaseTable
-
-
-class ManualClock(Clock):
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def now(self) -> float:
-        return self.seconds
+from tests.manual_clock import ManualClock
 
 
 def make() -> tuple[LeaseTable, ManualClock, list[str]]:

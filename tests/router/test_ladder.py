@@ -14,6 +14,7 @@ from kvrelay.core.outputs import FinishReason
 from kvrelay.v1 import common_pb2, node_pb2
 from router.nodes.node import NodeState
 from router.request import KVOrigins, RequestEvent
+from tests.router.routed import PROMPT, a_request, assert_idle, opened, take, take_trace
 from tests.router.scripted_nodes import (
     BLOCK_SIZE,
     NAMESPACE,
@@ -25,7 +26,6 @@ from tests.router.scripted_nodes import (
     soon,
     token,
 )
-from tests.router.test_supervisor import PROMPT, a_request, assert_idle, opened, take, take_trace
 
 NAMES = block_hashes(NAMESPACE.root(cache_salt=b""), PROMPT, BLOCK_SIZE, include_partial=True)
 LAST = token(8, finish=FinishReason.LENGTH)

@@ -14,8 +14,8 @@ from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
 from router.nodes.node import NodeState
 from router.request import PromptLogprobs, RequestEvent
+from tests.router.routed import PROMPT, a_request, assert_idle, give_up, opened, take, take_trace
 from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, ScriptedDecode, cluster, soon, token
-from tests.router.test_supervisor import PROMPT, a_request, assert_idle, give_up, opened, take, take_trace
 
 
 def say(node: ScriptedDecode, request_id: str, *outputs: TokenOutput) -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from kvrelay.core.clock import Clock
 from kvrelay.core.errors import (
     CancelledByPeerError,
     DeadlineError,
@@ -12,14 +11,7 @@ from kvrelay.core.errors import (
     UnavailableError,
 )
 from router.nodes.outlier import Outlier
-
-
-class ManualClock(Clock):
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def now(self) -> float:
-        return self.seconds
+from tests.manual_clock import ManualClock
 
 
 def make() -> tuple[Outlier, ManualClock]:

@@ -1,0 +1,13 @@
+"""A clock that stands still until a test moves it."""
+
+from kvrelay.core.clock import Clock
+
+
+class ManualClock(Clock):
+    """`seconds` is what it shows."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def now(self) -> float:
+        return self.seconds

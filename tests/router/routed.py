@@ -1,0 +1,53 @@
+"""A request on its way through the relay, between scripted nodes, and what it tells."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from kvrelay.core.sampling_params import SamplingParams
+from router.request import RequestEvent, RequestTrace, RoutedRequest
+from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, soon
+
+PROMPT = tuple(range(100, 110))  # two full blocks and a partial one
+
+
+def a_request(request_id: str = "r", *, n: int = 1, timeout: float = 60.0) -> RoutedRequest:
+    return RoutedRequest(request_id, PROMPT, SamplingParams(n=n, max_tokens=8, seed=1), timeout=timeout)
+
+
+async def take(events: AsyncGenerator[RequestEvent, None]) -> RequestEvent:
+    async with asyncio.timeout(PATIENCE):
+        return await anext(events)
+
+
+async def take_trace(events: AsyncGenerator[RequestEvent, None]) -> RequestTrace:
+    trace = await take(events)
+    assert isinstance(trace, RequestTrace)
+    with pytest.raises(StopAsyncIteration):
+        await take(events)
+    return trace
+
+
+async def opened(
+    nodes: Cluster, events: AsyncGenerator[RequestEvent, None]
+) -> "tuple[asyncio.Task[RequestEvent], PrefillCall, str]":
+    """Both legs of a request are open, P has granted a lease; its first event is being waited for."""
+    first = asyncio.create_task(take(events))
+    call = await soon(nodes.prefill.calls)
+    admit = await nodes.decode.admit()
+    assert not admit.local_prefill and tuple(admit.prompt_token_ids) == PROMPT
+    assert call.request.request_id == admit.request_id
+    call.accept()
+    return first, call, admit.request_id
+
+
+async def give_up(task: "asyncio.Task[RequestEvent]") -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def assert_idle(nodes: Cluster) -> None:
+    for node in nodes.registry.nodes:
+        assert (node.num_queued_tokens, node.num_sequences) == (0, 0)
