@@ -23,7 +23,7 @@ from kvrelay.node.node import Node
 from router.relay.migration_metrics import MigrationMetrics
 from tests.cluster.cluster import cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
-from tests.cluster.reference import Reference
+from tests.engine.reference import Reference
 from tests.engine.tiny_models import make_tiny_model
 from tests.redis_server import RedisServer
 

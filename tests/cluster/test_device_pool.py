@@ -18,7 +18,7 @@ from kvrelay.node import startup
 from kvrelay.node.pool import NodePool, PoolPlan, serve_directly, stage
 from tests.cluster.cluster import cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
-from tests.cluster.reference import Reference
+from tests.engine.reference import Reference
 from tests.engine.tiny_models import make_tiny_model
 from tests.kv_connector.direct_device import DirectDevice
 from tests.kv_connector.slow_device import SlowDevice

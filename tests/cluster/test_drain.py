@@ -8,7 +8,7 @@ import pytest
 from router.nodes.node import NodeHandle, NodeState
 from tests.cluster.cluster import Cluster, cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
-from tests.cluster.reference import Reference
+from tests.engine.reference import Reference
 from tests.engine.tiny_models import make_tiny_model
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.agreement import check
 from tests.cluster.cluster import Cluster, cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
-from tests.cluster.reference import Reference, check
 from tests.demo_model import DEMO_MODEL
+from tests.engine.reference import Reference
 from tests.engine.tiny_models import FAMILIES, make_tiny_model
 from tests.redis_server import RedisServer
 

@@ -14,7 +14,7 @@ from router.policy import make_policy
 from router.request import RequestTrace, RoutedRequest
 from tests.cluster.cluster import cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
-from tests.cluster.reference import Reference
+from tests.engine.reference import Reference
 from tests.engine.tiny_models import make_tiny_model
 
 SAMPLING: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 1234, "max_tokens": 20}

@@ -15,9 +15,10 @@ from kv_connector.base import HostConnector
 from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.node.node import Node
+from tests.cluster.agreement import check
 from tests.cluster.cluster import Cluster, cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
-from tests.cluster.reference import Reference, check
+from tests.engine.reference import Reference
 from tests.engine.tiny_models import make_tiny_model
 from tests.redis_server import RedisServer
 

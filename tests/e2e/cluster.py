@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from tests.cluster.reference import Reference
 from tests.demo_model import DEMO_MODEL
 from tests.e2e.client import Router, router_at, wait_idle
 from tests.e2e.processes import Program, processes_of, program, segments_of, wait_until_gone
+from tests.engine.reference import Reference
 
 BLOCK_SIZE = 16
 FREE_PORTS = ("--port", "0", "--grpc-port", "0")

@@ -9,6 +9,7 @@ from paged_kernels.base import AttentionMetadata
 from torch import Tensor
 
 from kvrelay.engine.models.decoder import DecoderForCausalLM
+from tests.engine.reference import Reference
 
 
 @dataclass(slots=True)
@@ -57,3 +58,16 @@ class PagedRun:
         input_ids = torch.tensor([token_id for chunk in chunks for token_id in chunk])
         hidden = self.model.forward(input_ids, positions, self.pool, metadata)
         return list(torch.split(self.model.compute_logits(hidden), query_lens))
+
+
+def check_greedy(model: DecoderForCausalLM, reference: Reference, prompt: Sequence[int], *, num_tokens: int) -> None:
+    """The prompt as one chunk, then `num_tokens` one by one: the reference's tokens and, up to rounding, its logits."""
+    run = PagedRun(model, num_sequences=1, max_tokens=len(prompt) + num_tokens)
+    logits, tokens = run.step([prompt])[0], list(prompt)
+    torch.testing.assert_close(logits, reference.logits(tokens), atol=2e-4, rtol=2e-4)
+    for _ in range(num_tokens):
+        tokens.append(int(logits[-1].argmax()))
+        logits = run.step([tokens[-1:]])[0]
+    expected = reference.logits(tokens)
+    assert tokens[len(prompt) :] == expected[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+    torch.testing.assert_close(logits[-1], expected[-1], atol=2e-4, rtol=2e-4)

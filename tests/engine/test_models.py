@@ -7,10 +7,11 @@ import torch
 from paged_kernels.extension import load_extension
 from paged_kernels.registry import BackendName, select_backend
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig
 
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
 from tests.engine.paged_run import PagedRun
+from tests.engine.reference import Reference
 from tests.engine.tiny_models import FAMILIES, SLIDING_WINDOW, make_tiny_model, save_random
 
 BACKENDS: tuple[BackendName, ...] = ("reference",) if load_extension() is None else ("reference", "native")
@@ -26,7 +27,7 @@ def test_the_prompt_is_longer_than_the_window() -> None:
 def test_logits_agree_with_transformers(family: str, backend: BackendName, tmp_path: Path) -> None:
     make_tiny_model(family, tmp_path)
     prompt = _tokens(PROMPT_LENGTH, seed=1)
-    expected = _transformers_logits(tmp_path, prompt)
+    expected = Reference(tmp_path).logits(prompt)
     loaded = _load(tmp_path, backend=backend)
 
     whole = PagedRun(loaded.model, num_sequences=1, max_tokens=PROMPT_LENGTH).step([prompt])[0]
@@ -45,7 +46,7 @@ def test_sequences_of_a_step_do_not_see_each_other(family: str, tmp_path: Path) 
     first = run.step([prompt[:-1] or prompt for prompt in prompts])
     last = run.step([[7]] + [prompt[-1:] for prompt in prompts[1:]])
     for prompt, head, tail in zip(prompts[1:], first[1:], last[1:], strict=True):
-        _assert_close(torch.cat((head, tail)), _transformers_logits(tmp_path, prompt))
+        _assert_close(torch.cat((head, tail)), Reference(tmp_path).logits(prompt))
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn", "linear"])
@@ -53,7 +54,7 @@ def test_stretched_positions_agree_over_the_whole_context(kind: str, tmp_path: P
     loaded = _load(make_tiny_model(f"llama-rope-{kind}", tmp_path))
     prompt = _tokens(1500, seed=3)
     logits = PagedRun(loaded.model, num_sequences=1, max_tokens=1500).step([prompt])[0]
-    _assert_close(logits, _transformers_logits(tmp_path, prompt), tolerance=1e-3)
+    _assert_close(logits, Reference(tmp_path).logits(prompt), tolerance=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_yarn_options_agree_with_transformers(parameters: dict[str, float], tmp_
     loaded = _load(save_random(config, tmp_path))
     prompt = _tokens(300, seed=4)
     logits = PagedRun(loaded.model, num_sequences=1, max_tokens=300).step([prompt])[0]
-    _assert_close(logits, _transformers_logits(tmp_path, prompt), tolerance=1e-3)
+    _assert_close(logits, Reference(tmp_path).logits(prompt), tolerance=1e-3)
 
 
 def test_dynamic_scaling_beyond_the_trained_length_is_that_of_token_by_token_decoding(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_dynamic_scaling_beyond_the_trained_length_is_that_of_token_by_token_dec
     save_random(_llama(rope_parameters=rope, max_position_embeddings=32), tmp_path)
     loaded = _load(tmp_path, max_model_len=128)
     prompt, rest = _tokens(30, seed=5), _tokens(40, seed=6)
-    expected = _transformers_decode(tmp_path, prompt, rest)
+    expected = Reference(tmp_path).decode_logits(prompt, rest)
 
     run = PagedRun(loaded.model, num_sequences=1, max_tokens=70)
     run.step([prompt])
@@ -105,7 +106,7 @@ def test_bfloat16_follows_float32(backend: BackendName, tmp_path: Path) -> None:
     loaded = _load(tmp_path, dtype="bfloat16", backend=backend)
     assert loaded.dtype is torch.bfloat16
     logits = PagedRun(loaded.model, num_sequences=1, max_tokens=PROMPT_LENGTH).step([prompt])[0]
-    expected = _transformers_logits(tmp_path, prompt)
+    expected = Reference(tmp_path).logits(prompt)
     assert logits.dtype is torch.float32
     assert torch.nn.functional.cosine_similarity(logits, expected).min() > 0.99
 
@@ -132,26 +133,3 @@ def _load(
     max_model_len: int | None = None,
 ) -> LoadedModel:
     return load_model(str(directory), dtype=dtype, attention=select_backend(backend), max_model_len=max_model_len)
-
-
-def _transformers(directory: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
-    return model
-
-
-@torch.inference_mode()
-def _transformers_logits(directory: Path, prompt: list[int]) -> Tensor:
-    logits: Tensor = _transformers(directory)(torch.tensor([prompt])).logits[0]
-    return logits
-
-
-@torch.inference_mode()
-def _transformers_decode(directory: Path, prompt: list[int], rest: list[int]) -> Tensor:
-    """Logits of `rest`, fed one token at a time after `prompt`."""
-    model = _transformers(directory)
-    cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
-    rows: list[Tensor] = []
-    for token_id in rest:
-        output = model(torch.tensor([[token_id]]), past_key_values=cache, use_cache=True)
-        rows.append(output.logits[0, -1])
-    return torch.stack(rows)

@@ -11,7 +11,6 @@ from paged_kernels import quantized
 from paged_kernels.registry import select_backend
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.random_model import write_random_model
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
@@ -19,7 +18,7 @@ from kvrelay.engine.layers.linear import Linear, LinearLayer, LinearsApart
 from kvrelay.engine.layers.published_linear import PublishedLinear, RepackedProduct
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
-from tests.engine.paged_run import PagedRun
+from tests.engine.paged_run import PagedRun, check_greedy
 from tests.engine.published_models import (
     RECIPES,
     WEIGHTS,
@@ -29,6 +28,7 @@ from tests.engine.published_models import (
     split_in_shards,
     zeros_of,
 )
+from tests.engine.reference import Reference
 
 QUERY, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 
@@ -43,31 +43,9 @@ def _load(directory: Path, *, dtype: DTypeName = "float32", quantization: Quanti
     )
 
 
-def _oracle(model: PublishedModel) -> PreTrainedModel:
-    oracle: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        model.meant, attn_implementation="eager", dtype=torch.float32
-    )
-    return oracle
-
-
-@torch.inference_mode()
-def _logits(oracle: PreTrainedModel, tokens: list[int]) -> Tensor:
-    logits: Tensor = oracle(torch.tensor([tokens])).logits[0]
-    return logits
-
-
-def _assert_greedy_tokens(model: PublishedModel, loaded: LoadedModel) -> None:
-    oracle = _oracle(model)
+def _check_greedy(model: PublishedModel, loaded: LoadedModel) -> None:
     prompt = torch.randint(0, 320, (75,), generator=torch.Generator().manual_seed(1)).tolist()
-    run = PagedRun(loaded.model, num_sequences=1, max_tokens=len(prompt) + 12)
-    logits, tokens = run.step([prompt])[0], list(prompt)
-    torch.testing.assert_close(logits, _logits(oracle, tokens), atol=2e-4, rtol=2e-4)
-    for _ in range(12):
-        tokens.append(int(logits[-1].argmax()))
-        logits = run.step([tokens[-1:]])[0]
-    expected = _logits(oracle, tokens)
-    assert tokens[75:] == expected[74:-1].argmax(dim=-1).tolist()
-    torch.testing.assert_close(logits[-1], expected[-1], atol=2e-4, rtol=2e-4)
+    check_greedy(loaded.model, Reference(model.meant), prompt, num_tokens=12)
 
 
 # Weights and tokens
@@ -76,7 +54,7 @@ def _assert_greedy_tokens(model: PublishedModel, loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_greedy_tokens_are_those_of_the_meant_weights(recipe: str, tmp_path: Path) -> None:
     model = make_published_model("qwen2", recipe, tmp_path)
-    _assert_greedy_tokens(model, _load(model.directory))
+    _check_greedy(model, _load(model.directory))
 
 
 @pytest.mark.parametrize(
@@ -85,14 +63,14 @@ def test_greedy_tokens_are_those_of_the_meant_weights(recipe: str, tmp_path: Pat
 )
 def test_every_family(family: str, recipe: str, tmp_path: Path) -> None:
     model = make_published_model(family, recipe, tmp_path)
-    _assert_greedy_tokens(model, _load(model.directory))
+    _check_greedy(model, _load(model.directory))
 
 
 @pytest.mark.parametrize("recipe", ["awq-32", "gptq-32-orders"])
 def test_plain_torch_draws_the_same_tokens(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "load_extension", lambda: None)
     model = make_published_model("llama-bias", recipe, tmp_path)
-    _assert_greedy_tokens(model, _load(model.directory))
+    _check_greedy(model, _load(model.directory))
 
 
 @pytest.mark.parametrize("recipe", ["awq-64", "gptq-32-order"])
@@ -103,7 +81,7 @@ def test_bfloat16_follows_the_meant_weights(recipe: str, tmp_path: Path) -> None
     run = PagedRun(_load(model.directory, dtype="bfloat16").model, num_sequences=1, max_tokens=100)
     logits = torch.cat([run.step([prompt[:90]])[0], *(run.step([[token]])[0] for token in prompt[90:])])
     plain = PagedRun(_load(model.meant, dtype="bfloat16").model, num_sequences=1, max_tokens=100)
-    expected = _logits(_oracle(model), prompt)
+    expected = Reference(model.meant).logits(prompt)
     rounding = (plain.step([prompt])[0] - expected).abs().mean()
     assert (logits - expected).abs().mean() < 1.5 * rounding  # no further than bfloat16 weights are
 
@@ -157,7 +135,7 @@ def test_modules_that_were_left_alone_are_plain_layers(tmp_path: Path) -> None:
     assert isinstance(loaded.model.layers[0].attention.qkv, LinearsApart)
     assert isinstance(loaded.model.layers[1].mlp.down, Linear)
     assert isinstance(loaded.model.layers[2].mlp.down, PublishedLinear)
-    _assert_greedy_tokens(model, loaded)
+    _check_greedy(model, loaded)
 
 
 def test_the_tensors_tell_where_no_list_does(tmp_path: Path) -> None:
@@ -165,7 +143,7 @@ def test_the_tensors_tell_where_no_list_does(tmp_path: Path) -> None:
     model = make_published_model("llama", "gptq-64", tmp_path, leave=("o_proj",), dynamic=rules)
     loaded = _load(model.directory)
     assert isinstance(loaded.model.layers[0].attention.output, Linear)
-    _assert_greedy_tokens(model, loaded)
+    _check_greedy(model, loaded)
 
 
 def test_a_module_of_the_list_is_not_taken_quantised(tmp_path: Path) -> None:
@@ -178,7 +156,7 @@ def test_a_quantised_head(tmp_path: Path) -> None:
     model = make_published_model("llama", "gptq-64", tmp_path, quantize_head=True, lm_head=True)
     loaded = _load(model.directory)
     assert isinstance(loaded.model.lm_head, PublishedLinear)
-    _assert_greedy_tokens(model, loaded)
+    _check_greedy(model, loaded)
 
 
 def test_biases_that_the_model_does_not_know_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -210,7 +188,7 @@ def test_scales_of_any_dtype(tmp_path: Path) -> None:
     model = make_published_model("llama", "awq-64", tmp_path)
     stored = load_file(model.directory / WEIGHTS)
     edit_tensors(model.directory, {name: t.float() for name, t in stored.items() if name.endswith(".scales")})
-    _assert_greedy_tokens(model, _load(model.directory))
+    _check_greedy(model, _load(model.directory))
 
 
 def test_nothing_published_is_kept_on_a_cpu(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from paged_kernels.quantized_weight import Bits
 from paged_kernels.registry import select_backend
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.weight_format import Quantization, WeightFormat
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
 from tests.demo_model import DEMO_MODEL
-from tests.engine.paged_run import PagedRun
+from tests.engine.paged_run import PagedRun, check_greedy
+from tests.engine.reference import Reference
 from tests.engine.tiny_models import FAMILIES, make_tiny_model, save_random
 
 WEIGHTS = "model.safetensors"
@@ -34,18 +34,9 @@ def test_greedy_tokens_are_those_of_the_widened_weights(
 ) -> None:
     make_tiny_model(family, tmp_path / "model")
     loaded = _load(tmp_path / "model", quantization)
-    oracle = _transformers(_widened(tmp_path / "model", tmp_path / "widened", bits))
+    reference = Reference(_widened(tmp_path / "model", tmp_path / "widened", bits))
     prompt = torch.randint(0, 320, (75,), generator=torch.Generator().manual_seed(1)).tolist()
-
-    run = PagedRun(loaded.model, num_sequences=1, max_tokens=len(prompt) + 24)
-    logits, tokens = run.step([prompt])[0], list(prompt)
-    torch.testing.assert_close(logits, _logits(oracle, tokens), atol=2e-4, rtol=2e-4)
-    for _ in range(24):
-        tokens.append(int(logits[-1].argmax()))
-        logits = run.step([tokens[-1:]])[0]
-    expected = _logits(oracle, tokens)
-    assert tokens[75:] == expected[74:-1].argmax(dim=-1).tolist()
-    torch.testing.assert_close(logits[-1], expected[-1], atol=2e-4, rtol=2e-4)
+    check_greedy(loaded.model, reference, prompt, num_tokens=24)
 
 
 @pytest.mark.parametrize(("quantization", "bits"), QUANTIZATIONS)
@@ -54,17 +45,17 @@ def test_the_demo_model_in_bfloat16_follows_the_widened_weights(
 ) -> None:
     """bfloat16 activations: what the nodes run. Both the many rows of a prompt and the one of a decode step."""
     loaded = _load(DEMO_MODEL, quantization, dtype="bfloat16")
-    oracle = _transformers(_widened(DEMO_MODEL, tmp_path, bits))
+    reference = Reference(_widened(DEMO_MODEL, tmp_path, bits))
     generator = torch.Generator().manual_seed(2)
     prompt = torch.randint(0, loaded.config.vocab_size, (100,), generator=generator).tolist()
-    expected = _logits(oracle, prompt)
+    expected = reference.logits(prompt)
     run = PagedRun(loaded.model, num_sequences=1, max_tokens=100)
     logits = torch.cat([run.step([prompt[:90]])[0], *(run.step([[token]])[0] for token in prompt[90:])])
     similarity = torch.nn.functional.cosine_similarity(logits, expected)
     assert similarity.min() > 0.995
     # No further from them than bfloat16 weights are from the float32 model, give or take.
     plain = PagedRun(_load(DEMO_MODEL, "none", dtype="bfloat16").model, num_sequences=1, max_tokens=100)
-    rounding = (plain.step([prompt])[0] - _logits(_transformers(DEMO_MODEL), prompt)).abs().mean()
+    rounding = (plain.step([prompt])[0] - Reference(DEMO_MODEL).logits(prompt)).abs().mean()
     assert (logits - expected).abs().mean() < 2 * rounding
 
 
@@ -172,16 +163,3 @@ def _requantized(tensor: Tensor, bits: Bits) -> Tensor:
     assert weight.group_size == GROUP_SIZES[bits]
     quantized_reference.pack_rows(weight, tensor, 0)
     return quantized_reference.dequantize(weight, torch.float32).contiguous()
-
-
-def _transformers(directory: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation="eager", dtype=torch.float32
-    )
-    return model
-
-
-@torch.inference_mode()
-def _logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    logits: Tensor = model(torch.tensor([tokens])).logits[0]
-    return logits

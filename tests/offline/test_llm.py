@@ -10,9 +10,9 @@ import pytest
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.engine.request import StepResult
-from tests.cluster.reference import Reference
 from tests.demo_model import DEMO_MODEL
 from tests.e2e.cluster import some_token_ids
+from tests.engine.reference import Reference
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["The capital of France is", "Water freezes at", "A week has"]

@@ -1,14 +1,11 @@
-"""What transformers' own `generate` says: the oracle of every cluster test."""
+"""What transformers says: the oracle of whatever runs a model."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-
-from tests.cluster.cluster import Cluster
 
 
 class Reference:
@@ -31,16 +28,22 @@ class Reference:
             )
         return [int(token) for token in output[0, len(prompt) :]]
 
-    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """`[num_tokens, vocab_size]`: row i is about token i + 1."""
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """`[num_tokens, vocab_size]`, row i of what follows token i."""
         with torch.inference_mode():
             logits: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits[0]
-        return torch.log_softmax(logits.float(), dim=-1)
+        return logits
 
+    def decode_logits(self, prompt: Sequence[int], rest: Sequence[int]) -> torch.Tensor:
+        """`[len(rest), vocab_size]`: of `rest`, fed one token at a time after `prompt`."""
+        with torch.inference_mode():
+            cache = self._model(torch.tensor([list(prompt)]), use_cache=True).past_key_values
+            rows: list[torch.Tensor] = []
+            for token_id in rest:
+                output = self._model(torch.tensor([[token_id]]), past_key_values=cache, use_cache=True)
+                rows.append(output.logits[0, -1])
+        return torch.stack(rows)
 
-async def check(running: Cluster, reference: Reference, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Asked for all prompts at the same time, the cluster says what the reference says."""
-    served = await asyncio.gather(*(running.generate(prompt, max_tokens=max_tokens) for prompt in prompts))
-    for prompt, result in zip(prompts, served, strict=True):
-        assert result.tokens[0] == reference.generate(prompt, max_tokens), f"prompt of {len(prompt)} tokens"
-        assert result.how.prefill_node == "prefill-0"
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """`[num_tokens, vocab_size]`: row i is about token i + 1."""
+        return torch.log_softmax(self.logits(token_ids).float(), dim=-1)

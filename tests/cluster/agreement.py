@@ -1,0 +1,15 @@
+"""Greedy tokens of a cluster, held against those of transformers."""
+
+import asyncio
+from collections.abc import Sequence
+
+from tests.cluster.cluster import Cluster
+from tests.engine.reference import Reference
+
+
+async def check(running: Cluster, reference: Reference, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Asked for all prompts at the same time, the cluster says what the reference says."""
+    served = await asyncio.gather(*(running.generate(prompt, max_tokens=max_tokens) for prompt in prompts))
+    for prompt, result in zip(prompts, served, strict=True):
+        assert result.tokens[0] == reference.generate(prompt, max_tokens), f"prompt of {len(prompt)} tokens"
+        assert result.how.prefill_node == "prefill-0"
