@@ -11,7 +11,6 @@ medians of the rounds' ratios, so that a load on the machine that comes and goes
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from paged_kernels.extension import load_extension
 from paged_kernels.registry import select_backend
 
 from bench.random_model import SHAPES, PublishedMethod, write_random_model
+from bench.timing import wall_seconds
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.loader import load_model
@@ -64,9 +64,9 @@ def _measure(title: str, steps: Sequence[Step], rounds: int) -> None:
     reads: list[float] = []
     seconds: dict[str, list[float]] = {step.name: [] for step in steps}
     for index in range(rounds + 1):  # the first one warms up
-        read = _seconds(memory.sum)
+        read = wall_seconds(memory.sum)
         for step in steps:
-            elapsed = _seconds(step.run)
+            elapsed = wall_seconds(step.run)
             if index:
                 seconds[step.name].append(elapsed)
         if index:
@@ -130,12 +130,6 @@ def _load(shape: str, form: str) -> DecoderForCausalLM:
         )
     print(f"loaded as {form} in {loaded.load_seconds:.1f} s")
     return loaded.model
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ With `--fp8` decode over an FP8 pool is measured in turn with decode over a pool
 """
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
@@ -14,30 +13,16 @@ from paged_kernels.registry import select_backend
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.even_batch import even_batch
+from bench.timing import wall_seconds
+
 BLOCK_SIZE = 16
 NUM_LAYERS = 4
 
 
 def best_seconds(run: Callable[[], object], *, repeats: int) -> float:
     run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def metadata_for(num_seqs: int, seq_len: int, query_len: int) -> AttentionMetadata:
-    blocks = -(-seq_len // BLOCK_SIZE)
-    return AttentionMetadata(
-        slot_mapping=torch.empty(0, dtype=torch.int64),
-        block_tables=torch.randperm(num_seqs * blocks).view(num_seqs, blocks).int(),
-        query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32) * query_len,
-        seq_lens=torch.full((num_seqs,), seq_len, dtype=torch.int32),
-        max_query_len=query_len,
-        max_seq_len=seq_len,
-    )
+    return min(wall_seconds(run) for _ in range(repeats))
 
 
 def decode_all_layers(
@@ -57,7 +42,7 @@ def bench_decode(backend: AttentionBackend, args: argparse.Namespace, dtype: tor
     scales = torch.full((NUM_LAYERS, args.kv_heads), 2.0**-6)
     over_fp8 = select_backend(args.backend, kv_scales=KVScales(scales, scales))
     for num_seqs, seq_len in ((1, 4096), (16, 512), (16, 2048)):
-        metadata = metadata_for(num_seqs, seq_len, 1)
+        metadata = even_batch(num_seqs, seq_len - 1, 1, block_size=BLOCK_SIZE)
         num_blocks = metadata.block_tables.numel()
         pool = torch.randn(num_blocks, args.kv_heads, NUM_LAYERS, 2, BLOCK_SIZE, args.head_dim).to(dtype)
         query = torch.randn(num_seqs, args.heads, args.head_dim).to(dtype)
@@ -79,7 +64,7 @@ def bench_decode(backend: AttentionBackend, args: argparse.Namespace, dtype: tor
 
 def bench_prefill(backend: AttentionBackend, args: argparse.Namespace, dtype: torch.dtype) -> None:
     for length in (128, 512, 2048):
-        metadata = metadata_for(1, length, length)
+        metadata = even_batch(1, 0, length, block_size=BLOCK_SIZE)
         pool = torch.randn(metadata.block_tables.numel(), args.kv_heads, 1, 2, BLOCK_SIZE, args.head_dim).to(dtype)
         query = torch.randn(length, args.heads, args.head_dim).to(dtype)
         scale = args.head_dim**-0.5

@@ -10,7 +10,6 @@ logits of the last tokens, without the engine. Both take turns in every round; t
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from paged_kernels.registry import select_backend
 from torch import Tensor
 
 from bench.onednn_products import onednn_linear, onednn_weight
+from bench.timing import wall_seconds
 from kvrelay.engine.layers.linear import Linear
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
@@ -98,8 +98,8 @@ def _measure(spec: str, model: DecoderForCausalLM, other: Other, rounds: int) ->
     ours, theirs = [], []
     for index in range(rounds + 1):  # the first one warms up
         with other.entered:
-            before = _seconds(run_other)
-        after = _seconds(run)
+            before = wall_seconds(run_other)
+        after = wall_seconds(run)
         if index:
             ours.append(after)
             theirs.append(before)
@@ -138,12 +138,6 @@ def _sequences(part: str) -> list[tuple[int, int]]:
     count, _, lengths = part.rpartition("*")
     new, cached = lengths.split(":")
     return [(int(new), int(cached))] * int(count or 1)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.even_batch import even_batch
 from bench.gpu.bars import FLASH
 from bench.gpu.case import Case
 from bench.gpu.measure import Rates, Stopwatch
@@ -71,18 +72,9 @@ def _case(
     *,
     flex: bool,
 ) -> Case:
-    length = prefix + new
-    blocks = -(-length // shapes.block_size)
-    shape = (batch * blocks, shapes.num_kv_heads, 1, 2, shapes.block_size, shapes.head_dim)
+    metadata = even_batch(batch, prefix, new, block_size=shapes.block_size, device=device)
+    shape = (metadata.block_tables.numel(), shapes.num_kv_heads, 1, 2, shapes.block_size, shapes.head_dim)
     pool, scales = random_pool(shape, dtype, pool_dtype, device)
-    metadata = AttentionMetadata(
-        slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
-        block_tables=torch.randperm(batch * blocks, device=device).view(batch, blocks).int(),
-        query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * new,
-        seq_lens=torch.full((batch,), length, dtype=torch.int32, device=device),
-        max_query_len=new,
-        max_seq_len=length,
-    )
     query = torch.randn(batch * new, shapes.num_heads, shapes.head_dim, device=device, dtype=dtype)
     backend = TritonBackend(scales)
     scale = shapes.head_dim**-0.5

@@ -6,12 +6,13 @@ is tested, the clock of the process serves.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+from bench.timing import wall_seconds
 
 _FLUSH_BYTES = 2 << 30  # many times the L2 cache of any card, and half a millisecond of writing
 
@@ -37,7 +38,7 @@ class Stopwatch:
         for _ in range(3 if self.device.type == "cuda" else 1):
             run()
         if self.device.type != "cuda":
-            return statistics.median(self._on_cpu(run) for _ in range(self.repeats))
+            return statistics.median(wall_seconds(run) for _ in range(self.repeats))
         flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
         begins = [_event() for _ in range(self.repeats)]
@@ -50,11 +51,6 @@ class Stopwatch:
         torch.cuda.synchronize(self.device)
         milliseconds = [float(begin.elapsed_time(end)) for begin, end in zip(begins, ends, strict=True)]
         return statistics.median(milliseconds) / 1e3
-
-    def _on_cpu(self, run: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
 
 
 def _event() -> torch.cuda.Event:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from paged_kernels.base import AttentionMetadata
 from paged_kernels.triton_attention import AttentionCall, plan_attention
 from paged_kernels.triton_launch import GpuTraits, KernelCall, launch, traits_of
 
+from bench.even_batch import even_batch
 from bench.gpu.case import deviation
 from bench.gpu.measure import Rates, Stopwatch
 from bench.gpu.report import Result
@@ -106,17 +106,8 @@ def varied(call: AttentionCall, variant: Variant, traits: GpuTraits) -> list[Ker
 
 
 def _call(batch: int, prefix: int, new: int, dtype: torch.dtype, device: torch.device) -> AttentionCall:
-    length = prefix + new
-    blocks = -(-length // _BLOCK_SIZE)
-    shape = (batch * blocks, _KV_HEADS, 1, 2, _BLOCK_SIZE, _HEAD_DIM)
+    metadata = even_batch(batch, prefix, new, block_size=_BLOCK_SIZE, device=device)
+    shape = (metadata.block_tables.numel(), _KV_HEADS, 1, 2, _BLOCK_SIZE, _HEAD_DIM)
     query = torch.randn(batch * new, _HEADS, _HEAD_DIM, device=device, dtype=dtype)
-    metadata = AttentionMetadata(
-        slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
-        block_tables=torch.randperm(batch * blocks, device=device).view(batch, blocks).int(),
-        query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * new,
-        seq_lens=torch.full((batch,), length, dtype=torch.int32, device=device),
-        max_query_len=new,
-        max_seq_len=length,
-    )
     pool = torch.randn(shape, device=device, dtype=dtype)
     return AttentionCall(torch.empty_like(query), query, pool, 0, metadata, _HEAD_DIM**-0.5, None, None)
