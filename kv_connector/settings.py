@@ -17,8 +17,7 @@ class SharedMemorySettings:
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
     """`url`: redis://, rediss:// (TLS) or unix://; it may hold a password and is kept out of repr and logs.
-    `ttl_seconds`: life of
-    a block after it was last published. `batch_bytes`: payload in flight per round trip.
+    `ttl_seconds`: life of a block after it was last published. `batch_bytes`: payload in flight per round trip.
     `operation_timeout_seconds`: limit for one round trip. `key_prefix`: keys are `<prefix>:<block hash in hex>`."""
 
     url: str = field(default="redis://127.0.0.1:6379/0", repr=False)

@@ -5,15 +5,13 @@
     pool offset     the pool: block i at `pool offset + i * block_bytes`
                     of a pool in device memory: what lets peers map it (its length as uint32, then the handle), one page
 
-A slot's counter is odd while its header changes, and differs afterwards: a reader that sees the same even value
-before and after
-its copy has a header that held throughout (Linux calls this a seqlock). The counter is the cheap check; what makes a
-copy trustworthy, on processors with a weak memory order too, is the digest over the copied bytes.
+A slot's counter is odd while its header changes, and differs afterwards: a reader that sees the same even value before
+and after its copy has a header that held throughout (Linux calls this a seqlock). The counter is the cheap check; what
+makes a copy trustworthy, on processors with a weak memory order too, is the digest over the copied bytes.
 
 Invariant: the owner holds an exclusive `flock` on the file for its whole life, and the kernel drops it with the
-process. So a
-segment whose lock can be had is dead, and whoever notices may unlink it. Segments are never truncated: a mapping
-never faults.
+process. So a segment whose lock can be had is dead, and whoever notices may unlink it. Segments are never truncated: a
+mapping never faults.
 """
 
 import errno

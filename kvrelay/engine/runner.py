@@ -34,16 +34,3 @@ class Runner(Protocol):
         and no later plan refers to it.
         """
         ...
-
-
-class FinishedStep:
-    """Of a runner that has nothing to wait for."""
-
-    __slots__ = ("_output",)
-    only_samples = False
-
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
-
-    def collect(self) -> ModelRunnerOutput:
-        return self._output

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
-from kvrelay.engine.runner import FinishedStep, LaunchedStep
+from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.penalties import reads_tokens
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
+from tests.engine.finished_step import FinishedStep
 
 VOCAB_SIZE = 1000
 

@@ -1,12 +1,12 @@
 """A node without a model: a real engine thread over the fake runner, joined with the in-process connector."""
 
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from decode_node.service import DecodeService
-from kv_connector.base import HostConnector
+from kv_connector.base import Block, FetchResult, HostConnector, Source
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_layout import KVLayout
@@ -24,6 +24,13 @@ ServiceT = TypeVar("ServiceT", PrefillService, DecodeService)
 BLOCK_SIZE = 8
 NUM_BLOCKS = 64
 LAYOUT = KVLayout(num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=8, dtype="float32")
+
+
+class BrokenConnector(InProcessConnector):
+    """Fetching fails in a way that nobody has foreseen."""
+
+    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+        raise RuntimeError("no such case")
 
 
 class GatedRunner(FakeRunner):

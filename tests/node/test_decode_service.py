@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from decode_node.service import Context, DecodeService
-from kv_connector.base import Block, FetchResult, Source
-from kv_connector.in_process import InProcessConnector, InProcessHub
+from kv_connector.in_process import InProcessHub
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import output_to_wire, sampling_to_wire
@@ -17,7 +16,7 @@ from kvrelay.engine.request import StepResult
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 from tests.engine.fake_runner import VOCAB_SIZE, expected_output
-from tests.node.fake_node import BLOCK_SIZE, NUM_BLOCKS, GatedRunner, make_node, serving
+from tests.node.fake_node import BLOCK_SIZE, NUM_BLOCKS, BrokenConnector, GatedRunner, make_node, serving
 
 PROMPT = list(range(100, 120))
 NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
@@ -236,13 +235,6 @@ async def test_the_router_decides_what_becomes_of_missing_blocks() -> None:
         assert tokens == expected_output(PROMPT, 3)[1:]
         await router.close()
         await node.check_idle()
-
-
-class BrokenConnector(InProcessConnector):
-    """Fetching fails in a way that nobody has foreseen."""
-
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        raise RuntimeError("no such case")
 
 
 async def test_a_fetch_that_fails_unforeseen_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,7 @@ from typing import cast
 
 import pytest
 
-from kv_connector.base import Block, FetchResult, Source
-from kv_connector.in_process import InProcessConnector, InProcessHub
+from kv_connector.in_process import InProcessHub
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
@@ -16,7 +15,7 @@ from kvrelay.v1 import common_pb2
 from kvrelay.v1 import prefill_node_pb2 as pb
 from prefill_node.service import Context, PrefillService
 from tests.engine.fake_runner import expected_output
-from tests.node.fake_node import GatedRunner, make_node, serving
+from tests.node.fake_node import BrokenConnector, GatedRunner, make_node, serving
 
 PROMPT = list(range(100, 120))
 NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
@@ -106,13 +105,6 @@ async def test_leases_yield_when_nothing_else_could_go_on() -> None:
         assert sum(event.HasField("finished") for event in rest) == 1
         await release(service, "b")
         await node.check_idle()
-
-
-class BrokenConnector(InProcessConnector):
-    """Fetching fails in a way that nobody has foreseen."""
-
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        raise RuntimeError("no such case")
 
 
 async def test_a_fetch_that_fails_unforeseen_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,8 +13,8 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, Message
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.request import StepResult
-from kvrelay.engine.runner import FinishedStep
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
+from tests.engine.finished_step import FinishedStep
 from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, slots_of
 
 
