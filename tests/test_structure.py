@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "kvrelay.core": {"kvrelay.v1"},
     "kvrelay.v1": set[str](),
     "kvrelay.engine": {"paged_kernels", "kvrelay.core"},
-    # The node chooses the attention backend for its engine.
+    # The node copies and digests blocks with what is compiled.
     "kvrelay.node": {"kvrelay", "kvrelay.engine", "kv_connector", "paged_kernels", "kvrelay.core", "kvrelay.v1"},
     "kvrelay.cli": {"kvrelay", "kvrelay.bench", "kvrelay.core", "kvrelay.v1"},
     "kvrelay.bench": {"kvrelay.core", "kvrelay.v1"},
@@ -63,9 +63,9 @@ def package_of(name: str) -> str:
     return max(matches, key=len) if matches else name.split(".")[0]
 
 
-def find_modules() -> list[Module]:
+def find_modules(*folders: str) -> list[Module]:
     modules: list[Module] = []
-    for base in ("kvrelay", "router", "prefill_node", "decode_node", "kv_connector", "kernels/paged_kernels"):
+    for base in folders:
         folder = ROOT / base
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder.parent).with_suffix("").parts
@@ -73,7 +73,8 @@ def find_modules() -> list[Module]:
     return modules
 
 
-MODULES = find_modules()
+MODULES = find_modules("kvrelay", "router", "prefill_node", "decode_node", "kv_connector", "kernels/paged_kernels")
+TESTS = find_modules("tests")
 OURS = [module for module in MODULES if module.package != "kvrelay.v1"]
 
 
@@ -120,3 +121,10 @@ def test_no_code_from_data(module: Module) -> None:
 def test_names_and_docstrings(module: Module) -> None:
     assert not FORBIDDEN_NAMES & set(module.name.split(".")), f"{module.name} is not named after a concept"
     assert ast.get_docstring(module.tree()), f"{module.name} does not say what it is"
+
+
+@pytest.mark.parametrize("module", TESTS, ids=by_name)
+def test_no_test_takes_from_another(module: Module) -> None:
+    """What several need stands in a file of its own."""
+    lenders = [name for name in module.imports() if name.startswith("tests.") and ".test_" in name]
+    assert not lenders, f"{module.name} imports {lenders}"

@@ -7,34 +7,15 @@ import pytest
 import torch
 from paged_kernels import packed
 from paged_kernels.extension import load_extension
-from paged_kernels.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
+from paged_kernels.packed import PackedWeight
 from torch import Tensor
+
+from tests.kernels.packed import by_hand, multiply, panels_of
 
 # Outputs and inputs: whole panels, tails of both, odd inputs, less than a panel, one of each, a model's layer.
 SHAPES = [(64, 256), (33, 144), (100, 71), (3, 8), (1, 1), (16, 64), (48, 896), (70, 1100), (1152, 896)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 49, 64, 70, 200]
 MOST_ROWS = 200
-
-
-def by_hand(weight: Tensor) -> PackedWeight:
-    return PackedWeight(panels_of(weight), *weight.shape)
-
-
-def panels_of(weight: Tensor) -> Tensor:
-    num_outputs, num_inputs = weight.shape
-    pad = (0, -num_inputs % INPUT_MULTIPLE, 0, -num_outputs % PANEL_OUTPUTS)
-    rows = torch.nn.functional.pad(weight, pad)
-    panels = rows.reshape(rows.shape[0] // PANEL_OUTPUTS, PANEL_OUTPUTS, rows.shape[1] // 2, 2).transpose(1, 2)
-    return panels.reshape(panels.shape[0], -1)
-
-
-def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Our kernel, for any number of rows."""
-    native = load_extension()
-    assert native is not None
-    out = torch.full((x.shape[0], weight.num_outputs), float("nan"), dtype=torch.bfloat16)
-    native.packed_matmul(out, x, weight.panels, bias, torch.get_num_threads())
-    return out
 
 
 def assert_product(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:

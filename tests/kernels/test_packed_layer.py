@@ -12,7 +12,7 @@ from paged_kernels.native import NativeBackend
 from paged_kernels.packed import PackedWeight
 from torch import Tensor
 
-from tests.kernels.test_packed import by_hand, multiply
+from tests.kernels.packed import by_hand, multiply
 
 HEAD_COUNTS, HEAD_DIM, HIDDEN = (4, 2, 2), 16, 96
 ROWS = (1, 4, 17, 32, 33, 45, 100, 530)
