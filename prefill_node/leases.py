@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 
 from kvrelay.core.clock import Clock
+from kvrelay.core.tasks import end_tasks
 from kvrelay.node.lease_counts import LeaseCounts
 
 _logger = logging.getLogger(__name__)
@@ -50,9 +51,7 @@ class LeaseTable:
         self._task = asyncio.get_running_loop().create_task(self._sweep_forever(), name="lease-sweeper")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         self.release(list(self._deadlines))
 
     def open(self, lease_id: str, ttl: float) -> None:

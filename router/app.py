@@ -31,6 +31,7 @@ from kvrelay.core.rpc import (
     server_options,
     set_serving,
 )
+from kvrelay.core.tasks import end_tasks
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2_grpc
 from router.edge.gateway import create_app
@@ -146,9 +147,7 @@ async def _wait_for_nodes(settings: RouterSettings, registry: Registry, stop: as
     settled = asyncio.create_task(registry.wait_settled(settings.start_timeout))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({settled, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (settled, stopped):
-        task.cancel()
-    await asyncio.gather(settled, stopped, return_exceptions=True)
+    await end_tasks(settled, stopped)
     for node in registry.nodes:
         _logger.info("%s node %s is %s", node.role.value, node.name, node.state.value)
 
@@ -184,8 +183,7 @@ async def _reporting(servicer: health.aio.HealthServicer, registry: Registry) ->
     try:
         yield
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        await end_tasks(following)
         await set_serving(servicer, [SERVICE_NAME], serving=False)
 
 

@@ -17,6 +17,7 @@ from kv_connector.segments.segment import PeerSegment, sweep
 from kv_connector.verdict import Verdict
 from kv_connector.worker import RunsFunctions
 from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.tasks import end_tasks
 
 _logger = logging.getLogger(__name__)
 
@@ -64,9 +65,7 @@ class MappedPeers(Generic[PeerT]):
 
     async def close(self) -> None:
         """After whatever is being copied."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        await end_tasks(self._looking)
         await self._thread.run(self._forget)
 
     async def _look(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kv_connector.base import Block
+from kvrelay.core.tasks import end_tasks
 
 _BATCH_BLOCKS = 64
 
@@ -49,9 +50,7 @@ class Backlog:
     async def close(self) -> None:
         """What still waits is given up."""
         self._claims.clear()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     async def _run(self) -> None:
         while self._claims:

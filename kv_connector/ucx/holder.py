@@ -35,6 +35,7 @@ from kv_connector.ucx.protocol import (
 )
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.tasks import end_tasks
 
 HANDSHAKE_SECONDS = 5.0
 SEND_SECONDS = 30.0  # for one Ask, after which the reader is taken for lost
@@ -62,9 +63,7 @@ class Holder:
     async def close(self) -> None:
         """Drops every reader; no memory of the pool is read any more."""
         self._listener = None
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
     def _admit(self, link: Link) -> None:
         if self._listener is None or self._strangers >= MAX_STRANGERS or len(self._tasks) >= MAX_READERS:

@@ -14,6 +14,7 @@ from kvrelay.bench.slo import Slos
 from kvrelay.bench.summary import count_failures, summaries_by_kind, summarise
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.tasks import end_tasks
 
 _PROGRESS_SECONDS = 0.5
 
@@ -60,9 +61,7 @@ class Runner:
         try:
             await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (running, stopped, progress):
-                task.cancel()
-            await asyncio.wait({running, stopped, progress})
+            await end_tasks(running, stopped, progress)
         if not running.cancelled():
             running.result()
         return load

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvrelay.core.errors import KVRelayError
+from kvrelay.core.tasks import end_tasks
 
 TAIL_LINES = 12
 MAX_RESTARTS = 5  # in a row; a child that has served for a while begins anew
@@ -164,9 +165,7 @@ class Supervisor:
                 await keeper
             raise AssertionError("a keeper ends only by an error")
         finally:
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await end_tasks(*keepers)
 
     async def _keep(
         self, child: Child, again: Again, timeout: float, on_event: Callable[[str], None], on_end: OnEnd

@@ -12,6 +12,7 @@ from functools import partial
 
 from kv_connector.base import Block, KVConnector
 from kvrelay.core.errors import KVError
+from kvrelay.core.tasks import end_tasks
 
 _logger = logging.getLogger(__name__)
 
@@ -48,9 +49,7 @@ class Publisher:
 
     async def close(self) -> None:
         """Publishes what is queued no more, but unpins it."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         while not self._queue.empty():
             self._unpin([block.block_id for block in self._queue.get_nowait().blocks])
 

@@ -19,6 +19,7 @@ from kvrelay.core.rpc import (
     server_options,
     set_serving,
 )
+from kvrelay.core.tasks import end_tasks
 from kvrelay.node.node import Node
 from kvrelay.node.node_service import NodeService
 from kvrelay.v1 import node_pb2, node_pb2_grpc
@@ -77,9 +78,7 @@ class NodeServer:
             )
 
     async def close(self) -> None:
-        if self._on_crash is not None:
-            self._on_crash.cancel()
-            await asyncio.gather(self._on_crash, return_exceptions=True)
+        await end_tasks(self._on_crash)
         await self._report(live=False, ready=False)
         self._node.event_log.close()
         await self._service.close()

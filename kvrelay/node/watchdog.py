@@ -7,6 +7,8 @@ does not end. Invariant: time is counted in looks of our own loop; a process tha
 import asyncio
 from collections.abc import Callable
 
+from kvrelay.core.tasks import end_tasks
+
 _LONGEST_INTERVAL_SECONDS = 1.0
 
 
@@ -33,9 +35,7 @@ class Watchdog:
         self._task = asyncio.get_running_loop().create_task(self._look_forever(), name="engine-watchdog")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     def look(self) -> bool:
         """One interval after the last look. False when the engine hangs."""

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from kvrelay.core.tasks import end_tasks
+
 # A slow client holds its sources back instead of filling memory.
 QUEUE_ITEMS = 64
 
@@ -47,6 +49,4 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
                     task.result()
     finally:
         closing = True
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)

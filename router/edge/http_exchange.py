@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.core.errors import CancelledByPeerError
 from kvrelay.core.rpc import WRITE_SECONDS
+from kvrelay.core.tasks import end_tasks
 from kvrelay.core.write_deadline import WriteDeadline
 
 logger = logging.getLogger(__name__)
@@ -72,9 +73,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise CancelledByPeerError("the client disconnected")
         return working.result()
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await end_tasks(working, leaving)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -25,6 +25,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.connectors import can_exchange
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
 from kvrelay.core.rpc import channel_options, error_from_rpc
+from kvrelay.core.tasks import end_tasks
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.backoff import Backoff
 from router.nodes.election import elect
@@ -106,9 +107,7 @@ class Registry:
         return True
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         for node in self.nodes:
             await node.channel.close()
 

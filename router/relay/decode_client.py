@@ -15,6 +15,7 @@ import grpc
 from kvrelay.core.errors import KVRelayError, UnavailableError, error_from_grpc
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import error_from_rpc
+from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import logprobs_from_wire, output_from_wire, output_to_wire, sampling_to_wire
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
@@ -191,8 +192,7 @@ class DecodeClient:
 
     async def close(self) -> None:
         if self._stream is not None:
-            self._stream.task.cancel()
-            await asyncio.gather(self._stream.task, return_exceptions=True)
+            await end_tasks(self._stream.task)
 
 
 def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:

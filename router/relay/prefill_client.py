@@ -17,6 +17,7 @@ import grpc
 from kvrelay.core.errors import DeadlineError, KVRelayError
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
 from kvrelay.core.rpc import error_from_rpc
+from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import logprobs_from_wire, output_from_wire, sampling_to_wire
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
@@ -160,10 +161,7 @@ class PrefillClient:
             self.release(lease_id)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._timeout)
-        tasks = list(self._tasks) if self._heartbeat is None else [*self._tasks, self._heartbeat]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._tasks, self._heartbeat)
 
     async def _stream(
         self,
