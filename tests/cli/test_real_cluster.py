@@ -11,6 +11,7 @@ from kvrelay.bench.command import bench
 from kvrelay.cli import client
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.errors import UnavailableError
+from tests.e2e.processes import processes_of
 
 SMALL = ("--num-blocks", "64", "--log-level", "warning", "--served-model-name", "tiny-random")
 
@@ -30,20 +31,6 @@ def segments(tmp_path: Path) -> Iterator[Path]:
     assert list(directory.iterdir()) == []
 
 
-def processes_of(model: Path) -> list[str]:
-    """Command lines of running processes that name the model."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                arguments = (entry / "cmdline").read_bytes().decode().split("\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if str(model) in arguments:
-                found.append(" ".join(arguments))
-    return found
-
-
 def test_cluster_serves_and_ends(model: Path, segments: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with local_cluster(str(model), (*SMALL, "--shared-memory-dir", str(segments))) as address:
         assert list(segments.iterdir())
@@ -54,7 +41,7 @@ def test_cluster_serves_and_ends(model: Path, segments: Path, capfd: pytest.Capt
         load = ["--requests", "2", "--input-len", "20-40", "--output-len", "3", "--tokenizer", str(model)]
         for url in (f"http://{address.http}", f"grpc://{address.grpc}"):
             assert bench(["throughput", "--url", url, *load]) == 0
-    assert processes_of(model) == []
+    assert not processes_of(model)
     captured = capfd.readouterr()
     assert "tiny-random  up to" in captured.out
     assert "4 tokens, the first after" in captured.err
@@ -69,4 +56,4 @@ def test_model_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[st
     errors = capfd.readouterr().err
     assert "exit code 1 before the cluster was ready. Its last lines:" in errors
     assert "Traceback" not in errors
-    assert processes_of(missing) == []
+    assert not processes_of(missing)

@@ -291,6 +291,27 @@ class Cluster:
 
 
 @asynccontextmanager
+async def registered(
+    *nodes: ScriptedNode, late: ScriptedNode | None = None, silence: float = 5.0
+) -> AsyncIterator[Registry]:
+    """A registry of these nodes; it has started, nothing has been waited for. `late` has an address but does not answer
+    yet."""
+    everyone = nodes if late is None else (*nodes, late)
+    async with AsyncExitStack() as stack:
+        for node in everyone:
+            await node.start()
+            stack.push_async_callback(node.stop)
+        if late is not None:
+            await late.stop()
+        prefill = [node.address for node in everyone if isinstance(node, ScriptedPrefill)]
+        decode = [node.address for node in everyone if isinstance(node, ScriptedDecode)]
+        registry = Registry(prefill, decode, KVIndex(1000), silence=silence)
+        stack.push_async_callback(registry.close)
+        registry.start()
+        yield registry
+
+
+@asynccontextmanager
 async def cluster(
     *,
     num_prefill_nodes: int = 1,
@@ -305,18 +326,7 @@ async def cluster(
     prefills = tuple(ScriptedPrefill(f"prefill-{index}") for index in range(num_prefill_nodes))
     decodes = tuple(ScriptedDecode(f"decode-{index}") for index in range(num_decode_nodes))
     collectors = CollectorRegistry()
-    async with AsyncExitStack() as stack:
-        for node in (*prefills, *decodes):
-            await node.start()
-            stack.push_async_callback(node.stop)
-        registry = Registry(
-            [node.address for node in prefills],
-            [node.address for node in decodes],
-            KVIndex(1000),
-            silence=silence,
-        )
-        registry.start()
-        stack.push_async_callback(registry.close)
+    async with registered(*prefills, *decodes, silence=silence) as registry:
         relay = ClusterRelay(
             registry,
             PrefixAware(local_prefill_max_tokens),
@@ -325,9 +335,11 @@ async def cluster(
             max_attempts=max_attempts,
             lease_ttl=lease_ttl,
         )
-        stack.push_async_callback(relay.close, timeout=0.0)
-        assert await registry.wait_settled(PATIENCE)
-        yield Cluster(prefills, decodes, registry, relay, collectors)
+        try:
+            assert await registry.wait_settled(PATIENCE)
+            yield Cluster(prefills, decodes, registry, relay, collectors)
+        finally:
+            await relay.close(timeout=0.0)
 
 
 async def soon(queue: asyncio.Queue[_Item]) -> _Item:

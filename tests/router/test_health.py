@@ -27,6 +27,7 @@ from tests.router.scripted_nodes import (
     ScriptedNode,
     ScriptedPrefill,
     cluster,
+    registered,
     soon,
     token,
 )
@@ -159,15 +160,7 @@ async def test_a_restart_ends_an_ejection() -> None:
 
 async def states(*nodes: ScriptedNode) -> tuple[list[NodeState], str]:
     """Of the nodes as the router sees them, and what it says when nothing can serve."""
-    async with AsyncExitStack() as stack:
-        for node in nodes:
-            await node.start()
-            stack.push_async_callback(node.stop)
-        prefill = [node.address for node in nodes if isinstance(node, ScriptedPrefill)]
-        decode = [node.address for node in nodes if isinstance(node, ScriptedDecode)]
-        registry = Registry(prefill, decode, KVIndex(10))
-        stack.push_async_callback(registry.close)
-        registry.start()
+    async with registered(*nodes) as registry:
         assert await registry.wait_settled(PATIENCE)
         try:
             registry.served_model()

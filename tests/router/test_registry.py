@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,29 +18,11 @@ from tests.router.scripted_nodes import (
     ScriptedDecode,
     ScriptedNode,
     ScriptedPrefill,
+    registered,
     soon,
 )
 
 A, B, C = (BlockHash(bytes([number]) * 32) for number in range(3))
-
-
-@asynccontextmanager
-async def serving(*nodes: ScriptedNode, late: ScriptedNode | None = None) -> AsyncIterator[Registry]:
-    """A registry of these nodes; it has started, nothing has been waited for. `late` has an address but does not answer
-    yet."""
-    everyone = nodes if late is None else (*nodes, late)
-    async with AsyncExitStack() as stack:
-        for node in everyone:
-            await node.start()
-            stack.push_async_callback(node.stop)
-        if late is not None:
-            await late.stop()
-        prefill = [node.address for node in everyone if isinstance(node, ScriptedPrefill)]
-        decode = [node.address for node in everyone if isinstance(node, ScriptedDecode)]
-        registry = Registry(prefill, decode, KVIndex(1000))
-        stack.push_async_callback(registry.close)
-        registry.start()
-        yield registry
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -54,7 +35,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_live_nodes_are_described_and_their_events_reach_the_index() -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
     prefill.max_model_len = 1000
-    async with serving(prefill, decode) as registry:
+    async with registered(prefill, decode) as registry:
         assert await registry.wait_settled(PATIENCE)
         model = registry.served_model()
         assert (model.max_model_len, model.vocab_size, model.kv_namespace) == (1000, 1000, NAMESPACE)
@@ -71,7 +52,7 @@ async def test_live_nodes_are_described_and_their_events_reach_the_index() -> No
 
 async def test_without_a_decode_node_nothing_is_served() -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
-    async with serving(prefill, decode) as registry:
+    async with registered(prefill, decode) as registry:
         assert await registry.wait_settled(PATIENCE)
         await decode.stop()
         await until(lambda: registry.decode[0].state is NodeState.LOST)
@@ -82,7 +63,7 @@ async def test_without_a_decode_node_nothing_is_served() -> None:
 
 async def test_a_node_that_comes_back_in_the_same_epoch_is_asked_for_what_was_missed() -> None:
     decode = ScriptedDecode()
-    async with serving(decode) as registry:
+    async with registered(decode) as registry:
         decode.update(7, stored=[A])
         await until(lambda: registry.index.leading([A]) == {"decode-0": 1})
         await soon(decode.watch_requests)
@@ -98,7 +79,7 @@ async def test_a_node_that_comes_back_in_the_same_epoch_is_asked_for_what_was_mi
 
 async def test_a_new_epoch_forgets_what_the_old_one_held() -> None:
     decode = ScriptedDecode()
-    async with serving(decode) as registry:
+    async with registered(decode) as registry:
         decode.update(7, stored=[A])
         await until(lambda: registry.index.leading([A]) == {"decode-0": 1})
         await soon(decode.watch_requests)
@@ -114,7 +95,7 @@ async def test_a_new_epoch_forgets_what_the_old_one_held() -> None:
 
 async def test_an_epoch_that_changes_within_a_stream_is_asked_about() -> None:
     decode = ScriptedDecode()
-    async with serving(decode) as registry:
+    async with registered(decode) as registry:
         assert await registry.wait_settled(PATIENCE)
         await soon(decode.watch_requests)
         decode.epoch = 2
@@ -153,7 +134,7 @@ async def test_a_node_with_another_connector_is_refused(caplog: pytest.LogCaptur
 async def test_nodes_that_share_one_of_their_connectors_fit() -> None:
     decode, another = ScriptedDecode(), ScriptedDecode("decode-1")
     decode.connector, another.connector = "shared_memory,redis", "ucx,redis"
-    async with serving(decode, another) as registry:
+    async with registered(decode, another) as registry:
         assert await registry.wait_settled(PATIENCE)
         assert len(registry.live(NodeRole.DECODE)) == 2
 
@@ -167,7 +148,7 @@ async def refused(
 ) -> None:
     """The stranger comes when `first` is live."""
     with caplog.at_level(logging.WARNING):
-        async with serving(first, late=stranger) as registry:
+        async with registered(first, late=stranger) as registry:
             await until(lambda: registry.decode[0].state is NodeState.LIVE)
             await stranger.start()
             await until(lambda: registry.decode[1].state is NodeState.REFUSED)
@@ -181,7 +162,7 @@ async def test_a_node_of_the_wrong_kind_is_refused_and_let_in_when_it_was_replac
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
     right, prefill.role = prefill.role, decode.role
     with caplog.at_level(logging.WARNING):
-        async with serving(prefill, decode) as registry:
+        async with registered(prefill, decode) as registry:
             assert await registry.wait_settled(PATIENCE)
             assert registry.prefill[0].state is NodeState.REFUSED
             assert "role is decode, but it is listed among the prefill nodes" in caplog.text
@@ -191,7 +172,7 @@ async def test_a_node_of_the_wrong_kind_is_refused_and_let_in_when_it_was_replac
 
 async def test_a_node_that_is_not_there_is_found_when_it_comes() -> None:
     decode, late = ScriptedDecode(), ScriptedDecode("decode-1")
-    async with serving(decode, late=late) as registry:
+    async with registered(decode, late=late) as registry:
         await until(lambda: registry.decode[0].state is NodeState.LIVE)
         assert registry.decode[1].state is NodeState.CONNECTING
         await late.start()
