@@ -137,6 +137,7 @@ async def test_publishing_a_name_again_is_allowed(node: MakeNode) -> None:
     sent = blocks(2)
     await write_and_publish(owner, sent)
     await owner.connector.publish(sent)
+    assert owner.first_stats.blocks_published == 2, "what is there already is not published once more"
     await write_and_publish(owner, moved(sent, 8))  # a second copy of the same blocks
     owner.connector.retract([0, 1])
     assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}

@@ -5,16 +5,19 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kv_connector.base import FetchOutcome, Source
 from kv_connector.header import Mismatch
+from kv_connector.pool import Rows, copy_rows
+from kv_connector.segments import shared_memory
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.worker import Worker
-from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
@@ -95,6 +98,47 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
     assert asyncio.all_tasks() == {asyncio.current_task()}
     process.kill()
     process.communicate()
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is a part of its own; between two parts others have their turn."""
+    monkeypatch.setattr(shared_memory, "_SLICE_BYTES", 1)
+
+
+@pytest.mark.usefixtures("in_parts")
+async def test_a_connector_that_is_closed_during_a_fetch_says_so(tmp_path: Path) -> None:
+    owner, peer = node(tmp_path, "owner"), node(tmp_path)
+    await write_and_publish(owner, blocks(16))
+    fetch = asyncio.create_task(peer.connector.fetch(owner.source, blocks(16), timeout=10))
+    await asyncio.sleep(0)
+    await peer.connector.close()
+    with pytest.raises(KVError, match="closed"):
+        await fetch
+    await owner.connector.close()
+
+
+@pytest.mark.usefixtures("in_parts")
+async def test_an_owner_that_dies_during_a_fetch_fails_the_rest_of_it(tmp_path: Path) -> None:
+    """Another fetch notices first, and unmaps the segment."""
+    copying, go_on = threading.Event(), threading.Event()
+
+    def copy(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> Sequence[bytes]:
+        copying.set()
+        go_on.wait(10)
+        return copy_rows(target, target_rows, source, source_rows)
+
+    owner = node(tmp_path, "owner")
+    peer = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path), copy)), "peer", 16, LAYOUT, 1)
+    source = owner.source
+    await write_and_publish(owner, blocks(3))
+    fetches = [asyncio.create_task(peer.connector.fetch(source, blocks(count), timeout=10)) for count in (3, 1)]
+    await asyncio.to_thread(copying.wait, 10)
+    await owner.connector.close()
+    go_on.set()
+    outcomes = [(await fetch).outcomes for fetch in fetches]
+    assert outcomes == [(FetchOutcome.FETCHED, FetchOutcome.FAILED, FetchOutcome.FAILED), (FetchOutcome.FAILED,)]
+    await peer.connector.close()
 
 
 async def test_the_segment_is_private_and_has_its_space(tmp_path: Path) -> None:
