@@ -6,9 +6,7 @@ INLINE Reg rounded_to(Reg value) {
   if constexpr (std::is_same_v<T, float>) {
     return value;
   } else {
-    T buffer[kWidth];
-    store(buffer, value);
-    return load(buffer);
+    return rounded(value, T{});
   }
 }
 
@@ -62,7 +60,7 @@ static void rms_norm_rows(const NormCall& call, RowSpan span) {
 template <class T>
 INLINE Reg silu_mul(Reg gate, Reg up) {
   const Reg denominator = add(splat(1.0f), exponential(sub(splat(0.0f), gate)));
-  return mul(rounded_to<T>(div(gate, denominator)), up);
+  return mul(rounded_to<T>(mul(gate, reciprocal(denominator))), up);
 }
 
 template <class T>

@@ -1,5 +1,13 @@
-// The first n < kWidth elements of a vector, through memory: for instruction sets without masks. Rare: row tails only.
+// For instruction sets without masks: what others do in registers, through memory. Loads and stores of the first n < kWidth elements are
+// rare: row tails only.
 
+INLINE Reg reciprocal(Reg a) { return div(splat(1.0f), a); }
+template <class T>
+INLINE Reg rounded(Reg value, T) {
+  T buffer[kWidth];
+  store(buffer, value);
+  return load(buffer);
+}
 template <class T>
 INLINE Reg load_n(const T* source, int n) {
   float buffer[kWidth] = {};
