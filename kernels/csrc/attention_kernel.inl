@@ -8,7 +8,12 @@ inline constexpr int kMaxDotRows = 3;
 
 inline constexpr float kLog2E = 1.44269504f;
 
-// One KV tile: pointers to the rows of tokens [first, last) of it.
+// What a tile has in place of tokens that are not there. A masked load that reads nothing would do as well, but where it has no valid
+// address processors take it for a fault first, which costs hundreds of cycles.
+template <class P>
+alignas(64) inline constexpr P kZeroRow[kMaxHeadDim]{};
+
+// One KV tile: pointers to the rows of tokens [first, last) of it, and to zeros for the others.
 template <class P>
 struct TileRows {
   const P* k[kTileTokens];
@@ -23,7 +28,7 @@ struct ItemRows {
   int group;
   std::int64_t first_position;  // of query 0 in the sequence
   std::int64_t window;
-  float* maxima;  // of the scaled scores, in units of log2
+  float* maxima;  // of the scores, before they are scaled
   float* sums;    // [count, kMaxWidth], added up at the end
   float* output;  // [count, output_stride], unnormalised
   int output_stride;
@@ -36,12 +41,16 @@ struct ItemRows {
   std::int64_t end(int row) const { return first_position + row / group + 1; }
 };
 
+// Of a tile that begins behind the item's end nothing is there.
 template <class P>
 static void locate_tile(const AttentionCall& call, const AttentionItem& item, int tile_begin, TileRows<P>& tile) {
   const P* pool = static_cast<const P*>(call.pool) + item.kv_head * call.head_stride;
   const std::int32_t* table = call.block_tables + item.sequence * call.table_stride;
+  const int left = item.kv_end > tile_begin ? item.kv_end - tile_begin : 0;
   tile.first = item.kv_begin > tile_begin ? item.kv_begin - tile_begin : 0;
-  tile.last = item.kv_end - tile_begin < kTileTokens ? item.kv_end - tile_begin : kTileTokens;
+  tile.last = left < kTileTokens ? left : kTileTokens;
+  for (int token = 0; token < tile.first; ++token) tile.k[token] = tile.v[token] = kZeroRow<P>;
+  for (int token = tile.last; token < kTileTokens; ++token) tile.k[token] = tile.v[token] = kZeroRow<P>;
   int index = (tile_begin + tile.first) / call.block_size;
   int offset = (tile_begin + tile.first) % call.block_size;
   for (int token = tile.first; token < tile.last; ++index, offset = 0) {
@@ -52,22 +61,6 @@ static void locate_tile(const AttentionCall& call, const AttentionItem& item, in
       tile.v[token] = v + offset * call.head_dim;
     }
   }
-}
-
-// The tile after `tile`; tokens that it does not have get some valid pointer, so that all can be prefetched.
-template <class P>
-static const TileRows<P>& locate_next(const AttentionCall& call, const AttentionItem& item, int tile_begin, const TileRows<P>& tile,
-                                      TileRows<P>& next) {
-  if (tile_begin < item.kv_end) {
-    locate_tile(call, item, tile_begin, next);
-  } else {
-    next.first = next.last = 0;
-  }
-  for (int token = next.last; token < kTileTokens; ++token) {
-    next.k[token] = tile.k[tile.first];
-    next.v[token] = tile.v[tile.first];
-  }
-  return next;
 }
 
 // Elements `d` .. of a row, as float32. Lanes past the row's end are zero.
@@ -122,20 +115,16 @@ static void prefetch_tile(const TileRows<P>& tile, int head_dim) {
   }
 }
 
-// K of a tile as [words, kTileTokens], words padded to kWidth; tokens outside [first, last) are zero.
+// K of a tile as [words, kTileTokens], words padded to kWidth.
 template <class T, class P>
 static void pack_keys(const TileRows<P>& tile, const TileRows<P>& next, int num_words, float* target) {
   for (int token = 0; token < kTileTokens; token += kWidth) {
-    const bool whole = token >= tile.first && token + kWidth <= tile.last;
     for (int word = 0; word < num_words; word += kWidth) {
       Reg block[kWidth];
-      if (whole && word + kWidth <= num_words) {
+      if (word + kWidth <= num_words) {
         for (int i = 0; i < kWidth; ++i) block[i] = load_words<T>(tile.k[token + i], word, word + kWidth);
       } else {
-        for (int i = 0; i < kWidth; ++i) {
-          const bool valid = token + i >= tile.first && token + i < tile.last;
-          block[i] = valid ? load_words<T>(tile.k[token + i], word, num_words) : splat(0.0f);
-        }
+        for (int i = 0; i < kWidth; ++i) block[i] = load_words<T>(tile.k[token + i], word, num_words);
       }
       for (int i = 0; i < kWidth; ++i) prefetch(word_address<T>(next.k[token + i], word));
       transpose(block);
@@ -145,31 +134,15 @@ static void pack_keys(const TileRows<P>& tile, const TileRows<P>& next, int num_
 }
 
 #if PAGED_BF16_DOT
-// `pack_value_pairs` of a tile that has all tokens, with rows that are whole vectors: most tiles, and nothing to decide.
-template <class P>
-static void pack_whole_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, int head_dim, float* target) {
+// V of a tile as [kTileTokens / 2, stride] words of two tokens each. With kWhole rows are whole vectors, and there is nothing to decide.
+template <bool kWhole, class P>
+static void pack_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, int head_dim, int stride, float* target) {
   for (int token = 0; token < kTileTokens; token += 2) {
     const P* low = tile.v[token];
     const P* high = tile.v[token + 1];
-    for (int d = 0; d < head_dim; d += kWidth, target += kWidth) {
-      store(target, interleave(low + d, high + d, kWidth, kWidth));
-      prefetch(next.v[token + d / kWidth % 2] + d / (2 * kWidth) * (2 * kWidth));  // a line holds 2 kWidth values
-    }
-  }
-}
-
-// V of a tile as [kTileTokens / 2, stride] words of two tokens each; tokens outside [first, last) are zero.
-template <class P>
-static void pack_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, int head_dim, int stride, float* target) {
-  if (tile.first == 0 && tile.last == kTileTokens && head_dim == stride) return pack_whole_value_pairs(tile, next, head_dim, target);
-  for (int token = 0; token < kTileTokens; token += 2) {
-    const bool low_valid = token >= tile.first && token < tile.last;
-    const bool high_valid = token + 1 >= tile.first && token + 1 < tile.last;
-    for (int d = 0; d < stride; d += kWidth) {
-      const int count = head_dim - d < kWidth ? head_dim - d : kWidth;
-      const P* low = low_valid ? tile.v[token] + d : nullptr;
-      const P* high = high_valid ? tile.v[token + 1] + d : nullptr;
-      store(target + token / 2 * stride + d, interleave(low, high, low_valid ? count : 0, high_valid ? count : 0));
+    for (int d = 0; d < stride; d += kWidth, target += kWidth) {
+      const int count = kWhole || d + kWidth <= head_dim ? kWidth : head_dim - d;
+      store(target, interleave(low + d, high + d, count, count));
       prefetch(next.v[token + d / kWidth % 2] + d / (2 * kWidth) * (2 * kWidth));  // a line holds 2 kWidth values
     }
   }
@@ -180,32 +153,39 @@ static void pack_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, i
 template <class T, class P>
 static void pack_values(const TileRows<P>& tile, const TileRows<P>& next, int head_dim, int stride, float* target) {
 #if PAGED_BF16_DOT
-  if constexpr (kPaired<T>) return pack_value_pairs(tile, next, head_dim, stride, target);
+  if constexpr (kPaired<T>)
+    return head_dim == stride ? pack_value_pairs<true>(tile, next, head_dim, stride, target)
+                              : pack_value_pairs<false>(tile, next, head_dim, stride, target);
 #endif
   for (int token = 0; token < kTileTokens; ++token) {
-    const bool valid = token >= tile.first && token < tile.last;
     for (int d = 0; d < stride; d += kWidth) {
-      store(target + token * stride + d, valid ? load_floats(tile.v[token], d, head_dim) : splat(0.0f));
+      store(target + token * stride + d, load_floats(tile.v[token], d, head_dim));
       prefetch(next.v[token] + d);
     }
   }
 }
 
-// Turns one row of scores into weights in place and brings the row's running maximum, sum and output up to date.
-// Scores outside [first, last) count as -infinity. With kPairs the weights are written as bfloat16. `factor` is scale times log2(e).
-template <bool kPairs>
-static void softmax_row(float* scores, int first, int last, float factor, const ItemRows& rows, int row) {
-  constexpr int kVectors = kTileTokens / kWidth;
-  for (int i = 0; i < first; ++i) scores[i] = -__builtin_inff();
-  for (int i = last; i < kTileTokens; ++i) scores[i] = -__builtin_inff();
+// Turns the first kTokens scores of a row into weights in place and brings the row's running maximum, sum and output up to date.
+// With kMasked scores outside [first, last) count as -infinity. With kPairs the weights are written as bfloat16.
+// `factor` is scale times log2(e).
+template <bool kPairs, int kTokens, bool kMasked>
+INLINE void softmax_row(float* scores, int first, int last, float factor, const ItemRows& rows, int row) {
+  constexpr int kVectors = kTokens / kWidth;
   Reg values[kVectors];
-  for (int i = 0; i < kVectors; ++i) values[i] = mul(load(scores + i * kWidth), splat(factor));
-  Reg highest = splat(rows.maxima[row]);
-  for (int i = 0; i < kVectors; ++i) highest = max(highest, values[i]);
-  const float new_maximum = maximum(highest);
+  if constexpr (kMasked) {
+    for (int i = 0; i < first; ++i) scores[i] = -__builtin_inff();
+    for (int i = 0; i < kVectors; ++i) values[i] = load_first(scores + i * kWidth, last - i * kWidth, -__builtin_inff());
+  } else {
+    for (int i = 0; i < kVectors; ++i) values[i] = load(scores + i * kWidth);
+  }
+  Reg highest = values[0];
+  for (int i = 1; i < kVectors; ++i) highest = max(highest, values[i]);
+  const float old_maximum = rows.maxima[row];
+  const float tile_maximum = maximum(highest);
+  const float new_maximum = tile_maximum > old_maximum ? tile_maximum : old_maximum;
   float* sums = rows.sums + row * kMaxWidth;
-  if (new_maximum != rows.maxima[row]) {
-    const Reg correction = power_of_two_below(splat(rows.maxima[row] - new_maximum));
+  if (new_maximum != old_maximum) {
+    const Reg correction = power_of_two_below(splat((old_maximum - new_maximum) * factor));
     float* output = rows.output + row * rows.output_stride;
     for (int d = 0; d < rows.output_stride; d += kWidth) store(output + d, mul(load(output + d), correction));
     store(sums, mul(load(sums), correction));
@@ -213,7 +193,8 @@ static void softmax_row(float* scores, int first, int last, float factor, const 
   }
   Reg total = load(sums);
   for (int i = 0; i < kVectors; ++i) {
-    const Reg weight = power_of_two_below(sub(values[i], splat(new_maximum)));
+    const Reg exponent = mul(sub(values[i], splat(new_maximum)), splat(factor));
+    const Reg weight = softmax_weight<kPairs>(exponent);
     total = add(total, weight);
     if constexpr (kPairs) {
       store(reinterpret_cast<bf16*>(scores) + i * kWidth, weight);
@@ -224,14 +205,33 @@ static void softmax_row(float* scores, int first, int last, float factor, const 
   store(sums, total);
 }
 
-template <bool kPairs>
-static void softmax_rows(float* scores, int tile_begin, int tile_first, int tile_last, float factor, const ItemRows& rows) {
-  for (int row = 0; row < rows.count; ++row) {
-    const std::int64_t begin = rows.begin(row) - tile_begin;
-    const std::int64_t end = rows.end(row) - tile_begin;
+// The same for `num_rows` rows from `row` on, whose scores lie at `scores`, over tokens [tile_first, tile_last) of a tile.
+template <bool kPairs, int kTokens>
+static void softmax_tokens(float* scores, int tile_begin, int tile_first, int tile_last, float factor, const ItemRows& rows, int row,
+                           int num_rows) {
+  if (rows.begin(row + num_rows - 1) <= tile_begin && tile_first == 0 && rows.end(row) >= tile_begin + kTokens && tile_last >= kTokens) {
+    for (int i = 0; i < num_rows; ++i)
+      softmax_row<kPairs, kTokens, false>(scores + i * kTileTokens, 0, kTokens, factor, rows, row + i);
+    return;
+  }
+  for (int i = 0; i < num_rows; ++i) {
+    const std::int64_t begin = rows.begin(row + i) - tile_begin;
+    const std::int64_t end = rows.end(row + i) - tile_begin;
     const int first = begin < tile_first ? tile_first : begin < tile_last ? static_cast<int>(begin) : tile_last;
     const int last = end < tile_first ? tile_first : end < tile_last ? static_cast<int>(end) : tile_last;
-    softmax_row<kPairs>(scores + row * kTileTokens, first, last, factor, rows, row);
+    softmax_row<kPairs, kTokens, true>(scores + i * kTileTokens, first, last, factor, rows, row + i);
+  }
+}
+
+// `tokens`, a multiple of kMaxWidth, are those up to the last that any of the rows sees.
+template <bool kPairs>
+static void softmax_rows(float* scores, int tokens, int tile_begin, int first, int last, float factor, const ItemRows& rows, int row,
+                         int num_rows) {
+  switch (tokens / kMaxWidth) {
+    case 1: return softmax_tokens<kPairs, kMaxWidth>(scores, tile_begin, first, last, factor, rows, row, num_rows);
+    case 2: return softmax_tokens<kPairs, 2 * kMaxWidth>(scores, tile_begin, first, last, factor, rows, row, num_rows);
+    case 3: return softmax_tokens<kPairs, 3 * kMaxWidth>(scores, tile_begin, first, last, factor, rows, row, num_rows);
+    default: return softmax_tokens<kPairs, kTileTokens>(scores, tile_begin, first, last, factor, rows, row, num_rows);
   }
 }
 
@@ -294,14 +294,22 @@ static void attend_dot(const AttentionCall& call, const AttentionItem& item, con
   locate_tile(call, item, begin, tiles[0]);
   for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
     const TileRows<P>& tile = tiles[index];
-    const TileRows<P>& next = locate_next(call, item, begin + kTileTokens, tile, tiles[index ^ 1]);
+    TileRows<P>& next = tiles[index ^ 1];
+    locate_tile(call, item, begin + kTileTokens, next);
     dot_scores<T, P, kRows>(tile, next, num_words, query, query_stride, scores);
-    softmax_rows<false>(scores, begin, tile.first, tile.last, factor, rows);
+    softmax_rows<false>(scores, kTileTokens, begin, tile.first, tile.last, factor, rows, 0, kRows);
     int d = 0;
     for (; d + 4 * kWidth <= call.head_dim; d += 4 * kWidth) add_values<P, kRows, 4>(tile, next, d, call.head_dim, scores, rows);
     for (; d < call.head_dim; d += kWidth) add_values<P, kRows, 1>(tile, next, d, call.head_dim, scores, rows);
   }
 }
+
+// A matrix unit takes all rows of an item and whole tiles. Elsewhere few rows go from scores to output together: their scores stay in the
+// nearest cache, and tokens that none of them sees are left out, which adds nothing but zeros and so does not change a bit.
+template <bool kPairs>
+inline constexpr bool kWholeItems = PAGED_AMX && kPairs;
+template <bool kPairs>
+inline constexpr int kAttendRows = kWholeItems<kPairs> ? 1 << 30 : 12;
 
 template <class T, class P>
 static void attend_packed(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows, const float* query,
@@ -309,9 +317,8 @@ static void attend_packed(const AttentionCall& call, const AttentionItem& item, 
   constexpr bool kPairs = kPaired<T>;
   const TileSession<kPairs> session;
   const int num_words = kPairs ? call.head_dim / 2 : call.head_dim;
-  const Matmul score{num_words, query, query_stride, packed, kTileTokens, scores, kTileTokens, false};
-  const int depth = kPairs ? kTileTokens / 2 : kTileTokens;
-  const Matmul output{depth, scores, kTileTokens, packed, rows.output_stride, rows.output, rows.output_stride, true};
+  // V takes K's place where all rows are done with K by then.
+  float* values = rows.count <= kAttendRows<kPairs> ? packed : packed + padded(num_words, kMaxWidth) * kTileTokens;
   TileRows<P> tiles[2];
   const float factor = call.scale * kLog2E * call.key_scale(item.kv_head);
   int begin = item.kv_begin / kTileTokens * kTileTokens;
@@ -319,12 +326,26 @@ static void attend_packed(const AttentionCall& call, const AttentionItem& item, 
   prefetch_tile(tiles[0], call.head_dim);
   for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
     const TileRows<P>& tile = tiles[index];
-    const TileRows<P>& next = locate_next(call, item, begin + kTileTokens, tile, tiles[index ^ 1]);
+    TileRows<P>& next = tiles[index ^ 1];
+    locate_tile(call, item, begin + kTileTokens, next);
     pack_keys<T>(tile, next, num_words, packed);
-    matmul<kPairs>(score, rows.count, kTileTokens);
-    softmax_rows<kPairs>(scores, begin, tile.first, tile.last, factor, rows);
-    pack_values<T>(tile, next, call.head_dim, rows.output_stride, packed);
-    matmul<kPairs>(output, rows.count, rows.output_stride);
+    bool has_values = false;  // packed late: what both packings ask for ahead should not come at once
+    for (int row = 0; row < rows.count; row += kAttendRows<kPairs>) {
+      const int num_rows = rows.count - row < kAttendRows<kPairs> ? rows.count - row : kAttendRows<kPairs>;
+      const std::int64_t end = rows.end(row + num_rows - 1) - begin;
+      const int last = end < tile.last ? static_cast<int>(end) : tile.last;
+      if (last <= tile.first || rows.begin(row) - begin >= last) continue;
+      const int tokens = kWholeItems<kPairs> ? kTileTokens : padded(last, kMaxWidth);
+      const Matmul score{num_words, query + row * query_stride, query_stride, packed, kTileTokens, scores, kTileTokens, false};
+      matmul<kPairs>(score, num_rows, tokens);
+      softmax_rows<kPairs>(scores, tokens, begin, tile.first, last, factor, rows, row, num_rows);
+      if (!has_values) pack_values<T>(tile, next, call.head_dim, rows.output_stride, values);
+      has_values = true;
+      const int depth = kPairs ? tokens / 2 : tokens;
+      const Matmul output{depth, scores, kTileTokens, values, rows.output_stride, rows.output + row * rows.output_stride,
+                          rows.output_stride, true};
+      matmul<kPairs>(output, num_rows, rows.output_stride);
+    }
   }
 }
 
@@ -336,7 +357,7 @@ static void store_rows(const AttentionCall& call, const AttentionItem& item, con
     const float row_sum = sum(load(rows.sums + row * kMaxWidth));
     if (item.partial >= 0) {
       float* slot = call.partials + (item.partial + row) * partial_floats(call.head_dim);
-      slot[0] = rows.maxima[row];
+      slot[0] = rows.maxima[row] * call.scale * kLog2E * call.key_scale(item.kv_head);
       slot[1] = row_sum;
       for (int d = 0; d < rows.output_stride; d += kWidth) store(slot + kMaxWidth + d, load(source + d));
       continue;
@@ -361,7 +382,7 @@ static void attend_item(const AttentionCall& call, const AttentionItem& item, fl
   float* scores = query + padded_count * stride;
   float* output = scores + padded_count * kTileTokens;
   float* packed = output + padded_count * stride;
-  float* sums = packed + kTileTokens * stride;
+  float* sums = packed + 2 * kTileTokens * stride;
   float* maxima = sums + count * kMaxWidth;
   for (int i = 0; i < count * stride; ++i) output[i] = 0.0f;
   for (int row = 0; row < count; ++row) {

@@ -69,11 +69,11 @@ inline constexpr int padded(int count, int multiple) { return (count + multiple 
 // A partial slot: maximum, sum, then the accumulated row.
 inline constexpr int partial_floats(int head_dim) { return kMaxWidth + padded(head_dim, kMaxWidth); }
 
-// Scratch floats an item needs: query, scores and output rows, row maxima and sums, the K and V tile.
+// Scratch floats an item needs: query, scores and output rows, row maxima and sums, a K and a V tile.
 inline std::size_t scratch_floats(int rows, int head_dim) {
   const std::size_t dim = static_cast<std::size_t>(padded(head_dim, 2 * kMaxWidth));
   const std::size_t row_count = static_cast<std::size_t>(padded(rows, kMaxWidth));
-  return row_count * (2 * dim + kTileTokens + kMaxWidth + 1) + dim * kTileTokens;
+  return row_count * (2 * dim + kTileTokens + kMaxWidth + 1) + 2 * dim * kTileTokens;
 }
 
 struct RowSpan {

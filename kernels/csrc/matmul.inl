@@ -54,10 +54,16 @@ static void matmul_block(const Matmul& m, int row, int col) {
     for (int j = 0; j < kCols; ++j) store(c + i * m.c_stride + j * kWidth, sums[i][j]);
 }
 
+// Rows of a block of C. Dot products of pairs are so short a loop that the ends of it count: a block that leaves registers free for the
+// next one to begin while this one is stored is faster than one that fills them.
+template <bool kPairs>
+inline constexpr int kMatmulRows = kPairs ? 4 : kRowBlock;
+
 template <bool kPairs, int kCols>
 static void matmul_columns(const Matmul& m, int rows, int col) {
+  constexpr int kRows = kMatmulRows<kPairs>;
   int row = 0;
-  for (; row + kRowBlock <= rows; row += kRowBlock) matmul_block<kPairs, kRowBlock, kCols>(m, row, col);
+  for (; row + kRows <= rows; row += kRows) matmul_block<kPairs, kRows, kCols>(m, row, col);
   switch (rows - row) {
     case 5: return matmul_block<kPairs, 5, kCols>(m, row, col);
     case 4: return matmul_block<kPairs, 4, kCols>(m, row, col);

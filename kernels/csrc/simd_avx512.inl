@@ -23,6 +23,11 @@ INLINE Reg widen_e4m3(__m128i codes) {
 INLINE Reg load(const e4m3* source) { return widen_e4m3(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))); }
 INLINE Reg load_n(const e4m3* source, int n) { return widen_e4m3(_mm_maskz_loadu_epi8(first_lanes(n), source)); }
 INLINE Reg load_n(const float* source, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), source); }
+// The first n elements, of which there may be fewer than none or more than a vector's, and `other` in the lanes behind them.
+INLINE Reg load_first(const float* source, int n, float other) {
+  const int count = n < 0 ? 0 : n < kWidth ? n : kWidth;
+  return _mm512_mask_loadu_ps(_mm512_set1_ps(other), first_lanes(count), source);
+}
 INLINE Reg load_n(const bf16* source, int n) { return widen_bf16(_mm256_maskz_loadu_epi16(first_lanes(n), source)); }
 INLINE Reg load_n(const f16* source, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), source)); }
 
@@ -95,6 +100,13 @@ INLINE Reg power_of_two(Reg n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n
 INLINE Reg round_to_whole(Reg a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Reg zero_below(Reg a, float limit, Reg value) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, _mm512_set1_ps(limit), _CMP_NLT_UQ), value);
+}
+
+// a less the whole number below it; 0 for -infinity.
+INLINE Reg fraction(Reg a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+// value times 2 to the whole number below a; 0 where a is below the limit.
+INLINE Reg scale_from(Reg a, float limit, Reg value) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(a, _mm512_set1_ps(limit), _CMP_NLT_UQ), value, a);
 }
 
 #if PAGED_BF16_DOT

@@ -20,3 +20,8 @@ INLINE void store_n(T* target, Reg value, int n) {
   store(buffer, value);
   for (int i = 0; i < n; ++i) from_float(buffer[i], target[i]);
 }
+INLINE Reg load_first(const float* source, int n, float other) {
+  float buffer[kWidth];
+  for (int i = 0; i < kWidth; ++i) buffer[i] = i < n ? source[i] : other;
+  return load(buffer);
+}
