@@ -40,19 +40,19 @@ def _measure(x: Tensor, weights: Sequence[PackedWeight], rounds: int) -> None:
     opaque = [onednn_weight(weight) for weight in weights]
     out = torch.empty(x.shape[0], weights[0].num_outputs, dtype=torch.bfloat16)
 
-    def ours(index: int) -> None:
-        _native.packed_matmul(out, x, weights[index].panels, None, torch.get_num_threads())
+    def ours(which: int) -> None:
+        _native.packed_matmul(out, x, weights[which].panels, None, torch.get_num_threads())
 
-    def onednn(index: int) -> None:
-        onednn_linear(x, opaque[index])
+    def onednn(which: int) -> None:
+        onednn_linear(x, opaque[which])
 
     runs: dict[str, Callable[[int], None]] = {"ours": ours, "onednn": onednn}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(rounds + 1):  # the first one warms up
         for name, run in runs.items():
             start = time.perf_counter()
-            for weight in range(len(weights)):
-                run(weight)
+            for which in range(len(weights)):
+                run(which)
             if index:
                 seconds[name].append((time.perf_counter() - start) / len(weights))
     operations = 2 * x.shape[0] * weights[0].num_outputs * weights[0].num_inputs

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def onednn_weight(weight: PackedWeight) -> Tensor:
-    """A copy in the order that oneDNN chooses on this machine."""
+    """A copy in the order that oneDNN chooses on this machine; in ordinary pages, where ours lie in large ones."""
     pairs = weight.panels.view(weight.panels.shape[0], -1, PANEL_OUTPUTS, 2)
     padded_inputs = -(-weight.num_inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
     rows = pairs.transpose(1, 2).reshape(-1, padded_inputs)[: weight.num_outputs, : weight.num_inputs].contiguous()

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import RedisServer
+# Assertions of helpers say what differed, too. Before anything is imported from these packages.
+pytest.register_assert_rewrite("tests.cluster", "tests.engine", "tests.kernels", "tests.kv_connector", "tests.router")
+
+from tests.redis_server import RedisServer  # noqa: E402
 
 _SHM = Path("/dev/shm")
 

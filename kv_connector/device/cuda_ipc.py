@@ -81,7 +81,7 @@ class CudaIpcConnector:
             return pool.memory.digests(block_ids)
 
         peers = MappedPeers(partial(self._open_peer, pool), pool, look_interval=self._look_interval)
-        reader = SegmentReader(pool, peers, copy, pool, slice_bytes=pool.slice_bytes)
+        reader = SegmentReader(pool, peers, copy, thread=pool, slice_bytes=pool.slice_bytes)
         self._state = _Open(segment, pool, epoch, reader)
 
     @property

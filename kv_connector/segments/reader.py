@@ -56,8 +56,7 @@ class SegmentReader(Generic[PeerT]):
             verdicts.found += [FetchOutcome.MISSING] * len(blocks)
             return
         parts = list(Slices(blocks, self._pool.block_bytes, self._slice_bytes))
-        first = parts.pop(0) if verdicts.seconds_left > 0 else ()
-        holder, found = await self._thread.run(self._find_and_read, source, blocks, first)
+        holder, found = await self._thread.run(self._find_and_read, source, blocks, parts.pop(0), verdicts)
         verdicts.found += found
         self._require_open()
         self._peers.look_after_owners()
@@ -77,9 +76,10 @@ class SegmentReader(Generic[PeerT]):
             raise KVError("the connector was closed during a fetch")
 
     def _find_and_read(
-        self, source: Source, blocks: Sequence[Block], first: Sequence[Block]
+        self, source: Source, blocks: Sequence[Block], first: Sequence[Block], verdicts: Verdicts
     ) -> tuple[_Holder[PeerT] | None, list[Verdict]]:
-        """Where the blocks are, and verdicts of the `first` ones; of all without a holder."""
+        """Where the blocks are, and verdicts of the `first` ones, if there is time left for them; of all without a
+        holder."""
         peer = self._peers.of(source)
         if isinstance(peer, FetchOutcome | Mismatch):
             return None, [peer] * len(blocks)
@@ -87,7 +87,7 @@ class SegmentReader(Generic[PeerT]):
         if mismatch is not None:
             return None, [mismatch] * len(blocks)
         holder = _Holder(peer, source.epoch, peer.segment.find([block.block_hash for block in blocks]))
-        return holder, self._read(holder, first)
+        return holder, self._read(holder, first if verdicts.seconds_left > 0 else ())
 
     def _read(self, holder: _Holder[PeerT], blocks: Sequence[Block]) -> list[Verdict]:
         """One verdict per block. A name may be held by several slots; any good one will do."""

@@ -6,6 +6,8 @@ Invariant: bytes arrive in order and unchanged, or the connection is closed on b
 import asyncio
 import contextlib
 
+from kvrelay.core.tasks import end_tasks
+
 _CHUNK_BYTES = 1 << 16
 
 
@@ -42,9 +44,7 @@ class Proxy:
     async def close(self) -> None:
         assert self._server is not None
         self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         await self._server.wait_closed()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -85,9 +85,7 @@ class Proxy:
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            await end_tasks(*pumps)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ from typing import Any, cast
 import grpc
 import httpx
 
+from kvrelay.core.tasks import end_tasks
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.e2e.client import grpc_request
 
@@ -131,10 +132,7 @@ class Client:
             await asyncio.wait({stream, leaving} if leaving else {stream}, return_when=asyncio.FIRST_COMPLETED)
             reader.answer.left = not stream.done()
         finally:
-            for task in (stream, leaving):
-                if task is not None:
-                    task.cancel()
-            await asyncio.gather(*filter(None, (stream, leaving)), return_exceptions=True)
+            await end_tasks(stream, leaving)
         if not reader.answer.left:
             if not stream.cancelled() and (failure := stream.exception()) is not None:
                 raise failure

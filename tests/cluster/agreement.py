@@ -7,7 +7,9 @@ from tests.cluster.cluster import Cluster
 from tests.engine.reference import Reference
 
 
-async def check(running: Cluster, reference: Reference, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+async def check_agrees(
+    running: Cluster, reference: Reference, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> None:
     """Asked for all prompts at the same time, the cluster says what the reference says."""
     served = await asyncio.gather(*(running.generate(prompt, max_tokens=max_tokens) for prompt in prompts))
     for prompt, result in zip(prompts, served, strict=True):

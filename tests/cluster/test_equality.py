@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.agreement import check
+from tests.cluster.agreement import check_agrees
 from tests.cluster.cluster import Cluster, cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
 from tests.demo_model import DEMO_MODEL
@@ -29,8 +29,8 @@ async def test_every_family(family: str, connector: str, tmp_path: Path, redis_s
     prompts = [prompt_of(length) for length in (1, 15, 16, 17, 48, 100, 700)]
     options: dict[str, Any] = {"connector": connector, "redis_url": redis_server.url, "max_num_batched_tokens": 64}
     async with cluster(model, **options) as running:
-        await check(running, reference, prompts, max_tokens=10)
-        await check(running, reference, [[*prompt, 5, 6, 7] for prompt in prompts], max_tokens=4)
+        await check_agrees(running, reference, prompts, max_tokens=10)
+        await check_agrees(running, reference, [[*prompt, 5, 6, 7] for prompt in prompts], max_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,13 @@ async def running(request: pytest.FixtureRequest, model: Path, redis_server: Red
 
 
 async def test_prompts_of_1_to_2000_tokens(running: Cluster, reference: Reference) -> None:
-    await check(running, reference, [prompt_of(length) for length in (1, 2, 255, 256, 257, 1000, 1024, 2000)], 8)
+    await check_agrees(running, reference, [prompt_of(length) for length in (1, 2, 255, 256, 257, 1000, 1024, 2000)], 8)
 
 
 async def test_16_concurrent_requests_with_a_shared_prefix(running: Cluster, reference: Reference) -> None:
     shared = prompt_of(200)
-    await check(running, reference, [shared], 2)
-    await check(running, reference, [[*shared, *prompt_of(3 + 5 * i, i)] for i in range(16)], 12)
+    await check_agrees(running, reference, [shared], 2)
+    await check_agrees(running, reference, [[*shared, *prompt_of(3 + 5 * i, i)] for i in range(16)], 12)
 
 
 async def test_the_demo_model() -> None:
@@ -64,18 +64,18 @@ async def test_the_demo_model() -> None:
     async with cluster(DEMO_MODEL, attention_backend="auto") as started:
         vocab_size = started.relay.served_model().vocab_size
         prompts = [prompt_of(length, vocab_size=vocab_size) for length in (1, 16, 37, 300, 2000)]
-        await check(started, demo, prompts, 16)
+        await check_agrees(started, demo, prompts, 16)
 
 
 async def test_the_reference_backend_serves_the_same_tokens(model: Path, reference: Reference) -> None:
     """What a machine without a compiler runs."""
     async with cluster(model, attention_backend="reference") as started:
-        await check(started, reference, [prompt_of(length) for length in (1, 16, 77)], 8)
+        await check_agrees(started, reference, [prompt_of(length) for length in (1, 16, 77)], 8)
 
 
 async def test_preemption_changes_no_token(model: Path, reference: Reference) -> None:
     async with cluster(model, num_blocks=24, max_model_len=200) as started:
-        await check(started, reference, [prompt_of(40, i) for i in range(8)], 60)
+        await check_agrees(started, reference, [prompt_of(40, i) for i in range(8)], 60)
         assert sum(node.event_log.load.num_preemptions for node in started.nodes) > 0
 
 

@@ -14,7 +14,7 @@ from router.request import KVOrigins
 from tests.cluster.cluster import Cluster, Served
 from tests.cluster.interference import Interference
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
-from tests.cluster.undisturbed import PARALLEL, SAMPLED, check, killed_after, nodes, serve_undisturbed
+from tests.cluster.undisturbed import PARALLEL, SAMPLED, check_same, killed_after, nodes, serve_undisturbed
 from tests.engine.tiny_models import make_tiny_model
 from tests.redis_server import RedisServer
 
@@ -78,7 +78,7 @@ async def test_corrupted_blocks_come_from_another_holder(
         Interference(running.node("prefill-1"), corrupt=True)
         served = await generate_late(running, "decode-1", **SAMPLINGS[sampling])
         assert num_refused(running) == NUM_BLOCKS
-    check(served, undisturbed[sampling])
+    check_same(served, undisturbed[sampling])
     assert served.how.decode_node == "decode-1"
     fetched_by_prefill = 6  # full blocks that prefill-0 had
     assert served.how.kv == KVOrigins(num_holder_blocks=fetched_by_prefill + NUM_BLOCKS)
@@ -92,7 +92,7 @@ async def test_corrupted_blocks_are_prefilled_by_another_node(
         Interference(running.node("prefill-0"), corrupt=True)
         served = await running.generate(PROMPT, **SAMPLINGS[sampling])
         assert num_refused(running) == NUM_BLOCKS
-    check(served, undisturbed[sampling])
+    check_same(served, undisturbed[sampling])
     assert len(served.prompt_logprobs) == len(undisturbed[sampling].prompt_logprobs)
     assert served.how.kv == KVOrigins(num_refill_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
     assert (served.how.prefill_node, served.how.num_migrations) == ("prefill-0", 0)
@@ -106,7 +106,7 @@ async def test_corrupted_blocks_are_computed_when_nobody_else_can(
         Interference(running.node("prefill-0"), corrupt=True)
         served = await running.generate(PROMPT, **SAMPLINGS[sampling])
         assert num_refused(running) == NUM_BLOCKS
-    check(served, undisturbed[sampling])
+    check_same(served, undisturbed[sampling])
     assert served.how.kv == KVOrigins(num_recomputed_tokens=len(PROMPT))
 
 
@@ -118,7 +118,7 @@ async def test_a_corrupted_refill_leaves_the_prompt_to_the_decode_node(
             Interference(running.node(f"prefill-{index}"), corrupt=True)
         served = await running.generate(PROMPT, **SAMPLINGS["sampled"])
         assert num_refused(running) == 2 * NUM_BLOCKS, "one refill per attempt"
-    check(served, undisturbed["sampled"])
+    check_same(served, undisturbed["sampled"])
     assert served.how.kv == KVOrigins(num_refilled_tokens=len(PROMPT), num_recomputed_tokens=len(PROMPT))
 
 
@@ -129,7 +129,7 @@ async def test_corrupted_blocks_come_from_the_store(model: Path, undisturbed: di
         Interference(running.node("decode-0"), store=store)
         served = await running.generate(PROMPT, **SAMPLINGS["sampled"])
         assert num_refused(running) == NUM_BLOCKS
-    check(served, undisturbed["sampled"])
+    check_same(served, undisturbed["sampled"])
     assert served.how.kv == KVOrigins(num_store_blocks=NUM_BLOCKS)
 
 
@@ -142,7 +142,7 @@ async def test_a_prefill_node_takes_from_the_store_what_no_node_holds(
         async with nodes(model, 1, 1) as running:
             Interference(running.node("prefill-0"), store=store)
             served = await running.generate(PROMPT, **SAMPLINGS["greedy"])
-        check(served, undisturbed["greedy"])
+        check_same(served, undisturbed["greedy"])
         if expected is not None:
             assert served.how.kv == expected
     assert served.how.kv == KVOrigins(num_prefill_node_blocks=NUM_BLOCKS, num_store_blocks=6)
@@ -166,7 +166,7 @@ async def test_a_prefill_node_that_dies_after_its_first_token_before_it_publishe
         served = await running.generate(PROMPT, on_tokens=on_tokens, **SAMPLINGS["sampled"])
         await killing[0]
         interference.open.set()
-    check(served, undisturbed["sampled"])
+    check_same(served, undisturbed["sampled"])
     assert served.how.num_migrations == 0
     if prefill_nodes == 1:
         assert served.how.kv == KVOrigins(num_recomputed_tokens=len(PROMPT))
@@ -188,7 +188,7 @@ async def test_a_prefill_node_that_dies_after_it_published(model: Path, undistur
         await dying.connector.close()
         gate.set()
         served = await serving
-    check(served, undisturbed["parallel"])
+    check_same(served, undisturbed["parallel"])
     assert served.how.kv == KVOrigins(num_refill_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
 
 
@@ -197,7 +197,7 @@ async def test_a_replay_climbs_the_ladder_too(model: Path, undisturbed: dict[str
     async with nodes(model, 2, 2) as running:
         Interference(running.node("prefill-1"), corrupt=True)
         served = await killed_after(running, PROMPT, 5, **SAMPLINGS["sampled"])
-    check(served, undisturbed["sampled"])
+    check_same(served, undisturbed["sampled"])
     assert (served.how.decode_node, served.how.num_migrations) == ("decode-1", 1)
 
 
@@ -222,7 +222,7 @@ async def test_blocks_lost_in_redis_are_prefilled_by_another_node(
             gate.set()
             served = await serving
             client.flushall()
-    check(served, undisturbed["sampled"])
+    check_same(served, undisturbed["sampled"])
     if wiped:
         assert served.how.kv == KVOrigins(num_store_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
     else:
@@ -241,7 +241,7 @@ async def test_a_decode_node_alone_fetches_what_another_holds(
         await running.wait_idle()
         await running.wait_indexed()
         served = await running.generate(PROMPT, **SAMPLINGS[sampling])
-    check(served, undisturbed[sampling])
+    check_same(served, undisturbed[sampling])
     assert (served.how.prefill_node, served.how.decode_node) == (None, "decode-1")
     fetched = 0 if "prompt_logprobs" in SAMPLINGS[sampling] else len(PROMPT) // 16
     assert served.how.kv == KVOrigins(num_holder_blocks=fetched)
@@ -258,7 +258,7 @@ async def test_a_decode_node_alone_computes_what_another_holds_damaged(
         await running.wait_indexed()
         served = await running.generate(PROMPT, **SAMPLINGS["greedy"])
         assert num_refused(running) == len(PROMPT) // 16
-    check(served, undisturbed["greedy"])
+    check_same(served, undisturbed["greedy"])
     assert served.how.kv == KVOrigins() and served.how.num_computed_tokens == len(PROMPT)
 
 
@@ -271,5 +271,5 @@ async def test_a_store_outlives_all_decode_nodes(
         async with nodes(model, 0, 1, connector="redis", redis_url=redis_server.url) as running:
             served = await running.generate(PROMPT, **SAMPLINGS["greedy"])
             await running.wait_idle()
-        check(served, undisturbed["greedy"])
+        check_same(served, undisturbed["greedy"])
         assert served.how.kv == KVOrigins(num_store_blocks=num_store_blocks)

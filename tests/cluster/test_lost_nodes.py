@@ -10,7 +10,7 @@ import pytest
 from kvrelay.core.errors import UnavailableError
 from tests.cluster.cluster import Served, cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
-from tests.cluster.undisturbed import PARALLEL, SAMPLED, check, killed_after, nodes, serve_undisturbed
+from tests.cluster.undisturbed import PARALLEL, SAMPLED, check_same, killed_after, nodes, serve_undisturbed
 from tests.engine.tiny_models import make_tiny_model
 
 PROMPT = prompt_of(44)  # with 4 output tokens it fills three blocks
@@ -36,7 +36,7 @@ async def test_a_decode_node_that_dies_changes_no_token(
 ) -> None:
     async with nodes(model, 2, 2) as running:
         served = await killed_after(running, PROMPT, num_tokens, **SAMPLINGS[sampling])
-    check(served, undisturbed[sampling])
+    check_same(served, undisturbed[sampling])
     assert (served.how.decode_node, served.how.num_migrations) == ("decode-1", 1)
     assert served.how.prefill_node == "prefill-0"
 
@@ -45,7 +45,7 @@ async def test_a_decode_node_that_dies_changes_no_token(
 async def test_parallel_outputs_go_on_apart(model: Path, undisturbed: dict[str, Served], num_tokens: int) -> None:
     async with nodes(model, 2, 2) as running:
         served = await killed_after(running, PROMPT, num_tokens, **PARALLEL)
-    check(served, undisturbed["parallel"])
+    check_same(served, undisturbed["parallel"])
     assert len(served.tokens) == 3 and served.how.num_migrations == 3
 
 
@@ -57,7 +57,7 @@ async def test_a_decode_node_that_dies_after_it_admitted(model: Path, undisturbe
         await running.wait_admitted("decode-0")
         await running.kill("decode-0")
         gate.set()
-        check(await serving, undisturbed["sampled"])
+        check_same(await serving, undisturbed["sampled"])
 
 
 async def test_eight_streams_survive_their_decode_node(model: Path) -> None:
@@ -82,7 +82,7 @@ async def test_eight_streams_survive_their_decode_node(model: Path) -> None:
         await killing[0]
         await running.wait_idle()
         for found, wanted in zip(served, expected, strict=True):
-            check(found, wanted)
+            check_same(found, wanted)
         assert sum(found.how.num_migrations for found in served) >= 1
 
 
@@ -111,7 +111,7 @@ async def test_a_prefill_node_that_dies_before_its_first_token_is_replaced(
         await running.kill("prefill-0")
         gate.set()
         served = await serving
-    check(served, undisturbed["sampled"])
+    check_same(served, undisturbed["sampled"])
     assert (served.how.prefill_node, served.how.num_migrations) == ("prefill-1", 1)
 
 
@@ -127,7 +127,7 @@ async def test_a_prefill_node_that_dies_after_its_first_token_is_not_missed(
 
         served = await running.generate(PROMPT, on_tokens=on_tokens, **SAMPLED)
         await killing[0]
-    check(served, undisturbed["sampled"])
+    check_same(served, undisturbed["sampled"])
     assert (served.how.prefill_node, served.how.num_migrations) == ("prefill-0", 0)
 
 
@@ -142,7 +142,7 @@ async def test_every_prefill_node_dies_and_the_decode_node_prefills(
             await running.kill(f"prefill-{index}")
             gate.set()
         served = await serving
-    check(served, undisturbed["greedy"])
+    check_same(served, undisturbed["greedy"])
     assert served.how.prefill_node is None
 
 

@@ -15,7 +15,7 @@ from kv_connector.base import HostConnector
 from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.node.node import Node
-from tests.cluster.agreement import check
+from tests.cluster.agreement import check_agrees
 from tests.cluster.cluster import Cluster, cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
 from tests.engine.reference import Reference
@@ -83,7 +83,7 @@ async def test_redis_serves_where_shared_memory_does_not_reach(
 ) -> None:
     options: dict[str, Any] = {"connector": "shared_memory,redis", "redis_url": redis_server.url}
     async with cluster(model, **options) as running:
-        await check(running, reference, [PROMPT], 8)
+        await check_agrees(running, reference, [PROMPT], 8)
         await forget(running, "decode-0")
         await stored(running.node("prefill-0"))
         decode = tiers(running.node("decode-0"))
@@ -98,7 +98,7 @@ async def test_redis_serves_where_shared_memory_does_not_reach(
 
 async def test_without_any_redis_the_other_tiers_serve(model: Path, reference: Reference) -> None:
     async with cluster(model, connector="shared_memory,ucx,redis", redis_url="redis://127.0.0.1:1/0") as running:
-        await check(running, reference, [prompt_of(length) for length in (1, 16, 100, 500)], 8)
+        await check_agrees(running, reference, [prompt_of(length) for length in (1, 16, 100, 500)], 8)
         failed = tiers(running.node("prefill-0")).all_stats()["redis"]
         assert failed.failed > 0 and failed.blocks_published == 0
 
@@ -107,7 +107,7 @@ async def test_nodes_of_different_tiers_serve_together(model: Path, reference: R
     """As after half of a rolling change of the setting."""
     async with cluster(model, connector="shared_memory,ucx", decode_settings={"connector": "ucx"}) as running:
         assert [node.connector.name for node in running.nodes] == ["shared_memory,ucx", "ucx"]
-        await check(running, reference, [prompt_of(length) for length in (1, 100)], 8)
+        await check_agrees(running, reference, [prompt_of(length) for length in (1, 100)], 8)
         assert running.node("decode-0").connector.all_stats()["ucx"].blocks_fetched == 1 + NUM_BLOCKS
 
 

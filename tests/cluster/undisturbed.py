@@ -62,7 +62,7 @@ async def killed_after(running: Cluster, prompt: Sequence[int], num_tokens: int,
     return served
 
 
-def check(served: Served, expected: Served) -> None:
+def check_same(served: Served, expected: Served) -> None:
     assert served.tokens == expected.tokens
     for index, entries in expected.logprobs.items():
         assert [entry.token_id for entry in served.logprobs[index]] == [entry.token_id for entry in entries]

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from kv_connector.base import FetchOutcome, Source
 from kv_connector.header import Mismatch
 from kv_connector.pool import Rows, copy_rows
 from kv_connector.segments import shared_memory
+from kv_connector.segments.mapped_peers import MappedPeers
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.worker import Worker
@@ -21,6 +23,7 @@ from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
+from tests.manual_clock import ManualClock
 
 
 def spawn_owner(directory: Path) -> tuple["subprocess.Popen[str]", Source]:
@@ -116,6 +119,26 @@ async def test_a_connector_that_is_closed_during_a_fetch_says_so(tmp_path: Path)
     with pytest.raises(KVError, match="closed"):
         await fetch
     await owner.connector.close()
+
+
+async def test_nothing_is_copied_when_mapping_the_peer_took_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, find = ManualClock(), MappedPeers.of
+
+    def find_slowly(peers: MappedPeers[Any], source: Source) -> Any:
+        clock.seconds += 1.0
+        return find(peers, source)
+
+    owner = node(tmp_path, "owner")
+    connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), clock=clock)
+    peer = Node(connector, "peer", 16, LAYOUT, 1)
+    await write_and_publish(owner, blocks(3))
+    monkeypatch.setattr(MappedPeers, "of", find_slowly)
+    result = await peer.connector.fetch(owner.source, blocks(3), timeout=0.5)
+    assert set(result.outcomes) == {FetchOutcome.FAILED}
+    await owner.connector.close()
+    await peer.connector.close()
 
 
 @pytest.mark.usefixtures("in_parts")

@@ -112,7 +112,7 @@ class Linear:
             self.weight[first_output : first_output + rows.shape[0]].copy_(rows)
 
     def pack(self) -> None:
-        """They are as they should be."""
+        """Nothing to do: rows were packed as they came."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         begin = 0
