@@ -40,10 +40,8 @@ class WithOnednn:
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         self._model, self._stack = model, model.stack
-        linears = [linear for linear in model.linear_layers() if isinstance(linear, Linear)]
-        if isinstance(model.lm_head, Linear):
-            linears.append(model.lm_head)
-        weights = [one.weight for one in linears if isinstance(one.weight, PackedWeight)]
+        linears = [*model.linear_layers(), model.lm_head]
+        weights = [one.weight for one in linears if isinstance(one, Linear) and isinstance(one.weight, PackedWeight)]
         self._weights = {weight.panels.data_ptr(): onednn_weight(weight) for weight in weights}
         self._patch = mock.patch.object(packed, "linear", self._linear)
 

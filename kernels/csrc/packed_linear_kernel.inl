@@ -126,31 +126,20 @@ static void multiply_part(const PartCall& call, std::int64_t num_rows) {
   }
 }
 
-// Rows are multiplied in blocks of nearly the same size: one of few rows would have too few sums to hide the latency of each.
-struct RegisterBlocks {
-  std::int64_t num_rows;
-
-  std::int64_t count() const { return (num_rows + kMostPartRows - 1) / kMostPartRows; }
-  std::int64_t first(std::int64_t block) const { return num_rows * block / count(); }
-};
-
+// Of at most kMostPartRows rows.
 static void multiply_packed_panel(const PackedCall& call, std::int64_t panel) {
-  const RegisterBlocks blocks{call.num_rows};
   const std::int64_t inputs = call.padded_inputs();
   alignas(64) float sums[kMostPartRows * kPackedOutputs];
   PartCall part{};
+  part.x = call.x;
   part.x_stride = call.x_stride;
   part.weights = reinterpret_cast<const std::uint8_t*>(call.packed + panel * inputs * kPackedOutputs);
   part.steps = inputs / kPackedInputs;
   part.to = sums;
-  for (std::int64_t block = 0; block < blocks.count(); ++block) {
-    const std::int64_t row = blocks.first(block), num_rows = blocks.first(block + 1) - row;
-    part.x = call.x + row * call.x_stride;
-    multiply_part<true>(part, num_rows);
-    for (std::int64_t r = 0; r < num_rows; ++r)
-      for (int j = 0; j < kPackedRegs; ++j)
-        store_packed(call, row + r, panel * kPackedOutputs + j * kWidth, load(sums + r * kPackedOutputs + j * kWidth));
-  }
+  multiply_part<true>(part, call.num_rows);
+  for (std::int64_t row = 0; row < call.num_rows; ++row)
+    for (int j = 0; j < kPackedRegs; ++j)
+      store_packed(call, row, panel * kPackedOutputs + j * kWidth, load(sums + row * kPackedOutputs + j * kWidth));
 }
 
 #if PAGED_AMX

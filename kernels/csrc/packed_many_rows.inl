@@ -6,7 +6,13 @@
 #if PAGED_AMX
 #include "packed_part_amx.inl"
 #else
-using ManyRowBlocks = RegisterBlocks;
+// Rows are multiplied in blocks of nearly the same size: one of few rows would have too few sums to hide the latency of each.
+struct ManyRowBlocks {
+  std::int64_t num_rows;
+
+  std::int64_t count() const { return (num_rows + kMostPartRows - 1) / kMostPartRows; }
+  std::int64_t first(std::int64_t block) const { return num_rows * block / count(); }
+};
 
 // Rows `rows` of x with `steps` times 32 inputs of a panel, added to `from` (null: to zeros).
 static void multiply_many_part(const PackedCall& call, RowSpan rows, std::int64_t input, const std::uint8_t* weights, std::int64_t steps,

@@ -1,4 +1,5 @@
 // The instructions of the tile matrix unit (AMX) as functions, one to one, so that what is written for it is tested on processors without.
+// Shapes that the unit refuses end the process. Sums of bfloat16 products are rounded after each pair, which are not the unit's bits.
 // Included before the kernels, in their namespace; the instructions' names are macros of the compiler's until then.
 
 #undef _tile_loadconfig
@@ -24,10 +25,17 @@ struct EmulatedTiles {
 
 static thread_local EmulatedTiles tiles;
 
+static void require_tiles(bool holds) {
+  if (!holds) __builtin_trap();
+}
+
 static void _tile_loadconfig(const void* shapes) { std::memcpy(&tiles.shapes, shapes, sizeof tiles.shapes); }
 static void _tile_storeconfig(void* shapes) { std::memcpy(shapes, &tiles.shapes, sizeof tiles.shapes); }
 static void _tile_release() { tiles = {}; }
-static void _tile_zero(int tile) { std::memset(tiles.data[tile], 0, sizeof tiles.data[tile]); }
+static void _tile_zero(int tile) {
+  require_tiles(tiles.shapes.palette == 1 && tiles.shapes.rows[tile] > 0 && tiles.shapes.row_bytes[tile] > 0);
+  std::memset(tiles.data[tile], 0, sizeof tiles.data[tile]);
+}
 
 static void _tile_loadd(int tile, const void* base, std::int64_t stride) {
   _tile_zero(tile);
@@ -38,6 +46,7 @@ static void _tile_loadd(int tile, const void* base, std::int64_t stride) {
 static void _tile_stream_loadd(int tile, const void* base, std::int64_t stride) { _tile_loadd(tile, base, stride); }
 
 static void _tile_stored(int tile, void* base, std::int64_t stride) {
+  require_tiles(tiles.shapes.palette == 1);
   for (int row = 0; row < tiles.shapes.rows[tile]; ++row)
     std::memcpy(static_cast<std::uint8_t*>(base) + row * stride, tiles.data[tile][row], tiles.shapes.row_bytes[tile]);
 }
@@ -46,6 +55,10 @@ static void _tile_stored(int tile, void* base, std::int64_t stride) {
 // ones on the right.
 template <bool kBytes>
 static void add_products(int sums, int left, int right) {
+  const EmulatedTiles::Shapes& shapes = tiles.shapes;
+  require_tiles(shapes.palette == 1 && sums != left && sums != right && left != right);
+  require_tiles(shapes.rows[sums] == shapes.rows[left] && shapes.row_bytes[left] == 4 * shapes.rows[right] &&
+                shapes.row_bytes[sums] == shapes.row_bytes[right]);
   for (int m = 0; m < tiles.shapes.rows[left]; ++m) {
     __m512i total = _mm512_load_si512(tiles.data[sums][m]);
     for (int k = 0; k < tiles.shapes.row_bytes[left] / 4; ++k) {

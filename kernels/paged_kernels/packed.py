@@ -1,5 +1,5 @@
 """Linear layers over bfloat16 weights on the CPU, in the order in which our kernels read them (`csrc/packed_linear.h`):
-compiled, for any number of rows and any processor. What multiplies elsewhere is torch.
+compiled, for any number of rows. What multiplies elsewhere is torch.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,12 @@ class PackedWeight:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there are kernels for such weights."""
-    return dtype is torch.bfloat16 and device.type == "cpu" and load_extension() is not None
+    """Whether there are kernels for such weights that are made for this processor: torch multiplies faster than those
+    in portable vectors do."""
+    native = load_extension()
+    if dtype is not torch.bfloat16 or device.type != "cpu" or native is None:
+        return False
+    return native.available_instruction_sets()[0] != "portable"
 
 
 def empty_weight(num_outputs: int, num_inputs: int) -> PackedWeight:

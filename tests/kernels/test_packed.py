@@ -79,10 +79,11 @@ def test_more_rows_than_a_cache_holds(instruction_set: str, num_threads: int) ->
         layer.product.check(many[begin : begin + MOST_ROWS])
 
 
+@pytest.mark.parametrize("num_inputs", [320, 331])
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 32, 70])
-def test_strided_rows(num_rows: int, instruction_set: str) -> None:
-    weight = torch.randn(96, 320).bfloat16()
-    x = torch.randn(num_rows, 640).bfloat16()[:, 100:420]
+def test_strided_rows(num_rows: int, num_inputs: int, instruction_set: str) -> None:
+    weight = torch.randn(96, num_inputs).bfloat16()
+    x = torch.randn(num_rows, 640).bfloat16()[:, 100 : 100 + num_inputs]
     assert_product(multiply(x, by_hand(weight)), x, weight)
 
 
