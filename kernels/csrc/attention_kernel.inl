@@ -6,21 +6,16 @@
 // Up to this many rows, K and V rows are used where they lie; from there on it pays to pack a tile for `matmul`.
 inline constexpr int kMaxDotRows = 3;
 
+inline constexpr int kShortRowBytes = 128;
+
 inline constexpr float kLog2E = 1.44269504f;
 
-// What a tile has in place of tokens that are not there. A masked load that reads nothing would do as well, but where it has no valid
-// address processors take it for a fault first, which costs hundreds of cycles.
-template <class P>
-alignas(64) inline constexpr P kZeroRow[kMaxHeadDim]{};
-
-// One KV tile: pointers to the rows of tokens [first, last) of it, and to zeros for the others.
-template <class P>
-struct TileRows {
-  const P* k[kTileTokens];
-  const P* v[kTileTokens];
-  int first;
-  int last;
-};
+// A matrix unit takes all rows of an item and whole tiles. Elsewhere few rows go from scores to output together: their scores stay in the
+// nearest cache, and tokens that none of them sees are left out, which adds nothing but zeros and so does not change a bit.
+template <bool kPairs>
+inline constexpr bool kWholeItems = PAGED_AMX && kPairs;
+template <bool kPairs>
+inline constexpr int kAttendRows = kWholeItems<kPairs> ? 1 << 30 : 12;
 
 // What an item works on, beside its scratch. Row r is query r / group, head r % group.
 struct ItemRows {
@@ -40,28 +35,6 @@ struct ItemRows {
   }
   std::int64_t end(int row) const { return first_position + row / group + 1; }
 };
-
-// Of a tile that begins behind the item's end nothing is there.
-template <class P>
-static void locate_tile(const AttentionCall& call, const AttentionItem& item, int tile_begin, TileRows<P>& tile) {
-  const P* pool = static_cast<const P*>(call.pool) + item.kv_head * call.head_stride;
-  const std::int32_t* table = call.block_tables + item.sequence * call.table_stride;
-  const int left = item.kv_end > tile_begin ? item.kv_end - tile_begin : 0;
-  tile.first = item.kv_begin > tile_begin ? item.kv_begin - tile_begin : 0;
-  tile.last = left < kTileTokens ? left : kTileTokens;
-  for (int token = 0; token < tile.first; ++token) tile.k[token] = tile.v[token] = kZeroRow<P>;
-  for (int token = tile.last; token < kTileTokens; ++token) tile.k[token] = tile.v[token] = kZeroRow<P>;
-  int index = (tile_begin + tile.first) / call.block_size;
-  int offset = (tile_begin + tile.first) % call.block_size;
-  for (int token = tile.first; token < tile.last; ++index, offset = 0) {
-    const P* k = pool + table[index] * call.block_stride;
-    const P* v = k + static_cast<std::int64_t>(call.block_size) * call.head_dim;
-    for (; offset < call.block_size && token < tile.last; ++offset, ++token) {
-      tile.k[token] = k + offset * call.head_dim;
-      tile.v[token] = v + offset * call.head_dim;
-    }
-  }
-}
 
 // Elements `d` .. of a row, as float32. Lanes past the row's end are zero.
 template <class P>
@@ -100,33 +73,20 @@ static void copy_queries(const AttentionCall& call, const AttentionItem& item, c
   }
 }
 
-// Asks for a row of the tile after this one while this one is worked on: blocks lie apart, and no hardware prefetcher finds the next one.
-INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
-
-// The same for the first tile of an item, which no tile before it has asked for.
-template <class P>
-static void prefetch_tile(const TileRows<P>& tile, int head_dim) {
-  constexpr int kLine = 64 / sizeof(P);
-  for (int token = tile.first; token < tile.last; ++token) {
-    for (int d = 0; d < head_dim; d += kLine) {
-      prefetch(tile.k[token] + d);
-      prefetch(tile.v[token] + d);
-    }
-  }
-}
-
-// K of a tile as [words, kTileTokens], words padded to kWidth.
+// K of a tile as [words, kTileTokens], words padded to kWidth. With `asks` rows of the next tile are asked for.
 template <class T, class P>
-static void pack_keys(const TileRows<P>& tile, const TileRows<P>& next, int num_words, float* target) {
+static void pack_keys(const TileRows<P>& tile, const TileRows<P>& next, bool asks, int num_words, float* target) {
   for (int token = 0; token < kTileTokens; token += kWidth) {
     for (int word = 0; word < num_words; word += kWidth) {
       Reg block[kWidth];
       if (word + kWidth <= num_words) {
-        for (int i = 0; i < kWidth; ++i) block[i] = load_words<T>(tile.k[token + i], word, word + kWidth);
+        for (int i = 0; i < kWidth; ++i) block[i] = load_words<T>(tile.k(token + i), word, word + kWidth);
       } else {
-        for (int i = 0; i < kWidth; ++i) block[i] = load_words<T>(tile.k[token + i], word, num_words);
+        for (int i = 0; i < kWidth; ++i) block[i] = load_words<T>(tile.k(token + i), word, num_words);
       }
-      for (int i = 0; i < kWidth; ++i) prefetch(word_address<T>(next.k[token + i], word));
+      if (asks) {
+        for (int i = 0; i < kWidth; ++i) prefetch(word_address<T>(next.k(token + i), word));
+      }
       transpose(block);
       for (int i = 0; i < kWidth; ++i) store(target + (word + i) * kTileTokens + token, block[i]);
     }
@@ -136,14 +96,15 @@ static void pack_keys(const TileRows<P>& tile, const TileRows<P>& next, int num_
 #if PAGED_BF16_DOT
 // V of a tile as [kTileTokens / 2, stride] words of two tokens each. With kWhole rows are whole vectors, and there is nothing to decide.
 template <bool kWhole, class P>
-static void pack_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, int head_dim, int stride, float* target) {
+static void pack_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, bool asks, int head_dim, int stride, float* target) {
   for (int token = 0; token < kTileTokens; token += 2) {
-    const P* low = tile.v[token];
-    const P* high = tile.v[token + 1];
+    const P* low = tile.v(token);
+    const P* high = tile.v(token + 1);
     for (int d = 0; d < stride; d += kWidth, target += kWidth) {
       const int count = kWhole || d + kWidth <= head_dim ? kWidth : head_dim - d;
       store(target, interleave(low + d, high + d, count, count));
-      prefetch(next.v[token + d / kWidth % 2] + d / (2 * kWidth) * (2 * kWidth));  // a line holds 2 kWidth values
+      // a line holds 2 kWidth values
+      if (asks) prefetch(next.v(token + d / kWidth % 2) + d / (2 * kWidth) * (2 * kWidth));
     }
   }
 }
@@ -151,16 +112,16 @@ static void pack_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, i
 
 // V of a tile as the second operand of `matmul`.
 template <class T, class P>
-static void pack_values(const TileRows<P>& tile, const TileRows<P>& next, int head_dim, int stride, float* target) {
+static void pack_values(const TileRows<P>& tile, const TileRows<P>& next, bool asks, int head_dim, int stride, float* target) {
 #if PAGED_BF16_DOT
   if constexpr (kPaired<T>)
-    return head_dim == stride ? pack_value_pairs<true>(tile, next, head_dim, stride, target)
-                              : pack_value_pairs<false>(tile, next, head_dim, stride, target);
+    return head_dim == stride ? pack_value_pairs<true>(tile, next, asks, head_dim, stride, target)
+                              : pack_value_pairs<false>(tile, next, asks, head_dim, stride, target);
 #endif
   for (int token = 0; token < kTileTokens; ++token) {
     for (int d = 0; d < stride; d += kWidth) {
-      store(target + token * stride + d, load_floats(tile.v[token], d, head_dim));
-      prefetch(next.v[token] + d);
+      store(target + token * stride + d, load_floats(tile.v(token), d, head_dim));
+      if (asks) prefetch(next.v(token) + d);
     }
   }
 }
@@ -241,7 +202,7 @@ static void dot_scores(const TileRows<P>& tile, const TileRows<P>& next, int num
                        float* scores) {
   for (int token = tile.first; token < tile.last; token += 4) {
     const P* keys[4];
-    for (int i = 0; i < 4; ++i) keys[i] = tile.k[token + i < tile.last ? token + i : tile.last - 1];
+    for (int i = 0; i < 4; ++i) keys[i] = tile.k(token + i < tile.last ? token + i : tile.last - 1);
     Reg sums[kRows][4];
     for (int row = 0; row < kRows; ++row)
       for (int i = 0; i < 4; ++i) sums[row][i] = splat(0.0f);
@@ -249,7 +210,7 @@ static void dot_scores(const TileRows<P>& tile, const TileRows<P>& next, int num
       Reg key[4];
       for (int i = 0; i < 4; ++i) {
         key[i] = load_words<T>(keys[i], word, num_words);
-        prefetch(word_address<T>(next.k[token + i < kTileTokens ? token + i : token], word));
+        prefetch(word_address<T>(next.k(token + i < kTileTokens ? token + i : token), word));
       }
       for (int row = 0; row < kRows; ++row) {
         const Reg value = load(query + row * query_stride + word);
@@ -272,9 +233,9 @@ static void add_values(const TileRows<P>& tile, const TileRows<P>& next, int d, 
     for (int col = 0; col < kCols; ++col) sums[row][col] = load(rows.output + row * rows.output_stride + d + col * kWidth);
   for (int token = tile.first; token < tile.last; ++token) {
     Reg value[kCols];
-    for (int col = 0; col < kCols; ++col) value[col] = load_floats(tile.v[token], d + col * kWidth, head_dim);
-    prefetch(next.v[token] + d);
-    if constexpr (kCols * kWidth * sizeof(P) > 64) prefetch(next.v[token] + d + kCols * kWidth / 2);
+    for (int col = 0; col < kCols; ++col) value[col] = load_floats(tile.v(token), d + col * kWidth, head_dim);
+    prefetch(next.v(token) + d);
+    if constexpr (kCols * kWidth * sizeof(P) > 64) prefetch(next.v(token) + d + kCols * kWidth / 2);
     for (int row = 0; row < kRows; ++row) {
       const Reg weight = splat(weights[row * kTileTokens + token]);
       for (int col = 0; col < kCols; ++col) sums[row][col] = fma(weight, value[col], sums[row][col]);
@@ -285,17 +246,17 @@ static void add_values(const TileRows<P>& tile, const TileRows<P>& next, int d, 
 }
 
 template <class T, class P, int kRows>
-static void attend_dot(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows, const float* query,
-                       int query_stride, float* scores) {
+static void attend_dot(const AttentionCall& call, const AttentionItem& item, const AttentionItem* following, const ItemRows& rows,
+                       const float* query, int query_stride, float* scores) {
   const int num_words = kPaired<T> ? call.head_dim / 2 : call.head_dim;
   TileRows<P> tiles[2];
   const float factor = call.scale * kLog2E * call.key_scale(item.kv_head);
-  int begin = item.kv_begin / kTileTokens * kTileTokens;
+  int begin = first_tile(item);
   locate_tile(call, item, begin, tiles[0]);
   for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
     const TileRows<P>& tile = tiles[index];
     TileRows<P>& next = tiles[index ^ 1];
-    locate_tile(call, item, begin + kTileTokens, next);
+    locate_next_tile(call, item, following, begin, next);
     dot_scores<T, P, kRows>(tile, next, num_words, query, query_stride, scores);
     softmax_rows<false>(scores, kTileTokens, begin, tile.first, tile.last, factor, rows, 0, kRows);
     int d = 0;
@@ -304,16 +265,9 @@ static void attend_dot(const AttentionCall& call, const AttentionItem& item, con
   }
 }
 
-// A matrix unit takes all rows of an item and whole tiles. Elsewhere few rows go from scores to output together: their scores stay in the
-// nearest cache, and tokens that none of them sees are left out, which adds nothing but zeros and so does not change a bit.
-template <bool kPairs>
-inline constexpr bool kWholeItems = PAGED_AMX && kPairs;
-template <bool kPairs>
-inline constexpr int kAttendRows = kWholeItems<kPairs> ? 1 << 30 : 12;
-
 template <class T, class P>
-static void attend_packed(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows, const float* query,
-                          int query_stride, float* scores, float* packed) {
+static void attend_packed(const AttentionCall& call, const AttentionItem& item, const AttentionItem* following, const ItemRows& rows,
+                          const float* query, int query_stride, float* scores, float* packed) {
   constexpr bool kPairs = kPaired<T>;
   const TileSession<kPairs> session;
   const int num_words = kPairs ? call.head_dim / 2 : call.head_dim;
@@ -321,15 +275,22 @@ static void attend_packed(const AttentionCall& call, const AttentionItem& item, 
   float* values = rows.count <= kAttendRows<kPairs> ? packed : packed + padded(num_words, kMaxWidth) * kTileTokens;
   TileRows<P> tiles[2];
   const float factor = call.scale * kLog2E * call.key_scale(item.kv_head);
-  int begin = item.kv_begin / kTileTokens * kTileTokens;
+  int begin = first_tile(item);
   locate_tile(call, item, begin, tiles[0]);
   prefetch_tile(tiles[0], call.head_dim);
+  // Rows are asked for where it takes least time from the rest: short ones in the products, long ones, for which these are too few steps,
+  // in both packings.
+  const int row_bytes = call.head_dim * static_cast<int>(sizeof(P));
+  const bool in_products = kAsksInProducts<kPairs> && row_bytes <= kShortRowBytes;
+  const int steps = matmul_steps<kPairs>(num_words, rows.count, kTileTokens) +
+                    matmul_steps<kPairs>(kPairs ? kTileTokens / 2 : kTileTokens, rows.count, rows.output_stride);
   for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
     const TileRows<P>& tile = tiles[index];
     TileRows<P>& next = tiles[index ^ 1];
-    locate_tile(call, item, begin + kTileTokens, next);
-    pack_keys<T>(tile, next, num_words, packed);
-    bool has_values = false;  // packed late: what both packings ask for ahead should not come at once
+    locate_next_tile(call, item, following, begin, next);
+    RowsAhead ahead(next.rows, in_products ? 2 * kTileTokens : 0, row_bytes, steps);
+    pack_keys<T>(tile, next, !in_products, num_words, packed);
+    bool has_values = false;  // packed late: what both packings ask for ahead, if they do, should not come at once
     for (int row = 0; row < rows.count; row += kAttendRows<kPairs>) {
       const int num_rows = rows.count - row < kAttendRows<kPairs> ? rows.count - row : kAttendRows<kPairs>;
       const std::int64_t end = rows.end(row + num_rows - 1) - begin;
@@ -337,14 +298,14 @@ static void attend_packed(const AttentionCall& call, const AttentionItem& item, 
       if (last <= tile.first || rows.begin(row) - begin >= last) continue;
       const int tokens = kWholeItems<kPairs> ? kTileTokens : padded(last, kMaxWidth);
       const Matmul score{num_words, query + row * query_stride, query_stride, packed, kTileTokens, scores, kTileTokens, false};
-      matmul<kPairs>(score, num_rows, tokens);
+      matmul<kPairs>(score, num_rows, tokens, ahead);
       softmax_rows<kPairs>(scores, tokens, begin, tile.first, last, factor, rows, row, num_rows);
-      if (!has_values) pack_values<T>(tile, next, call.head_dim, rows.output_stride, values);
+      if (!has_values) pack_values<T>(tile, next, !in_products, call.head_dim, rows.output_stride, values);
       has_values = true;
       const int depth = kPairs ? tokens / 2 : tokens;
       const Matmul output{depth, scores, kTileTokens, values, rows.output_stride, rows.output + row * rows.output_stride,
                           rows.output_stride, true};
-      matmul<kPairs>(output, num_rows, rows.output_stride);
+      matmul<kPairs>(output, num_rows, rows.output_stride, ahead);
     }
   }
 }
@@ -372,7 +333,7 @@ static void store_rows(const AttentionCall& call, const AttentionItem& item, con
 }
 
 template <class T, class P>
-static void attend_item(const AttentionCall& call, const AttentionItem& item, float* scratch) {
+static void attend_item(const AttentionCall& call, const AttentionItem& item, const AttentionItem* following, float* scratch) {
   const int group = call.num_heads / call.num_kv_heads;
   const int count = item.num_queries * group;
   const int padded_count = padded(count, kMaxWidth);  // a matrix unit may touch whole tiles of rows
@@ -393,10 +354,10 @@ static void attend_item(const AttentionCall& call, const AttentionItem& item, fl
   const ItemRows rows{count, group, first_position, call.window, maxima, sums, output, stride};
   copy_queries<T>(call, item, rows, query, stride);
   switch (count) {
-    case 1: attend_dot<T, P, 1>(call, item, rows, query, stride, scores); break;
-    case 2: attend_dot<T, P, 2>(call, item, rows, query, stride, scores); break;
-    case kMaxDotRows: attend_dot<T, P, kMaxDotRows>(call, item, rows, query, stride, scores); break;
-    default: attend_packed<T, P>(call, item, rows, query, stride, scores, packed); break;
+    case 1: attend_dot<T, P, 1>(call, item, following, rows, query, stride, scores); break;
+    case 2: attend_dot<T, P, 2>(call, item, following, rows, query, stride, scores); break;
+    case kMaxDotRows: attend_dot<T, P, kMaxDotRows>(call, item, following, rows, query, stride, scores); break;
+    default: attend_packed<T, P>(call, item, following, rows, query, stride, scores, packed); break;
   }
   store_rows<T>(call, item, rows);
 }

@@ -205,8 +205,10 @@ struct PackedCall {
 struct KernelTable {
   const char* name;
   bool integer_inputs;  // of quantised products, unless x is float32: digits instead of `wide`
-  void (*attend[kNumDTypes])(const AttentionCall&, const AttentionItem&, float* scratch);
-  void (*attend_e4m3[kNumDTypes])(const AttentionCall&, const AttentionItem&, float* scratch);  // by the dtype of the queries
+  // The first tile of the item that is `following` on the same thread is asked for ahead; null: not known.
+  void (*attend[kNumDTypes])(const AttentionCall&, const AttentionItem&, const AttentionItem* following, float* scratch);
+  // By the dtype of the queries.
+  void (*attend_e4m3[kNumDTypes])(const AttentionCall&, const AttentionItem&, const AttentionItem* following, float* scratch);
   void (*merge[kNumDTypes])(const AttentionCall&, const MergeItem&);
   void (*encode_row[kNumDTypes])(const void* row, float inverse_scale, int size, e4m3* target);  // size <= kMaxHeadDim
   void (*rms_norm[kNumDTypes])(const NormCall&, RowSpan);

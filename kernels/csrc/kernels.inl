@@ -1,7 +1,9 @@
 // Everything that is compiled once per instruction set, in its namespace, after the matching simd_*.inl.
 
 #include "exponential.inl"
+#include "rows_ahead.inl"
 #include "matmul.inl"
+#include "kv_tile.inl"
 #include "attention_kernel.inl"
 #include "elementwise_kernel.inl"
 #include "quantized_kernel.inl"

@@ -23,6 +23,11 @@ struct Matmul {
   bool accumulate;
 };
 
+// Whether products may ask for rows ahead. In the short loops over pairs a row with each step is a good pace; in those over floats, which
+// take many more steps for each row, it is too much at first.
+template <bool kPairs>
+inline constexpr bool kAsksInProducts = kPairs && !PAGED_AMX;
+
 // Must be alive around calls of `matmul<kPairs>`; most instruction sets need nothing.
 template <bool kPairs>
 class TileSession {
@@ -34,15 +39,17 @@ class TileSession {
 #include "matmul_amx.inl"
 #endif
 
-template <bool kPairs, int kRows, int kCols>
-static void matmul_block(const Matmul& m, int row, int col) {
+template <bool kPairs, int kRows, int kCols, class Ahead>
+static void matmul_block(const Matmul& m, int row, int col, Ahead& ahead) {
   const float* a = m.a + row * m.a_stride;
   const float* b = m.b + col;
   float* c = m.c + row * m.c_stride + col;
   Reg sums[kRows][kCols];
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kCols; ++j) sums[i][j] = m.accumulate ? load(c + i * m.c_stride + j * kWidth) : splat(0.0f);
+  Ahead asking = ahead;  // a copy can stay in registers
   for (int k = 0; k < m.depth; ++k) {
+    asking.step();
     Reg columns[kCols];
     for (int j = 0; j < kCols; ++j) columns[j] = load(b + k * m.b_stride + j * kWidth);
     for (int i = 0; i < kRows; ++i) {
@@ -50,6 +57,7 @@ static void matmul_block(const Matmul& m, int row, int col) {
       for (int j = 0; j < kCols; ++j) sums[i][j] = multiply_add<kPairs>(value, columns[j], sums[i][j]);
     }
   }
+  ahead = asking;
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kCols; ++j) store(c + i * m.c_stride + j * kWidth, sums[i][j]);
 }
@@ -59,33 +67,49 @@ static void matmul_block(const Matmul& m, int row, int col) {
 template <bool kPairs>
 inline constexpr int kMatmulRows = kPairs ? 4 : kRowBlock;
 
-template <bool kPairs, int kCols>
-static void matmul_columns(const Matmul& m, int rows, int col) {
+// Steps along the depth that `matmul` takes, in all blocks of C.
+template <bool kPairs>
+constexpr int matmul_steps(int depth, int rows, int cols) {
+  const int row_blocks = (rows + kMatmulRows<kPairs> - 1) / kMatmulRows<kPairs>;
+  return depth * row_blocks * ((cols / kWidth + kColBlock - 1) / kColBlock);
+}
+
+template <bool kPairs, int kCols, class Ahead>
+static void matmul_columns(const Matmul& m, int rows, int col, Ahead& ahead) {
   constexpr int kRows = kMatmulRows<kPairs>;
   int row = 0;
-  for (; row + kRows <= rows; row += kRows) matmul_block<kPairs, kRows, kCols>(m, row, col);
+  for (; row + kRows <= rows; row += kRows) matmul_block<kPairs, kRows, kCols>(m, row, col, ahead);
   switch (rows - row) {
-    case 5: return matmul_block<kPairs, 5, kCols>(m, row, col);
-    case 4: return matmul_block<kPairs, 4, kCols>(m, row, col);
-    case 3: return matmul_block<kPairs, 3, kCols>(m, row, col);
-    case 2: return matmul_block<kPairs, 2, kCols>(m, row, col);
-    case 1: return matmul_block<kPairs, 1, kCols>(m, row, col);
+    case 5: return matmul_block<kPairs, 5, kCols>(m, row, col, ahead);
+    case 4: return matmul_block<kPairs, 4, kCols>(m, row, col, ahead);
+    case 3: return matmul_block<kPairs, 3, kCols>(m, row, col, ahead);
+    case 2: return matmul_block<kPairs, 2, kCols>(m, row, col, ahead);
+    case 1: return matmul_block<kPairs, 1, kCols>(m, row, col, ahead);
     default: return;
   }
 }
 
-// `cols` is a multiple of kWidth.
+template <bool kPairs, class Ahead>
+static void matmul_in_registers(const Matmul& m, int rows, int cols, Ahead& ahead) {
+  int col = 0;
+  for (; col + kColBlock * kWidth <= cols; col += kColBlock * kWidth) matmul_columns<kPairs, kColBlock>(m, rows, col, ahead);
+  switch ((cols - col) / kWidth) {
+    case 3: return matmul_columns<kPairs, 3>(m, rows, col, ahead);
+    case 2: return matmul_columns<kPairs, 2>(m, rows, col, ahead);
+    case 1: return matmul_columns<kPairs, 1>(m, rows, col, ahead);
+    default: return;
+  }
+}
+
+// `cols` is a multiple of kWidth. With kAsksInProducts `ahead` takes a step with every step along the depth.
 template <bool kPairs>
-static void matmul(const Matmul& m, int rows, int cols) {
+static void matmul(const Matmul& m, int rows, int cols, [[maybe_unused]] RowsAhead& ahead) {
 #if PAGED_AMX
   if constexpr (kPairs) return matmul_amx(m, rows, cols);
 #endif
-  int col = 0;
-  for (; col + kColBlock * kWidth <= cols; col += kColBlock * kWidth) matmul_columns<kPairs, kColBlock>(m, rows, col);
-  switch ((cols - col) / kWidth) {
-    case 3: return matmul_columns<kPairs, 3>(m, rows, col);
-    case 2: return matmul_columns<kPairs, 2>(m, rows, col);
-    case 1: return matmul_columns<kPairs, 1>(m, rows, col);
-    default: return;
+  if constexpr (kAsksInProducts<kPairs>) {
+    if (!ahead.done()) return matmul_in_registers<kPairs>(m, rows, cols, ahead);
   }
+  NothingAhead nothing;  // asking whether anything is left is not free in so short a loop
+  matmul_in_registers<kPairs>(m, rows, cols, nothing);
 }

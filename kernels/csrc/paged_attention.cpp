@@ -28,7 +28,8 @@ constexpr std::int64_t kMinParallelWork = 1 << 20;
 constexpr std::int64_t kMinParallelBytes = 1 << 18;
 
 struct Plan {
-  std::vector<AttentionItem> items;
+  std::vector<AttentionItem> items;  // those of prefills first
+  std::int64_t num_prefill_items = 0;
   std::vector<MergeItem> merges;
   std::int64_t num_partials = 0;
   std::int64_t work = 0;
@@ -106,6 +107,7 @@ Plan plan_items(const AttentionCall& call, std::int64_t num_seqs) {
     const std::int32_t query_len = call.query_start_loc[i + 1] - call.query_start_loc[i];
     if (query_len > 1) plan_prefill(call, i, query_len, plan);
   }
+  plan.num_prefill_items = static_cast<std::int64_t>(plan.items.size());
   for (std::int32_t i = 0; i < num_seqs; ++i) {
     if (call.query_start_loc[i + 1] - call.query_start_loc[i] == 1) plan_decode(call, i, plan);
   }
@@ -126,9 +128,13 @@ void paged_attention(AttentionCall call, const BatchShape& batch, DType dtype, i
   const auto attend = (call.key_scales != nullptr ? kernels().attend_e4m3 : kernels().attend)[static_cast<int>(dtype)];
   const auto merge = kernels().merge[static_cast<int>(dtype)];
   const std::size_t scratch = scratch_floats(plan.max_rows, call.head_dim);
-  parallel_for(num_threads, static_cast<std::int64_t>(plan.items.size()), [&](std::int64_t i) {
-    attend(call, plan.items[static_cast<std::size_t>(i)], item_scratch.floats(scratch));
-  });
+  // In spans: a thread then knows which item comes next, whose first tile it can ask for. Prefills differ too much in length for that.
+  const auto attend_span = [&](std::int64_t begin, std::int64_t end) {
+    const AttentionItem* last = plan.items.data() + end - 1;
+    for (const AttentionItem* item = plan.items.data() + begin; item <= last; ++item)
+      attend(call, *item, item < last ? item + 1 : nullptr, item_scratch.floats(scratch));
+  };
+  parallel_spans(num_threads, static_cast<std::int64_t>(plan.items.size()), 1, attend_span, plan.num_prefill_items);
   for (const MergeItem& item : plan.merges) merge(call, item);
 }
 
