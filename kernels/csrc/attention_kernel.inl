@@ -11,7 +11,7 @@ inline constexpr int kShortRowBytes = 128;
 inline constexpr float kLog2E = 1.44269504f;
 
 // A matrix unit takes all rows of an item and whole tiles. Elsewhere few rows go from scores to output together: their scores stay in the
-// nearest cache, and tokens that none of them sees are left out, which adds nothing but zeros and so does not change a bit.
+// nearest cache, and tokens that none of them sees are left out, which adds nothing but zeros and so, as long as V is finite, does not change a bit.
 template <bool kPairs>
 inline constexpr bool kWholeItems = PAGED_AMX && kPairs;
 template <bool kPairs>

@@ -79,9 +79,11 @@ static void matmul_columns(const Matmul& m, int rows, int col, Ahead& ahead) {
   constexpr int kRows = kMatmulRows<kPairs>;
   int row = 0;
   for (; row + kRows <= rows; row += kRows) matmul_block<kPairs, kRows, kCols>(m, row, col, ahead);
+  if constexpr (kRows > 4) {
+    if (rows - row == 5) return matmul_block<kPairs, 5, kCols>(m, row, col, ahead);
+    if (rows - row == 4) return matmul_block<kPairs, 4, kCols>(m, row, col, ahead);
+  }
   switch (rows - row) {
-    case 5: return matmul_block<kPairs, 5, kCols>(m, row, col, ahead);
-    case 4: return matmul_block<kPairs, 4, kCols>(m, row, col, ahead);
     case 3: return matmul_block<kPairs, 3, kCols>(m, row, col, ahead);
     case 2: return matmul_block<kPairs, 2, kCols>(m, row, col, ahead);
     case 1: return matmul_block<kPairs, 1, kCols>(m, row, col, ahead);
