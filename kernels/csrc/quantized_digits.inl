@@ -93,69 +93,107 @@ INLINE __m512i quad_of(const std::int8_t* digits) {
 
 // Bytes from the weights in use to those asked for. The processor's own prefetching ends at every page, this does not.
 inline constexpr int kDigitsAhead = 1024;
+// Rows that share each weight that is loaded; two panels share each digit that is. More sums than these do not fit the registers.
+inline constexpr int kMostDigitRows = 4;
 
-// kQuads quads (of 64 bytes, or with 4 bits of 32) at a time, each with sums of its own: a dot product takes several cycles.
-template <int kBits, int kRows, int kQuads>
-static PanelSums<kRows> multiply_quads(const QuantizedCall& call, std::int64_t panel, std::int64_t row) {
+// A block of rows, of several that go by a pair of panels.
+struct DigitBlock {
+  std::int64_t row;
+  std::int64_t index;
+  std::int64_t count;
+};
+
+// kQuads quads (of 64 bytes, or with 4 bits of 32) of each panel at a time. A dot product takes several cycles: where rows and panels are
+// few, their sums are in kChains parts.
+template <class T, int kBits, int kRows, int kPanels, int kQuads, int kChains>
+static void multiply_quads(const QuantizedCall& call, std::int64_t panel, DigitBlock block) {
+  const std::int64_t row = block.row;
+  constexpr int kStepBytes = kQuads * 8 * kBits;
+  static_assert(kStepBytes % 64 == 0);
   const std::int64_t stride = call.padded_inputs();
-  const std::uint8_t* weights = call.weights + panel * call.panel_bytes();
-  std::int64_t at = panel * call.num_groups * kPanelOutputs;
+  const std::int64_t panel_bytes = call.panel_bytes();
+  const std::uint8_t* weights = call.weights + panel * panel_bytes;
   const std::int8_t* high_digits = call.high + row * stride;
   const std::int8_t* low_digits = call.low + row * stride;
   const __m512i nibble = _mm512_set1_epi8(15);
-  PanelSums<kRows> totals;
-  for (int r = 0; r < kRows; ++r) totals.values[r][0] = splat(0.0f);
-  for (std::int64_t group = 0; group < call.num_groups; ++group, at += kPanelOutputs) {
-    __m512i high[kRows][kQuads];
-    __m512i low[kRows][kQuads];
-    for (int r = 0; r < kRows; ++r)
-      for (int q = 0; q < kQuads; ++q) high[r][q] = low[r][q] = _mm512_setzero_si512();
-    for (int input = 0; input < call.group_size; input += 4 * kQuads) {
-      __m512i quads[kQuads];
-      for (int q = 0; q < kQuads; ++q) {
-        if constexpr (kBits == 8) {
-          __builtin_prefetch(weights + kDigitsAhead);
-          quads[q] = _mm512_loadu_si512(weights);
-          weights += 64;
-        } else if (q % 2 == 0) {
-          __builtin_prefetch(weights + kDigitsAhead);
-          const __m512i pair = _mm512_loadu_si512(weights);
-          weights += 64;
-          quads[q] = _mm512_and_si512(pair, nibble);
-          quads[q + 1] = _mm512_and_si512(_mm512_srli_epi16(pair, 4), nibble);
+  PanelSums<kRows> totals[kPanels];
+  for (int p = 0; p < kPanels; ++p)
+    for (int r = 0; r < kRows; ++r) totals[p].values[r][0] = splat(0.0f);
+  std::int64_t left = panel_bytes;
+  for (std::int64_t group = 0; group < call.num_groups; ++group) {
+    __m512i high[kPanels][kRows][kChains];
+    __m512i low[kPanels][kRows][kChains];
+    for (int p = 0; p < kPanels; ++p)
+      for (int r = 0; r < kRows; ++r)
+        for (int c = 0; c < kChains; ++c) high[p][r][c] = low[p][r][c] = _mm512_setzero_si512();
+    // Of several blocks the first two ask for a panel each of the next pair, so that memory has all their time.
+    std::int64_t ahead[kPanels];
+    for (int p = 0; p < kPanels; ++p) {
+      // What follows a panel's end is the other one, and already here.
+      ahead[p] = kDigitsAhead + (left <= kDigitsAhead ? (kPanels - 1) * panel_bytes : 0);
+      if (kPanels == 2 && block.count > 1) ahead[p] = block.index == p ? 2 * panel_bytes : 0;
+    }
+    for (int input = 0; input < call.group_size; input += 4 * kQuads, weights += kStepBytes) {
+      __m512i quads[kPanels][kQuads];
+      for (int p = 0; p < kPanels; ++p) {
+        const std::uint8_t* lines = weights + p * panel_bytes;
+        for (int q = 0; q < kQuads; q += 8 / kBits, lines += 64) {
+          __builtin_prefetch(lines + ahead[p], 0, kRows == kMostDigitRows ? 2 : 3);
+          const __m512i line = _mm512_loadu_si512(lines);
+          if constexpr (kBits == 8) {
+            quads[p][q] = line;
+          } else {
+            quads[p][q] = _mm512_and_si512(line, nibble);
+            quads[p][q + 1] = _mm512_and_si512(_mm512_srli_epi16(line, 4), nibble);
+          }
         }
       }
-      for (int r = 0; r < kRows; ++r) {
-        for (int q = 0; q < kQuads; ++q) {
-          high[r][q] = _mm512_dpbusd_epi32(high[r][q], quads[q], quad_of(high_digits + r * stride + 4 * q));
-          low[r][q] = _mm512_dpbusd_epi32(low[r][q], quads[q], quad_of(low_digits + r * stride + 4 * q));
+      for (int q = 0; q < kQuads; ++q) {
+        const int c = q % kChains;
+        for (int r = 0; r < kRows; ++r) {
+          const __m512i high_quad = quad_of(high_digits + r * stride + 4 * q), low_quad = quad_of(low_digits + r * stride + 4 * q);
+          for (int p = 0; p < kPanels; ++p) high[p][r][c] = _mm512_dpbusd_epi32(high[p][r][c], quads[p][q], high_quad);
+          for (int p = 0; p < kPanels; ++p) low[p][r][c] = _mm512_dpbusd_epi32(low[p][r][c], quads[p][q], low_quad);
         }
       }
       high_digits += 4 * kQuads;
       low_digits += 4 * kQuads;
     }
-    const GroupScales scales = group_scales(call, at);
-    for (int r = 0; r < kRows; ++r) {
-      for (int q = 1; q < kQuads; ++q) {
-        high[r][0] = _mm512_add_epi32(high[r][0], high[r][q]);
-        low[r][0] = _mm512_add_epi32(low[r][0], low[r][q]);
+    left -= call.group_size * kBits / 8 * kPanelOutputs;
+    for (int p = 0; p < kPanels; ++p) {
+      const GroupScales scales = group_scales(call, ((panel + p) * call.num_groups + group) * kPanelOutputs);
+      for (int r = 0; r < kRows; ++r) {
+        for (int c = 1; c < kChains; ++c) {
+          high[p][r][0] = _mm512_add_epi32(high[p][r][0], high[p][r][c]);
+          low[p][r][0] = _mm512_add_epi32(low[p][r][0], low[p][r][c]);
+        }
+        const std::int64_t slot = (row + r) * call.num_groups + group;
+        totals[p].values[r][0] = add_scaled(call, slot, scales, high[p][r][0], low[p][r][0], totals[p].values[r][0]);
       }
-      const std::int64_t slot = (row + r) * call.num_groups + group;
-      totals.values[r][0] = add_scaled(call, slot, scales, high[r][0], low[r][0], totals.values[r][0]);
     }
   }
-  return totals;
+  for (int p = 0; p < kPanels; ++p) store_panel<T>(call, panel + p, row, totals[p]);
 }
 
-template <class T, int kBits>
-static void multiply_digits_panel(const QuantizedCall& call, std::int64_t panel) {
-  std::int64_t row = 0;
-  for (; row + 4 <= call.num_rows; row += 4) store_panel<T>(call, panel, row, multiply_quads<kBits, 4, 2>(call, panel, row));
-  switch (call.num_rows - row) {
-    case 3: return store_panel<T>(call, panel, row, multiply_quads<kBits, 3, 2>(call, panel, row));
-    case 2: return store_panel<T>(call, panel, row, multiply_quads<kBits, 2, 2>(call, panel, row));
-    case 1: return store_panel<T>(call, panel, row, multiply_quads<kBits, 1, 4>(call, panel, row));
-    default: return;
+// A single row has memory to wait for, and reads it in order; more have two panels at a time.
+template <class T, int kBits, int kPanels, int kRows = kMostDigitRows>
+static void multiply_digit_block(const QuantizedCall& call, std::int64_t panel, DigitBlock block, std::int64_t num_rows) {
+  if (num_rows < kRows) {
+    if constexpr (kRows > 1) multiply_digit_block<T, kBits, kPanels, kRows - 1>(call, panel, block, num_rows);
+  } else if constexpr (kRows == 1) {
+    for (int p = 0; p < kPanels; ++p) multiply_quads<T, kBits, 1, 1, 4, 4>(call, panel + p, block);
+  } else {
+    multiply_quads<T, kBits, kRows, kPanels, 2, (kRows * kPanels <= 4 ? 2 : 1)>(call, panel, block);
+  }
+}
+
+// All rows with kPanels panels, in blocks of nearly the same size.
+template <class T, int kBits, int kPanels>
+static void multiply_digits_panels(const QuantizedCall& call, std::int64_t panel) {
+  const std::int64_t num_blocks = (call.num_rows + kMostDigitRows - 1) / kMostDigitRows;
+  for (std::int64_t block = 0; block < num_blocks; ++block) {
+    const std::int64_t row = call.num_rows * block / num_blocks, end = call.num_rows * (block + 1) / num_blocks;
+    multiply_digit_block<T, kBits, kPanels>(call, panel, {row, block, num_blocks}, end - row);
   }
 }
 
@@ -168,5 +206,7 @@ static void multiply_digits(const QuantizedCall& call, RowSpan span) {
 #if PAGED_AMX
   if (in_tiles(call)) return multiply_tiles<T, kBits>(call, span);
 #endif
-  for (std::int64_t panel = span.begin; panel < span.end; ++panel) multiply_digits_panel<T, kBits>(call, panel);
+  std::int64_t panel = span.begin;
+  for (; panel + 1 < span.end; panel += 2) multiply_digits_panels<T, kBits, 2>(call, panel);
+  if (panel < span.end) multiply_digits_panels<T, kBits, 1>(call, panel);
 }
