@@ -43,31 +43,56 @@ PackedCall packed_call(const Projection& layer, const void* x, std::int64_t rows
   return call;
 }
 
+QuantizedCall quantized_call(const Projection& layer, const void* x, std::int64_t rows, void* out) {
+  QuantizedCall call = layer.quantized;
+  call.num_rows = rows;
+  call.x = x;
+  call.x_stride = layer.num_inputs;
+  call.out = out;
+  return call;
+}
+
 void project(const Projection& layer, const void* x, std::int64_t rows, void* out, int num_threads) {
   if (layer.is_packed) {
     packed_matmul(packed_call(layer, x, rows, out), num_threads);
   } else {
-    QuantizedCall call = layer.quantized;
-    call.num_rows = rows;
-    call.x = x;
-    call.x_stride = layer.num_inputs;
-    call.out = out;
-    quantized_matmul(call, layer.dtype, num_threads);
+    quantized_matmul(quantized_call(layer, x, rows, out), layer.dtype, num_threads);
   }
 }
 
-// down(silu(gate(x)) * up(x)) of rows that `can_gate` takes, where what is between the two products never goes through memory as rows.
-bool feed_forward_in_tiles(const FinishCall& call, const void* x, void* activated, int num_threads) {
-  if (!call.gate_up->is_packed || !call.down->is_packed) return false;
-  PackedCall gate_up = packed_call(*call.gate_up, x, call.rows, activated);
-  if (!can_gate(gate_up)) return false;
-  gate_up.gated = true;
-  gate_up.out_in_tiles = kernels().packed_in_tiles;
-  packed_matmul(gate_up, num_threads);
-  PackedCall down = packed_call(*call.down, activated, call.rows, call.out);
-  down.x_in_tiles = gate_up.out_in_tiles;
-  packed_matmul(down, num_threads);
+// silu(gate(x)) * up(x) as one product, where rows are so many that there is one. `in_tiles`: only packed weights give them.
+bool gated_product(const Projection& gate_up, const void* x, std::int64_t rows, void* out, bool in_tiles, int num_threads) {
+  if (!can_gate(rows, gate_up.num_outputs)) return false;
+  if (gate_up.is_packed) {
+    PackedCall call = packed_call(gate_up, x, rows, out);
+    call.gated = true;
+    call.out_in_tiles = in_tiles;
+    packed_matmul(call, num_threads);
+    return true;
+  }
+  QuantizedCall call = quantized_call(gate_up, x, rows, out);
+  if (!is_widened(call, gate_up.dtype)) return false;
+  call.gated = true;
+  quantized_matmul(call, gate_up.dtype, num_threads);
   return true;
+}
+
+// down(silu(gate(x)) * up(x)). What is between the products of many rows never goes through memory as gate and up, and lies in tiles for a
+// matrix unit.
+void feed_forward(const FinishCall& call, const void* x, void* activated, void* gate_up, int num_threads) {
+  const std::int64_t size = call.down->num_inputs;
+  const bool in_tiles = call.gate_up->is_packed && call.down->is_packed && kernels().packed_in_tiles;
+  if (!gated_product(*call.gate_up, x, call.rows, activated, in_tiles, num_threads)) {
+    project(*call.gate_up, x, call.rows, gate_up, num_threads);
+    silu_mul({gate_up, 2 * size, activated, size}, call.rows, call.down->dtype, num_threads);
+    project(*call.down, activated, call.rows, call.out, num_threads);
+  } else if (in_tiles) {
+    PackedCall down = packed_call(*call.down, activated, call.rows, call.out);
+    down.x_in_tiles = true;
+    packed_matmul(down, num_threads);
+  } else {
+    project(*call.down, activated, call.rows, call.out, num_threads);
+  }
 }
 
 // In place, `count` heads of a token that lie side by side.
@@ -138,11 +163,7 @@ void finish_layer(const FinishCall& call, int num_threads) {
   norm.epsilon = call.epsilon;
   project(*call.output, call.attended, call.rows, projected, num_threads);
   rms_norm(norm, call.rows, dtype, num_threads);
-  if (feed_forward_in_tiles(call, normed, activated, num_threads)) return;
-  void* gate_up = arena.take(2 * call.rows * size);
-  project(*call.gate_up, normed, call.rows, gate_up, num_threads);
-  silu_mul({gate_up, 2 * size, activated, size}, call.rows, dtype, num_threads);
-  project(*call.down, activated, call.rows, call.out, num_threads);
+  feed_forward(call, normed, activated, arena.take(2 * call.rows * size), num_threads);
 }
 
 }  // namespace paged

@@ -133,8 +133,8 @@ struct QuantizedCall {
   const void* x;  // [num_rows, num_inputs]
   std::int64_t x_stride;
   const void* bias;  // [num_outputs], or null
-  void* out;         // [num_rows, num_outputs]; of `dequantize_panels`: [num_outputs, num_inputs]
-  const bf16* padded_x;  // of multiply_many_rows: [num_rows, rounded up to kManyRowsTile, padded_inputs()], with zeros
+  void* out;         // [num_rows, num_outputs], half of them where the call is gated; of `dequantize_panels`: [num_outputs, num_inputs]
+  bool gated;        // as in a PackedCall, which such a call becomes
   // What `prepare_rows` makes of x, with rows of padded_inputs(). Either `wide`, or digits: x = scale * (256 * high + low), where
   // each group of a row has its own scale. `offsets` is what the weights' offset adds to an integer dot product; where there are
   // zeros, what each unit of them adds. How digits lie is the kernels' own business; there is room for whole tiles of sixteen rows.
@@ -161,23 +161,6 @@ inline constexpr std::size_t packed_scratch_floats(std::int64_t num_rows, std::i
   return static_cast<std::size_t>((num_rows + 31) / 32 * 32 * num_panels * kPackedOutputs);
 }
 
-// Many rows are multiplied kManyRowsBlock at a time with quantised weights, of which so many panels are widened together as the second
-// level of cache holds: pairs of them, which are panels of a PackedCall then.
-inline constexpr int kManyRowsTile = 32;
-inline constexpr std::int64_t kManyRowsBlock = 512;
-inline std::int64_t widened_pairs(const QuantizedCall& call) {
-  constexpr std::int64_t kBytes = 1 << 20;
-  constexpr std::int64_t kMost = 4;
-  const std::int64_t pairs = kBytes / (call.padded_inputs() * kPackedOutputs * 2);
-  return pairs < 1 ? 1 : pairs < kMost ? pairs : kMost;
-}
-inline std::size_t widened_floats(const QuantizedCall& call) {
-  return static_cast<std::size_t>(widened_pairs(call) * call.padded_inputs() / 2 * kPackedOutputs);
-}
-inline std::size_t many_rows_scratch_floats(const QuantizedCall& call) {
-  return widened_floats(call) + packed_scratch_floats(kManyRowsBlock, widened_pairs(call) + 1);
-}
-
 // y = x W^T + bias over packed bfloat16 weights. For kernels rows of x have padded_inputs(), with zeros.
 struct PackedCall {
   const bf16* packed;
@@ -193,6 +176,7 @@ struct PackedCall {
   // The first half of the outputs gates the other: silu(gate) * other is stored, each rounded before. For multiply_packed_many only,
   // where half of the outputs are whole panels.
   bool gated;
+  std::int64_t gated_apart;  // panels from a gate's to those of what it gates
   // Rows lie in tiles, [num_rows / 16, rounded up][inputs / 32][16][32], all of which there is room for. Inputs are a multiple of 32 then;
   // such a result is multiply_packed_many's, and its outputs are whole panels.
   bool x_in_tiles;
@@ -216,9 +200,10 @@ struct KernelTable {
   void (*rotary[kNumDTypes])(const RotaryCall&, RowSpan);
   void (*prepare_rows[kNumDTypes])(const QuantizedCall&, RowSpan rows);
   void (*multiply_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
-  // For so many bfloat16 rows that widening the weights first pays; panels start at an even one, x is `padded_x`, and scratch has
-  // many_rows_scratch_floats().
-  void (*multiply_many_rows)(const QuantizedCall&, RowSpan panels, float* scratch);
+  // From so many bfloat16 rows on it pays to widen the weights first, and to multiply them as those of a PackedCall.
+  std::int64_t (*widened_from)(const QuantizedCall&);
+  // Panels, from an even one on, as bfloat16 weights in the order of packed_linear.h, two in a panel there.
+  void (*widen_panels)(const QuantizedCall&, RowSpan panels, bf16* target);
   void (*dequantize_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
   bool packed_in_tiles;  // `multiply_packed` of kMinPackedTileRows and more reads x in whole tiles
   std::int64_t packed_rows;  // up to so many `multiply_packed` is made for: reading the weights takes longer than computing

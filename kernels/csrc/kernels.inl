@@ -9,7 +9,7 @@
 #include "quantized_kernel.inl"
 #include "packed_linear_kernel.inl"
 #include "packed_many_rows.inl"
-#include "quantized_many_rows.inl"
+#include "widened_weights.inl"
 
 static constexpr KernelTable kernel_table(const char* name) {
   return KernelTable{
@@ -24,7 +24,8 @@ static constexpr KernelTable kernel_table(const char* name) {
       {rotary_rows<float>, rotary_rows<bf16>, rotary_rows<f16>},
       {prepare_rows<float>, prepare_rows<bf16>, prepare_rows<f16>},
       {multiply_panels<float>, multiply_panels<bf16>, multiply_panels<f16>},
-      multiply_many_rows,
+      widened_from,
+      widen_panels,
       {dequantize_panels<float>, dequantize_panels<bf16>, dequantize_panels<f16>},
       PAGED_AMX == 1,
       PAGED_AMX == 1 ? 32 : kMostPartRows,

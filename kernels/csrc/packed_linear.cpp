@@ -110,12 +110,11 @@ void fill_panels(const FillCall& call, int num_threads) {
   });
 }
 
-bool can_gate(const PackedCall& call) {
-  return call.num_rows >= kMinGatedRows && call.num_outputs % (2 * kPackedOutputs) == 0;
+bool can_gate(std::int64_t num_rows, std::int64_t num_outputs) {
+  return num_rows >= kMinGatedRows && num_outputs % (2 * kPackedOutputs) == 0;
 }
 
-void packed_matmul(PackedCall call, int num_threads) {
-  const KernelTable& table = kernels();
+void complete_rows(PackedCall& call) {
   const std::int64_t inputs = call.padded_inputs();
   if (call.num_inputs != inputs) {
     bf16* padded = elements(padded_scratch, call.num_rows * inputs);
@@ -124,12 +123,18 @@ void packed_matmul(PackedCall call, int num_threads) {
     call.x_stride = inputs;
   }
   const std::int64_t last = call.num_rows % kRowTile;
-  if (table.packed_in_tiles && last != 0 && !call.x_in_tiles) {
+  if (kernels().packed_in_tiles && last != 0 && !call.x_in_tiles) {
     bf16* rows = elements(last_rows_scratch, kRowTile * inputs);
     copy_padded(call, call.num_rows - last, last, rows);
     std::fill(rows + last * inputs, rows + kRowTile * inputs, bf16{0});
     call.last_rows = rows;
   }
+}
+
+void packed_matmul(PackedCall call, int num_threads) {
+  const KernelTable& table = kernels();
+  call.gated_apart = num_panels(call) / 2;
+  complete_rows(call);
   if (call.num_rows > table.packed_rows || call.gated) return multiply_many(call, num_threads);
   for_panels(call, num_threads, [&](RowSpan panels) { table.multiply_packed(call, panels); });
 }

@@ -21,8 +21,11 @@ struct FillCall {
 // Writes the rows' weights and the padding of their inputs; outputs beyond the weight's last one are the caller's to clear.
 void fill_panels(const FillCall& call, int num_threads);
 
-// Whether `packed_matmul` takes this call with `gated`.
-bool can_gate(const PackedCall& call);
+// Whether a product of so many rows and outputs can be `gated`, and should be.
+bool can_gate(std::int64_t num_rows, std::int64_t num_outputs);
+
+// Makes x what kernels read: rows of padded_inputs(), and for a matrix unit whole tiles. Copies are this thread's until its next call.
+void complete_rows(PackedCall& call);
 
 // Computes call.out from call.x, for any number of rows; call.last_rows is its own scratch. A row's result depends neither on the other
 // rows nor on the number of threads, nor, with one exception, on the number of rows: a matrix unit computes kMinPackedTileRows and more.

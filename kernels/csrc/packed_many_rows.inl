@@ -44,7 +44,7 @@ static void multiply_packed_group(const PackedCall& call, RowSpan rows, RowSpan 
   const std::int64_t num_sides = call.gated ? 2 : 1;
   const std::int64_t num_turns = (panels.end - panels.begin) * num_sides;  // through all rows, in each part
   const auto weights_of = [&](std::int64_t index, std::int64_t input) {
-    const std::int64_t panel = panels.begin + index / num_sides + index % num_sides * (call.num_outputs / kPackedOutputs / 2);
+    const std::int64_t panel = panels.begin + index / num_sides + index % num_sides * call.gated_apart;
     return reinterpret_cast<const std::uint8_t*>(call.packed + (panel * inputs + input) * kPackedOutputs);
   };
   for (std::int64_t input = 0; input < inputs; input += part) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "instruction_set.h"
+#include "packed_linear.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -16,12 +17,10 @@ constexpr std::int64_t kMinPreparedElements = 1 << 13;
 // Rows of x come in tiles of a matrix unit.
 constexpr std::int64_t kRowTile = 16;
 
-// From here on widening the weights once is cheaper than multiplying them in the width they have, where every group's sums are scaled
-// by themselves: the fewer groups and the more digits, the later. Groups that do not fill a tile are not multiplied in tiles.
-std::int64_t many_rows(const QuantizedCall& call) {
-  if (call.group_size % 64 != 0) return 64;
-  return call.bits == 8 ? 112 : call.group_size == 128 ? 80 : 64;
-}
+// Of widened weights at a time, of which the second level of cache holds so many, and rows that are multiplied with them together.
+constexpr std::int64_t kWidenedBytes = 1 << 20;
+constexpr std::int64_t kMostWidened = 4;  // panels of bfloat16 weights
+constexpr std::int64_t kWidenedRows = 512;
 
 float rounded_to_whole(float x) {
   constexpr float kMagic = 0x1.8p23f;  // for |x| < 2^22, ties to even
@@ -88,26 +87,9 @@ void for_panels(const QuantizedCall& call, void (*kernel)(const QuantizedCall&, 
   parallel_spans(num_threads, num_panels, least, [&](std::int64_t begin, std::int64_t end) { kernel(call, {begin, end}); });
 }
 
-// All aligned to lines of the cache, as rows of tiles should be.
-thread_local Scratch padded_scratch;
+// Both aligned to lines of the cache, as rows of tiles should be.
 thread_local Scratch prepared_scratch;
-thread_local Scratch many_rows_scratch;
-
-// x with whole groups of inputs and whole tiles of rows, the rest zeros.
-const bf16* pad_rows(const QuantizedCall& call, int num_threads) {
-  const std::int64_t rows = (call.num_rows + kManyRowsTile - 1) / kManyRowsTile * kManyRowsTile;
-  const std::int64_t inputs = call.padded_inputs();
-  bf16* padded = reinterpret_cast<bf16*>(padded_scratch.floats(static_cast<std::size_t>(rows * inputs / 2)));
-  parallel_for(num_threads, rows / kManyRowsTile, [&](std::int64_t item) {
-    for (std::int64_t row = item * kManyRowsTile; row < (item + 1) * kManyRowsTile; ++row) {
-      const std::int64_t count = row < call.num_rows ? call.num_inputs : 0;
-      bf16* target = padded + row * inputs;
-      std::copy_n(static_cast<const bf16*>(call.x) + row * call.x_stride, count, target);
-      std::fill(target + count, target + inputs, bf16{0});
-    }
-  });
-  return padded;
-}
+thread_local Scratch widened_scratch;
 
 // Room for what `prepare_rows` makes of x.
 void take_prepared(QuantizedCall& call, bool digits) {
@@ -132,13 +114,48 @@ void prepare_all_rows(const QuantizedCall& call, DType dtype, int num_threads) {
   });
 }
 
-void multiply_many(QuantizedCall call, int num_threads) {
-  call.padded_x = pad_rows(call, num_threads);
-  const std::int64_t num_panels = (call.num_outputs + kPanelOutputs - 1) / kPanelOutputs;
-  const std::int64_t together = 2 * widened_pairs(call);
-  parallel_for(num_threads, (num_panels + together - 1) / together, [&](std::int64_t item) {
-    const RowSpan span{item * together, std::min(num_panels, (item + 1) * together)};
-    kernels().multiply_many_rows(call, span, many_rows_scratch.floats(many_rows_scratch_floats(call)));
+// With the weights once they are widened. `packed` itself is set by those who widen.
+PackedCall widened_call(const QuantizedCall& call) {
+  PackedCall widened{};
+  widened.num_outputs = call.num_outputs;
+  widened.num_inputs = call.num_inputs;
+  widened.num_rows = call.num_rows;
+  widened.x = static_cast<const bf16*>(call.x);
+  widened.x_stride = call.x_stride;
+  widened.bias = static_cast<const bf16*>(call.bias);
+  widened.out = static_cast<bf16*>(call.out);
+  widened.gated = call.gated;
+  complete_rows(widened);
+  return widened;
+}
+
+// Panels of bfloat16 weights are widened and multiplied a few at a time; where the call is gated, the gate's with those of what they gate.
+void multiply_widened(const QuantizedCall& call, int num_threads) {
+  const KernelTable& table = kernels();
+  const PackedCall whole = widened_call(call);
+  const std::int64_t sides = call.gated ? 2 : 1;
+  const std::int64_t num_panels = (call.num_outputs + kPackedOutputs - 1) / kPackedOutputs / sides;
+  const std::int64_t panel_size = whole.padded_inputs() * kPackedOutputs;
+  const std::int64_t most = std::max<std::int64_t>(1, std::min(kMostWidened, kWidenedBytes / 2 / panel_size) / sides);
+  const std::int64_t threads = std::max(1, num_threads);
+  const std::int64_t num_items = ((num_panels + most - 1) / most + threads - 1) / threads * threads;  // as many for each thread
+  const std::size_t num_sums = packed_scratch_floats(std::min(call.num_rows, kWidenedRows), (most + 1) * sides);
+  parallel_for(num_threads, num_items, [&](std::int64_t item) {
+    const RowSpan panels{num_panels * item / num_items, num_panels * (item + 1) / num_items};
+    const std::int64_t count = panels.end - panels.begin;
+    if (count == 0) return;
+    float* sums = widened_scratch.floats(num_sums + static_cast<std::size_t>(most * sides * panel_size / 2));
+    bf16* weights = reinterpret_cast<bf16*>(sums + num_sums);
+    for (std::int64_t side = 0; side < sides; ++side) {
+      const std::int64_t first = panels.begin + side * num_panels;
+      const std::int64_t end = std::min(2 * (first + count), (call.num_outputs + kPanelOutputs - 1) / kPanelOutputs);
+      table.widen_panels(call, {2 * first, end}, weights + side * count * panel_size);
+    }
+    PackedCall product = whole;
+    product.packed = weights - panels.begin * panel_size;  // as if all panels were there
+    product.gated_apart = count;
+    for (std::int64_t row = 0; row < call.num_rows; row += kWidenedRows)
+      table.multiply_packed_many(product, {row, std::min(call.num_rows, row + kWidenedRows)}, panels, count, sums);
   });
 }
 
@@ -152,9 +169,13 @@ void pack_rows(const PackCall& call, DType dtype, int num_threads) {
   }
 }
 
+bool is_widened(const QuantizedCall& call, DType dtype) {
+  return dtype == DType::bf16 && call.num_rows >= kernels().widened_from(call);
+}
+
 void quantized_matmul(QuantizedCall call, DType dtype, int num_threads) {
   const KernelTable& table = kernels();
-  if (dtype == DType::bf16 && call.num_rows >= many_rows(call)) return multiply_many(call, num_threads);
+  if (is_widened(call, dtype)) return multiply_widened(call, num_threads);
   take_prepared(call, table.integer_inputs && dtype != DType::f32);
   prepare_all_rows(call, dtype, num_threads);
   for_panels(call, table.multiply_panels[static_cast<int>(dtype)], num_threads);

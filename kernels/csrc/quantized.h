@@ -28,6 +28,9 @@ struct PackCall {
 // Quantises rows to nearest. Rows of one call may be a part of a panel.
 void pack_rows(const PackCall& call, DType dtype, int num_threads);
 
+// Whether rows of the call are so many that `quantized_matmul` widens the weights. Such a call can be `gated` where `can_gate` says so.
+bool is_widened(const QuantizedCall& call, DType dtype);
+
 // Computes call.out; the prepared input is its own scratch. Rows of one call share each weight that is read.
 void quantized_matmul(QuantizedCall call, DType dtype, int num_threads);
 

@@ -8,6 +8,8 @@ from paged_kernels import quantized, quantized_reference
 from paged_kernels.quantized_weight import Bits, QuantizedWeight
 from torch import Tensor
 
+from tests.kernels.widened import may_be_widened
+
 BITS: tuple[Bits, ...] = (8, 4)
 # Outputs and inputs: whole panels and groups, tails of both, less than one of either, several groups and a tail.
 SHAPES = [(64, 256), (33, 144), (3, 8), (1, 1), (16, 64), (100, 700), (48, 896)]
@@ -28,7 +30,7 @@ def assert_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = Non
     rounding = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[x.dtype]
     # Widened weights of a large product are rounded once more, and 16-bit inputs count against their group's largest.
     share = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[x.dtype]
-    if x.shape[0] < 64 and x.dtype != torch.float32:
+    if not may_be_widened(x.shape[0]) and x.dtype != torch.float32:
         largest = x.double().abs().amax(dim=1, keepdim=True).expand_as(x)
         terms = torch.nn.functional.linear(largest, wide.abs())
         share = 2.0**-16

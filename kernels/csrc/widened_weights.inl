@@ -1,6 +1,18 @@
-// Products of many bfloat16 rows with quantised weights: these are widened to bfloat16, scaled and rounded, in the order of packed_linear.h,
-// some panels at a time, and multiplied as those are while they are in the cache. The cost of widening is shared by all rows; nothing but
-// the result goes to memory.
+// Quantised weights as bfloat16, scaled and rounded, in the order of packed_linear.h, so that many rows are multiplied as with those. The cost
+// of widening is shared by all rows.
+
+// From so many rows on it is less than what products in the width that weights have lose, where every group's sums are scaled by themselves.
+static std::int64_t widened_from([[maybe_unused]] const QuantizedCall& call) {
+#if PAGED_AMX
+  // The fewer groups and the more digits, the later. Groups that do not fill a tile are not multiplied in tiles.
+  if (call.group_size % kTileInputs != 0) return 64;
+  return call.bits == 8 ? 112 : call.group_size == 128 ? 80 : 64;
+#elif PAGED_BYTE_DOT
+  return call.bits == 8 ? 96 : 64;  // two digits take as long as a bfloat16; with 4 bits groups are smaller
+#else
+  return 32;  // every block of rows widens the weights by itself
+#endif
+}
 
 // Lane i of both, rounded, side by side.
 INLINE void store_pairs(bf16* target, Reg low, Reg high) {
@@ -19,6 +31,9 @@ INLINE void store_pairs(bf16* target, Reg low, Reg high) {
 #endif
 }
 
+// Inputs that a panel has then: groups are multiples of what they are padded to.
+INLINE std::int64_t widened_inputs(const QuantizedCall& call) { return (call.num_inputs + kPackedInputs - 1) / kPackedInputs * kPackedInputs; }
+
 // A panel as [inputs / 2][16] pairs, rows of a packed panel apart.
 template <int kBits>
 static void widen_pairs(const QuantizedCall& call, std::int64_t panel, bf16* target) {
@@ -26,8 +41,9 @@ static void widen_pairs(const QuantizedCall& call, std::int64_t panel, bf16* tar
   constexpr int kAhead = 2048;  // bytes from the weights in use to those asked for
   const std::uint8_t* weights = call.weights + panel * call.panel_bytes();
   std::int64_t at = panel * call.num_groups * kPanelOutputs;
-  const int num_blocks = call.group_size / kBlockInputs;
-  for (std::int64_t group = 0; group < call.num_groups; ++group, at += kPanelOutputs) {
+  std::int64_t left = widened_inputs(call);
+  for (std::int64_t group = 0; group < call.num_groups; ++group, at += kPanelOutputs, left -= call.group_size) {
+    const auto num_blocks = static_cast<int>((left < call.group_size ? left : call.group_size) / kBlockInputs);
     for (int j = 0; j < kPanelRegs; ++j) {
       const Reg scale = scales_at(call, at + j * kWidth);
       const Reg shift = shifts_at<kBits>(call, at + j * kWidth);
@@ -47,32 +63,14 @@ static void widen_pairs(const QuantizedCall& call, std::int64_t panel, bf16* tar
   }
 }
 
-static void multiply_many_rows(const QuantizedCall& call, RowSpan span, float* scratch) {
-  const std::int64_t inputs = call.padded_inputs();
-  bf16* widened = reinterpret_cast<bf16*>(scratch);
-  for (std::int64_t panel = span.begin; panel < span.end; ++panel) {
-    bf16* target = widened + (panel - span.begin) / 2 * inputs * kPackedOutputs + panel % 2 * 2 * kPanelOutputs;
+static void widen_panels(const QuantizedCall& call, RowSpan panels, bf16* target) {
+  const std::int64_t pair = widened_inputs(call) * kPackedOutputs;
+  for (std::int64_t panel = panels.begin; panel < panels.end; ++panel) {
+    bf16* half = target + (panel - panels.begin) / 2 * pair + panel % 2 * 2 * kPanelOutputs;
     if (call.bits == 8) {
-      widen_pairs<8>(call, panel, target);
+      widen_pairs<8>(call, panel, half);
     } else {
-      widen_pairs<4>(call, panel, target);
+      widen_pairs<4>(call, panel, half);
     }
-  }
-  const RowSpan packed{span.begin / 2, (span.end + 1) / 2};
-  PackedCall product{};
-  // As if all panels were there: `packed` are, from the scratch memory's begin.
-  product.packed = widened - packed.begin * inputs * kPackedOutputs;
-  product.num_outputs = call.num_outputs;
-  product.num_inputs = product.x_stride = inputs;
-  product.num_rows = call.num_rows;
-  product.x = call.padded_x;
-#if PAGED_AMX
-  product.last_rows = call.padded_x + call.num_rows / kTileSize * kTileSize * inputs;
-#endif
-  product.bias = static_cast<const bf16*>(call.bias);
-  product.out = static_cast<bf16*>(call.out);
-  for (std::int64_t row = 0; row < call.num_rows; row += kManyRowsBlock) {
-    const RowSpan rows{row, call.num_rows - row < kManyRowsBlock ? call.num_rows : row + kManyRowsBlock};
-    multiply_packed_many(product, rows, packed, packed.end - packed.begin, scratch + widened_floats(call));
   }
 }
