@@ -91,8 +91,9 @@ INLINE __m512i quad_of(const std::int8_t* digits) {
   return _mm512_set1_epi32(quad);
 }
 
-// Bytes from the weights in use to those asked for. The processor's own prefetching ends at every page, this does not.
-inline constexpr int kDigitsAhead = 1024;
+// Bytes from the weights in use to those asked for. The processor's own prefetching ends at every page, this does not. Memory's latency
+// is up to a page of codes: a few cycles are enough for a line of them.
+inline constexpr int kDigitsAhead = 4096;
 // Rows that share each weight that is loaded; two panels share each digit that is. More sums than these do not fit the registers.
 inline constexpr int kMostDigitRows = 4;
 
