@@ -13,7 +13,7 @@ _logger = logging.getLogger(__name__)
 
 # Between two parallel regions of a step OpenMP's threads turn in a loop, since sleeping costs more than the region. By
 # default they go on for many milliseconds after the step, on a core that another process of the cluster needs; so many
-# turns outlast the gaps within a step and little more (docs/benchmarks.md).
+# turns outlast the gaps within a step and little more (docs/benchmarks_amx.md).
 _SPIN_COUNT = "10000"
 _WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 

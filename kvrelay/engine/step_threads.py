@@ -16,7 +16,7 @@ from kvrelay.core.core_table import CoreShare
 
 # What a step's parallel regions are worth goes by the bytes of its weights, and by its rows as if the weights were read
 # once more for every so many. Below this many bytes in all, regions are so short that a second thread gains less than
-# it costs: the machine's other cores are for the router and the client then (docs/benchmarks.md).
+# it costs: the machine's other cores are for the router and the client then (docs/benchmarks_amx.md).
 _ROWS_PER_READING = 64
 _SMALL_STEP_BYTES = 48_000_000
 
