@@ -33,7 +33,7 @@ def projection(weight: object, bias: Tensor | None) -> Projection | None:
 
 
 FEW_ROWS = 32
-"""So many need less time than any other thread may have to wait for."""
+"""Up to so many rows nobody has to be let in between two layers: reading the weights takes most of the time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from paged_kernels import packed
+from paged_kernels import _native, packed
 from paged_kernels.extension import load_extension
 from paged_kernels.packed import PackedWeight
 from torch import Tensor
@@ -179,5 +179,8 @@ def test_what_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packed.can_pack(torch.bfloat16, cpu)
     assert not packed.can_pack(torch.float32, cpu)
     assert not packed.can_pack(torch.bfloat16, torch.device("meta"))
+    with monkeypatch.context() as portable:
+        portable.setattr(_native, "available_instruction_sets", lambda: ["portable"])
+        assert not packed.can_pack(torch.bfloat16, cpu)
     monkeypatch.setattr(packed, "load_extension", lambda: None)
     assert not packed.can_pack(torch.bfloat16, cpu)
