@@ -1,6 +1,7 @@
 """One measured run: warm-up, load, progress, and the result, also of a run that is interrupted."""
 
 import asyncio
+import gc
 import sys
 import time
 from dataclasses import dataclass
@@ -38,9 +39,14 @@ class Runner:
             raise UnavailableError(f"a warm-up request failed: {failures[0].kind}: {failures[0].first_message}")
 
     async def measure(self, plan: Plan) -> RunResult:
-        cpu_before = time.process_time()
-        load = await self._run_load(plan)
-        cpu = time.process_time() - cpu_before
+        gc.collect()
+        gc.freeze()  # so that no collection looks at more than the run has made, on cores that the server shares
+        try:
+            cpu_before = time.process_time()
+            load = await self._run_load(plan)
+            cpu = time.process_time() - cpu_before
+        finally:
+            gc.unfreeze()
         window = None if plan.window is None else min(plan.window, load.elapsed)
         records = sorted(load.records, key=lambda record: record.index)
         return RunResult(

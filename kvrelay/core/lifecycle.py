@@ -4,6 +4,7 @@ Standard output carries that one JSON line, for whoever started the process; all
 """
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -38,6 +39,14 @@ def on_stdin_closed(action: Callable[[], object]) -> None:
             action()
 
     loop.add_reader(descriptor, on_input)
+
+
+def keep_what_is_loaded() -> None:
+    """Takes all objects made so far out of the garbage collector's sight, for a process about to serve. They stay to its
+    end anyway, and each full collection would look at all of them, a quarter of a million in a node, while requests
+    wait."""
+    gc.collect()
+    gc.freeze()
 
 
 def announce_ready(**fields: object) -> None:
