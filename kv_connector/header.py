@@ -28,9 +28,11 @@ from kvrelay.core.kv_layout import KVLayout
 
 HEADER_VERSION = 1
 HASH_OFFSET = 8
+DIGEST_OFFSET = 80
 
 _MAGIC = b"KVRB"
 _HEADER = struct.Struct("<4sI32s16sQIIQ16s")
+_BEFORE_DIGEST = struct.Struct("<4sI32s16sQIIQ")
 HEADER_BYTES = _HEADER.size
 
 
@@ -54,6 +56,13 @@ def layout_digest(layout: KVLayout) -> bytes:
 def payload_digest(payload: bytes | memoryview) -> bytes:
     """16 bytes over a whole block. Fast rather than cryptographic: it finds torn and damaged copies, not forgeries."""
     return xxhash.xxh3_128_digest(payload)
+
+
+def encoded_before_digest(
+    block_hash: BlockHash, layout_digest: bytes, payload_bytes: int, num_tokens: int, epoch: int
+) -> bytes:
+    """The first `DIGEST_OFFSET` bytes of a header that says this."""
+    return _BEFORE_DIGEST.pack(_MAGIC, HEADER_VERSION, block_hash, layout_digest, payload_bytes, num_tokens, 0, epoch)
 
 
 @dataclass(frozen=True, slots=True)

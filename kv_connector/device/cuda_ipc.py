@@ -97,7 +97,7 @@ class CudaIpcConnector:
     def retract(self, block_ids: Sequence[int]) -> None:
         state = self._state
         if state is not None:
-            state.segment.clear(block_ids)
+            state.segment.slots.clear(block_ids)
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
@@ -123,11 +123,11 @@ class CudaIpcConnector:
 
     async def _publish(self, state: _Open, blocks: Sequence[Block]) -> int:
         """How many slots were filled."""
-        absent = state.segment.absent(blocks)
+        absent = state.segment.slots.absent(blocks)
         headers = await state.pool.describe_all([block for block, _ in absent], state.epoch)
         if self._state is not state:
             raise KVError("the CUDA IPC connector was closed")
-        return state.segment.fill(absent, headers)
+        return state.segment.slots.fill(absent, headers)
 
     def _open_peer(self, pool: DevicePool, source: Source) -> _DevicePeer | Verdict:
         """Device's thread."""

@@ -4,7 +4,7 @@ Where the peers' pools are, in the segments or on a device, and how bytes come f
 Invariant: only the connector's thread touches what is mapped, and it is never held for more than one part of a fetch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -12,7 +12,7 @@ from kv_connector.base import Block, FetchOutcome, Source
 from kv_connector.header import Mismatch
 from kv_connector.pool import Payloads, Slices
 from kv_connector.segments.mapped_peers import MappedPeers, PeerT
-from kv_connector.segments.segment import Look
+from kv_connector.segments.slots import Look
 from kv_connector.verdict import Verdict, Verdicts
 from kv_connector.worker import RunsFunctions
 from kvrelay.core.block_hash import BlockHash
@@ -28,7 +28,7 @@ class _Holder(Generic[PeerT]):
 
     peer: PeerT
     epoch: int
-    slots: dict[BlockHash, list[int]]
+    slots: Mapping[BlockHash, Sequence[int]]
 
 
 class SegmentReader(Generic[PeerT]):
@@ -86,7 +86,7 @@ class SegmentReader(Generic[PeerT]):
         mismatch = peer.segment.mismatch(source, self._pool.geometry)
         if mismatch is not None:
             return None, [mismatch] * len(blocks)
-        holder = _Holder(peer, source.epoch, peer.segment.find([block.block_hash for block in blocks]))
+        holder = _Holder(peer, source.epoch, peer.segment.slots.find([block.block_hash for block in blocks]))
         return holder, self._read(holder, first if verdicts.seconds_left > 0 else ())
 
     def _read(self, holder: _Holder[PeerT], blocks: Sequence[Block]) -> list[Verdict]:
@@ -95,32 +95,33 @@ class SegmentReader(Generic[PeerT]):
         if segment.closed:  # the owner died and another fetch noticed first
             return [FetchOutcome.FAILED] * len(blocks)
         verdicts: list[Verdict] = [FetchOutcome.MISSING] * len(blocks)
-        candidates = {index: iter(holder.slots.get(block.block_hash, ())) for index, block in enumerate(blocks)}
-        while looks := _look_at(holder, blocks, candidates, verdicts):
-            block_ids = [blocks[index].block_id for index in looks]
-            digests = self._copy(holder.peer, block_ids, [look.slot for look in looks.values()])
-            for (index, look), digest in zip(looks.items(), digests, strict=True):
-                _note(verdicts, index, segment.judge(look, digest))
-                if verdicts[index] is FetchOutcome.FETCHED:
-                    del candidates[index]
+        candidates = [holder.slots.get(block.block_hash, ()) for block in blocks]
+        for turn in range(max(map(len, candidates), default=0)):
+            asked = [
+                index
+                for index, slots in enumerate(candidates)
+                if turn < len(slots) and verdicts[index] is not FetchOutcome.FETCHED
+            ]
+            self._try(holder, blocks, {index: candidates[index][turn] for index in asked}, verdicts)
         return verdicts
 
-
-def _look_at(
-    holder: _Holder[PeerT], blocks: Sequence[Block], candidates: dict[int, Iterator[int]], verdicts: list[Verdict]
-) -> dict[int, Look]:
-    """By index: the next slot of each block that is worth a copy. Those that have none are no candidates any more."""
-    looks: dict[int, Look] = {}
-    for index, slots in list(candidates.items()):
-        for slot in slots:
-            look = holder.peer.segment.look(slot, blocks[index], epoch=holder.epoch)
+    def _try(
+        self, holder: _Holder[PeerT], blocks: Sequence[Block], slots: Mapping[int, int], verdicts: list[Verdict]
+    ) -> None:
+        """One slot for each of these blocks, by index: copied where that is worth it, and judged."""
+        peer_slots = holder.peer.segment.slots
+        found = peer_slots.look(list(slots.values()), [blocks[index] for index in slots], epoch=holder.epoch)
+        looks: dict[int, Look] = {}
+        for index, look in zip(slots, found, strict=True):
             if isinstance(look, Look):
                 looks[index] = look
-                break
-            _note(verdicts, index, look)
-        else:
-            del candidates[index]
-    return looks
+            else:
+                _note(verdicts, index, look)
+        digests = self._copy(
+            holder.peer, [blocks[index].block_id for index in looks], [look.slot for look in looks.values()]
+        )
+        for index, verdict in zip(looks, peer_slots.judge(list(looks.values()), digests), strict=True):
+            _note(verdicts, index, verdict)
 
 
 def _note(verdicts: list[Verdict], index: int, verdict: Verdict) -> None:

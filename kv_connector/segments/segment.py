@@ -1,13 +1,11 @@
 """Shared-memory segments: one file per pool, mapped writable by its owner and read-only by everybody else.
 
     page 0          magic, version, slot size, epoch, layout digest, number and size of blocks, offset of the pool
-    then            one 128-byte slot per block: sequence counter (uint64), block header, zeros; padded to a page
+    then            one slot per block, padded to a page
     pool offset     the pool: block i at `pool offset + i * block_bytes`
                     of a pool in device memory: what lets peers map it (its length as uint32, then the handle), one page
 
-A slot's counter is odd while its header changes, and differs afterwards: a reader that sees the same even value before
-and after its copy has a header that held throughout (Linux calls this a seqlock). The counter is the cheap check; what
-makes a copy trustworthy, on processors with a weak memory order too, is the digest over the copied bytes.
+How slots are written and read: slots.py.
 
 Invariant: the owner holds an exclusive `flock` on the file for its whole life, and the kernel drops it with the
 process. So a segment whose lock can be had is dead, and whoever notices may unlink it. Segments are never truncated: a
@@ -22,27 +20,21 @@ import re
 import stat
 import struct
 import tempfile
-import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kv_connector.base import Block, FetchOutcome, Source
+from kv_connector.base import Source
 from kv_connector.geometry import Geometry
-from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch
+from kv_connector.header import Mismatch
 from kv_connector.pool import Rows
-from kv_connector.verdict import Verdict
-from kvrelay.core.block_hash import HASH_BYTES, BlockHash
+from kv_connector.segments.slots import SLOT_BYTES, OwnedSlots, PeerSlots
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 
 SEGMENT_VERSION = 1
-SLOT_BYTES = 128
-
 HANDLE_ROOM = 4096
 
 _MAGIC = b"KVRELAY\0"
@@ -50,14 +42,6 @@ _DEVICE_MAGIC = b"KVRELAYD"
 _HANDLE_LENGTH = struct.Struct("<I")
 _PREAMBLE = struct.Struct("<8sIIQ16sQQQ")
 _NAME = re.compile(r"kvrelay-[A-Za-z0-9._-]+-[0-9a-f]{16}\.kv")
-_SLOT = np.dtype(
-    {
-        "names": ["sequence", "header", "name", "name_prefix"],
-        "formats": ["<u8", (np.uint8, HEADER_BYTES), (np.uint8, HASH_BYTES), "<u8"],
-        "offsets": [0, 8, 8 + HASH_OFFSET, 8 + HASH_OFFSET],
-        "itemsize": SLOT_BYTES,
-    }
-)
 
 
 def default_directory() -> Path:
@@ -129,7 +113,7 @@ class Preamble:
 
 
 class OwnedSegment:
-    """The owner's side. `write` and `clear` may be called from different threads."""
+    """The owner's side."""
 
     def __init__(
         self,
@@ -156,69 +140,19 @@ class OwnedSegment:
                 os.pwrite(self._fd, handle, self.preamble.pool_offset)
             self.mapping = mmap.mmap(self._fd, self.preamble.file_bytes)
         except BaseException:
-            self.close()
+            self._unlink()
             raise
-        self._slots = np.frombuffer(self.mapping, _SLOT, num_blocks, mmap.PAGESIZE)
-        self._lock = threading.Lock()  # held for a few stores, never for a copy or a digest
-
-    def absent(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
-        """Those whose slots do not have them yet, with the slots' counters: to be read before payloads are digested."""
-        return [(block, self.sequence(block.block_id)) for block in blocks if not self.holds(block)]
-
-    def fill(self, absent: Sequence[tuple[Block, int]], headers: Sequence[BlockHeader]) -> int:
-        """How many of these blocks it has now; one that was retracted meanwhile stays empty."""
-        return sum(
-            self.write(block.block_id, header, sequence)
-            for (block, sequence), header in zip(absent, headers, strict=True)
-        )
-
-    def sequence(self, block_id: int) -> int:
-        """Changes whenever the slot does."""
-        return int(self._slots["sequence"][block_id])
-
-    def holds(self, block: Block) -> bool:
-        """Whether the slot has this block already."""
-        with self._lock:
-            header = BlockHeader.decode(self._slots["header"][block.block_id].tobytes())
-        return (header.block_hash, header.num_tokens) == (block.block_hash, block.num_tokens)
-
-    def write(self, block_id: int, header: BlockHeader, sequence: int) -> bool:
-        """Fills the slot, unless it was cleared since `sequence` was read: then the header is about content that is
-        gone.
-        """
-        slots = self._slots
-        with self._lock:
-            if int(slots["sequence"][block_id]) != sequence:
-                return False
-            slots["sequence"][block_id] += 1
-            slots["header"][block_id] = np.frombuffer(header.encode(), np.uint8)
-            slots["sequence"][block_id] += 1
-        return True
-
-    def clear(self, block_ids: Sequence[int]) -> None:
-        """Empties slots. Microseconds."""
-        ids = np.asarray(block_ids, np.intp)
-        slots = self._slots
-        with self._lock:
-            slots["sequence"][ids] += 1
-            slots["header"][ids] = 0
-            slots["sequence"][ids] += 1
+        self.slots = OwnedSlots(self.mapping, num_blocks, offset=mmap.PAGESIZE)
 
     def close(self) -> None:
         """Unlinks the file and gives up the lock; the mapping itself is the pool's to close."""
-        self._slots = np.empty(0, _SLOT)
+        self.slots.release()
+        self._unlink()
+
+    def _unlink(self) -> None:
         with suppress(FileNotFoundError):
             self.path.unlink()
         os.close(self._fd)
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A slot as it was before its block was copied."""
-
-    slot: int
-    sequence: int
-    header: BlockHeader
 
 
 class PeerSegment:
@@ -240,7 +174,7 @@ class PeerSegment:
             os.close(self._fd)
             raise
         num_blocks, block_bytes = self.preamble.num_blocks, self.preamble.geometry.block_bytes
-        self._slots = np.frombuffer(self._mapping, _SLOT, num_blocks, mmap.PAGESIZE)
+        self.slots = PeerSlots(self._mapping, self.preamble.geometry, num_blocks, offset=mmap.PAGESIZE)
         pool_shape = (1, HANDLE_ROOM) if on_device else (num_blocks, block_bytes)
         pool = np.frombuffer(self._mapping, np.uint8, pool_shape[0] * pool_shape[1], self.preamble.pool_offset)
         self.rows: Rows = pool.reshape(pool_shape)
@@ -269,44 +203,14 @@ class PeerSegment:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         return False
 
-    def find(self, names: Sequence[BlockHash]) -> dict[BlockHash, list[int]]:
-        """Slots that hold these names now: one pass over the first 8 bytes of all names, then the few hits in full."""
-        wanted_names = set(names)
-        wanted: NDArray[np.uint64] = np.unique(np.frombuffer(b"".join(name[:8] for name in names), "<u8"))
-        held = np.ascontiguousarray(self._slots["name_prefix"])
-        nearest = np.minimum(np.searchsorted(wanted, held), len(wanted) - 1)
-        found: dict[BlockHash, list[int]] = {}
-        for slot in np.flatnonzero(wanted[nearest] == held).tolist():
-            name = BlockHash(self._slots["name"][slot].tobytes())
-            if name in wanted_names:
-                found.setdefault(name, []).append(slot)
-        return found
-
     def mismatch(self, source: Source, geometry: Geometry) -> Mismatch | None:
         """What refuses every block of it: it is not of that source, or its blocks are not like ours."""
         return Mismatch.EPOCH if self.preamble.epoch != source.epoch else geometry.mismatch(self.preamble.geometry)
 
-    def look(self, slot: int, block: Block, *, epoch: int) -> "Look | Verdict":
-        """What the slot says before its block is copied, or why that would be in vain."""
-        sequence = int(self._slots["sequence"][slot])
-        header = BlockHeader.decode(self._slots["header"][slot].tobytes())
-        if sequence % 2 or header.block_hash != block.block_hash:
-            return FetchOutcome.MISSING  # retracted or replaced since it was found
-        mismatch = self.preamble.geometry.verify(header, block, epoch=epoch)
-        if int(self._slots["sequence"][slot]) != sequence:
-            return FetchOutcome.MISSING
-        return mismatch or Look(slot, sequence, header)
-
-    def judge(self, looked: "Look", digest: bytes) -> Verdict:
-        """After the copy, by the digest of what arrived."""
-        if int(self._slots["sequence"][looked.slot]) != looked.sequence:
-            return FetchOutcome.MISSING  # retracted under our hands: what was copied is nobody's fault
-        return looked.header.verify_payload(digest) or FetchOutcome.FETCHED
-
     def close(self) -> None:
         if self._mapping is None:
             return
-        self._slots = np.empty(0, _SLOT)
+        self.slots.release()
         self.rows = np.empty((0, 0), np.uint8)
         self._mapping.close()
         self._mapping = None

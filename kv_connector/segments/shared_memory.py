@@ -102,7 +102,7 @@ class SharedMemoryConnector:
     def retract(self, block_ids: Sequence[int]) -> None:
         state = self._state
         if state is not None:
-            state.segment.clear(block_ids)
+            state.segment.slots.clear(block_ids)
 
     async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
@@ -135,5 +135,5 @@ class SharedMemoryConnector:
 
 def _publish(state: _Open, blocks: Sequence[Block]) -> int:
     """How many slots were filled. On the worker thread; for few bytes on the loop."""
-    absent = state.segment.absent(blocks)
-    return state.segment.fill(absent, [state.pool.describe(block, state.epoch) for block, _ in absent])
+    absent = state.segment.slots.absent(blocks)
+    return state.segment.slots.fill(absent, [state.pool.describe(block, state.epoch) for block, _ in absent])

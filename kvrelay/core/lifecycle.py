@@ -42,9 +42,9 @@ def on_stdin_closed(action: Callable[[], object]) -> None:
 
 
 def keep_what_is_loaded() -> None:
-    """Takes all objects made so far out of the garbage collector's sight, for a process about to serve. They stay to its
-    end anyway, and each full collection would look at all of them, a quarter of a million in a node, while requests
-    wait."""
+    """Takes all objects made so far out of the garbage collector's sight, for a process about to serve. They stay to
+    its end anyway, and each full collection would look at all of them, a quarter of a million in a node, while
+    requests wait."""
     gc.collect()
     gc.freeze()
 

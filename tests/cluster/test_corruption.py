@@ -78,7 +78,7 @@ async def test_a_byte_in_the_shared_segment(model: Path, tmp_path: Path) -> None
     def damage(holder: Node, name: BlockHash) -> None:
         [path] = tmp_path.glob("kvrelay-prefill-0-*.kv")
         segment = PeerSegment(tmp_path, path.name)
-        [slot] = segment.find([name])[name]
+        [slot] = segment.slots.find([name])[name]
         place, size = segment.preamble.pool_offset, segment.preamble.geometry.block_bytes
         segment.close()
         with path.open("r+b") as file:

@@ -206,13 +206,14 @@ async def test_a_retraction_during_publish_wins(tmp_path: Path) -> None:
     owner = node(tmp_path)
     connector = owner.connector
     assert isinstance(connector, SharedMemoryConnector)
-    segment = connector._require().segment
-    (block,) = blocks(1)
-    before = segment.sequence(0)
-    header = connector._require().pool.describe(block, EPOCH)
+    slots = connector._require().segment.slots
+    described = [connector._require().pool.describe(block, EPOCH) for block in blocks(2)]
+    absent = slots.absent(blocks(2))
     connector.retract([0])
-    assert not segment.write(0, header, before)
-    assert segment.write(0, header, segment.sequence(0))
+    assert slots.fill(absent, described) == 1
+    assert slots.absent(blocks(2)) == [(blocks(2)[0], 2)]
+    assert slots.fill(slots.absent(blocks(2)), described[:1]) == 1
+    assert not slots.absent(blocks(2))
     await connector.close()
 
 

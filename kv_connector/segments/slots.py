@@ -1,0 +1,165 @@
+"""The slots of a segment: what its blocks are, one slot each, written by the owner while others read.
+
+    0       8     sequence counter (uint64)
+    8       96    block header (header.py)
+    104     24    zeros
+
+A slot's counter is odd while its header changes, and differs afterwards: a reader that sees the same even value before
+and after its copy has a header that held throughout (Linux calls this a seqlock). The counter is the cheap check; what
+makes a copy trustworthy, on processors with a weak memory order too, is the digest over the copied bytes.
+
+All blocks of a call go through a few array operations together: a node's engine waits for the interpreter meanwhile.
+"""
+
+import mmap
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_connector.base import Block, FetchOutcome
+from kv_connector.geometry import Geometry
+from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch
+from kv_connector.verdict import Verdict
+from kvrelay.core.block_hash import HASH_BYTES, BlockHash
+
+SLOT_BYTES = 128
+
+_SLOT = np.dtype(
+    {
+        "names": ["sequence", "header", "name", "name_prefix"],
+        "formats": ["<u8", (np.uint8, HEADER_BYTES), (np.uint8, HASH_BYTES), "<u8"],
+        "offsets": [0, 8, 8 + HASH_OFFSET, 8 + HASH_OFFSET],
+        "itemsize": SLOT_BYTES,
+    }
+)
+
+
+class OwnedSlots:
+    """The owner's side. `absent` and `fill` may be called from another thread than `clear`."""
+
+    def __init__(self, mapping: mmap.mmap, num_blocks: int, *, offset: int) -> None:
+        self._slots = np.frombuffer(mapping, _SLOT, num_blocks, offset)
+        self._lock = threading.Lock()  # held for a few stores, never for a copy or a digest
+
+    def absent(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
+        """Those whose slots do not have them yet, with the slots' counters: to be read before payloads are digested."""
+        ids = _ids([block.block_id for block in blocks])
+        with self._lock:
+            counters = self._slots["sequence"][ids].tolist()
+            headers = _headers(self._slots, ids)
+        return [
+            (block, counter)
+            for block, counter, header in zip(blocks, counters, map(BlockHeader.decode, headers), strict=True)
+            if (header.block_hash, header.num_tokens) != (block.block_hash, block.num_tokens)
+        ]
+
+    def fill(self, absent: Sequence[tuple[Block, int]], headers: Sequence[BlockHeader]) -> int:
+        """How many of these blocks it has now. A slot that was cleared since its counter was read stays empty: the
+        header is about content that is gone."""
+        if not absent:
+            return 0
+        ids = _ids([block.block_id for block, _ in absent])
+        expected = np.array([counter for _, counter in absent], np.uint64)
+        encoded = np.frombuffer(b"".join(header.encode() for header in headers), np.uint8).reshape(-1, HEADER_BYTES)
+        with self._lock:
+            held = self._slots["sequence"][ids] == expected
+            self._change(ids[held], encoded[held])
+        return int(held.sum())
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Empties slots. Microseconds."""
+        with self._lock:
+            if len(self._slots):
+                self._change(_ids(block_ids), 0)
+
+    def release(self) -> None:
+        """Lets go of the mapping; `clear` has no effect afterwards."""
+        with self._lock:
+            self._slots = np.empty(0, _SLOT)
+
+    def _change(self, ids: NDArray[np.intp], headers: "NDArray[np.uint8] | int") -> None:
+        self._slots["sequence"][ids] += 1
+        self._slots["header"][ids] = headers
+        self._slots["sequence"][ids] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A slot as it was before its block was copied, and what the copy's digest has to be."""
+
+    slot: int
+    counter: int
+    payload_digest: bytes
+
+
+class PeerSlots:
+    """Those of somebody else. Used by one thread."""
+
+    def __init__(self, mapping: mmap.mmap, geometry: Geometry, num_blocks: int, *, offset: int) -> None:
+        self._slots = np.frombuffer(mapping, _SLOT, num_blocks, offset)
+        self._geometry = geometry
+
+    def find(self, names: Sequence[BlockHash]) -> dict[BlockHash, list[int]]:
+        """Slots that hold these names now: one pass over the first 8 bytes of all names, then the few hits in full."""
+        wanted_names = set(names)
+        wanted: NDArray[np.uint64] = np.unique(np.frombuffer(b"".join(name[:8] for name in names), "<u8"))
+        held = np.ascontiguousarray(self._slots["name_prefix"])
+        nearest = np.minimum(np.searchsorted(wanted, held), len(wanted) - 1)
+        hits = np.flatnonzero(wanted[nearest] == held)
+        found: dict[BlockHash, list[int]] = {}
+        for slot, name in zip(hits.tolist(), _rows(self._slots["name"][hits]), strict=True):
+            if BlockHash(name) in wanted_names:
+                found.setdefault(BlockHash(name), []).append(slot)
+        return found
+
+    def look(self, slots: Sequence[int], blocks: Sequence[Block], *, epoch: int) -> list["Look | Verdict"]:
+        """What each slot says before its block is copied, or why that would be in vain."""
+        ids = _ids(slots)
+        before = self._slots["sequence"][ids]
+        headers = _headers(self._slots, ids)
+        steady = (self._slots["sequence"][ids] == before) & (before % 2 == 0)
+        return [
+            self._look(slot, counter, header, block, epoch) if is_steady else FetchOutcome.MISSING
+            for slot, counter, header, block, is_steady in zip(
+                slots, before.tolist(), headers, blocks, steady.tolist(), strict=True
+            )
+        ]
+
+    def judge(self, looks: Sequence[Look], digests: Sequence[bytes]) -> list[Verdict]:
+        """After the copies, by the digests of what arrived."""
+        counters = self._slots["sequence"][_ids([look.slot for look in looks])].tolist()
+        return [_judged(*copied) for copied in zip(looks, counters, digests, strict=True)]
+
+    def release(self) -> None:
+        """Lets go of the mapping."""
+        self._slots = np.empty(0, _SLOT)
+
+    def _look(self, slot: int, counter: int, header: bytes, block: Block, epoch: int) -> "Look | Verdict":
+        if header[HASH_OFFSET : HASH_OFFSET + HASH_BYTES] != block.block_hash:
+            return FetchOutcome.MISSING  # retracted or replaced since it was found
+        digest = self._geometry.promised_digest(header, block, epoch=epoch)
+        return Look(slot, counter, digest) if isinstance(digest, bytes) else digest
+
+
+def _judged(look: Look, counter: int, digest: bytes) -> Verdict:
+    if counter != look.counter:
+        return FetchOutcome.MISSING  # retracted under our hands: what was copied is nobody's fault
+    return FetchOutcome.FETCHED if digest == look.payload_digest else Mismatch.DIGEST
+
+
+def _ids(values: Sequence[int]) -> NDArray[np.intp]:
+    return np.asarray(values, np.intp)
+
+
+def _headers(slots: NDArray[np.void], ids: NDArray[np.intp]) -> list[bytes]:
+    """As they are encoded."""
+    return _rows(slots["header"][ids])
+
+
+def _rows(array: NDArray[np.uint8]) -> list[bytes]:
+    """Of `[num_rows, row_bytes]`."""
+    data, size = array.tobytes(), array.shape[1]
+    return [data[start : start + size] for start in range(0, len(data), size)]
