@@ -21,7 +21,7 @@ from kvrelay import __version__
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
-from kvrelay.core.lifecycle import StopSignals, announce_ready, keep_what_is_loaded
+from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.logs import configure_logging
 from kvrelay.core.rpc import (
     WHOLE_SERVER,
@@ -81,7 +81,6 @@ async def _run(settings: RouterSettings) -> None:
     stop = StopSignals(supervised=settings.supervised).stop
     async with serve(settings, stop) as addresses:
         name = served_model_name(settings)
-        keep_what_is_loaded()
         announce_ready(role="router", http_address=addresses.http, grpc_address=addresses.grpc, model=name)
         _logger.info("%s is served: HTTP on %s, gRPC on %s", name, addresses.http, addresses.grpc)
         await stop.wait()

@@ -41,15 +41,11 @@ def on_stdin_closed(action: Callable[[], object]) -> None:
     loop.add_reader(descriptor, on_input)
 
 
-def keep_what_is_loaded() -> None:
-    """Takes all objects made so far out of the garbage collector's sight, for a process about to serve. They stay to
-    its end anyway, and each full collection would look at all of them, a quarter of a million in a node, while
-    requests wait."""
+def announce_ready(**fields: object) -> None:
+    """Prints `{"event": "ready", ...}`: from now on this process serves. What it has made so far stays to its end, and
+    leaves the garbage collector's sight: each full collection would look at all of it, a quarter of a million objects
+    in a node, while requests wait."""
     gc.collect()
     gc.freeze()
-
-
-def announce_ready(**fields: object) -> None:
-    """Prints `{"event": "ready", ...}`: from now on this process serves."""
     sys.stdout.write(json.dumps({"event": "ready", **fields}) + "\n")
     sys.stdout.flush()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ async def test_few_and_many_blocks_are_published_at_once(tmp_path: Path, num_blo
     assert owner.first_stats.blocks_published == num_blocks
     result = await peer.connector.fetch(owner.source, blocks(num_blocks), timeout=10)
     assert set(result.outcomes) == {FetchOutcome.FETCHED}
+    await owner.connector.close()
+    await peer.connector.close()
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+async def test_one_good_slot_of_several_is_enough(tmp_path: Path, damaged: int) -> None:
+    owner, peer = node(tmp_path, "owner"), node(tmp_path)
+    [block] = blocks(1)
+    twice = [block, replace(block, block_id=1)]
+    await write_and_publish(owner, twice)
+    owner.row(damaged)[-1] ^= 1
+    result = await peer.connector.fetch(owner.source, [block], timeout=10)
+    assert result.outcomes == (FetchOutcome.FETCHED,)
+    assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
     await owner.connector.close()
     await peer.connector.close()
 

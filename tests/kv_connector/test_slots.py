@@ -1,0 +1,124 @@
+"""Slots of a segment, as their owner writes them and as others find them at each moment."""
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kv_connector.base import Block, FetchOutcome
+from kv_connector.geometry import Geometry
+from kv_connector.header import BlockHeader, Mismatch
+from kv_connector.segments.slots import SLOT_BYTES, Look, OwnedSlots, PeerSlots
+from kv_connector.verdict import Verdict
+from tests.kv_connector.backends import EPOCH, LAYOUT, blocks
+
+GEOMETRY = Geometry.of(LAYOUT)
+NUM_SLOTS = 4
+DIGEST = bytes(range(16))
+
+
+class Sides:
+    """The owner's and a peer's view of the same memory."""
+
+    def __init__(self) -> None:
+        self.mapping = mmap.mmap(-1, mmap.PAGESIZE)
+        self.owned = OwnedSlots(self.mapping, NUM_SLOTS, offset=0)
+        self.seen = PeerSlots(self.mapping, GEOMETRY, NUM_SLOTS, offset=0)
+
+    def publish(self, *headers: tuple[Block, BlockHeader]) -> int:
+        absent = self.owned.absent([block for block, _ in headers])
+        wanted = dict(headers)
+        return self.owned.fill(absent, [wanted[block] for block, _ in absent])
+
+    def look(self, slot: int, block: Block) -> Look | Verdict:
+        [look] = self.seen.look([slot], [block], epoch=EPOCH)
+        return look
+
+    def close(self) -> None:
+        self.owned.release()
+        self.seen.release()
+        self.mapping.close()
+
+
+@pytest.fixture
+def sides() -> Iterator[Sides]:
+    both = Sides()
+    yield both
+    both.close()
+
+
+def header(block: Block) -> BlockHeader:
+    return GEOMETRY.header(block, EPOCH, DIGEST)
+
+
+def test_a_block_with_more_tokens_is_absent_until_it_is_filled_again(sides: Sides) -> None:
+    [partial] = blocks(1, tail=5)
+    whole = replace(partial, num_tokens=16)
+    assert sides.publish((partial, header(partial))) == 1
+    assert not sides.owned.absent([partial])
+    assert sides.publish((whole, header(whole))) == 1
+    assert not sides.owned.absent([whole])
+    assert sides.look(whole.block_id, partial) is Mismatch.TOKENS
+    assert isinstance(sides.look(whole.block_id, whole), Look)
+
+
+def test_a_slot_that_is_being_written_is_missing(sides: Sides) -> None:
+    [block] = blocks(1)
+    sides.publish((block, header(block)))
+    counters = np.frombuffer(sides.mapping, "<u8")[:: SLOT_BYTES // 8]
+    counters[block.block_id] += 1
+    assert sides.look(block.block_id, block) is FetchOutcome.MISSING
+    counters[block.block_id] += 1
+    assert isinstance(sides.look(block.block_id, block), Look)
+    del counters
+
+
+def test_a_slot_that_has_another_block_by_now_is_missing_and_nobody_is_to_blame(sides: Sides) -> None:
+    first, other = blocks(2)
+    other = replace(other, block_id=first.block_id)
+    sides.publish((first, header(first)))
+    assert sides.seen.find([first.block_hash]) == {first.block_hash: [first.block_id]}
+    sides.publish((other, header(other)))
+    assert sides.look(first.block_id, first) is FetchOutcome.MISSING
+    assert sides.seen.find([first.block_hash]) == {}
+
+
+def test_a_slot_that_changes_under_a_copy_is_missing_whatever_was_copied(sides: Sides) -> None:
+    chosen = blocks(3)
+    sides.publish(*((block, header(block)) for block in chosen))
+    looks = sides.seen.look([block.block_id for block in chosen], chosen, epoch=EPOCH)
+    held = [look for look in looks if isinstance(look, Look)]
+    assert len(held) == 3
+    sides.owned.clear([chosen[0].block_id])
+    damaged = bytes(16)
+    outcomes: list[Verdict] = [FetchOutcome.MISSING, FetchOutcome.FETCHED, Mismatch.DIGEST]
+    assert sides.seen.judge(held, [DIGEST, DIGEST, damaged]) == outcomes
+
+
+@pytest.mark.parametrize(
+    ("said", "mismatch"),
+    [
+        ({"version": 2}, Mismatch.VERSION),
+        ({"magic": b"KVRX"}, Mismatch.VERSION),
+        ({"layout_digest": bytes(16)}, Mismatch.LAYOUT),
+        ({"payload_bytes": 1}, Mismatch.LENGTH),
+        ({"num_tokens": 15}, Mismatch.TOKENS),
+        ({"epoch": EPOCH + 1}, Mismatch.EPOCH),
+    ],
+)
+def test_each_field_of_a_header_is_held_against_what_was_asked_for(
+    sides: Sides, said: dict[str, object], mismatch: Mismatch
+) -> None:
+    [block] = blocks(1)
+    sides.publish((block, replace(header(block), **said)))  # type: ignore[arg-type]  # by name
+    assert sides.look(block.block_id, block) is mismatch
+
+
+def test_clearing_after_the_owner_has_let_go_has_no_effect(sides: Sides) -> None:
+    [block] = blocks(1)
+    sides.publish((block, header(block)))
+    sides.owned.release()
+    sides.owned.clear([block.block_id])
+    assert isinstance(sides.look(block.block_id, block), Look)
