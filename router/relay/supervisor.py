@@ -21,7 +21,7 @@ is closed. The clean-up waits for nothing, so that no cancellation can interrupt
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,38 +68,9 @@ class _Share:
     retry: asyncio.TimerHandle | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Happened:
-    """An event of a share's attempt."""
-
-    share: _Share
-    attempt: Attempt
-    event: AttemptEvent
-
-
-@dataclass(frozen=True, slots=True)
-class _Retry:
-    """A share has waited for a node long enough."""
-
-    share: _Share
-    lost: NodeLostError
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """The request is over from outside: deadline or abort."""
-
-    error: KVRelayError
-
-
-@dataclass(frozen=True, slots=True)
-class _Satisfied:
-    """The client wants no more of this output."""
-
-    index: int
-
-
-_Message = _Happened | _Retry | _Ended | _Satisfied
+_Happened = Callable[[], Sequence[RequestEvent]]
+"""Something that happened, as the call that deals with it: it gives what that means for the client, or raises the error
+that ends the request."""
 
 
 class RequestSupervisor:
@@ -125,7 +96,7 @@ class RequestSupervisor:
         self._clock = clock
         self._random = random
         self._expires_at = clock.now() + request.timeout
-        self._inbox: asyncio.Queue[_Message] = asyncio.Queue()
+        self._inbox: asyncio.Queue[_Happened] = asyncio.Queue()
         self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._unfinished = set(self._tokens)
         self._shares: list[_Share] = []
@@ -141,8 +112,8 @@ class RequestSupervisor:
         try:
             self._open()
             while self._unfinished:
-                message = await self._inbox.get()
-                for event in self._take(message):
+                happened = await self._inbox.get()
+                for event in happened():
                     yield event
             yield self._tally.trace(prefill_node=self._prefill_node, decode_node=self._decode_node)
         finally:
@@ -150,28 +121,16 @@ class RequestSupervisor:
 
     def finish(self, index: int) -> None:
         """As `Relay.finish`."""
-        self._inbox.put_nowait(_Satisfied(index))
+        self._inbox.put_nowait(partial(self._on_satisfied, index))
 
     def abort(self, error: KVRelayError | None = None) -> None:
         """End the request with an error; by default that the client gave it up. The nodes are let go at once: a client
         that takes nothing does not let us come to what is in the inbox."""
         self._close()
-        self._inbox.put_nowait(_Ended(error or CancelledByPeerError(f"request {self._request.request_id} was aborted")))
+        error = error or CancelledByPeerError(f"request {self._request.request_id} was aborted")
+        self._inbox.put_nowait(partial(_end, error))
 
     # -- what happens --------------------------------------------------------------------------------------------------
-
-    def _take(self, message: _Message) -> Sequence[RequestEvent]:
-        """What a message means for the client. Raises the error that ends the request."""
-        match message:
-            case _Happened(share, attempt, event):
-                return self._on_event(share, attempt, event)
-            case _Retry(share, lost):
-                self._migrate(share, lost, last_resort=True)
-            case _Satisfied(index):
-                self._on_satisfied(index)
-            case _Ended(error):
-                raise error
-        return ()
 
     def _on_event(self, share: _Share, attempt: Attempt, event: AttemptEvent) -> Sequence[RequestEvent]:
         if attempt.closed:
@@ -199,13 +158,19 @@ class RequestSupervisor:
         if event.finish_reason is not None:
             self._unfinished.discard(event.index)
 
-    def _on_satisfied(self, index: int) -> None:
+    def _on_satisfied(self, index: int) -> Sequence[RequestEvent]:
         self._unfinished.discard(index)
         for share in self._shares:
             if share.attempt is not None and index in share.choices:
                 share.attempt.finish(index)
                 if not share.attempt.unfinished:
                     share.attempt.close()
+        return ()
+
+    def _on_retry(self, share: _Share, lost: NodeLostError) -> Sequence[RequestEvent]:
+        """The share has waited for a node long enough."""
+        self._migrate(share, lost, last_resort=True)
+        return ()
 
     # -- placing and placing again -------------------------------------------------------------------------------------
 
@@ -238,7 +203,7 @@ class RequestSupervisor:
         except UnavailableError as error:
             share.num_attempts += last_resort  # looking for an unspoilt node has cost nothing yet
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
-            retry = partial(self._inbox.put_nowait, _Retry(share, lost))
+            retry = partial(self._inbox.put_nowait, partial(self._on_retry, share, lost))
             share.retry = asyncio.get_running_loop().call_later(share.backoff.next(), retry)
             return
         _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, placed.decode.source.node_id)
@@ -269,7 +234,7 @@ class RequestSupervisor:
         )
 
         def sink(event: AttemptEvent) -> None:
-            self._inbox.put_nowait(_Happened(share, attempt, event))
+            self._inbox.put_nowait(partial(self._on_event, share, attempt, event))
 
         attempt.open(sink, timeout=max(0.0, self._expires_at - self._clock.now()))
 
@@ -298,3 +263,8 @@ class RequestSupervisor:
                 share.retry.cancel()
             if share.attempt is not None:
                 share.attempt.close()
+
+
+def _end(error: KVRelayError) -> Sequence[RequestEvent]:
+    """Deadline or abort: the request is over from outside."""
+    raise error

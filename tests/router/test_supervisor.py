@@ -16,7 +16,6 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
-from router.relay.supervisor import _Happened
 from tests.router.routed import a_request, assert_idle, give_up, opened, take, take_trace
 from tests.router.scripted_nodes import cluster, soon, token
 
@@ -196,7 +195,7 @@ async def test_what_a_given_up_prefill_still_had_to_say_is_ignored() -> None:
         [share] = supervisor._shares
         assert share.attempt is not None
         for message in (PrefillFinished((token(7),), (), 0, 0), PrefillProgress(3), PrefillEnded(None)):
-            supervisor._inbox.put_nowait(_Happened(share, share.attempt, message))
+            share.attempt._sink(message)
         await nodes.decode.aborted()
         admit = await nodes.decode.admit()
         assert admit.local_prefill
