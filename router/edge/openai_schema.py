@@ -254,7 +254,7 @@ def _check_lengths(prompts: list[list[Any]], max_model_len: int) -> None:
 
 
 def _are_token_ids(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)  # not isinstance: true and false are no token ids
+    return set(map(type, values)) <= {int}  # not isinstance: true and false are no token ids
 
 
 def _token_key(key: str) -> int:

@@ -137,10 +137,11 @@ def _checked_sampling(client: ClientRequest, model: ServedModel) -> SamplingPara
     sampling = replace(
         sampling,
         max_tokens=max(model.max_model_len, sampling.min_tokens) if wanted is None else wanted,
+        top_k=min(sampling.top_k, model.vocab_size),
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
     )
     sampling.validate(vocab_size=model.vocab_size)
-    return replace(sampling, top_k=min(sampling.top_k, model.vocab_size))
+    return sampling
 
 
 def _fitted(
