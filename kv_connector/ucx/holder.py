@@ -77,9 +77,9 @@ class Holder:
     async def _serve(self, link: Link) -> None:
         """One reader, until it leaves or breaks a rule."""
         try:
-            session = await self._meet(link)
+            tag = (await self._meet(link)).tag
             while True:
-                await self._answer(link, session)
+                await self._answer(link, tag)
         except LinkLostError:
             pass  # readers come and go
         except ProtocolError as error:
@@ -112,21 +112,21 @@ class Holder:
             raise ProtocolError("a reader with another KV layout stays nevertheless")
         return session
 
-    async def _answer(self, link: Link, session: Session) -> None:
-        names = await self._next_ask(link, session)
+    async def _answer(self, link: Link, tag: int) -> None:
+        names = await self._next_ask(link, tag)
         chosen = [self._choose(name) for name in names]
         async with asyncio.timeout(SEND_SECONDS):
             for position, entry in enumerate(chosen):
                 payload = self._absent if entry is None else self._shared.pool.payload(entry[0])
-                link.send(payload, session.tag + position)
+                link.send(payload, tag + position)
             await link.wait()
             reply = encode_reply([self._conclude(entry) for entry in chosen])
-            link.send(np.frombuffer(reply, np.uint8), session.tag + REPLY_POSITION)
+            link.send(np.frombuffer(reply, np.uint8), tag + REPLY_POSITION)
             await link.wait()
 
-    async def _next_ask(self, link: Link, session: Session) -> list[BlockHash]:
+    async def _next_ask(self, link: Link, tag: int) -> list[BlockHash]:
         ask = np.zeros(ask_bytes(self._geometry), np.uint8)
-        link.receive(ask, session.tag + ASK_POSITION)
+        link.receive(ask, tag + ASK_POSITION)
         async with asyncio.timeout(IDLE_SECONDS):
             await link.wait()
         return decode_ask(ask.tobytes(), blocks_per_ask(self._geometry))
