@@ -1,6 +1,7 @@
 """The local pool, as a transport sees it and as rows of bytes; the one way a payload is copied between host pools."""
 
 import mmap
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -91,7 +92,8 @@ class LocalPool:
 
     @classmethod
     def anonymous(cls, layout: KVLayout, num_blocks: int) -> "LocalPool":
-        """Private zeroed memory. Raises ConfigurationError when the system refuses it."""
+        """Private zeroed memory, in huge pages where the system has some. Raises ConfigurationError when it
+        refuses."""
         size = num_blocks * layout.block_bytes
         try:
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -99,6 +101,9 @@ class LocalPool:
             raise ConfigurationError(
                 f"no memory for a KV pool of {num_blocks} blocks ({size} bytes): {error}; ask for fewer blocks"
             ) from error
+        if sys.platform == "linux":
+            with suppress(OSError):  # a kernel without huge pages
+                mapping.madvise(mmap.MADV_HUGEPAGE)  # both ends of a transfer go through whole blocks
         return cls.inside(mapping, 0, layout, num_blocks)
 
     def describe(self, block: Block, epoch: int) -> BlockHeader:
