@@ -99,17 +99,16 @@ def test_vllm_finds_the_plugin_for_few_cores(tmp_path: Path) -> None:
     (tmp_path / "nixl").mkdir()
     (tmp_path / "nixl" / "__init__.py").touch()
     (tmp_path / "nixl" / "_api.py").write_text(
-        "class nixl_agent_config:\n"
-        "    def __init__(self, enable_prog_thread=True, enable_listen_thread=False):\n"
-        "        self.flags = enable_prog_thread, enable_listen_thread\n"
+        "from types import SimpleNamespace\n"
+        "nixlBind = SimpleNamespace(nixlAgent=lambda name, config: (name, config.pthrDelay))\n"
     )
     script = (
         "import os; from importlib.metadata import entry_points\n"
         "[plugin.load()() for plugin in entry_points(group='vllm.general_plugins')]\n"
         "cores = os.sched_getaffinity(0); os.sched_setaffinity(0, [max(cores) + 1])\n"
-        "from nixl._api import nixl_agent_config\n"
-        "print(os.sched_getaffinity(0) == cores, nixl_agent_config().flags)\n"
+        "from nixl._api import SimpleNamespace, nixlBind\n"
+        "print(os.sched_getaffinity(0) == cores, nixlBind.nixlAgent('agent', SimpleNamespace(pthrDelay=0)))\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{FEW_CORES}:{tmp_path}"}
     command = [sys.executable, "-c", script]
-    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "True (False, False)\n"
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "True ('agent', 1000)\n"
