@@ -49,8 +49,8 @@ class Geometry:
         )
 
     def promised_digest(self, header: bytes, block: Block, *, epoch: int) -> bytes | Mismatch:
-        """As `verify`, for an encoded header, with the payload's digest when it is the right one: right ones, nearly
-        all, are not taken apart."""
+        """The digest that the payload has to have, of an encoded header; or the first field that is not the one asked
+        for. A right header, as nearly all are, is compared as bytes and not decoded."""
         right = encoded_before_digest(block.block_hash, self.layout_digest, self.block_bytes, block.num_tokens, epoch)
         if header[:DIGEST_OFFSET] == right:
             return header[DIGEST_OFFSET:]

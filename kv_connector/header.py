@@ -13,7 +13,8 @@
     72      8     epoch of the node that published it (uint64)
     80      16    XXH3-128 of the whole payload, canonical (big-endian) form
 
-Invariant: a block counts as received only after `verify` and `verify_payload` both returned None for it.
+Invariant: a block counts as received only after each field was the one asked for, and the digest of what arrived the
+header's.
 """
 
 import hashlib
@@ -28,11 +29,12 @@ from kvrelay.core.kv_layout import KVLayout
 
 HEADER_VERSION = 1
 HASH_OFFSET = 8
-DIGEST_OFFSET = 80
 
 _MAGIC = b"KVRB"
-_HEADER = struct.Struct("<4sI32s16sQIIQ16s")
-_BEFORE_DIGEST = struct.Struct("<4sI32s16sQIIQ")
+_FIELDS = "<4sI32s16sQIIQ"
+_BEFORE_DIGEST = struct.Struct(_FIELDS)
+_HEADER = struct.Struct(_FIELDS + "16s")
+DIGEST_OFFSET = _BEFORE_DIGEST.size
 HEADER_BYTES = _HEADER.size
 
 

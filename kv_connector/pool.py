@@ -92,8 +92,8 @@ class LocalPool:
 
     @classmethod
     def anonymous(cls, layout: KVLayout, num_blocks: int) -> "LocalPool":
-        """Private zeroed memory, in huge pages where the system has some. Raises ConfigurationError when it
-        refuses."""
+        """Private zeroed memory, in huge pages where there are some. Raises ConfigurationError when the system refuses
+        it."""
         size = num_blocks * layout.block_bytes
         try:
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -103,7 +103,7 @@ class LocalPool:
             ) from error
         if sys.platform == "linux":
             with suppress(OSError):  # a kernel without huge pages
-                mapping.madvise(mmap.MADV_HUGEPAGE)  # both ends of a transfer go through whole blocks
+                mapping.madvise(mmap.MADV_HUGEPAGE)  # the system copies to and from sockets page by page
         return cls.inside(mapping, 0, layout, num_blocks)
 
     def describe(self, block: Block, epoch: int) -> BlockHeader:

@@ -9,7 +9,6 @@ in our own memory, with the slot unchanged before and after the copy.
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,8 +112,7 @@ class CudaIpcConnector:
             await state.reader.close()
         finally:
             state.segment.close()
-            with suppress(BufferError):  # the engine is retracting from it just now
-                state.segment.mapping.close()
+            state.segment.mapping.close()
 
     def _require(self) -> _Open:
         if self._state is None:

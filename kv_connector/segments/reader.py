@@ -102,6 +102,8 @@ class SegmentReader(Generic[PeerT]):
                 for index, slots in enumerate(candidates)
                 if turn < len(slots) and verdicts[index] is not FetchOutcome.FETCHED
             ]
+            if not asked:
+                break
             self._try(holder, blocks, {index: candidates[index][turn] for index in asked}, verdicts)
         return verdicts
 
@@ -117,6 +119,8 @@ class SegmentReader(Generic[PeerT]):
                 looks[index] = look
             else:
                 _note(verdicts, index, look)
+        if not looks:
+            return  # nothing to wait for a device for
         digests = self._copy(
             holder.peer, [blocks[index].block_id for index in looks], [look.slot for look in looks.values()]
         )

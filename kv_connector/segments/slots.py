@@ -47,9 +47,10 @@ class OwnedSlots:
     def absent(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
         """Those whose slots do not have them yet, with the slots' counters: to be read before payloads are digested."""
         ids = _ids([block.block_id for block in blocks])
-        with self._lock:
-            counters = self._slots["sequence"][ids].tolist()
-            headers = _headers(self._slots, ids)
+        # Without the lock, which the engine would wait for while it has the interpreter taken from this thread: what
+        # changes meanwhile has another counter when `fill` looks at it.
+        counters = self._slots["sequence"][ids].tolist()
+        headers = _headers(self._slots, ids)
         return [
             (block, counter)
             for block, counter, header in zip(blocks, counters, map(BlockHeader.decode, headers), strict=True)
@@ -57,8 +58,8 @@ class OwnedSlots:
         ]
 
     def fill(self, absent: Sequence[tuple[Block, int]], headers: Sequence[BlockHeader]) -> int:
-        """How many of these blocks it has now. A slot that was cleared since its counter was read stays empty: the
-        header is about content that is gone."""
+        """How many slots have been filled; of two blocks for one of them the last one is there. A slot that was
+        cleared since its counter was read stays empty: the header is about content that is gone."""
         if not absent:
             return 0
         ids = _ids([block.block_id for block, _ in absent])
@@ -67,7 +68,7 @@ class OwnedSlots:
         with self._lock:
             held = self._slots["sequence"][ids] == expected
             self._change(ids[held], encoded[held])
-        return int(held.sum())
+        return len(set(ids[held].tolist()))
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Empties slots. Microseconds."""
@@ -76,7 +77,8 @@ class OwnedSlots:
                 self._change(_ids(block_ids), 0)
 
     def release(self) -> None:
-        """Lets go of the mapping; `clear` has no effect afterwards."""
+        """Lets go of the mapping, so that it can be closed, after a `clear` that is running; later ones have no
+        effect."""
         with self._lock:
             self._slots = np.empty(0, _SLOT)
 
@@ -110,7 +112,7 @@ class PeerSlots:
         nearest = np.minimum(np.searchsorted(wanted, held), len(wanted) - 1)
         hits = np.flatnonzero(wanted[nearest] == held)
         found: dict[BlockHash, list[int]] = {}
-        for slot, name in zip(hits.tolist(), _rows(self._slots["name"][hits]), strict=True):
+        for slot, name in zip(hits.tolist(), _as_bytes(self._slots["name"][hits]), strict=True):
             if BlockHash(name) in wanted_names:
                 found.setdefault(BlockHash(name), []).append(slot)
         return found
@@ -155,11 +157,11 @@ def _ids(values: Sequence[int]) -> NDArray[np.intp]:
 
 
 def _headers(slots: NDArray[np.void], ids: NDArray[np.intp]) -> list[bytes]:
-    """As they are encoded."""
-    return _rows(slots["header"][ids])
+    """Headers as they are encoded."""
+    return _as_bytes(slots["header"][ids])
 
 
-def _rows(array: NDArray[np.uint8]) -> list[bytes]:
-    """Of `[num_rows, row_bytes]`."""
+def _as_bytes(array: NDArray[np.uint8]) -> list[bytes]:
+    """Each row of `[num_rows, row_bytes]`."""
     data, size = array.tobytes(), array.shape[1]
     return [data[start : start + size] for start in range(0, len(data), size)]

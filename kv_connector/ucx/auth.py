@@ -42,10 +42,8 @@ class Session:
     reader_nonce: bytes
     holder_nonce: bytes
 
-    @property
-    def tag(self) -> int:
-        """The UCX tag of position 0: a number that only the two ends can know, with room for the positions. An
-        HMAC at every call: once a connection is enough."""
+    def derive_tag(self) -> int:
+        """The UCX tag of position 0: a number that only the two ends can know, with room for the positions."""
         return int.from_bytes(self._mac(b"tag")[:8], "little") >> _POSITION_BITS << _POSITION_BITS
 
     def reader_proof(self, geometry: Geometry) -> bytes:

@@ -77,7 +77,7 @@ class Holder:
     async def _serve(self, link: Link) -> None:
         """One reader, until it leaves or breaks a rule."""
         try:
-            tag = (await self._meet(link)).tag
+            tag = (await self._meet(link)).derive_tag()
             while True:
                 await self._answer(link, tag)
         except LinkLostError:

@@ -10,7 +10,7 @@
       | <== one tagged message per name: the payload ==== |   one byte where there is none
       | <-- Reply: one entry per name: status, header --- |   after the last payload has left
 
-The first four travel on the endpoint's stream, in fixed sizes; what follows is tagged (`Session.tag` + position,
+The first four travel on the endpoint's stream, in fixed sizes; what follows is tagged (`Session.derive_tag` + position,
 known to the two ends alone), so that payloads land where the reader has posted its receives. Invariant: nothing here
 trusts a length that came from the other side.
 """

@@ -143,7 +143,7 @@ class Peer:
         link.greet(encode_proof(self._geometry, session.reader_proof(self._geometry)))
         geometry, epoch, mac = decode_welcome(await link.greeting(WELCOME_BYTES))
         session.check(session.holder_proof(geometry, epoch), mac)
-        return Lane(link, session.tag, geometry, epoch)
+        return Lane(link, session.derive_tag(), geometry, epoch)
 
     async def _exchange(self, lane: Lane, blocks: Sequence[Block]) -> tuple[list[Entry], list[bytes | None]]:
         """Ask, payloads, Reply: what the holder says of each block, and the digest of what arrived, if it can be had

@@ -14,7 +14,8 @@ here:
 A token is a function of seed, output index and all tokens before it, never of where it is sampled: so the client sees
 neither gap nor repeat, and the tokens it would have had.
 
-Everything that happens, the deadline and an abort included, is a message in one inbox, taken in order. Invariant: the
+Everything that happens, the deadline and an abort included, is put into one inbox as the call that deals with it, and
+taken in order. Invariant: the
 events end with exactly one of RequestTrace, a KVRelayError, or the consumer's close; after each of them every attempt
 is closed. The clean-up waits for nothing, so that no cancellation can interrupt it.
 """
@@ -68,9 +69,8 @@ class _Share:
     retry: asyncio.TimerHandle | None = None
 
 
-_Happened = Callable[[], Sequence[RequestEvent]]
-"""Something that happened, as the call that deals with it: it gives what that means for the client, or raises the error
-that ends the request."""
+_Reaction = Callable[[], Sequence[RequestEvent]]
+"""To something that happened: gives what that means for the client, or raises the error that ends the request."""
 
 
 class RequestSupervisor:
@@ -96,7 +96,7 @@ class RequestSupervisor:
         self._clock = clock
         self._random = random
         self._expires_at = clock.now() + request.timeout
-        self._inbox: asyncio.Queue[_Happened] = asyncio.Queue()
+        self._inbox: asyncio.Queue[_Reaction] = asyncio.Queue()
         self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._unfinished = set(self._tokens)
         self._shares: list[_Share] = []
@@ -112,8 +112,8 @@ class RequestSupervisor:
         try:
             self._open()
             while self._unfinished:
-                happened = await self._inbox.get()
-                for event in happened():
+                react = await self._inbox.get()
+                for event in react():
                     yield event
             yield self._tally.trace(prefill_node=self._prefill_node, decode_node=self._decode_node)
         finally:

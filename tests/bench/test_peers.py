@@ -76,7 +76,9 @@ def test_servers_of_a_peer_share_our_session_and_end_with_what_they_started(tmp_
     script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     log = tmp_path / "log"
     with started([sys.executable, "-c", script], log) as child:
+        deadline = time.monotonic() + 30
         while not log.read_text().endswith("\n"):
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         grandchild = int(log.read_text())
         assert os.getsid(child.process.pid) == os.getsid(grandchild) == os.getsid(0)

@@ -16,7 +16,7 @@ from kv_connector.base import FetchOutcome, Source
 from kv_connector.header import Mismatch
 from kv_connector.pool import Rows, copy_rows
 from kv_connector.segments import shared_memory
-from kv_connector.segments.mapped_peers import MappedPeers
+from kv_connector.segments.mapped_peers import MappedPeers, Peer
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.worker import Worker
@@ -67,7 +67,18 @@ async def test_one_good_slot_of_several_is_enough(tmp_path: Path, damaged: int) 
     twice = [block, replace(block, block_id=1)]
     await write_and_publish(owner, twice)
     owner.row(damaged)[-1] ^= 1
-    result = await peer.connector.fetch(owner.source, [block], timeout=10)
+    connector = peer.connector
+    assert isinstance(connector, SharedMemoryConnector)
+    reader, copied = connector._require().reader, []
+    copy = reader._copy
+
+    def watched(peer: Peer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
+        copied.append(list(slots))
+        return copy(peer, block_ids, slots)
+
+    reader._copy = watched
+    result = await connector.fetch(owner.source, [block], timeout=10)
+    assert copied == [[0], [1]][: 2 - damaged]  # a device would be waited for, were there nothing to copy
     assert result.outcomes == (FetchOutcome.FETCHED,)
     assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
     await owner.connector.close()

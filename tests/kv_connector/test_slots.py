@@ -1,6 +1,7 @@
 """Slots of a segment, as their owner writes them and as others find them at each moment."""
 
 import mmap
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -62,6 +63,22 @@ def test_a_block_with_more_tokens_is_absent_until_it_is_filled_again(sides: Side
     assert not sides.owned.absent([whole])
     assert sides.look(whole.block_id, partial) is Mismatch.TOKENS
     assert isinstance(sides.look(whole.block_id, whole), Look)
+
+
+def test_looking_for_absent_blocks_takes_no_lock_that_the_engine_needs(sides: Sides) -> None:
+    found: list[tuple[Block, int]] = []
+    thread = threading.Thread(target=lambda: found.extend(sides.owned.absent(blocks(2))), daemon=True)
+    with sides.owned._lock:  # as `clear` has it, on the engine's thread
+        thread.start()
+        thread.join(timeout=10)
+    assert found == [(block, 0) for block in blocks(2)]
+
+
+def test_of_two_blocks_for_one_slot_the_last_one_is_there(sides: Sides) -> None:
+    [partial] = blocks(1, tail=5)
+    whole = replace(partial, num_tokens=16)
+    assert sides.publish((partial, header(partial)), (whole, header(whole))) == 1
+    assert not sides.owned.absent([whole])
 
 
 def test_a_slot_that_is_being_written_is_missing(sides: Sides) -> None:

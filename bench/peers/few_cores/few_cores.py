@@ -2,8 +2,8 @@
 
 By itself vllm's NIXL connector moves the thread that computes to the machine's last core, whatever
 VLLM_CPU_OMP_THREADS_BIND says, so that two servers share that core and leave the others idle; and NIXL's progress
-thread burns a core per server. Without that thread KV would wait for the prefill server's step to end, seconds; here it
-waits for events, as NIXL can when it is told how long.
+thread burns a core per server. Without that thread KV would wait for the prefill server's step to end, seconds; here
+the thread rests for a while between events, as NIXL can when it is told how long.
 """
 
 import os
@@ -15,6 +15,7 @@ _PROGRESS_MICROSECONDS = 1000
 
 
 def register() -> None:
+    """For the whole process: nothing in it can choose cores any more, and all of NIXL's threads rest."""
     os.sched_setaffinity = lambda pid, mask: None
     create_agent = _api.nixlBind.nixlAgent
 
