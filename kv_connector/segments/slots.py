@@ -82,7 +82,7 @@ class OwnedSlots:
         with self._lock:
             self._slots = np.empty(0, _SLOT)
 
-    def _change(self, ids: NDArray[np.intp], headers: "NDArray[np.uint8] | int") -> None:
+    def _change(self, ids: NDArray[np.intp], headers: NDArray[np.uint8] | int) -> None:
         self._slots["sequence"][ids] += 1
         self._slots["header"][ids] = headers
         self._slots["sequence"][ids] += 1
@@ -117,7 +117,7 @@ class PeerSlots:
                 found.setdefault(BlockHash(name), []).append(slot)
         return found
 
-    def look(self, slots: Sequence[int], blocks: Sequence[Block], *, epoch: int) -> list["Look | Verdict"]:
+    def look(self, slots: Sequence[int], blocks: Sequence[Block], *, epoch: int) -> list[Look | Verdict]:
         """What each slot says before its block is copied, or why that would be in vain."""
         ids = _ids(slots)
         before = self._slots["sequence"][ids]
@@ -139,7 +139,7 @@ class PeerSlots:
         """Lets go of the mapping."""
         self._slots = np.empty(0, _SLOT)
 
-    def _look(self, slot: int, counter: int, header: bytes, block: Block, epoch: int) -> "Look | Verdict":
+    def _look(self, slot: int, counter: int, header: bytes, block: Block, epoch: int) -> Look | Verdict:
         if header[HASH_OFFSET : HASH_OFFSET + HASH_BYTES] != block.block_hash:
             return FetchOutcome.MISSING  # retracted or replaced since it was found
         digest = self._geometry.promised_digest(header, block, epoch=epoch)

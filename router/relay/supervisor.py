@@ -15,9 +15,8 @@ A token is a function of seed, output index and all tokens before it, never of w
 neither gap nor repeat, and the tokens it would have had.
 
 Everything that happens, the deadline and an abort included, is put into one inbox as the call that deals with it, and
-taken in order. Invariant: the
-events end with exactly one of RequestTrace, a KVRelayError, or the consumer's close; after each of them every attempt
-is closed. The clean-up waits for nothing, so that no cancellation can interrupt it.
+taken in order. Invariant: the events end with exactly one of RequestTrace, a KVRelayError, or the consumer's close;
+after each of them every attempt is closed. The clean-up waits for nothing, so that no cancellation can interrupt it.
 """
 
 import asyncio
