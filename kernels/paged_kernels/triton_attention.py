@@ -155,9 +155,10 @@ def _plan_decode(call: AttentionCall, traits: GpuTraits) -> list[KernelCall]:
 def _plan_prefill(call: AttentionCall, traits: GpuTraits, *, skip_decodes: bool) -> KernelCall:
     num_tokens, _, head_dim = call.query.shape
     num_seqs = len(call.metadata.seq_lens)
-    big = next_power_of_two(head_dim) > 128 or call.query.dtype == torch.float32  # 128 such rows overflow registers
-    wide = big or traits.shared_bytes < 128 << 10
-    rows = 64 if wide or call.metadata.max_query_len * call.group <= 64 else 128
+    exact = call.query.dtype == torch.float32  # its products hold their operands in registers, which few rows have
+    big = next_power_of_two(head_dim) > 128  # 128 such rows overflow registers
+    few = call.metadata.max_query_len * call.group <= 64
+    rows = 32 if exact else 64 if big or few or traits.shared_bytes < 128 << 10 else 128
     rows = max(rows, next_power_of_two(call.group))
     tokens = rows // call.group
     tile, num_stages = _tile(call, traits, largest=64)
@@ -169,13 +170,15 @@ def _plan_prefill(call: AttentionCall, traits: GpuTraits, *, skip_decodes: bool)
         (num_tokens // tokens + num_seqs, call.kv_pool.shape[1]),
         arguments | inputs | _strides(call),
         {"ROWS": rows, "TOKENS": tokens, "TILE": tile, "SKIP_DECODES": skip_decodes} | _shared_constants(call),
-        num_warps=8 if rows >= 128 or big else 4,
+        num_warps=8 if exact or big or rows >= 128 else 4,
         num_stages=num_stages,
     )
 
 
 def _tile(call: AttentionCall, traits: GpuTraits, *, largest: int) -> tuple[int, int]:
     """Tokens of a KV tile and pipeline stages, such that the tiles in flight take at most half of shared memory."""
+    if call.query.dtype == torch.float32:
+        return 16, 2  # operands are in registers: see `_plan_prefill`
     row_bytes = 2 * next_power_of_two(call.query.shape[2]) * call.query.element_size()  # K and V
     for tile, stages in ((64, 3), (64, 2), (32, 2), (16, 2)):
         if tile <= largest and tile * row_bytes * stages <= traits.shared_bytes // 2:

@@ -2,7 +2,10 @@
 
 import importlib
 import pkgutil
+import re
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import paged_kernels.triton_device
@@ -82,12 +85,24 @@ def compile_for(call: KernelCall, target: Any) -> Any:
     return triton.compile(source, target=target, options=options)
 
 
+def stack_bytes(cubin: bytes, path: Path) -> int:
+    """Of a thread: what the compiler has found no registers for."""
+    path.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found.group(1))
+
+
 @pytest.mark.parametrize(("card", "name"), LAUNCHES, ids=[" ".join(launch) for launch in LAUNCHES])
-def test_compiles(card: str, name: str, tmp_path: Any) -> None:
+def test_compiles(card: str, name: str, tmp_path: Path) -> None:
     call = CARDS[card].launches()[name]
     compiled = compile_for(call, CARDS[card].target)
     assert compiled.asm["cubin" if card.startswith("sm") else "hsaco"]
     assert compiled.metadata.shared <= CARDS[card].traits.shared_bytes
+    if card == "sm_90":
+        assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") == 0, "registers spill"
 
 
 def test_no_kernel_is_forgotten() -> None:

@@ -27,7 +27,7 @@ FP8 = torch.float8_e4m3fn
 ATTENTION = [
     (Heads(32, 8, 128), torch.bfloat16, torch.bfloat16, None),
     (Heads(32, 8, 128, 32), torch.float16, torch.float16, 4096),
-    (Heads(14, 2, 64), torch.float32, torch.float32, None),
+    (Heads(28, 4, 128), torch.float32, torch.float32, None),
     (Heads(32, 8, 80), torch.bfloat16, FP8, None),
     (Heads(16, 8, 256), torch.bfloat16, torch.bfloat16, 512),
 ]
