@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from paged_kernels.published_weight import PublishedFormat, PublishedWeight
-from paged_kernels.triton_device.published import published_matmul_kernel
+from paged_kernels.triton_device.published import dequantise_kernel, published_matmul_kernel
 from paged_kernels.triton_launch import (
+    Argument,
     GpuTraits,
     KernelCall,
     ceil_divide,
@@ -19,11 +20,18 @@ _TILE_OUTPUTS = 64
 _TILE_INPUTS = 64
 _MAX_SPLITS = 16
 _PROGRAMS_PER_SM = 2
+_MOST_ROWS = 256  # with more, to write the weights dequantised costs less than to dequantise them for every 64 rows
 
 
 def published_matmul(x: Tensor, weight: PublishedWeight, bias: Tensor | None = None) -> Tensor:
     """`x` `[num_rows, num_inputs]` times the dequantised weight, plus `bias` `[num_outputs]`: `[num_rows, num_outputs]`
     in x's dtype. Weights are rounded to that dtype; products and bias are summed in float32."""
+    if x.shape[1] != weight.num_inputs or weight.num_outputs % (32 // weight.bits) or x.stride(-1) != 1:
+        raise ValueError(f"x {tuple(x.shape)} does not fit {weight.num_inputs} x {weight.num_outputs} weights")
+    if x.shape[0] > _MOST_ROWS:
+        dense = torch.empty((weight.num_inputs, weight.num_outputs), dtype=x.dtype, device=x.device)
+        launch([plan_dequantise(dense, weight)])
+        return x @ dense if bias is None else torch.addmm(bias, x, dense)
     traits = traits_of(x.device)
     splits = _num_splits(x.shape[0], weight, traits)
     if splits == 1:
@@ -41,8 +49,6 @@ def plan_published_matmul(
 ) -> KernelCall:
     """`bias` only where there is one split: parts are summed by the caller."""
     num_rows, num_inputs = x.shape
-    if num_inputs != weight.num_inputs or weight.num_outputs % (32 // weight.bits) or x.stride(-1) != 1:
-        raise ValueError(f"x {tuple(x.shape)} does not fit {weight.num_inputs} x {weight.num_outputs} weights")
     tile_rows = min(64, max(16, next_power_of_two(num_rows)))
     return KernelCall(
         published_matmul_kernel,
@@ -50,32 +56,54 @@ def plan_published_matmul(
         {
             "output": output,
             "x": x,
-            "codes": weight.codes,
-            "zeros": weight.zeros,
-            "scales": weight.scales,
-            "group_of_input": weight.group_of_input,
+            **_stored(weight),
             "bias": bias,
             "num_rows": num_rows,
-            "num_outputs": weight.num_outputs,
-            "num_inputs": num_inputs,
-            "group_size": weight.group_size,
+            **_sizes(weight),
             "inputs_per_split": ceil_divide(ceil_divide(num_inputs, _TILE_INPUTS), splits) * _TILE_INPUTS,
-            "zero_offset": int(weight.format is PublishedFormat.GPTQ),
             "x_stride": x.stride(0),
         },
-        {
-            "BITS": weight.bits,
-            "AWQ": weight.format is PublishedFormat.AWQ,
-            "HAS_BIAS": bias is not None,
-            "SHUFFLED": weight.group_of_input is not None,
-            "ONE_GROUP": weight.group_of_input is None and weight.group_size % _TILE_INPUTS == 0,
-            "TILE_ROWS": tile_rows,
-            "TILE_OUTPUTS": _TILE_OUTPUTS,
-            "TILE_INPUTS": _TILE_INPUTS,
-            "DOT_FP32": widen_products(x.dtype),
-        },
+        _constants(weight)
+        | {"HAS_BIAS": bias is not None, "TILE_ROWS": tile_rows, "DOT_FP32": widen_products(x.dtype)},
         num_stages=3,
     )
+
+
+def plan_dequantise(output: Tensor, weight: PublishedWeight) -> KernelCall:
+    """`output` `[num_inputs, num_outputs]`, contiguous."""
+    tiles = (ceil_divide(weight.num_outputs, _TILE_OUTPUTS), ceil_divide(weight.num_inputs, _TILE_INPUTS))
+    return KernelCall(
+        dequantise_kernel, tiles, {"output": output, **_stored(weight), **_sizes(weight)}, _constants(weight)
+    )
+
+
+def _stored(weight: PublishedWeight) -> dict[str, Argument]:
+    return {
+        "codes": weight.codes,
+        "zeros": weight.zeros,
+        "scales": weight.scales,
+        "group_of_input": weight.group_of_input,
+    }
+
+
+def _sizes(weight: PublishedWeight) -> dict[str, Argument]:
+    return {
+        "num_outputs": weight.num_outputs,
+        "num_inputs": weight.num_inputs,
+        "group_size": weight.group_size,
+        "zero_offset": int(weight.format is PublishedFormat.GPTQ),
+    }
+
+
+def _constants(weight: PublishedWeight) -> dict[str, int | bool]:
+    return {
+        "BITS": weight.bits,
+        "AWQ": weight.format is PublishedFormat.AWQ,
+        "SHUFFLED": weight.group_of_input is not None,
+        "ONE_GROUP": weight.group_of_input is None and weight.group_size % _TILE_INPUTS == 0,
+        "TILE_OUTPUTS": _TILE_OUTPUTS,
+        "TILE_INPUTS": _TILE_INPUTS,
+    }
 
 
 def _num_splits(num_rows: int, weight: PublishedWeight, traits: GpuTraits) -> int:

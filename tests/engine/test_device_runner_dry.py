@@ -3,14 +3,16 @@ collect, or mixes devices, raises. Shapes are those of a real model; nothing is 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from paged_kernels import triton_attention
+from paged_kernels import triton_attention, triton_published
+from paged_kernels.published_weight import PublishedFormat, PublishedWeight
 from paged_kernels.triton_attention import TritonBackend
 from paged_kernels.triton_launch import GpuTraits
+from paged_kernels.triton_published import published_matmul
 from torch import Tensor
 from triton.runtime import JITFunction
 
@@ -133,6 +135,31 @@ def test_every_way_to_launch_prefill_is_compiled_at_the_start(
         runner.launch(plan)
     ways = {name for name in launched if name.startswith("skip")}
     assert ways == {f"skip {skip} rows {rows}" for skip in (True, False) for rows in (64, 128)}
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(4096, 6144), (4096, 28672), (14336, 4096), (512, 512)])
+def test_every_way_to_launch_a_product_of_quantised_weights_is_compiled_at_the_start(
+    num_inputs: int, num_outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = torch.empty(num_inputs, num_outputs // 8, dtype=torch.int32, device=META)
+    zeros = torch.empty(num_inputs // 128, num_outputs // 8, dtype=torch.int32, device=META)
+    scales = torch.empty(num_inputs // 128, num_outputs, dtype=torch.float16, device=META)
+    weight = PublishedWeight(PublishedFormat.AWQ, codes, zeros, scales, 128)
+    ways: set[tuple[object, ...]] = set()
+
+    def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
+        return lambda **given: ways.add((kernel.__name__, given.get("TILE_ROWS"), given["output"].dtype))
+
+    def ways_of(lengths: Iterable[int]) -> set[tuple[object, ...]]:
+        ways.clear()
+        for length in lengths:
+            published_matmul(torch.empty(length, num_inputs, dtype=torch.float16, device=META), weight)
+        return set(ways)
+
+    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
+    monkeypatch.setattr(triton_published, "traits_of", lambda device: GpuTraits(num_sms=132, shared_bytes=227 << 10))
+    at_the_start = ways_of(plan.num_scheduled_tokens for plan in smaller_steps(LIMITS, 16))
+    assert at_the_start == ways_of(range(1, LIMITS.max_num_batched_tokens + 1))
 
 
 def test_a_read_would_be_seen() -> None:

@@ -13,7 +13,7 @@ from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import AttentionCall, plan_attention
 from paged_kernels.triton_digest import plan_digests
 from paged_kernels.triton_launch import GpuTraits, KernelCall
-from paged_kernels.triton_published import plan_published_matmul
+from paged_kernels.triton_published import plan_dequantise, plan_published_matmul
 from paged_kernels.triton_rowwise import plan_rms_norm, plan_silu_mul
 from paged_kernels.triton_sampling import SamplingTensors, plan_sample
 from paged_kernels.triton_write_kv import plan_write_kv
@@ -131,6 +131,9 @@ def _published() -> Iterator[tuple[str, KernelCall]]:
         bias = empty(4096, dtype=dtype) if shuffled else None
         name = f"published_matmul_kernel {form} {bits} bits {num_rows} rows {dtype}"
         yield name, plan_published_matmul(output, x, weight, splits, bias)
+        if splits == 1:
+            dense = empty(4096, 4096, dtype=dtype)
+            yield f"dequantise_kernel {form} {bits} bits {dtype}", plan_dequantise(dense, weight)
 
 
 def _sample() -> KernelCall:

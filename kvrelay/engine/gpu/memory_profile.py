@@ -25,6 +25,7 @@ DEFAULT_UTILIZATION = 0.9
 _logger = logging.getLogger(__name__)
 _GRAPH_BYTES = 8 << 20  # an estimate of what the driver keeps for one recorded step
 _GIB = 1 << 30
+_SHORTER_PROMPTS = (256, 64, 32, 2)  # by their rows products with quantised weights are launched differently
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,11 @@ def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
 
 
 def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
-    """A long prompt and a short one, each alone and beside a decode: every way in which a prompt's attention is
-    launched, so that it is compiled before somebody waits for it. Decode steps are when they are recorded."""
-    long = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
+    """Prompts of several lengths, each alone and beside a decode: every way in which a prompt's attention and products
+    are launched, so that it is compiled before somebody waits for it. Decode steps are when they are recorded."""
+    longest = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
     plans = []
-    for length in (long, min(2, long)):
+    for length in sorted({min(length, longest) for length in (*_SHORTER_PROMPTS, longest)}, reverse=True):
         prompt = ScheduledSequence((0,) * length, 0, (0,) * -(-length // block_size), ())
         plans.append(SchedulerOutput((prompt,), ()))
         if min(limits.max_num_seqs, limits.max_num_batched_tokens) > 1:

@@ -55,7 +55,7 @@ def check(x: Tensor, weight: PublishedWeight, exact: Tensor, bias: Tensor | None
     torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("num_rows", [1, 17, 70])
+@pytest.mark.parametrize("num_rows", [1, 17, 70, 300])
 @pytest.mark.parametrize("form", list(PublishedFormat))
 def test_agrees_with_dequantised_weights(form: PublishedFormat, num_rows: int, dtype: torch.dtype) -> None:
     scale_dtype = torch.float16 if dtype == torch.float32 else dtype
@@ -64,13 +64,14 @@ def test_agrees_with_dequantised_weights(form: PublishedFormat, num_rows: int, d
 
 
 @pytest.mark.parametrize(("num_inputs", "group_size"), [(352, 32), (320, 64), (320, 320), (352, 352)])
+@pytest.mark.parametrize("num_rows", [3, 257])
 @pytest.mark.parametrize("form", [PublishedFormat.AWQ, PublishedFormat.GPTQ])
-def test_any_group_size(form: PublishedFormat, num_inputs: int, group_size: int) -> None:
+def test_any_group_size(form: PublishedFormat, num_rows: int, num_inputs: int, group_size: int) -> None:
     weight, exact = make_weight(form, num_inputs, 72, group_size, torch.float16)
-    check(torch.randn(3, 640).to(torch.float16)[:, :num_inputs], weight, exact)
+    check(torch.randn(num_rows, 640).to(torch.float16)[:, :num_inputs], weight, exact)
 
 
-@pytest.mark.parametrize("num_rows", [1, 70])
+@pytest.mark.parametrize("num_rows", [1, 70, 300])
 @pytest.mark.parametrize("form", [PublishedFormat.GPTQ, PublishedFormat.GPTQ_V2])
 def test_8_bits(form: PublishedFormat, num_rows: int) -> None:
     weight, exact = make_weight(form, 256, 76, 128, torch.float16, bits=8)
@@ -79,9 +80,10 @@ def test_8_bits(form: PublishedFormat, num_rows: int) -> None:
     check(torch.randn(num_rows, 352), weight, exact)
 
 
-def test_inputs_in_shuffled_groups() -> None:
+@pytest.mark.parametrize("num_rows", [5, 300])
+def test_inputs_in_shuffled_groups(num_rows: int) -> None:
     weight, exact = make_weight(PublishedFormat.GPTQ, 192, 64, 64, torch.float16, shuffled=True)
-    check(torch.randn(5, 192), weight, exact)
+    check(torch.randn(num_rows, 192), weight, exact)
 
 
 def test_inputs_are_split_for_stack() -> None:
