@@ -35,6 +35,7 @@ from bench.gpu.task import run_tasks  # noqa: E402
 
 _logger = logging.getLogger("gpu_suite")
 _END_SECONDS = 15.0  # that a part may take beyond its budget: the case it is in
+_CASE_SECONDS = 300.0  # a case that takes longer hangs: its part ends, and the budget is for the others
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,8 +100,13 @@ def _run_process(part: str, output: Path, args: argparse.Namespace, deadline: fl
 
 
 def _run_part(part: str, args: argparse.Namespace, deadline: float) -> None:
-    if args.in_this_process:  # one that hangs says where, and ends
-        faulthandler.dump_traceback_later(max(1.0, deadline - time.monotonic()) + _END_SECONDS, exit=True)
+    def look_out() -> None:
+        """A case that hangs says where, and ends the process."""
+        if args.in_this_process:
+            left = max(1.0, deadline - time.monotonic()) + _END_SECONDS
+            faulthandler.dump_traceback_later(min(left, _CASE_SECONDS), exit=True)
+
+    look_out()
     device = torch.device("cpu" if args.self_test else "cuda:0")
     torch.manual_seed(args.seed)
     record = Record(args.output, part)
@@ -113,7 +119,7 @@ def _run_part(part: str, args: argparse.Namespace, deadline: float) -> None:
             record.add(Result.failed(part, problem, is_wrong=False))
             return
         record.begin(suite.rates, device, args.seed)
-        run_tasks(tasks, record, deadline=deadline)
+        run_tasks(tasks, record, deadline=deadline, on_begin=look_out)
     faulthandler.cancel_dump_traceback_later()
 
 

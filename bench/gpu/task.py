@@ -22,12 +22,16 @@ class Task:
     run: Callable[[], Result]
 
 
-def run_tasks(tasks: Iterable[Task], record: Record, *, deadline: float) -> None:
-    """Until `deadline`, by the monotonic clock; what has not begun by then is on record as left out."""
+def run_tasks(
+    tasks: Iterable[Task], record: Record, *, deadline: float, on_begin: Callable[[], None] = lambda: None
+) -> None:
+    """Until `deadline`, by the monotonic clock; what has not begun by then is on record as left out. `on_begin` is
+    called before each."""
     lost = ""
     for task in tasks:
         if not lost and time.monotonic() < deadline:
             _logger.info("%s ...", task.name)
+            on_begin()
             record.add(_result(task))
             lost = _loss_of_card()
         else:

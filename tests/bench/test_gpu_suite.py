@@ -70,8 +70,14 @@ def test_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
     again = Result("good", 0.5, 1.0, 1.0)
     record = Record(path, "layers")
     record.begin(Rates(1.0, 2.0), torch.device("cpu"), 3)
-    run_tasks([Task("bad", fail), Task("good", lambda: good)], record, deadline=float("inf"))
-    run_tasks([Task("late", fail)], record, deadline=0.0)
+    begun: list[str] = []
+
+    def on_begin() -> None:
+        begun.append("one")
+
+    run_tasks([Task("bad", fail), Task("good", lambda: good)], record, deadline=float("inf"), on_begin=on_begin)
+    run_tasks([Task("late", fail)], record, deadline=0.0, on_begin=on_begin)
+    assert len(begun) == 2  # what hangs is noticed case by case
     found = read_records(path)
     assert [(run["part"], run["seed"]) for run in found.runs] == [("layers", 3)]
     bad, kept, late = found.results
