@@ -1,6 +1,7 @@
-"""What is to be sent to one router: events of one loop turn travel in one message.
+"""What is to be sent to one router: events of one loop turn travel in one message, and so do those that come while
+it writes the one before. Tokens of one output are one event of it.
 
-Invariant: everything sent before `close` leaves before the stream ends.
+Invariant: everything sent before `close` leaves before the stream ends, a request's events in the order they were sent.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from kvrelay.core.wire import fill_output, logprobs_to_wire
 from kvrelay.engine.request import PromptOutput
 from kvrelay.node.convert import report_to_wire
 from kvrelay.node.ladder import FetchReport
+from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 
 
@@ -21,16 +23,22 @@ class RouterStream:
     def __init__(self) -> None:
         self.request_ids: set[str] = set()
         self._update = pb.DecodeUpdate()
+        self._outputs: dict[tuple[str, int], common_pb2.TokenOutput] = {}  # the last events of `_update`, by output
         self._wake = asyncio.Event()
         self._closed = False
 
     def send(self, event: pb.DecodeEvent) -> None:
         self._update.events.append(event)
+        self._outputs.clear()
         self._wake.set()
 
     def send_output(self, request_id: str, output: TokenOutput) -> None:
         """Written where it will leave from: this is for every token, on a thread that the engine waits for."""
-        fill_output(self._update.events.add(request_id=request_id).tokens, output)
+        key = request_id, output.index
+        tokens = self._outputs.get(key)
+        if tokens is None:
+            tokens = self._outputs[key] = self._update.events.add(request_id=request_id).tokens
+        fill_output(tokens, output)
         self._wake.set()
 
     def send_prompt(self, prompt: PromptOutput, fetches: FetchReport, *, with_logprobs: bool) -> None:
@@ -60,6 +68,7 @@ class RouterStream:
             await self._wake.wait()
             self._wake.clear()
             update, self._update = self._update, pb.DecodeUpdate()
+            self._outputs.clear()
             if update.events:
                 yield update
             if self._closed and not self._update.events:

@@ -43,6 +43,7 @@ NODE_SETTINGS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_num_mixed_tokens",
+    "stream_interval",
     "attention_backend",
     "device",
     "log_level",
@@ -160,6 +161,13 @@ class ServeSettings(ProcessSettings):
     max_num_batched_tokens: int | None = Field(default=None, gt=0, description="Most tokens in one step of a node.")
     max_num_mixed_tokens: int | None = Field(
         default=None, gt=0, description="Most tokens in a step in which sequences decode; unset: the nodes' default."
+    )
+    stream_interval: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Seconds that further tokens of a stream wait, at most, to travel together; unset: the nodes' "
+        "default.",
     )
     attention_backend: Literal["auto", "native", "reference"] = Field(default="auto", description="Attention kernels.")
     device: Literal["auto", "cpu", "cuda"] = Field(

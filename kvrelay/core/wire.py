@@ -88,7 +88,7 @@ def output_to_wire(output: TokenOutput) -> common_pb2.TokenOutput:
 
 
 def fill_output(message: common_pb2.TokenOutput, output: TokenOutput) -> None:
-    """As `output_to_wire`, into a new `message`, which may be part of another and is then not copied into it."""
+    """As `output_to_wire`, into a `message` that is new or has the tokens before; it may be part of another one."""
     message.index = output.index
     message.token_ids.extend(output.token_ids)
     message.stop_token_id = -1 if output.stop_token_id is None else output.stop_token_id

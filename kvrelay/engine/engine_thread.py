@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.loop_calls import LoopCalls
 from kvrelay.engine.request import StepResult
 
 _logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def gives_way(engine: Engine, result: StepResult | None) -> bool:
 class EngineThread:
     """`on_result` and `on_crash` are called on `loop`. After a crash the engine is gone: every later `call` raises
     UnavailableError. `num_turns` grows with every turn of the thread, at least once a second also while there is
-    nothing to do.
+    nothing to do. `stream_interval`: seconds that results may wait for others where nobody needs them at once.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class EngineThread:
         *,
         on_result: Callable[[StepResult], None],
         on_crash: Callable[[BaseException], None],
+        stream_interval: float = 0.0,
     ) -> None:
         self._engine = engine
         self._loop = loop
+        self._calls = LoopCalls(loop, stream_interval)
         self._on_result = on_result
         self._on_crash = on_crash
         self.num_turns = 0  # written by the thread, read by anyone
@@ -142,7 +145,7 @@ class EngineThread:
 
     def _hand_over(self) -> None:
         if self._result is not None:
-            self._to_loop(self._on_result, self._result)
+            self._to_loop(self._on_result, self._result, can_wait=self._result.can_wait)
             self._result = None
 
     def _handle_messages(self, seconds: float) -> bool:
@@ -157,9 +160,9 @@ class EngineThread:
             return True
         return False
 
-    def _to_loop(self, function: Callable[..., None], *args: object) -> None:
+    def _to_loop(self, function: Callable[..., None], *args: object, can_wait: bool = False) -> None:
         try:
-            self._loop.call_soon_threadsafe(function, *args)
+            self._calls.add(function, *args, can_wait=can_wait)
         except RuntimeError:  # the loop is closed: the process is ending and nobody listens
             _logger.debug("dropped a result after the loop closed")
 

@@ -124,3 +124,10 @@ class StepResult:
     stored: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]
     load: EngineLoad
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether nobody needs it at once: further tokens of outputs that go on are all that it tells requests."""
+        if self.admissions or self.prompts or self.failures or self.progress:
+            return False
+        return all(item.output.finish_reason is None for item in self.outputs)

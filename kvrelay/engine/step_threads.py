@@ -22,8 +22,9 @@ _SMALL_STEP_BYTES = 48_000_000
 
 
 def is_small(weight_bytes: int, num_tokens: int) -> bool:
-    """Whether a step of so many tokens, over weights of so many bytes, is for one thread."""
-    return weight_bytes * (_ROWS_PER_READING + num_tokens) < _SMALL_STEP_BYTES * _ROWS_PER_READING
+    """Whether a step of so many tokens, over weights of so many bytes, is for one thread. That of a stream which is
+    alone never is: its tokens travel together (`stream_interval`), so that others have little to do beside it."""
+    return num_tokens > 1 and weight_bytes * (_ROWS_PER_READING + num_tokens) < _SMALL_STEP_BYTES * _ROWS_PER_READING
 
 
 class StepThreads:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.core_table import CoreShare, CoreTable
+from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, planned_device, prepare_engine
 from kvrelay.node.block_copy import choose_copy
@@ -95,7 +97,14 @@ def _join(
         node_id, size.num_blocks, layout.block_size, size.num_blocks * layout.block_bytes / 2**30,
         size.max_model_len, prepared.attention, connector.name,
     )  # fmt: skip
-    return Node(identity, engine, connector, fetch_timeout=settings.fetch_timeout, prefill_rate=prefill_rate)
+    return Node(
+        identity,
+        engine,
+        connector,
+        fetch_timeout=settings.fetch_timeout,
+        prefill_rate=prefill_rate,
+        engine_thread=partial(EngineThread, stream_interval=settings.stream_interval),
+    )
 
 
 def _prepare_apart(options: EngineOptions) -> PreparedEngine:

@@ -2,16 +2,27 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, gives_way
 from kvrelay.engine.plan import SchedulerOutput
-from kvrelay.engine.request import EngineRequest, KVRole, StepResult
+from kvrelay.engine.request import (
+    Admission,
+    EngineRequest,
+    KVRole,
+    PromptOutput,
+    RequestFailure,
+    RequestOutput,
+    StepResult,
+)
 from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.step_threads import StepThreads
 from tests.engine.harness import Harness, prompt_of, request
@@ -153,3 +164,20 @@ def test_only_a_request_that_is_alone_and_goes_on_leaves_the_cores_to_its_first_
         assert gives_way(harness.engine, harness.results[-1]) == (gives and num_cores > 1)
     finally:
         torch.set_num_threads(num_threads)
+
+
+def test_only_further_tokens_of_outputs_that_go_on_can_wait() -> None:
+    load = Harness().engine.load()
+    nothing = StepResult((), (), (), (), (), (), (), (), load)
+    goes_on = RequestOutput("a", TokenOutput(0, (5,)))
+    ends = RequestOutput("b", TokenOutput(0, (5,), finish_reason=FinishReason.LENGTH))
+    assert nothing.can_wait
+    assert replace(nothing, outputs=(goes_on,), stored=(BlockHash(bytes(32)),)).can_wait
+    for urgent in (
+        replace(nothing, outputs=(goes_on, ends)),
+        replace(nothing, outputs=(goes_on,), prompts=(PromptOutput("c", 0, ()),)),
+        replace(nothing, admissions=(Admission("c", 0, ()),)),
+        replace(nothing, failures=(RequestFailure("c", "why"),)),
+        replace(nothing, progress=(("c", 1),)),
+    ):
+        assert not urgent.can_wait

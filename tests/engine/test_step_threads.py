@@ -58,7 +58,8 @@ def test_cores_are_taken_and_given_back_between_layers(shares: tuple[CoreShare, 
 @pytest.mark.parametrize(
     ("weight_bytes", "num_tokens", "expected"),
     [
-        (8_000_000, 1, True),  # bench/random_model.py's tiny: 0.7 ms
+        (8_000_000, 1, False),  # bench/random_model.py's tiny, its stream alone
+        (8_000_000, 2, True),  # 0.7 ms
         (8_000_000, 256, True),
         (8_000_000, 512, False),  # 12 ms
         (100_000_000, 1, False),  # 7 ms
@@ -74,7 +75,7 @@ def test_a_small_step_is_for_one_thread(shares: tuple[CoreShare, CoreShare]) -> 
     for share in (CoreShare(2), shares[0]):
         threads = StepThreads(share, weight_bytes=8_000_000)
         found = []
-        for num_tokens in (1, 512, 16):
+        for num_tokens in (2, 512, 16):
             threads.begin_step(num_tokens)
             threads.before_layer()
             found.append(torch.get_num_threads())
