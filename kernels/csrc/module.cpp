@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -351,6 +352,22 @@ void bind_fill_panels(nb::handle packed_object, nb::handle weight_object, std::i
   fill_panels(call, num_threads);
 }
 
+void bind_take_rows(nb::handle out_object, nb::handle packed_object, nb::handle outputs_object, std::int64_t num_outputs, int num_threads) {
+  const TensorView out(out_object, "out", 2);
+  const TensorView packed(packed_object, "packed", 2);
+  const TensorView outputs(outputs_object, "outputs", 1);
+  out.require_element_type(DType::bf16);
+  out.require_contiguous_from(0);
+  require(out.shape(0) == outputs.shape(0), "out needs a row for every output");
+  packed_call(packed, num_outputs, out.shape(1));
+  const std::int64_t* begin = outputs.int64_data();
+  require(std::all_of(begin, begin + outputs.shape(0), [&](std::int64_t output) { return output >= 0 && output < num_outputs; }),
+          "the weight has no such output");
+  const TakeCall call{packed.data<const bf16>(), out.shape(1), begin, outputs.shape(0), out.data<bf16>()};
+  const nb::gil_scoped_release release;
+  take_rows(call, num_threads);
+}
+
 void bind_packed_matmul(nb::handle out_object, nb::handle x_object, nb::handle packed_object, nb::handle bias_object, int num_threads) {
   const TensorView x(x_object, "x", 2);
   const TensorView packed(packed_object, "packed", 2);
@@ -420,6 +437,7 @@ NB_MODULE(_native, m) {
   m.def("dequantize", &paged::bind_dequantize, "out"_a, "packed"_a, "scales"_a, "zeros"_a.none(), "bits"_a, "group_size"_a,
         "num_threads"_a);
   m.def("fill_panels", &paged::bind_fill_panels, "packed"_a, "weight"_a, "first_output"_a, "num_outputs"_a, "num_threads"_a);
+  m.def("take_rows", &paged::bind_take_rows, "out"_a, "packed"_a, "outputs"_a, "num_outputs"_a, "num_threads"_a);
   m.def("packed_matmul", &paged::bind_packed_matmul, "out"_a, "x"_a, "packed"_a, "bias"_a.none(), "num_threads"_a);
   m.def("uniform", &paged::bind_uniform, "out"_a, "seeds"_a, "positions"_a, "choices"_a, "stream"_a, "first"_a);
   paged::define_projection(m);

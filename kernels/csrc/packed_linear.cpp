@@ -59,6 +59,16 @@ void fill_panel(const FillCall& call, std::int64_t begin, std::int64_t end) {
   }
 }
 
+void take_row(const TakeCall& call, std::int64_t row) {
+  const std::int64_t padded = (call.num_inputs + kPackedInputs - 1) / kPackedInputs * kPackedInputs;
+  const std::int64_t output = call.outputs[row];
+  const bf16* pair = call.packed + output / kPackedOutputs * padded * kPackedOutputs + output % kPackedOutputs * 2;
+  bf16* out = call.out + row * call.num_inputs;
+  std::int64_t input = 0;
+  for (; input + 1 < call.num_inputs; input += 2, pair += 2 * kPackedOutputs) std::memcpy(out + input, pair, 2 * sizeof(bf16));
+  if (input < call.num_inputs) out[input] = *pair;
+}
+
 // Rows [begin, begin + count) of x with padded_inputs(), as `target`.
 void copy_padded(const PackedCall& call, std::int64_t begin, std::int64_t count, bf16* target) {
   const std::int64_t inputs = call.padded_inputs();
@@ -107,6 +117,13 @@ void fill_panels(const FillCall& call, int num_threads) {
   parallel_for(num_threads, last - first, [&](std::int64_t item) {
     const std::int64_t begin = (first + item) * kPackedOutputs - call.first_output;
     fill_panel(call, std::max<std::int64_t>(0, begin), std::min(call.num_rows, begin + kPackedOutputs));
+  });
+}
+
+void take_rows(const TakeCall& call, int num_threads) {
+  const std::int64_t read_bytes = (call.num_inputs + 1) / 2 * kPackedOutputs * 4;  // a pair brings a whole line of its panel along
+  parallel_spans(num_threads, call.num_rows, kMinSpanBytes / read_bytes + 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) take_row(call, row);
   });
 }
 

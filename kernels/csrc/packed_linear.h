@@ -21,6 +21,18 @@ struct FillCall {
 // Writes the rows' weights and the padding of their inputs; outputs beyond the weight's last one are the caller's to clear.
 void fill_panels(const FillCall& call, int num_threads);
 
+// Rows of a weight on their way out of panels.
+struct TakeCall {
+  const bf16* packed;
+  std::int64_t num_inputs;
+  const std::int64_t* outputs;  // [num_rows], which of them
+  std::int64_t num_rows;
+  bf16* out;  // [num_rows, num_inputs]
+};
+
+// The rows that fill_panels was given for these outputs.
+void take_rows(const TakeCall& call, int num_threads);
+
 // Whether a product of so many rows and outputs can be `gated`, and should be.
 bool can_gate(std::int64_t num_rows, std::int64_t num_outputs);
 

@@ -51,6 +51,16 @@ def pack_rows(target: PackedWeight, rows: Tensor, first_output: int) -> None:
     native.fill_panels(target.panels, rows, first_output, target.num_outputs, torch.get_num_threads())
 
 
+def take_rows(weight: PackedWeight, outputs: Tensor) -> Tensor:
+    """`[num_rows, num_inputs]`, the weights of `outputs`, int64 `[num_rows]`, as they were before they were packed.
+    Raises ValueError for an output that there is not."""
+    native = load_extension()
+    assert native is not None
+    out = torch.empty(outputs.shape[0], weight.num_inputs, dtype=torch.bfloat16)
+    native.take_rows(out, weight.panels, outputs, weight.num_outputs, torch.get_num_threads())
+    return out
+
+
 def pack(weight: Tensor) -> PackedWeight:
     """A packed copy of `[num_outputs, num_inputs]`, for which `can_pack` holds."""
     target = empty_weight(*weight.shape)

@@ -99,9 +99,10 @@ def test_dynamic_scaling_beyond_the_trained_length_is_that_of_token_by_token_dec
     _assert_close(run.step([rest])[0], expected, tolerance=1e-3)
 
 
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_follows_float32(backend: BackendName, tmp_path: Path) -> None:
-    make_tiny_model("llama", tmp_path)
+def test_bfloat16_follows_float32(backend: BackendName, family: str, tmp_path: Path) -> None:
+    make_tiny_model(family, tmp_path)
     prompt = _tokens(PROMPT_LENGTH, seed=7)
     loaded = _load(tmp_path, dtype="bfloat16", backend=backend)
     assert loaded.dtype is torch.bfloat16

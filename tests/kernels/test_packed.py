@@ -160,6 +160,21 @@ def test_rows_arrive_in_any_parts(shape: tuple[int, int], num_threads: int) -> N
     assert torch.equal(packed.pack(weight).panels, target.panels)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_leave_as_they_came(shape: tuple[int, int], num_threads: int) -> None:
+    weight = torch.randn(shape).bfloat16()
+    outputs = torch.cat([torch.arange(shape[0]), torch.randint(0, shape[0], (300,))])
+    assert torch.equal(packed.take_rows(packed.pack(weight), outputs), weight[outputs])
+    assert packed.take_rows(packed.pack(weight), outputs[:0]).shape == (0, shape[1])
+
+
+@pytest.mark.parametrize("output", [-1, 70])
+def test_rows_that_are_not_there_are_refused(output: int) -> None:
+    weight = packed.pack(torch.randn(70, 256).bfloat16())  # its last panel has room for more
+    with pytest.raises(ValueError, match="no such output"):
+        packed.take_rows(weight, torch.tensor([3, output]))
+
+
 def test_rows_that_do_not_fit_are_refused() -> None:
     target = packed.empty_weight(96, 256)
     with pytest.raises(ValueError, match="do not fit"):

@@ -38,13 +38,6 @@ class LinearLayer(Protocol):
         """Of the weights as a product reads them. Only after `pack`."""
 
 
-class FillableLinear(LinearLayer, Protocol):
-    """A linear layer whose weights need not come from the checkpoint."""
-
-    def fill(self, first_output: int, rows: Tensor) -> None:
-        """Copies `[num_rows, num_inputs]` into outputs `first_output` and following. Not after `pack`."""
-
-
 def make_linear(
     parts: Sequence[tuple[str, int]],
     num_inputs: int,
@@ -57,7 +50,7 @@ def make_linear(
     in order of rows. What the checkpoint holds quantised stays so."""
     published = weights.published
     if published is None:
-        return make_fillable(parts, num_inputs, bias=bias, weights=weights, bits=weights.bits)
+        return make_unpublished(parts, num_inputs, bias=bias, weights=weights, bits=weights.bits)
     layers: list[LinearLayer] = []
     for quantized, run in groupby(parts, lambda part: published.quantizes(f"{prefix}{part[0]}")):
         if quantized:
@@ -69,9 +62,9 @@ def make_linear(
     return layers[0] if len(layers) == 1 else LinearsApart(layers)
 
 
-def make_fillable(
+def make_unpublished(
     parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat, bits: Bits | None
-) -> FillableLinear:
+) -> LinearLayer:
     """As `make_linear`, of weights that are in no quantised form yet."""
     if bits is None:
         return Linear(parts, num_inputs, bias=bias, weights=weights)
@@ -100,6 +93,12 @@ class Linear:
         if isinstance(self.weight, PackedWeight):
             return packed.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """`[num_rows, num_inputs]`: what the weights of `outputs`, int64 `[num_rows]`, were filled with."""
+        if isinstance(self.weight, PackedWeight):
+            return packed.take_rows(self.weight, outputs)
+        return self.weight.index_select(0, outputs)
 
     @property
     def num_bytes(self) -> int:

@@ -10,20 +10,21 @@ the rounding of matrix products.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
 from paged_kernels.base import AttentionBackend, AttentionMetadata
 from paged_kernels.fused import add_rms_norm, rms_norm, silu_mul
-from paged_kernels.packed import can_pack
 from torch import Tensor
 
 from kvrelay.engine.layers.layer_stack import LayerParts, layer_stack
-from kvrelay.engine.layers.linear import FillableLinear, LinearLayer, make_fillable, make_linear
+from kvrelay.engine.layers.linear import Linear, LinearLayer, make_linear, make_unpublished
+from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.rotary import RotaryTable
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 from kvrelay.engine.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from paged_kernels.layer_stack import LayerStack  # it needs the extension
+
+_EMBEDDING = "model.embed_tokens"  # its name in the checkpoint
 
 
 def layer_prefix(layer: int) -> str:
@@ -171,11 +172,10 @@ class DecoderForCausalLM:
         self.dtype = weights.dtype
         self.device = weights.device
         self.max_model_len = max_model_len
-        self.embedding = weights.empty(config.vocab_size, config.hidden_size)
+        self.embedding = self._embedding()
         self.layers = [DecoderLayer(config, layer, attention, weights) for layer in range(config.num_layers)]
         self.norm = weights.empty(config.hidden_size)
-        # None: the embedding is used
-        self.lm_head: LinearLayer | None = None if config.tie_word_embeddings else self._head()
+        self.lm_head: LinearLayer = self.embedding if isinstance(self.embedding, Linear) else self._head()
         self.rotary = RotaryTable(
             config.rope, head_dim=config.head_dim, max_positions=max_model_len, device=weights.device
         )
@@ -193,7 +193,7 @@ class DecoderForCausalLM:
         """`input_ids` and `positions` are `[num_tokens]` int64. Writes the tokens' KV into the pool. Returns the
         final hidden states after the last norm, `[num_tokens, hidden_size]`."""
         cos, sin = self.rotary.rows(positions)
-        x = self.embedding.index_select(0, input_ids)
+        x = self._embed(input_ids)
         if self.stack is not None:
             return self.stack(x, cos, sin, kv_pool, metadata, before_layer)
         residual: Tensor | None = None
@@ -205,8 +205,7 @@ class DecoderForCausalLM:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[num_rows, hidden_size]` -> float32 `[num_rows, vocab_size]`."""
-        logits = F.linear(hidden, self.embedding) if self.lm_head is None else self.lm_head(hidden)
-        return logits.float()
+        return self.lm_head(hidden).float()
 
     def attend_with(self, backend: AttentionBackend) -> None:
         """From the next step on; an FP8 pool needs one that knows its scales."""
@@ -216,26 +215,25 @@ class DecoderForCausalLM:
 
     def checkpoint_slots(self) -> dict[str, Slot]:
         """The place of every tensor of the checkpoint, by its name there. Not after `pack`."""
-        slots = {"model.embed_tokens.weight": slot_of(self.embedding), "model.norm.weight": slot_of(self.norm)}
+        slots = {"model.norm.weight": slot_of(self.norm)}
         for index, layer in enumerate(self.layers):
             slots.update(layer.slots(layer_prefix(index)))
-        if self.lm_head is not None:
+        if isinstance(self.embedding, Linear):
+            slots.update(self.embedding.slots(""))
+            return slots
+        slots[f"{_EMBEDDING}.weight"] = slot_of(self.embedding)
+        if not self.config.tie_word_embeddings:
             slots.update(self.lm_head.slots(""))
         return slots
 
     def pack(self) -> None:
-        """Once, after the slots are filled and dropped: weights take the form that matrix products read fastest.
-
-        A tied head gets a copy in that form: every step reads all of it, but of the embedding only a row per token.
-        """
+        """Once, after the slots are filled and dropped: weights take the form that matrix products read fastest."""
         for layer in self.layers:
             layer.pack()
-        if self.lm_head is None and (self.weights.head_bits is not None or can_pack(self.dtype, self.device)):
-            head = self._unquantized_head()
-            head.fill(0, self.embedding)
-            self.lm_head = head
-        if self.lm_head is not None:
-            self.lm_head.pack()
+        if self.config.tie_word_embeddings and isinstance(self.lm_head, QuantizedLinear):
+            assert isinstance(self.embedding, Tensor)
+            self.lm_head.fill(0, self.embedding)
+        self.lm_head.pack()
         self._is_packed = True
         self.stack = self._stack()
 
@@ -256,22 +254,31 @@ class DecoderForCausalLM:
     @property
     def weight_bytes(self) -> int:
         """What a step reads: all linear layers and the head."""
-        head = self.embedding.nbytes if self.lm_head is None else self.lm_head.num_bytes
-        return head + sum(linear.num_bytes for linear in self.linear_layers())
+        return self.lm_head.num_bytes + sum(linear.num_bytes for linear in self.linear_layers())
 
     def linear_layers(self) -> Iterator[LinearLayer]:
         """Without the head."""
         for layer in self.layers:
             yield from layer.linear_layers()
 
-    def _head(self) -> LinearLayer:
-        """As the checkpoint holds it."""
-        published = self.weights.published
-        if published is None or not published.quantizes("lm_head"):
-            return self._unquantized_head()
-        parts, size = (("lm_head", self.config.vocab_size),), self.config.hidden_size
-        return make_linear(parts, size, bias=False, weights=self.weights, prefix="")
+    def _embedding(self) -> Tensor | Linear:
+        """`[vocab_size, hidden_size]`; the output head itself where it is tied and not quantised. That keeps the form
+        that products read fastest, for a step reads all of it, and as an embedding only a row per token."""
+        vocab_size, hidden_size = self.config.vocab_size, self.config.hidden_size
+        if self.config.tie_word_embeddings and self.weights.head_bits is None:
+            return Linear(((_EMBEDDING, vocab_size),), hidden_size, bias=False, weights=self.weights)
+        return self.weights.empty(vocab_size, hidden_size)
 
-    def _unquantized_head(self) -> FillableLinear:
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """`[num_tokens, hidden_size]`."""
+        if isinstance(self.embedding, Linear):
+            return self.embedding.rows(input_ids)
+        return self.embedding.index_select(0, input_ids)
+
+    def _head(self) -> LinearLayer:
+        """One of its own: as the checkpoint holds it, or quantised."""
         parts, size = (("lm_head", self.config.vocab_size),), self.config.hidden_size
-        return make_fillable(parts, size, bias=False, weights=self.weights, bits=self.weights.head_bits)
+        published = self.weights.published
+        if published is not None and published.quantizes("lm_head"):
+            return make_linear(parts, size, bias=False, weights=self.weights, prefix="")
+        return make_unpublished(parts, size, bias=False, weights=self.weights, bits=self.weights.head_bits)
