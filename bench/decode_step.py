@@ -2,7 +2,8 @@
 
     python -m bench.decode_step --threads 1
 
-Forms: `none` (bfloat16), `int8` and `int4` (quantised while loading), `awq` and `gptq` (checkpoints of 4 bits, random).
+Forms: `none` (bfloat16), `shared` (bfloat16 as the nodes of `kvrelay serve` share it), `int8` and `int4` (quantised
+while loading), `awq` and `gptq` (checkpoints of 4 bits, random).
 Forward pass and logits of a random model of a real shape, without the engine around it. Every round measures a plain
 read of memory and each kind of weights once, in turn; what is printed is the median over rounds, and ratios are
 medians of the rounds' ratios, so that a load on the machine that comes and goes weighs on all of them alike.
@@ -23,12 +24,14 @@ from paged_kernels.registry import select_backend
 
 from bench.random_model import SHAPES, PublishedMethod, write_random_model
 from bench.timing import wall_seconds
+from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.loader import load_model
 
 BLOCK_SIZE = 16
-FORMS = (*get_args(Quantization), *get_args(PublishedMethod))
+_SHARED = "shared"
+FORMS = (*get_args(Quantization), _SHARED, *get_args(PublishedMethod))
 _READ_BYTES = 512 << 20
 
 
@@ -78,7 +81,7 @@ def _measure(title: str, steps: Sequence[Step], rounds: int) -> None:
         ratio = statistics.median(a / b for a, b in zip(times, plain, strict=True))
         share = statistics.median(step.num_bytes / a / read for a, read in zip(times, reads, strict=True))
         print(
-            f"  {step.name:5} {statistics.median(times) * 1e3:7.2f} ms (best {min(times) * 1e3:.2f}), {ratio:.2f} of "
+            f"  {step.name:6} {statistics.median(times) * 1e3:7.2f} ms (best {min(times) * 1e3:.2f}), {ratio:.2f} of "
             f"{steps[0].name}; {step.num_bytes / 1e6:.0f} MB at {share:.0%} of the read bandwidth"
         )
 
@@ -121,13 +124,16 @@ def _load(shape: str, form: str) -> DecoderForCausalLM:
     quantization: Quantization = next((kind for kind in get_args(Quantization) if kind == form), "none")
     with tempfile.TemporaryDirectory() as directory:
         write_random_model(Path(directory), shape, quantization=published)
-        loaded = load_model(
-            directory,
-            dtype="bfloat16",
-            attention=select_backend("auto"),
-            max_model_len=4096,
-            quantization=quantization,
-        )
+        store = WeightStore(WeightStore.create()) if form == _SHARED else None
+        for _ in range(2 if store else 1):  # the second one finds the weights of the first
+            loaded = load_model(
+                directory,
+                dtype="bfloat16",
+                attention=select_backend("auto"),
+                max_model_len=4096,
+                quantization=quantization,
+                weight_store=store,
+            )
     print(f"loaded as {form} in {loaded.load_seconds:.1f} s")
     return loaded.model
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paged_kernels.extension import load_extension
+from paged_kernels.weight_memory import WeightMemory
 
 PANEL_OUTPUTS = 32
 INPUT_MULTIPLE = 32
@@ -32,14 +33,14 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return best != "portable"
 
 
-def empty_weight(num_outputs: int, num_inputs: int) -> PackedWeight:
-    """Room for a weight, for which `can_pack` holds: undefined until every row has been through `pack_rows`."""
-    native = load_extension()
-    assert native is not None
+def empty_weight(num_outputs: int, num_inputs: int, memory: WeightMemory | None = None) -> PackedWeight:
+    """Room for a weight, for which `can_pack` holds, in `memory` or some of its own: undefined until every row has been
+    through `pack_rows`."""
+    memory = memory or WeightMemory()
     num_panels, padded_inputs = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
-    panels = torch.empty(num_panels, padded_inputs * PANEL_OUTPUTS, dtype=torch.bfloat16)
-    native.prefer_huge_pages(panels)
-    panels[-1].zero_()  # outputs beyond the last
+    panels = memory.empty((num_panels, padded_inputs * PANEL_OUTPUTS), torch.bfloat16)
+    if not memory.is_filled:
+        panels[-1].zero_()  # outputs beyond the last
     return PackedWeight(panels, num_outputs, num_inputs)
 
 

@@ -29,10 +29,12 @@ def empty_weight(num_outputs: int, num_inputs: int, bits: Bits, memory: WeightMe
     fill the last panel, are zero from the start."""
     group_size = GROUP_SIZES[bits]
     num_panels, num_groups = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // group_size)
-    packed = _empty_panels(num_panels, num_groups * group_size * bits // 8 * PANEL_OUTPUTS, memory)
-    scales = torch.empty(num_panels, num_groups, PANEL_OUTPUTS, dtype=torch.bfloat16)
-    packed[-1].zero_()
-    scales[-1].zero_()
+    memory = memory or WeightMemory()
+    packed = memory.empty((num_panels, num_groups * group_size * bits // 8 * PANEL_OUTPUTS), torch.uint8)
+    scales = memory.empty((num_panels, num_groups, PANEL_OUTPUTS), torch.bfloat16)
+    if not memory.is_filled:
+        packed[-1].zero_()
+        scales[-1].zero_()
     return QuantizedWeight(packed, scales, num_outputs, num_inputs, bits, group_size)
 
 
@@ -65,7 +67,7 @@ def pack_codes(
         raise ValueError(f"{num_groups} groups of {group_size} do not fit {num_inputs} inputs")
     padding = (0, num_panels * PANEL_OUTPUTS - num_outputs)
     whole = F.pad(codes, (*padding, 0, num_groups * group_size - num_inputs))
-    packed = _empty_panels(num_panels, whole.numel() * bits // 8 // num_panels, memory)
+    packed = (memory or WeightMemory()).empty((num_panels, whole.numel() * bits // 8 // num_panels), torch.uint8)
     quads = whole.view(-1, 4, num_panels, PANEL_OUTPUTS)
     if bits == 4:
         quads = quads[0::2] | quads[1::2] << 4
@@ -118,9 +120,3 @@ def _linear_widened(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> 
         part = dequantize(weight, x.dtype, begin, end)
         out[:, begin:end] = F.linear(x, part, None if bias is None else bias[begin:end])
     return out
-
-
-def _empty_panels(num_panels: int, panel_bytes: int, memory: WeightMemory | None) -> Tensor:
-    if memory is None:
-        return torch.empty(num_panels, panel_bytes, dtype=torch.uint8)
-    return memory.take(num_panels * panel_bytes).view(num_panels, panel_bytes)

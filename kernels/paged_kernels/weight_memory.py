@@ -5,19 +5,23 @@ would begin and end within a large page each, and what lies there comes in small
 then looks up all the time.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 
 from paged_kernels.extension import load_extension
 
-_PAGE = 2 << 20
+LARGE_PAGE = 2 << 20
 _CHUNK = 64 << 20
 _ALIGNMENT = 4096
 
 
 class WeightMemory:
     """Takes memory from the system in chunks. What was not written to, the end of the last chunk in particular, costs
-    nothing. For one thread."""
+    nothing. For one thread. `is_filled`: what is taken holds its values already, and nobody may write to it."""
+
+    is_filled = False
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)  # of the current chunk
@@ -26,16 +30,19 @@ class WeightMemory:
         """`[num_bytes]` uint8, undefined."""
         room = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if room > self._rest.numel():
-            self._rest = _chunk(max(room, _CHUNK))
+            self._rest = self._chunk(-(-max(room, _CHUNK) // LARGE_PAGE) * LARGE_PAGE)
+            native = load_extension()
+            if native is not None:
+                native.prefer_huge_pages(self._rest.view(1, -1).view(torch.bfloat16))
         taken, self._rest = self._rest[:num_bytes], self._rest[room:]
         return taken
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """As `take`."""
+        return self.take(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-def _chunk(num_bytes: int) -> Tensor:
-    whole = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
-    begin = -whole.data_ptr() % _PAGE
-    chunk = whole[begin : begin + num_bytes]
-    native = load_extension()
-    if native is not None:
-        native.prefer_huge_pages(chunk.view(1, -1).view(torch.bfloat16))
-    return chunk
+    def _chunk(self, num_bytes: int) -> Tensor:
+        """From the system: `num_bytes` that begin with a large page."""
+        whole = torch.empty(num_bytes + LARGE_PAGE, dtype=torch.uint8)
+        begin = -whole.data_ptr() % LARGE_PAGE
+        return whole[begin : begin + num_bytes]

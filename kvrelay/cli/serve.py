@@ -25,6 +25,7 @@ from kvrelay.core.connectors import AUTO, ConnectorSetting, parse_connectors
 from kvrelay.core.core_table import CoreTable
 from kvrelay.core.lifecycle import on_stdin_closed
 from kvrelay.core.logs import LogLevel
+from kvrelay.core.weight_store import WeightStore
 
 # Settings of serve that every node gets as they are, when they are set.
 NODE_SETTINGS = (
@@ -147,6 +148,11 @@ class ServeSettings(ProcessSettings):
         description="A node that has nothing to do lends its threads to the others, who give them back when it has; "
         "--no-lend-cores keeps every node to its own. Linux only.",
     )
+    share_weights: bool = Field(
+        default=True,
+        description="Nodes that compute on CPUs keep the model's weights in memory once, but for AWQ and GPTQ "
+        "checkpoints; --no-share-weights gives every node its own, in large pages. Linux only.",
+    )
     num_blocks: int | None = Field(default=None, gt=0, description="KV blocks per node; unset: from memory.")
     gpu_memory_utilization: float | None = Field(
         default=None,
@@ -227,7 +233,8 @@ async def _run_cluster(settings: ServeSettings) -> None:
     async with Supervisor(stop_timeout=settings.stop_timeout) as supervisor:
         cores = available_cores()
         table = _core_table(settings, cores)
-        commands = node_commands(settings, environment, cores=cores, core_table=table)
+        store = _weight_store(settings)
+        commands = node_commands(settings, environment, cores=cores, core_table=table, weight_store=store)
         _say(f"starting {', '.join(command.name for command in commands)} for {settings.model}")
         ready = await supervisor.start(commands, timeout=settings.start_timeout)
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
@@ -245,6 +252,17 @@ def _core_table(settings: ServeSettings, cores: int) -> int | None:
     return create_core_table(cores, settings.num_nodes, settings.node_threads(cores)) if settings.lend_cores else None
 
 
+def _weight_store(settings: ServeSettings) -> int | None:
+    """None where there is nothing to share, or no such memory."""
+    if not settings.share_weights or settings.num_nodes < 2 or sys.platform != "linux":
+        return None
+    try:
+        return WeightStore.create()
+    except (AttributeError, OSError) as error:  # an old libc, or a sandbox that forbids it
+        _say(f"every node has weights of its own: no memory that they could share ({error})")
+        return None
+
+
 def _release_cores(commands: Sequence[ChildCommand], core_table: int | None) -> Callable[[ChildCommand], None]:
     """What a node that has ended claimed, the others may have."""
     if core_table is None:
@@ -260,10 +278,15 @@ def _release_cores(commands: Sequence[ChildCommand], core_table: int | None) -> 
 
 
 def node_commands(
-    settings: ServeSettings, environment: Mapping[str, str], *, cores: int, core_table: int | None = None
+    settings: ServeSettings,
+    environment: Mapping[str, str],
+    *,
+    cores: int,
+    core_table: int | None = None,
+    weight_store: int | None = None,
 ) -> list[ChildCommand]:
-    """Every node of the cluster, prefill nodes first. `core_table`: descriptor of a table with an entry for each, in
-    this order."""
+    """Every node of the cluster, prefill nodes first. Descriptors: `core_table` of a table with an entry for each, in
+    this order, and `weight_store` of the memory for their weights."""
     num_nodes, threads = settings.num_nodes, settings.node_threads(cores)
     roles = ["prefill"] * settings.prefill_nodes + ["decode"] * settings.decode_nodes
     shared = dict(environment)
@@ -281,6 +304,8 @@ def node_commands(
         flags += ["--drain-timeout", str(settings.stop_timeout / 2), "--nodes-per-device", str(num_nodes)]
         if core_table is not None:
             flags += ["--core-table", f"{core_table}:{index}"]
+        if weight_store is not None:
+            flags += ["--weight-store", str(weight_store)]
         if settings.enforce_eager:
             flags.append("--enforce-eager")
         if settings.gpu_memory_utilization is not None:
@@ -291,7 +316,7 @@ def node_commands(
                 role=role,
                 arguments=(*_python(f"{role}_node", settings), *flags, *_flags(settings, NODE_SETTINGS)),
                 environment={**shared, **thread_environment(shared, threads)},
-                descriptors=() if core_table is None else (core_table,),
+                descriptors=tuple(found for found in (core_table, weight_store) if found is not None),
             )
         )
     return commands

@@ -24,6 +24,7 @@ class EngineOptions:
     calculate_kv_scales: bool = False
     quantization: Quantization = "none"
     threads: int = 0
+    weight_store: int | None = None
     attention_backend: Literal["auto", "native", "reference"] = "auto"
     device: DeviceName = "auto"
     nodes_per_device: int = 1

@@ -20,6 +20,7 @@ from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.device import choose_device, look_at_machine
 from kvrelay.engine.engine import Engine
@@ -146,6 +147,7 @@ def _load(options: EngineOptions, device: torch.device, attention: AttentionBack
             max_model_len=options.max_model_len or None,
             quantization=options.quantization,
             device=str(device),
+            weight_store=None if options.weight_store is None else WeightStore(options.weight_store),
             progress=_progress_logger(),
         )
     except torch.OutOfMemoryError as error:

@@ -42,6 +42,12 @@ class NodeSettings(ProcessSettings):
         description="Inherited file descriptor of the cores that nodes of one machine lend each other, and this node's "
         "entry, as 3:0 (used by kvrelay serve).",
     )
+    weight_store: int | None = Field(
+        default=None,
+        ge=0,
+        description="Inherited file descriptor of memory in which the nodes of one machine keep their weights once "
+        "(used by kvrelay serve).",
+    )
     attention_backend: Literal["auto", "native", "reference"] = Field(
         default="auto", description="Attention kernels; auto takes the fastest that is installed."
     )

@@ -58,10 +58,12 @@ def test_cores_are_counted() -> None:
     assert available_cores() >= 1
 
 
-def test_every_node_inherits_the_table_and_has_its_own_entry() -> None:
-    commands = node_commands(settings_of("m", "--decode-nodes", "2"), {}, cores=8, core_table=7)
-    assert [child_settings(NodeSettings, command).core_table for command in commands] == ["7:0", "7:1", "7:2"]
-    assert [command.descriptors for command in commands] == [(7,)] * 3
+def test_every_node_inherits_the_store_and_the_table_and_has_its_own_entry() -> None:
+    commands = node_commands(settings_of("m", "--decode-nodes", "2"), {}, cores=8, core_table=7, weight_store=9)
+    nodes = [child_settings(NodeSettings, command) for command in commands]
+    assert [node.core_table for node in nodes] == ["7:0", "7:1", "7:2"]
+    assert {node.weight_store for node in nodes} == {9}
+    assert [command.descriptors for command in commands] == [(7, 9)] * 3
 
 
 @pytest.mark.parametrize(("cores", "nodes", "threads", "expected"), [(8, 2, 4, 8), (9, 2, 4, 8), (2, 4, 1, 2)])

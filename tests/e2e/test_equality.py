@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.cli.cores import available_cores
 from tests.e2e.cluster import BLOCK_SIZE, Cluster, Oracle, some_token_ids
-from tests.e2e.processes import processes_of
+from tests.e2e.processes import process_of, processes_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -84,3 +84,11 @@ def test_idle_nodes_lend_their_cores(cluster: Cluster) -> None:
     lent = cluster.router.metric("kvrelay:node_steps_total", cores="lent")
     assert (lent > 0) == (available_cores() >= 2)
     assert cluster.router.metric("kvrelay:node_steps_total", cores="own") > 0
+
+
+def test_nodes_keep_the_weights_once(cluster: Cluster) -> None:
+    """One has loaded them, and both have them mapped."""
+    assert cluster.program.log.read_text().count("the weights are those that another node has loaded") == 1
+    for module in ("prefill_node", "decode_node"):
+        maps = Path(f"/proc/{process_of(cluster.model, module)}/maps").read_text()
+        assert "memfd:kvrelay-weights" in maps

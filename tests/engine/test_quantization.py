@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,15 +90,18 @@ def test_one_tensor_at_a_time_is_open_while_loading(tmp_path: Path, monkeypatch:
     """Peak memory: the packed weights, and the largest tensor in full."""
     make_tiny_model("llama", tmp_path)
     full_sizes: list[int] = []
-    plain_empty = WeightFormat.empty
 
-    def counted(self: WeightFormat, *shape: int) -> Tensor:
-        memory = plain_empty(self, *shape)
-        if len(shape) == 2:
-            full_sizes.append(memory.nbytes)
-        return memory
+    def counting(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def counted(self: WeightFormat, *shape: int) -> Tensor:
+            memory = make(self, *shape)
+            if len(shape) == 2:
+                full_sizes.append(memory.nbytes)
+            return memory
 
-    monkeypatch.setattr(WeightFormat, "empty", counted)
+        return counted
+
+    monkeypatch.setattr(WeightFormat, "empty", counting(WeightFormat.empty))
+    monkeypatch.setattr(WeightFormat, "scratch", counting(WeightFormat.scratch))
     progress: list[tuple[int, int]] = []
     loaded = load_model(
         str(tmp_path),

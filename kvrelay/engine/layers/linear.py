@@ -83,7 +83,7 @@ class Linear:
         self.dtype = weights.dtype
         self.format = weights
         self.weight: Tensor | PackedWeight = (
-            packed.empty_weight(num_outputs, num_inputs)
+            packed.empty_weight(num_outputs, num_inputs, weights.memory)
             if packed.can_pack(weights.dtype, weights.device)
             else weights.empty(num_outputs, num_inputs)
         )
@@ -126,7 +126,7 @@ class Linear:
         if isinstance(self.weight, Tensor):
             return slot_of(self.weight[begin : begin + size])
         shape = (size, self.num_inputs)
-        return Slot(shape, partial(self.format.empty, *shape), partial(self.fill, begin))
+        return Slot(shape, partial(self.format.scratch, *shape), partial(self.fill, begin))
 
 
 class LinearsApart:

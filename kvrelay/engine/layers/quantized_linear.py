@@ -43,7 +43,7 @@ class QuantizedLinear:
         begin = 0
         for name, size in self.parts:
             shape = (size, self.weight.num_inputs)
-            yield f"{prefix}{name}.weight", Slot(shape, partial(self.format.empty, *shape), partial(self.fill, begin))
+            yield f"{prefix}{name}.weight", Slot(shape, partial(self.format.scratch, *shape), partial(self.fill, begin))
             if self.bias is not None:
                 yield f"{prefix}{name}.bias", slot_of(self.bias[begin : begin + size])
             begin += size

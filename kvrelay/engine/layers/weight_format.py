@@ -51,7 +51,7 @@ class PublishedTensors:
 class WeightFormat:
     """`dtype` is that of activations, of KV unless it is FP8, and of all weights that are not quantised. `bits` is
     None, or the width of the decoder layers' matrices in weight-only quantisation, which is for the CPU. `published` is
-    of a checkpoint that is quantised already; `bits` is None then. `memory` is where codes of weights lie on the CPU.
+    of a checkpoint that is quantised already; `bits` is None then. `memory` is where weights lie on the CPU.
     """
 
     dtype: torch.dtype
@@ -66,6 +66,11 @@ class WeightFormat:
         return None if self.bits is None else 8
 
     def empty(self, *shape: int) -> Tensor:
+        """For a weight."""
+        return self.memory.empty(shape, self.dtype) if self.device.type == "cpu" else self.scratch(*shape)
+
+    def scratch(self, *shape: int) -> Tensor:
+        """For a tensor of the checkpoint on its way into a weight."""
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
 
 

@@ -232,7 +232,8 @@ class DecoderForCausalLM:
             layer.pack()
         if self.config.tie_word_embeddings and isinstance(self.lm_head, QuantizedLinear):
             assert isinstance(self.embedding, Tensor)
-            self.lm_head.fill(0, self.embedding)
+            if not self.weights.memory.is_filled:
+                self.lm_head.fill(0, self.embedding)
         self.lm_head.pack()
         self._is_packed = True
         self.stack = self._stack()

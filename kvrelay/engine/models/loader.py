@@ -7,7 +7,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from paged_kernels.quantized import GROUP_SIZES
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import PublishedTensors, Quantization, Slot, WeightFormat, bits_of
 from kvrelay.engine.models.checkpoint import (
     INTEGER_DTYPE,
@@ -29,6 +31,7 @@ from kvrelay.engine.models.checkpoint import (
 )
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig, load_model_config
+from kvrelay.engine.models.shared_weights import shared_weights
 from kvrelay.engine.models.stored_kv_scales import is_kv_scale
 
 logger = logging.getLogger(__name__)
@@ -64,11 +67,13 @@ def load_model(
     max_model_len: int | None,
     quantization: Quantization = "none",
     device: str = "cpu",
+    weight_store: WeightStore | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """`path` is a model directory, or a Hugging Face id that is in the local cache. `max_model_len` None takes what
     the model was made for. `quantization` is weight-only, done tensor by tensor while they are read, for the CPU.
-    A checkpoint that is quantised already (AWQ, GPTQ) stays as it is and takes none.
+    A checkpoint that is quantised already (AWQ, GPTQ) stays as it is and takes none. With a `weight_store` the CPU's
+    weights are those that other processes find there too, but for checkpoints that are quantised already.
 
     Raises ModelLoadError for a checkpoint that can not be run, naming the tensor or field and the file;
     ConfigurationError for a `max_model_len` beyond what the model's positions reach, or a `quantization` that does not
@@ -82,9 +87,20 @@ def load_model(
     compute_dtype = _compute_dtype(dtype, config, checkpoint, torch.device(device))
     length = _model_len(max_model_len, config)
     weights = _weight_format(config, checkpoint, compute_dtype, device, quantization)
-    model = DecoderForCausalLM(config, attention, max_model_len=length, weights=weights)
-    digests = _fill(model, checkpoint, progress)
-    model.pack()
+    store = weight_store if weights.device.type == "cpu" and weights.published is None else None
+    with nullcontext() if store is None else shared_weights(store, config, weights, checkpoint) as shared:
+        if shared is not None:
+            weights = replace(weights, memory=shared.memory)
+        model = DecoderForCausalLM(config, attention, max_model_len=length, weights=weights)
+        slots = model.checkpoint_slots()
+        _check_tensors(slots, checkpoint, config)
+        digests = None if shared is None else shared.digests
+        if digests is None:
+            digests = _fill(slots, checkpoint, progress)
+        del slots
+        model.pack()
+        if shared is not None:
+            shared.digests = digests
     if weights.published is not None:
         _log_published(model, weights.published)
     return LoadedModel(
@@ -154,9 +170,7 @@ def fingerprint(config: ModelConfig, weights: WeightFormat, digests: Sequence[by
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
-def _fill(model: DecoderForCausalLM, checkpoint: Checkpoint, progress: Progress | None) -> list[bytes]:
-    slots = model.checkpoint_slots()
-    _check_tensors(slots, checkpoint, model.config)
+def _fill(slots: Mapping[str, Slot], checkpoint: Checkpoint, progress: Progress | None) -> list[bytes]:
     done, total = 0, checkpoint.num_bytes
 
     def advance(num_bytes: int) -> None:

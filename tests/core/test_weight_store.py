@@ -1,0 +1,105 @@
+"""Turns at a store between real processes, and what the next one finds when one has died within its turn."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrelay.core.weight_store import WeightStore
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 30.0
+
+# Has a turn, says so, and ends it once it is told to.
+NODE = """
+import sys
+from kvrelay.core.weight_store import WeightStore
+store = WeightStore(int(sys.argv[1]))
+with store.turn(lambda: print("waits", flush=True)):
+    print("turn", store.note().decode() or "without a note", flush=True)
+    sys.stdin.readline()
+    if not store.note():
+        store.clear()
+        store.complete(b"of a node")
+"""
+
+
+@pytest.fixture
+def store() -> Iterator[WeightStore]:
+    descriptor = WeightStore.create()
+    yield WeightStore(descriptor)
+    os.close(descriptor)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for node in started:
+        node.kill()
+        node.communicate(timeout=PATIENCE)
+
+
+def start_node(store: WeightStore, nodes: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    node = subprocess.Popen(
+        [sys.executable, "-c", NODE, str(store.descriptor)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(store.descriptor,),
+    )
+    nodes.append(node)
+    return node
+
+
+def says(node: subprocess.Popen[str]) -> str:
+    assert node.stdout is not None
+    return node.stdout.readline().strip()
+
+
+@pytest.mark.timeout(60)
+def test_one_after_the_other_and_the_second_finds_the_first_ones_note(
+    store: WeightStore, nodes: list[subprocess.Popen[str]]
+) -> None:
+    first = start_node(store, nodes)
+    assert says(first) == "turn without a note"
+    second = start_node(store, nodes)
+    assert says(second) == "waits"
+    first.communicate("go on\n", timeout=PATIENCE)
+    assert says(second) == "turn of a node"
+
+
+@pytest.mark.timeout(60)
+def test_a_node_that_dies_within_its_turn_leaves_no_note(
+    store: WeightStore, nodes: list[subprocess.Popen[str]]
+) -> None:
+    first = start_node(store, nodes)
+    assert says(first) == "turn without a note"
+    second = start_node(store, nodes)
+    assert says(second) == "waits"
+    first.send_signal(signal.SIGKILL)
+    assert says(second) == "turn without a note"
+    second.communicate("go on\n", timeout=PATIENCE)
+    with store.turn(lambda: pytest.fail("both have ended")):
+        assert store.note() == b"of a node"
+
+
+def test_what_was_left_unfinished_is_given_back(store: WeightStore) -> None:
+    with store.turn(lambda: None):
+        store.clear()
+        os.pwrite(store.descriptor, b"weights", store.WEIGHTS_OFFSET)
+        store.clear()
+        assert os.pread(store.descriptor, 7, store.WEIGHTS_OFFSET) == b""
+        assert store.note() == b""
+
+
+def test_a_note_has_to_fit(store: WeightStore) -> None:
+    for note in (b"", bytes(store.WEIGHTS_OFFSET)):
+        with pytest.raises(ValueError, match="does not fit"):
+            store.complete(note)
+    assert store.note() == b""

@@ -1,0 +1,130 @@
+"""Weights that another node has loaded are those that this node would have loaded itself, or are not used."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from paged_kernels.registry import select_backend
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.weight_store import WeightStore
+from kvrelay.engine.layers.weight_format import Quantization
+from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from tests.engine.paged_run import PagedRun
+from tests.engine.published_models import make_published_model
+from tests.engine.tiny_models import make_tiny_model
+
+WEIGHTS = "model.safetensors"
+PROMPT = [5, 17, 250, 3, 3, 99]
+
+
+@pytest.fixture
+def store() -> Iterator[WeightStore]:
+    descriptor = WeightStore.create()
+    yield WeightStore(descriptor)
+    os.close(descriptor)
+
+
+def load(
+    directory: Path, store: WeightStore | None, *, dtype: DTypeName = "bfloat16", quantization: Quantization = "none"
+) -> LoadedModel:
+    return load_model(
+        str(directory),
+        dtype=dtype,
+        attention=select_backend("auto"),
+        max_model_len=None,
+        quantization=quantization,
+        weight_store=store,
+    )
+
+
+def logits(loaded: LoadedModel) -> Tensor:
+    return PagedRun(loaded.model, num_sequences=1, max_tokens=len(PROMPT)).step([PROMPT])[0]
+
+
+def overwrite_weights(directory: Path) -> None:
+    """With zeros, and so that no listing of the directory shows it."""
+    path = directory / WEIGHTS
+    before = path.stat()
+    header_bytes = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    with path.open("r+b") as file:
+        file.seek(header_bytes)
+        file.write(bytes(before.st_size - header_bytes))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [
+        ("llama", "float32", "none"),
+        ("llama", "bfloat16", "none"),
+        ("qwen2", "bfloat16", "none"),
+        ("qwen3", "bfloat16", "none"),
+        ("llama", "bfloat16", "int8"),
+        ("qwen2", "bfloat16", "int4"),
+    ],
+)
+def test_the_second_one_reads_no_weights(
+    family: str, dtype: DTypeName, quantization: Quantization, tmp_path: Path, store: WeightStore
+) -> None:
+    make_tiny_model(family, tmp_path)
+    alone = load(tmp_path, None, dtype=dtype, quantization=quantization)
+    first = load(tmp_path, store, dtype=dtype, quantization=quantization)
+    overwrite_weights(tmp_path)
+    second = load(tmp_path, store, dtype=dtype, quantization=quantization)
+    assert first.fingerprint == second.fingerprint == alone.fingerprint
+    expected = logits(alone)
+    assert torch.equal(logits(first), expected) and torch.equal(logits(second), expected)
+
+
+def test_the_second_one_writes_nothing(tmp_path: Path, store: WeightStore) -> None:
+    make_tiny_model("qwen2", tmp_path)
+    first = load(tmp_path, store)
+    expected = logits(first)
+    second = load(tmp_path, store)
+    second.model.norm.zero_()
+    assert not torch.equal(logits(second), expected)
+    assert torch.equal(logits(first), expected)
+
+
+def test_a_load_that_fails_leaves_the_next_one_to_begin_again(tmp_path: Path, store: WeightStore) -> None:
+    make_tiny_model("llama", tmp_path)
+    intact = (tmp_path / WEIGHTS).read_bytes()
+    tensors = load_file(tmp_path / WEIGHTS)
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ModelLoadError, match=re.escape("model.norm.weight")):
+        load(tmp_path, store)
+    (tmp_path / WEIGHTS).write_bytes(intact)
+    assert torch.equal(logits(load(tmp_path, store)), logits(load(tmp_path, None)))
+
+
+@pytest.mark.parametrize("change", ["other quantization", "other dtype", "other files"])
+def test_other_weights_are_not_used(
+    change: str, tmp_path: Path, store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_tiny_model("llama", tmp_path)
+    load(tmp_path, store)
+    dtype: DTypeName = "float32" if change == "other dtype" else "bfloat16"
+    quantization: Quantization = "int8" if change == "other quantization" else "none"
+    if change == "other files":
+        tensors = load_file(tmp_path / WEIGHTS)
+        save_file({name: tensor * 2 for name, tensor in tensors.items()}, tmp_path / WEIGHTS)
+    found = load(tmp_path, store, dtype=dtype, quantization=quantization)
+    alone = load(tmp_path, None, dtype=dtype, quantization=quantization)
+    assert found.fingerprint == alone.fingerprint and torch.equal(logits(found), logits(alone))
+    assert "not those of this model" in caplog.text
+
+
+def test_a_quantised_checkpoint_is_loaded_by_everybody(tmp_path: Path, store: WeightStore) -> None:
+    """What its weights are repacked to is not shared."""
+    directory = make_published_model("llama", "awq-64", tmp_path).directory
+    first, second = load(directory, store, dtype="float32"), load(directory, store, dtype="float32")
+    assert first.fingerprint == second.fingerprint and torch.equal(logits(first), logits(second))
+    with store.turn(lambda: None):
+        assert not store.note()
