@@ -155,11 +155,11 @@ class Node:
             raise UnavailableError(f"{self.identity.node_id} has crashed")
 
     def _on_result(self, result: StepResult) -> None:
+        self._handler(result)  # first: clients wait for its tokens, while publishing is work for this thread
         self._prefill_rate.observe(result.load)
         self.event_log.append(result.stored, result.removed, result.load)
         blocks = [Block(block.block_id, block.block_hash, block.num_tokens) for block in result.named]
         self._publisher.enqueue(blocks, [self._progress(*progress) for progress in result.progress])
-        self._handler(result)
 
     def _progress(self, request_id: str, num_blocks: int) -> Callable[[], None]:
         return lambda: self._on_progress(request_id, num_blocks)

@@ -1,0 +1,52 @@
+"""A node between its engine, its connector and its service: what it does first when a step ends."""
+
+import asyncio
+from collections.abc import Sequence
+
+from kv_connector.base import Block
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.request import EngineRequest, StepResult
+from tests.node.fake_node import BLOCK_SIZE, make_node
+
+
+class NotingConnector(InProcessConnector):
+    def __init__(self, order: list[str]) -> None:
+        super().__init__(InProcessHub())
+        self._order = order
+
+    async def publish(self, blocks: Sequence[Block]) -> None:
+        self._order.append("published")
+        await super().publish(blocks)
+
+
+async def test_who_sends_tokens_runs_before_watchers_and_the_publisher() -> None:
+    order: list[str] = []
+    node = make_node(connector=NotingConnector(order))
+    sampled = asyncio.Event()
+
+    def on_result(result: StepResult) -> None:
+        if result.outputs:
+            sampled.set()
+
+    async def send_tokens() -> None:
+        await sampled.wait()
+        order.append("sent")
+
+    async def watch() -> None:
+        version = 0
+        while not node.event_log.since(0).stored:
+            version = await node.event_log.changed(version)
+        order.append("watched")
+
+    tasks = [asyncio.create_task(watch()), asyncio.create_task(send_tokens())]
+    await asyncio.sleep(0)
+    node.start(on_result)
+    request = EngineRequest("a", tuple(range(2 * BLOCK_SIZE)), SamplingParams(max_tokens=1, temperature=0.0, seed=0))
+    await node.engine.call(lambda engine: engine.add(request))
+    async with asyncio.timeout(10.0):
+        await asyncio.gather(*tasks)
+    await node.check_idle()
+    await node.close()
+    assert order[0] == "sent"
+    assert sorted(order) == ["published", "sent", "watched"]
