@@ -61,6 +61,7 @@ class ClusterConfig:
     node_timeout: float = 2.0
     fetch_timeout: float = 3.0
     longest_step: float = 0.02
+    stream_interval: float = 0.01
     damage: float = 0.0
     run_ahead: bool = False
 
@@ -250,6 +251,7 @@ class Cluster:
                 context=process.context,
                 step_seconds=lambda: self.random.uniform(0.002, self.config.longest_step),
                 on_failure=lambda error: self.failures.append(f"the engine of {address} crashed: {error!r}"),
+                stream_interval=self.config.stream_interval,
             ),
         )
         service: PrefillService | DecodeService

@@ -104,8 +104,9 @@ class VirtualEngineThread(EngineThread):
         context: Context,
         step_seconds: Callable[[], float],
         on_failure: Callable[[BaseException], None],
+        stream_interval: float,
     ) -> None:
-        super().__init__(engine, loop, on_result=on_result, on_crash=on_crash)
+        super().__init__(engine, loop, on_result=on_result, on_crash=on_crash, stream_interval=stream_interval)
         self._context = context
         self._step_seconds = step_seconds
         self._on_failure = on_failure
@@ -147,8 +148,8 @@ class VirtualEngineThread(EngineThread):
         self._loop.call_later(seconds, self._after_step, result, busy, context=self._context)
 
     def _after_step(self, result: StepResult | None, busy: bool) -> None:
-        if result is not None:
-            self._on_result(result)
+        self._result = result
+        self._hand_over()
         if busy or not self._mailbox.empty():
             self._turn()
         else:

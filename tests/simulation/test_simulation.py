@@ -13,6 +13,7 @@ from kv_connector.faulty import DamagingCopy
 from kv_connector.pool import Rows, copy_payload
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.loop_calls import LoopCalls
 from kvrelay.node.receiver import Receiver
 from prefill_node.leases import LeaseTable
 from router.relay.attempt import Attempt
@@ -95,11 +96,17 @@ def _forgets_a_token(supervisor: RequestSupervisor, attempt: Attempt, event: Any
         del tokens[1:2]
 
 
+def _forgets_what_waited(calls: LoopCalls) -> None:
+    calls._timer = None
+    calls._calls.clear()
+
+
 _deliver = Engine.deliver
 _remember = RequestSupervisor._remember
 
 PLANTED: list[tuple[type, str, Callable[..., Any], str]] = [
     (DamagingCopy, "__call__", _trusts_what_arrives, "WrongKVError"),
+    (LoopCalls, "_interval_over", _forgets_what_waited, "output 0 is"),
     (Engine, "deliver", _names_too_early, "WrongKVError"),
     (RequestSupervisor, "_remember", _forgets_a_token, "output 0 is"),
     (PrefillClient, "release", _forgets_to_release, "leases"),
