@@ -26,15 +26,19 @@ class WeightStore:
     @staticmethod
     def create() -> int:
         """A descriptor of a new and empty store, for child processes to inherit. Raises AttributeError where the system
-        has no such memory (it is Linux's)."""
-        return os.memfd_create("kvrelay-weights")
+        has no such memory (it is Linux's), OSError where it does not give it, or not a second time."""
+        descriptor = os.memfd_create("kvrelay-weights")
+        try:
+            os.close(_open_anew(descriptor))  # as every turn will
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     @contextmanager
     def turn(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """No other process has one meanwhile. Waits as long as others load; calls `on_wait` before that. Raises OSError
-        where the system does not give the memory a second time."""
-        # Opened anew: processes that inherit a descriptor hold a lock on it together.
-        own = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        """No other process has one meanwhile. Waits as long as others load; calls `on_wait` before that."""
+        own = _open_anew(self.descriptor)
         try:
             try:
                 fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,3 +65,8 @@ class WeightStore:
         """Within a turn that found no note: what somebody left unfinished is given back."""
         os.ftruncate(self.descriptor, 0)
         os.ftruncate(self.descriptor, self.WEIGHTS_OFFSET)
+
+
+def _open_anew(descriptor: int) -> int:
+    """Another descriptor of the same memory, with locks of its own: those on an inherited one are held together."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

@@ -89,6 +89,20 @@ def test_a_node_that_dies_within_its_turn_leaves_no_note(
         assert store.note() == b"of a node"
 
 
+def test_a_store_that_no_node_could_have_a_turn_at_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc, as in a sandbox."""
+
+    def open_nothing(path: str, flags: int) -> int:
+        raise FileNotFoundError(path)
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_nothing)
+        with pytest.raises(FileNotFoundError):
+            WeightStore.create()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_what_was_left_unfinished_is_given_back(store: WeightStore) -> None:
     with store.turn(lambda: None):
         store.clear()

@@ -57,7 +57,7 @@ def shared_weights(
     store: WeightStore, config: ModelConfig, weights: WeightFormat, checkpoint: Checkpoint
 ) -> Iterator[SharedWeights | None]:
     """The store's memory for a model's weights: filled, or to be filled until the end of the block. None where other
-    weights are in it, or the system does not let us."""
+    weights are in it."""
     wanted = _content(config, weights, checkpoint)
     with store.turn(lambda: _logger.info("waiting for the weights that another node loads")):
         note = store.note()
