@@ -87,6 +87,61 @@ async def test_an_answer_never_overtakes_the_results_before_it() -> None:
     assert not crashes
 
 
+class HeldAt:
+    """The runner `inner`, whose steps of these numbers wait to be told to go on."""
+
+    def __init__(self, inner: Runner, numbers: tuple[int, ...]) -> None:
+        self._inner = inner
+        self._num_steps = 0
+        self.gates = {number: (threading.Event(), threading.Event()) for number in numbers}  # reached, go on
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        self._num_steps += 1
+        if self._num_steps in self.gates:
+            reached, go_on = self.gates[self._num_steps]
+            reached.set()
+            assert go_on.wait(PATIENCE)
+        return self._inner.launch(plan)
+
+
+async def test_further_tokens_wait_for_the_last_one() -> None:
+    """Where no interval ends before; the first one waits for nothing."""
+    held: list[HeldAt] = []
+
+    def hold(inner: Runner) -> HeldAt:
+        held.append(HeldAt(inner, (2, 10)))
+        return held[0]
+
+    harness, first, last = Harness(wrap=hold), asyncio.Event(), asyncio.Event()
+    num_told = 0
+
+    def on_result(result: StepResult) -> None:
+        nonlocal num_told
+        num_told += len(result.outputs)
+        first.set()
+        if num_told == 20:
+            last.set()
+
+    thread = EngineThread(
+        harness.engine,
+        asyncio.get_running_loop(),
+        on_result=on_result,
+        on_crash=lambda error: pytest.fail(str(error)),
+        stream_interval=3600.0,
+    )
+    thread.start()
+    async with asyncio.timeout(PATIENCE):
+        await thread.call(lambda engine: engine.add(request("a", prompt_of(5), 20)))
+        await first.wait()
+        [(_, at_second), (tenth_reached, at_tenth)] = held[0].gates.values()
+        at_second.set()
+        await asyncio.to_thread(tenth_reached.wait, PATIENCE)
+        assert num_told == 1
+        at_tenth.set()
+        await last.wait()
+        await thread.stop(PATIENCE)
+
+
 class BrokenAtThird:
     """The runner `inner`, but the third step ends the engine before its layers begin."""
 

@@ -1,5 +1,6 @@
 """Weights that another node has loaded are those that this node would have loaded itself, or are not used."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -47,15 +48,28 @@ def logits(loaded: LoadedModel) -> Tensor:
     return PagedRun(loaded.model, num_sequences=1, max_tokens=len(PROMPT)).step([PROMPT])[0]
 
 
-def overwrite_weights(directory: Path) -> None:
-    """With zeros, and so that no listing of the directory shows it."""
+def overwrite_weights(directory: Path, *, later: bool = False) -> None:
+    """With zeros, and so that no listing of the directory shows it, but `later` by its time."""
     path = directory / WEIGHTS
     before = path.stat()
     header_bytes = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     with path.open("r+b") as file:
         file.seek(header_bytes)
         file.write(bytes(before.st_size - header_bytes))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + later))
+
+
+def copied_kib() -> int:
+    """Of the store's memory: pages that this process has written to and so has for itself."""
+    sizes = list[str]()
+    is_of_store = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_of_store = "memfd:kvrelay-weights" in line and line.split()[1].endswith("p")  # mapped privately
+        elif is_of_store and line.startswith("Anonymous:"):
+            sizes.append(line.split()[1])
+    assert sizes
+    return sum(map(int, sizes))
 
 
 @pytest.mark.parametrize(
@@ -80,14 +94,16 @@ def test_the_second_one_reads_no_weights(
     assert first.fingerprint == second.fingerprint == alone.fingerprint
     expected = logits(alone)
     assert torch.equal(logits(first), expected) and torch.equal(logits(second), expected)
+    assert copied_kib() == 0
 
 
-def test_the_second_one_writes_nothing(tmp_path: Path, store: WeightStore) -> None:
+def test_what_the_second_one_writes_is_its_own(tmp_path: Path, store: WeightStore) -> None:
     make_tiny_model("qwen2", tmp_path)
     first = load(tmp_path, store)
     expected = logits(first)
     second = load(tmp_path, store)
     second.model.norm.zero_()
+    assert copied_kib() > 0
     assert not torch.equal(logits(second), expected)
     assert torch.equal(logits(first), expected)
 
@@ -104,7 +120,7 @@ def test_a_load_that_fails_leaves_the_next_one_to_begin_again(tmp_path: Path, st
     assert torch.equal(logits(load(tmp_path, store)), logits(load(tmp_path, None)))
 
 
-@pytest.mark.parametrize("change", ["other quantization", "other dtype", "other files"])
+@pytest.mark.parametrize("change", ["other quantization", "other dtype", "other files", "later files", "other model"])
 def test_other_weights_are_not_used(
     change: str, tmp_path: Path, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,6 +131,11 @@ def test_other_weights_are_not_used(
     if change == "other files":
         tensors = load_file(tmp_path / WEIGHTS)
         save_file({name: tensor * 2 for name, tensor in tensors.items()}, tmp_path / WEIGHTS)
+    elif change == "later files":
+        overwrite_weights(tmp_path, later=True)
+    elif change == "other model":  # whose embedding is its head, and lies elsewhere
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     found = load(tmp_path, store, dtype=dtype, quantization=quantization)
     alone = load(tmp_path, None, dtype=dtype, quantization=quantization)
     assert found.fingerprint == alone.fingerprint and torch.equal(logits(found), logits(alone))
