@@ -171,9 +171,9 @@ class ServeSettings(ProcessSettings):
     stream_interval: float | None = Field(
         default=None,
         ge=0,
-        le=1,
-        description="Seconds that further tokens of a stream wait, at most, to travel together; unset: the nodes' "
-        "default.",
+        le=0.1,
+        description="Seconds (not tokens) that further tokens of a stream wait, at most, to travel together; unset: "
+        "the nodes' default.",
     )
     attention_backend: Literal["auto", "native", "reference"] = Field(default="auto", description="Attention kernels.")
     device: Literal["auto", "cpu", "cuda"] = Field(

@@ -126,9 +126,9 @@ class NodeSettings(ProcessSettings):
     stream_interval: float = Field(
         default=0.004,
         ge=0,
-        le=1,
-        description="Seconds that further tokens of a stream wait, at most, to travel together; its first and its last "
-        "ones never do. Only steps shorter than this are affected. 0 sends every token by itself.",
+        le=0.1,
+        description="Seconds (not tokens) that further tokens of a stream wait, at most, to travel together; its first "
+        "and its last ones never do. Only steps shorter than this are affected. 0 sends every token by itself.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."
