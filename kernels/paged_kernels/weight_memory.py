@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paged_kernels.extension import load_extension
 
-LARGE_PAGE = 2 << 20
+_LARGE_PAGE = 2 << 20
 _CHUNK = 64 << 20
 _ALIGNMENT = 4096
 
@@ -30,7 +30,7 @@ class WeightMemory:
         """`[num_bytes]` uint8, undefined."""
         room = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if room > self._rest.numel():
-            self._rest = self._chunk(-(-max(room, _CHUNK) // LARGE_PAGE) * LARGE_PAGE)
+            self._rest = self._chunk(-(-max(room, _CHUNK) // _LARGE_PAGE) * _LARGE_PAGE)
             native = load_extension()
             if native is not None:
                 native.prefer_huge_pages(self._rest.view(1, -1).view(torch.bfloat16))
@@ -42,7 +42,7 @@ class WeightMemory:
         return self.take(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def _chunk(self, num_bytes: int) -> Tensor:
-        """From the system: `num_bytes` that begin with a large page."""
-        whole = torch.empty(num_bytes + LARGE_PAGE, dtype=torch.uint8)
-        begin = -whole.data_ptr() % LARGE_PAGE
+        """From the system: `num_bytes`, a multiple of a large page, which begin with one where that can be had."""
+        whole = torch.empty(num_bytes + _LARGE_PAGE, dtype=torch.uint8)
+        begin = -whole.data_ptr() % _LARGE_PAGE
         return whole[begin : begin + num_bytes]

@@ -22,7 +22,7 @@ class LoopCalls:
         self._timer: asyncio.TimerHandle | None = None  # of the interval that goes on
 
     def add(self, function: Callable[..., None], *args: Any, can_wait: bool = False) -> None:
-        """Raises RuntimeError when the loop is closed."""
+        """Raises RuntimeError when it finds the loop closed."""
         self._calls.append((function, args))
         if not self._is_woken and not (can_wait and self._timer is not None):
             self._is_woken = True

@@ -57,6 +57,17 @@ def start_node(store: WeightStore, nodes: list[subprocess.Popen[str]]) -> subpro
     return node
 
 
+def first_and_next(
+    store: WeightStore, nodes: list[subprocess.Popen[str]]
+) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """One in its turn at an empty store, and one that waits for it."""
+    first = start_node(store, nodes)
+    assert says(first) == "turn without a note"
+    second = start_node(store, nodes)
+    assert says(second) == "waits"
+    return first, second
+
+
 def says(node: subprocess.Popen[str]) -> str:
     assert node.stdout is not None
     return node.stdout.readline().strip()
@@ -66,10 +77,7 @@ def says(node: subprocess.Popen[str]) -> str:
 def test_one_after_the_other_and_the_second_finds_the_first_ones_note(
     store: WeightStore, nodes: list[subprocess.Popen[str]]
 ) -> None:
-    first = start_node(store, nodes)
-    assert says(first) == "turn without a note"
-    second = start_node(store, nodes)
-    assert says(second) == "waits"
+    first, second = first_and_next(store, nodes)
     first.communicate("go on\n", timeout=PATIENCE)
     assert says(second) == "turn of a node"
 
@@ -78,10 +86,7 @@ def test_one_after_the_other_and_the_second_finds_the_first_ones_note(
 def test_a_node_that_dies_within_its_turn_leaves_no_note(
     store: WeightStore, nodes: list[subprocess.Popen[str]]
 ) -> None:
-    first = start_node(store, nodes)
-    assert says(first) == "turn without a note"
-    second = start_node(store, nodes)
-    assert says(second) == "waits"
+    first, second = first_and_next(store, nodes)
     first.send_signal(signal.SIGKILL)
     assert says(second) == "turn without a note"
     second.communicate("go on\n", timeout=PATIENCE)

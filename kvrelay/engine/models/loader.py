@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +30,7 @@ from kvrelay.engine.models.checkpoint import (
 )
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig, load_model_config
-from kvrelay.engine.models.shared_weights import shared_weights
+from kvrelay.engine.models.shared_weights import place_for
 from kvrelay.engine.models.stored_kv_scales import is_kv_scale
 
 logger = logging.getLogger(__name__)
@@ -87,20 +86,15 @@ def load_model(
     compute_dtype = _compute_dtype(dtype, config, checkpoint, torch.device(device))
     length = _model_len(max_model_len, config)
     weights = _weight_format(config, checkpoint, compute_dtype, device, quantization)
-    store = weight_store if weights.device.type == "cpu" and weights.published is None else None
-    with nullcontext() if store is None else shared_weights(store, config, weights, checkpoint) as shared:
-        if shared is not None:
-            weights = replace(weights, memory=shared.memory)
+    with place_for(weight_store, config, weights, checkpoint) as place:
+        weights = replace(weights, memory=place.memory)
         model = DecoderForCausalLM(config, attention, max_model_len=length, weights=weights)
         slots = model.checkpoint_slots()
         _check_tensors(slots, checkpoint, config)
-        digests = None if shared is None else shared.digests
-        if digests is None:
-            digests = _fill(slots, checkpoint, progress)
+        if place.digests is None:
+            place.digests = _fill(slots, checkpoint, progress)
         del slots
         model.pack()
-        if shared is not None:
-            shared.digests = digests
     if weights.published is not None:
         _log_published(model, weights.published)
     return LoadedModel(
@@ -108,7 +102,7 @@ def load_model(
         config=config,
         dtype=compute_dtype,
         max_model_len=length,
-        fingerprint=fingerprint(config, weights, digests),
+        fingerprint=fingerprint(config, weights, place.digests),
         load_seconds=clock.now() - start,
         checkpoint=checkpoint,
     )

@@ -44,38 +44,40 @@ class SharedMemory(WeightMemory):
 
 
 @dataclass(slots=True)
-class SharedWeights:
-    """Of a node whose turn it is. `digests` of the checkpoint's files: None where the memory is to be filled; who does
-    that sets them for the others."""
+class WeightPlace:
+    """`digests` of the checkpoint's files: None where the memory is to be filled, by who sets them then."""
 
-    memory: SharedMemory
+    memory: WeightMemory
     digests: Sequence[bytes] | None = None
 
 
 @contextmanager
-def shared_weights(
-    store: WeightStore, config: ModelConfig, weights: WeightFormat, checkpoint: Checkpoint
-) -> Iterator[SharedWeights | None]:
-    """The store's memory for a model's weights: filled, or to be filled until the end of the block. None where other
-    weights are in it."""
+def place_for(
+    store: WeightStore | None, config: ModelConfig, weights: WeightFormat, checkpoint: Checkpoint
+) -> Iterator[WeightPlace]:
+    """Where a model's weights lie: in the store, filled, or to be filled until the end of the block; in memory of our
+    own where there is no store, other weights are in it, or the format is none that is shared."""
+    if store is None or weights.device.type != "cpu" or weights.published is not None:
+        yield WeightPlace(weights.memory)
+        return
     wanted = _content(config, weights, checkpoint)
     with store.turn(lambda: _logger.info("waiting for the weights that another node loads")):
         note = store.note()
         if not note:
             store.clear()
-            shared = SharedWeights(SharedMemory(store, is_filled=False))
-            yield shared
-            assert shared.digests is not None
-            digests = [digest.hex() for digest in shared.digests]
+            place = WeightPlace(SharedMemory(store, is_filled=False))
+            yield place
+            assert place.digests is not None
+            digests = [digest.hex() for digest in place.digests]
             store.complete(json.dumps({"content": wanted, "digests": digests}).encode())
             return
         found = json.loads(note)
         if found["content"] != wanted:
             _logger.warning("the weights that the other nodes share are not those of this model now: loading our own")
-            yield None
+            yield WeightPlace(weights.memory)
             return
         _logger.info("the weights are those that another node has loaded")
-        yield SharedWeights(SharedMemory(store, is_filled=True), [bytes.fromhex(digest) for digest in found["digests"]])
+        yield WeightPlace(SharedMemory(store, is_filled=True), [bytes.fromhex(digest) for digest in found["digests"]])
 
 
 def _content(config: ModelConfig, weights: WeightFormat, checkpoint: Checkpoint) -> str:
