@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 from paged_kernels import packed
-from paged_kernels.base import AttentionMetadata
+from paged_kernels.base import AttentionMetadata, LastTokens
 from paged_kernels.packed import PackedWeight
 from paged_kernels.registry import select_backend
 from torch import Tensor
@@ -128,8 +128,8 @@ def _step(model: DecoderForCausalLM, spec: str) -> Callable[[], Tensor]:
     )
     kv_pool = torch.randn(shape, dtype=torch.float32).to(model.dtype)
     input_ids = torch.randint(0, config.vocab_size, positions.shape)
-    last_tokens = starts[1:] - 1
-    return lambda: model.compute_logits(model.forward(input_ids, positions, kv_pool, metadata)[last_tokens])
+    last = LastTokens.of(metadata, torch.arange(len(sequences)))
+    return lambda: model.compute_logits(model.forward(input_ids, positions, kv_pool, metadata, last))
 
 
 def _sequences(part: str) -> list[tuple[int, int]]:

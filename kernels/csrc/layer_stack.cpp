@@ -1,5 +1,7 @@
 #include "layer_stack.h"
 
+#include <cstring>
+
 #include "elementwise.h"
 #include "scratch.h"
 
@@ -24,40 +26,56 @@ struct Buffers {
     attended = heads + all_heads;
   }
 
-  void* residual;  // within a layer
+  char* residual;  // within a layer
   char* heads;     // queries, keys and values
   void* attended;
 };
 
-void attend(const StackCall& call, const Buffers& buffers, std::int64_t layer, std::int64_t window, int num_threads) {
+std::int64_t elements_of_token(const StackCall& call) { return (call.num_heads + 2 * call.num_kv_heads) * call.head_dim; }
+
+void write_layer(const StackCall& call, const Buffers& buffers, std::int64_t layer, int num_threads) {
   const std::int64_t bytes = element_size(call.dtype);
-  const std::int64_t token = (call.num_heads + 2 * call.num_kv_heads) * call.head_dim;
   WriteCall write = call.write;
   write.key = buffers.heads + call.num_heads * call.head_dim * bytes;
   write.value = write.key + call.num_kv_heads * call.head_dim * bytes;
-  write.key_token_stride = write.value_token_stride = token * bytes;
+  write.key_token_stride = write.value_token_stride = elements_of_token(call) * bytes;
   write.key_head_stride = write.value_head_stride = call.head_dim * bytes;
   write.pool += layer * call.layer_bytes;
-  AttentionCall attention = call.attention;
+  if (write.key_scales != nullptr) {
+    write.key_scales += layer * call.num_kv_heads;
+    write.value_scales += layer * call.num_kv_heads;
+  }
+  write_kv(write, num_threads);
+}
+
+void attend(const StackCall& call, const Buffers& buffers, AttentionCall attention, const BatchShape& batch, std::int64_t layer, int num_threads) {
   attention.query = buffers.heads;
-  attention.query_token_stride = token;
+  attention.query_token_stride = elements_of_token(call);
   attention.query_head_stride = call.head_dim;
   attention.output = buffers.attended;
   attention.pool = static_cast<const char*>(attention.pool) + layer * call.layer_bytes;
   attention.scale = call.scale;
-  attention.window = window;
-  if (write.key_scales != nullptr) {
-    write.key_scales = attention.key_scales += layer * call.num_kv_heads;
-    write.value_scales = attention.value_scales += layer * call.num_kv_heads;
+  attention.window = (*call.layers)[static_cast<std::size_t>(layer)].window;
+  if (attention.key_scales != nullptr) {
+    attention.key_scales += layer * call.num_kv_heads;
+    attention.value_scales += layer * call.num_kv_heads;
   }
-  write_kv(write, num_threads);
-  paged_attention(attention, call.batch, call.dtype, num_threads);
+  paged_attention(attention, batch, call.dtype, num_threads);
+}
+
+// In place: they come to lie one after the other, as no row moves backwards.
+void gather_rows(void* data, std::int64_t row_bytes, const LastRows& last) {
+  char* bytes = static_cast<char*>(data);
+  for (std::int64_t i = 0; i < last.batch.num_tokens; ++i) {
+    if (last.rows[i] != i) std::memcpy(bytes + i * row_bytes, bytes + last.rows[i] * row_bytes, static_cast<std::size_t>(row_bytes));
+  }
 }
 
 }  // namespace
 
 void layer_stack(const StackCall& call, int num_threads) {
   const Buffers buffers(call, call.num_heads + 2 * call.num_kv_heads);
+  std::int64_t rows = call.rows;
   HeadsCall heads{};
   heads.x = call.hidden;
   heads.rows = call.rows;
@@ -75,16 +93,26 @@ void layer_stack(const StackCall& call, int num_threads) {
     heads.norm = stacked.input_norm;
     heads.query_norm = stacked.query_norm;
     heads.key_norm = stacked.key_norm;
-    const void* residual = call.hidden;  // of the first layer: its input, to which nothing is added yet
+    void* residual = call.hidden;  // of the first layer: its input, to which nothing is added yet
     if (layer > 0) {
       heads.residual = call.residual;
       residual = heads.residual_out = buffers.residual;
     }
     project_heads(heads, num_threads);
-    attend(call, buffers, static_cast<std::int64_t>(layer), stacked.window, num_threads);
-    finish_layer({stacked.output, stacked.gate_up, stacked.down, buffers.attended, residual, call.rows, stacked.norm, call.epsilon, call.hidden,
-                  call.residual},
-                 num_threads);
+    write_layer(call, buffers, static_cast<std::int64_t>(layer), num_threads);
+    const LastRows* narrowed = layer + 1 == call.layers->size() ? call.last_rows : nullptr;
+    if (narrowed != nullptr) {
+      rows = narrowed->batch.num_tokens;
+      if (rows == 0) return;
+      const std::int64_t bytes = element_size(call.dtype);
+      gather_rows(buffers.heads, elements_of_token(call) * bytes, *narrowed);
+      gather_rows(residual, call.hidden_size * bytes, *narrowed);
+    }
+    attend(call, buffers, narrowed != nullptr ? narrowed->attention : call.attention, narrowed != nullptr ? narrowed->batch : call.batch,
+           static_cast<std::int64_t>(layer), num_threads);
+    finish_layer(
+        {stacked.output, stacked.gate_up, stacked.down, buffers.attended, residual, rows, stacked.norm, call.epsilon, call.hidden, call.residual},
+        num_threads);
   }
   if (call.last < call.layers->size()) return;
   NormCall norm{};
@@ -95,7 +123,7 @@ void layer_stack(const StackCall& call, int num_threads) {
   norm.weight = call.final_norm;
   norm.out = call.hidden;
   norm.epsilon = call.epsilon;
-  rms_norm(norm, call.rows, call.dtype, num_threads);
+  rms_norm(norm, rows, call.dtype, num_threads);
 }
 
 }  // namespace paged

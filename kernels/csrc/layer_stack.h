@@ -21,6 +21,13 @@ struct StackedLayer {
   std::int64_t window;  // tokens a query sees, itself included; 0 = all
 };
 
+// The rows with which the last layer goes on once it has written the KV of all.
+struct LastRows {
+  const std::int64_t* rows;  // [batch.num_tokens] ascending
+  AttentionCall attention;   // as StackCall's, for these alone
+  BatchShape batch;
+};
+
 struct StackCall {
   const std::vector<StackedLayer>* layers;  // all of the decoder
   std::size_t first;                        // of those to go through
@@ -42,6 +49,7 @@ struct StackCall {
   WriteCall write;          // into layer 0; key and value are set here
   AttentionCall attention;  // over layer 0; query, output, scale and window are set here
   BatchShape batch;
+  const LastRows* last_rows;  // or null: all. They end in the first rows of `hidden`
   std::int64_t layer_bytes;  // from a layer of a block and head to the next, in the pool
 };
 

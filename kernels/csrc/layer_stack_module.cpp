@@ -50,9 +50,8 @@ class LayerStack {
     layers_.push_back(layer);
   }
 
-  void run(nb::handle hidden, nb::handle residual, std::int64_t first, std::int64_t last, nb::handle cos_object, nb::handle sin_object, nb::handle pool_object, nb::handle slot_mapping,
-           nb::handle block_tables, nb::handle query_start_loc, nb::handle seq_lens, nb::handle key_scales, nb::handle value_scales,
-           int num_threads) const {
+  void run(nb::handle hidden, nb::handle residual, std::int64_t first, std::int64_t last, nb::handle cos_object, nb::handle sin_object, nb::handle pool_object, nb::handle metadata,
+           nb::handle last_tokens, nb::handle key_scales, nb::handle value_scales, int num_threads) const {
     const PoolView pool(pool_object, !key_scales.is_none());
     if (pool.dtype) pool.view.require_element_type(dtype_);
     require(pool.num_layers() == static_cast<std::int64_t>(layers_.size()), "the pool has another number of layers");
@@ -76,12 +75,17 @@ class LayerStack {
     call.residual = rows_of(residual, "residual", dtype_, call.rows, hidden_size_).data<void>();
     set_angles(call, cos_object, sin_object);
     call.layer_bytes = pool.view.stride(2) * pool.element_bytes;
-    set_write(call, pool, slot_mapping);
-    set_attention(call, pool, block_tables, query_start_loc, seq_lens);
+    set_write(call, pool, metadata.attr("slot_mapping"));
+    set_attention(call.attention, call.batch, pool, call.rows, metadata);
     require(key_scales.is_none() == value_scales.is_none(), "key_scales and value_scales go together");
     if (!key_scales.is_none()) {
       call.write.key_scales = call.attention.key_scales = scales(key_scales, "key_scales");
       call.write.value_scales = call.attention.value_scales = scales(value_scales, "value_scales");
+    }
+    LastRows last_rows{};
+    if (!last_tokens.is_none()) {
+      set_last_rows(last_rows, call, pool, last_tokens);
+      call.last_rows = &last_rows;
     }
     const nb::gil_scoped_release release;
     layer_stack(call, num_threads);
@@ -133,12 +137,12 @@ class LayerStack {
     write.source = dtype_;
   }
 
-  void set_attention(StackCall& call, const PoolView& pool, nb::handle block_tables, nb::handle query_start_loc, nb::handle seq_lens) const {
-    const TensorView tables(block_tables, "block_tables", 2);
-    const TensorView starts(query_start_loc, "query_start_loc", 1);
-    const TensorView lens(seq_lens, "seq_lens", 1);
+  // `metadata` is an AttentionMetadata of paged_kernels.base.
+  void set_attention(AttentionCall& attention, BatchShape& batch, const PoolView& pool, std::int64_t num_tokens, nb::handle metadata) const {
+    const TensorView tables(metadata.attr("block_tables"), "block_tables", 2);
+    const TensorView starts(metadata.attr("query_start_loc"), "query_start_loc", 1);
+    const TensorView lens(metadata.attr("seq_lens"), "seq_lens", 1);
     require(starts.shape(0) == lens.shape(0) + 1 && tables.shape(0) == lens.shape(0), "the metadata differ in sequences");
-    AttentionCall& attention = call.attention;
     attention.pool = pool.layer(0);
     attention.block_stride = pool.view.stride(0);
     attention.head_stride = pool.view.stride(1);
@@ -150,7 +154,17 @@ class LayerStack {
     attention.num_kv_heads = static_cast<int>(num_kv_heads_);
     attention.head_dim = static_cast<int>(head_dim_);
     attention.block_size = static_cast<int>(pool.block_size());
-    call.batch = {call.rows, lens.shape(0), pool.num_blocks()};
+    batch = {num_tokens, lens.shape(0), pool.num_blocks()};
+  }
+
+  // `last_tokens` is a LastTokens of paged_kernels.base.
+  void set_last_rows(LastRows& last, const StackCall& call, const PoolView& pool, nb::handle last_tokens) const {
+    const TensorView rows(last_tokens.attr("rows"), "rows", 1);
+    last.rows = rows.int64_data();
+    for (std::int64_t i = 0; i < rows.shape(0); ++i)
+      require(last.rows[i] < call.rows && last.rows[i] >= 0 && (i == 0 || last.rows[i - 1] < last.rows[i]), "the last tokens are not ascending rows");
+    last.attention = call.attention;
+    set_attention(last.attention, last.batch, pool, rows.shape(0), last_tokens.attr("metadata"));
   }
 
   const float* scales(nb::handle object, const char* name) const {
@@ -179,8 +193,8 @@ void define_layer_stack(nb::module_& m) {
            "num_kv_heads"_a, "head_dim"_a)
       .def("add", &LayerStack::add, "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "input_norm"_a, "norm"_a, "query_norm"_a.none(),
            "key_norm"_a.none(), "window"_a)
-      .def("run", &LayerStack::run, "hidden"_a, "residual"_a, "first"_a, "last"_a, "cos"_a, "sin"_a, "kv_pool"_a, "slot_mapping"_a, "block_tables"_a, "query_start_loc"_a,
-           "seq_lens"_a, "key_scales"_a.none(), "value_scales"_a.none(), "num_threads"_a);
+      .def("run", &LayerStack::run, "hidden"_a, "residual"_a, "first"_a, "last"_a, "cos"_a, "sin"_a, "kv_pool"_a, "metadata"_a,
+           "last_tokens"_a.none(), "key_scales"_a.none(), "value_scales"_a.none(), "num_threads"_a);
 }
 
 }  // namespace paged

@@ -8,6 +8,8 @@ pool.
 from torch import Tensor
 from typing_extensions import Buffer
 
+from paged_kernels.base import AttentionMetadata, LastTokens
+
 def instruction_set() -> str: ...
 def available_instruction_sets() -> list[str]: ...
 def set_instruction_set(name: str) -> None: ...
@@ -114,10 +116,8 @@ class LayerStack:
         cos: Tensor,
         sin: Tensor,
         kv_pool: Tensor,
-        slot_mapping: Tensor,
-        block_tables: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
+        metadata: AttentionMetadata,
+        last_tokens: LastTokens | None,
         key_scales: Tensor | None,
         value_scales: Tensor | None,
         num_threads: int,

@@ -9,6 +9,7 @@ with `KVScales`, encodes what it writes and widens what it reads (`kv_scales.py`
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -26,6 +27,31 @@ class AttentionMetadata:
     seq_lens: Tensor  # [num_seqs] int32, new tokens included
     max_query_len: int
     max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """Those of a step whose results are read: the last one of some of its sequences, or of none. Of the others only the
+    KV is needed, so that they leave the step once the last layer has written it.
+    """
+
+    rows: Tensor  # [num_rows] int64: their places among the step's tokens, ascending
+    metadata: AttentionMetadata  # of these alone
+
+    @classmethod
+    def of(cls, metadata: AttentionMetadata, seqs: Tensor) -> "LastTokens":
+        """`metadata` is the step's, `seqs` `[num_rows]` int64 its sequences in question, ascending. Waits for no
+        device."""
+        rows = metadata.query_start_loc[1:][seqs].long() - 1
+        alone = AttentionMetadata(
+            slot_mapping=metadata.slot_mapping[rows],
+            block_tables=metadata.block_tables[seqs],
+            query_start_loc=torch.arange(len(seqs) + 1, dtype=torch.int32, device=seqs.device),
+            seq_lens=metadata.seq_lens[seqs],
+            max_query_len=1,
+            max_seq_len=metadata.max_seq_len,
+        )
+        return cls(rows, alone)
 
 
 class AttentionBackend(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paged_kernels import _native
 from paged_kernels._native import Projection
-from paged_kernels.base import AttentionMetadata
+from paged_kernels.base import AttentionMetadata, LastTokens
 from paged_kernels.kv_scales import KVScales
 from paged_kernels.packed import PackedWeight
 from paged_kernels.quantized_weight import QuantizedWeight
@@ -84,12 +84,13 @@ class LayerStack:
         sin: Tensor,
         kv_pool: Tensor,
         metadata: AttentionMetadata,
+        last: LastTokens | None,
         before_layer: Callable[[], None],
     ) -> Tensor:
-        """`x` `[num_rows, hidden_size]`, the embedded tokens, becomes the same after the last norm. Writes their KV
-        into the pool. `cos` and `sin` are float32 as for `fused.rotary`. `before_layer` is called between the layers of
-        many rows, which take long, and before those of few, which are one call. Raises what the attention backend
-        raises."""
+        """`x` `[num_tokens, hidden_size]`, the embedded tokens, becomes what they are after the last norm, or its first
+        rows those of `last`; returns these. Writes the KV of all into the pool. `cos` and `sin` are float32 as for
+        `fused.rotary`. `before_layer` is called between the layers of many rows, which take long, and before those of
+        few, which are one call. Raises what the attention backend raises."""
         residual = torch.empty_like(x)
         is_fp8 = kv_pool.dtype is torch.float8_e4m3fn
         if is_fp8 and self._kv_scales is None:
@@ -100,8 +101,8 @@ class LayerStack:
             before_layer()
             self._stack.run(
                 x, residual, first, first + at_once, cos, sin, kv_pool.view(torch.uint8) if is_fp8 else kv_pool,
-                metadata.slot_mapping, metadata.block_tables, metadata.query_start_loc, metadata.seq_lens,
+                metadata, last,
                 None if scales is None else scales.key, None if scales is None else scales.value,
                 torch.get_num_threads(),
             )  # fmt: skip
-        return x
+        return x if last is None else x[: len(last.rows)]

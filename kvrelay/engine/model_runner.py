@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from paged_kernels.base import AttentionMetadata
+from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
 from kvrelay.core.outputs import TokenLogprobs
@@ -54,9 +54,9 @@ class ModelRunner:
         for source, target in plan.copies:
             self._kv_pool[target].copy_(self._kv_pool[source])
         input_ids, positions, metadata, inputs = self._inputs(plan, last_sampled)
-        # [num_tokens, hidden_size]
+        last = None if inputs.last_seqs is None else LastTokens.of(metadata, _tensor(inputs.last_seqs, np.int64))
         hidden = self._model.forward(
-            input_ids, positions, self._kv_pool, metadata, before_layer=self._threads.before_layer
+            input_ids, positions, self._kv_pool, metadata, last, before_layer=self._threads.before_layer
         )
         self._last = ComputedStep(partial(self._finish, plan, inputs, hidden))
         return self._last
@@ -94,8 +94,8 @@ class ModelRunner:
         """One result per scheduled sequence, without prompt log-probabilities."""
         tokens: Iterator[SampledToken] = iter(())
         if inputs.rows:
-            every_token = inputs.last_tokens == list(range(len(hidden)))  # a batch of decodes
-            wanted = hidden if every_token else hidden[torch.tensor(inputs.last_tokens)]
+            in_order = inputs.hidden_rows == list(range(len(hidden)))
+            wanted = hidden if in_order else hidden[torch.tensor(inputs.hidden_rows)]
             tokens = iter(self._sampler.sample(self._model.compute_logits(wanted), inputs.rows))
         return [SequenceResult(tuple(islice(tokens, len(entry.rows))), ()) for entry in plan.scheduled]
 

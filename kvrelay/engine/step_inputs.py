@@ -23,8 +23,10 @@ _PADDING_SLOT = -1  # nothing is written for it
 class StepInputs:
     """Lists, since most steps have a few tokens only, for which numpy costs more than it saves. One entry per token:
     `token_ids`, `input_rows` (-1: the token is known), `positions`, `slots`. One per sequence: `block_tables`,
-    `seq_lens`, and one more in `query_start_loc`. One per sampling row: `rows`, `last_tokens` (index of the token whose
-    logits it reads; parallel outputs share one).
+    `seq_lens`, and one more in `query_start_loc`. One per sampling row: `rows`, `hidden_rows` (which of the hidden
+    states it reads; parallel outputs share one).
+
+    Hidden states are those of the last tokens of `last_seqs`, in their order, or of all tokens where that is None.
     """
 
     token_ids: list[int]
@@ -35,7 +37,8 @@ class StepInputs:
     seq_lens: list[int]
     block_tables: list[Sequence[int]]
     rows: list[SamplingRow]
-    last_tokens: list[int]
+    hidden_rows: list[int]
+    last_seqs: list[int] | None
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +73,9 @@ class StepInputs:
 
 
 def flatten(plan: SchedulerOutput, block_size: int) -> StepInputs:
-    inputs = StepInputs([], [], [], [], [0], [], [], [], [])
+    last_seqs = [index for index, entry in enumerate(plan.scheduled) if entry.rows] if _reads_last_only(plan) else None
+    inputs = StepInputs([], [], [], [], [0], [], [], [], [], last_seqs)
+    num_sampled = 0
     for entry in plan.scheduled:
         table, start = entry.block_table, entry.start
         end = start + entry.num_scheduled_tokens
@@ -82,8 +87,16 @@ def flatten(plan: SchedulerOutput, block_size: int) -> StepInputs:
         inputs.seq_lens.append(end)
         inputs.block_tables.append(table)
         inputs.rows.extend(entry.rows)
-        inputs.last_tokens.extend([len(inputs.token_ids) - 1] * len(entry.rows))
+        num_sampled += bool(entry.rows)
+        inputs.hidden_rows.extend([(len(inputs.token_ids) if last_seqs is None else num_sampled) - 1] * len(entry.rows))
     return inputs
+
+
+def _reads_last_only(plan: SchedulerOutput) -> bool:
+    """Of a step of one token each nothing is left out: it may be one that was recorded."""
+    return plan.num_scheduled_tokens > len(plan.scheduled) and all(
+        entry.prompt_logprobs is None for entry in plan.scheduled
+    )
 
 
 def padded_tables(block_tables: Sequence[Sequence[int]], num_rows: int) -> Array:

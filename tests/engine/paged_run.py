@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from paged_kernels.base import AttentionMetadata
+from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
 from kvrelay.engine.models.decoder import DecoderForCausalLM
@@ -37,9 +37,9 @@ class PagedRun:
         self.num_computed = [0] * self.num_sequences
 
     @torch.inference_mode()
-    def step(self, chunks: Sequence[Sequence[int]]) -> list[Tensor]:
+    def step(self, chunks: Sequence[Sequence[int]], last_of: Sequence[int] | None = None) -> list[Tensor]:
         """The next tokens of every sequence (at least one each). Returns logits per sequence, `[num_tokens,
-        vocab_size]`."""
+        vocab_size]`, or with `last_of` those of the last token of each of these, `[1, vocab_size]`."""
         query_lens = [len(chunk) for chunk in chunks]
         positions = torch.cat(
             [torch.arange(start, start + n) for start, n in zip(self.num_computed, query_lens, strict=True)]
@@ -56,8 +56,10 @@ class PagedRun:
             max_seq_len=max(self.num_computed),
         )
         input_ids = torch.tensor([token_id for chunk in chunks for token_id in chunk])
-        hidden = self.model.forward(input_ids, positions, self.pool, metadata)
-        return list(torch.split(self.model.compute_logits(hidden), query_lens))
+        last = None if last_of is None else LastTokens.of(metadata, torch.tensor(last_of, dtype=torch.int64))
+        hidden = self.model.forward(input_ids, positions, self.pool, metadata, last)
+        rows = query_lens if last_of is None else [1] * len(last_of)
+        return list(torch.split(self.model.compute_logits(hidden), rows))
 
 
 def check_greedy(model: DecoderForCausalLM, reference: Reference, prompt: Sequence[int], *, num_tokens: int) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from paged_kernels import _native
-from paged_kernels.base import AttentionMetadata
+from paged_kernels.base import AttentionMetadata, LastTokens
 from paged_kernels.kv_scales import FP8, KVScales
 from paged_kernels.layer_stack import LayerStack, StackedLayer, projection
 from paged_kernels.reference import ReferenceBackend
@@ -28,13 +28,21 @@ def load(directory: Path, quantization: Quantization, dtype: DTypeName = "bfloat
     ).model
 
 
-def logits(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None) -> Tensor:
-    """Prompts of many rows, and steps of one and of two tokens."""
+def logits_and_kv(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None) -> Tensor:
+    """Prompts of many rows, of which all, some or no results are read, and steps of one and of two tokens."""
     run = PagedRun(model, num_sequences=2, max_tokens=64)
     if kv_dtype is not None:
         run.pool = run.pool.to(kv_dtype)
-    chunks = [[list(range(270, 315)), [5, 6]], [[7], [9]], [[11, 12], [13]]]
-    return torch.cat([part for step in chunks for part in run.step(step)])
+    steps: list[tuple[list[list[int]], tuple[int, ...] | None]] = [
+        ([list(range(270, 315)), [5, 6]], None),
+        ([[7], [9]], None),
+        ([[11, 12], [13]], None),
+        ([[14, 15, 16, 17], [18, 19]], (1,)),
+        ([[20, 21], [22] * 35], ()),
+        ([[23], [24] * 10], (0, 1)),
+    ]
+    parts = [part for chunks, last_of in steps for part in run.step(chunks, last_of)]
+    return torch.cat([part.flatten() for part in parts] + [run.pool.float().nan_to_num().flatten()])
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
@@ -42,31 +50,31 @@ def logits(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None) -> Te
 def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp_path: Path) -> None:
     model = load(make_tiny_model(family, tmp_path), quantization)
     assert model.stack is not None
-    compiled = logits(model)
+    compiled = logits_and_kv(model)
     model.stack = None
-    assert torch.equal(logits(model), compiled)
+    assert torch.equal(logits_and_kv(model), compiled)
 
 
 @pytest.mark.parametrize("recipe", ["awq-32", "gptq-64"])
 def test_weights_that_were_published_quantised(recipe: str, tmp_path: Path) -> None:
     model = load(make_published_model("llama-bias", recipe, tmp_path).directory, "none")
     assert model.stack is not None
-    compiled = logits(model)
+    compiled = logits_and_kv(model)
     model.stack = None
-    assert torch.equal(logits(model), compiled)
+    assert torch.equal(logits_and_kv(model), compiled)
 
 
 def test_the_same_over_an_fp8_pool(tmp_path: Path) -> None:
     model = load(make_tiny_model("llama", tmp_path), "int8")
     assert model.stack is not None
     with pytest.raises(ValueError, match="needs kv_scales"):
-        logits(model, FP8)
+        logits_and_kv(model, FP8)
     shape = (model.config.num_layers, model.config.num_kv_heads)
     scales = KVScales(torch.linspace(0.01, 0.02, shape[0] * shape[1]).view(shape), torch.full(shape, 0.03))
     model.attend_with(select_backend("auto", kv_scales=scales))
-    compiled = logits(model, FP8)
+    compiled = logits_and_kv(model, FP8)
     model.stack = None
-    assert torch.equal(logits(model, FP8), compiled)
+    assert torch.equal(logits_and_kv(model, FP8), compiled)
 
 
 def test_who_goes_piece_by_piece(tmp_path: Path) -> None:
@@ -118,7 +126,13 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     x, angles = torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(2, 8)
     pool = torch.zeros(3, 1, 1, 2, 8, 16, dtype=torch.bfloat16)
 
-    def run(x: Tensor = x, angles: Tensor = angles, pool: Tensor = pool, slots: tuple[int, ...] = (0, 8)) -> Tensor:
+    def run(
+        x: Tensor = x,
+        angles: Tensor = angles,
+        pool: Tensor = pool,
+        slots: tuple[int, ...] = (0, 8),
+        last_rows: tuple[int, ...] | None = None,
+    ) -> Tensor:
         metadata = AttentionMetadata(
             slot_mapping=torch.tensor(slots),
             block_tables=torch.tensor([[0], [1]], dtype=torch.int32),
@@ -127,7 +141,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
             max_query_len=1,
             max_seq_len=1,
         )
-        return few(x.clone(), angles, angles, pool, metadata, lambda: None)
+        last = None if last_rows is None else LastTokens(torch.tensor(last_rows), metadata)
+        return few(x.clone(), angles, angles, pool, metadata, last, lambda: None)
 
     assert run().shape == (2, 32)
     with pytest.raises(ValueError, match="shapes do not fit"):
@@ -146,4 +161,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         run(slots=(0,))
     with pytest.raises(IndexError):
         run(slots=(0, 24))
+    for rows in ((1, 0), (0, 0), (0, 2), (-1, 0)):
+        with pytest.raises(ValueError, match="not ascending rows"):
+            run(last_rows=rows)
     assert not pool.any()

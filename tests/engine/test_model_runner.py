@@ -1,10 +1,12 @@
 """From a plan to tokens with a real model: every sampling row reads the logits of its own sequence's last token."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from paged_kernels.registry import select_backend
+from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
@@ -72,3 +74,28 @@ def test_a_step_that_can_not_sample_fails_alone(runner: ModelRunner, monkeypatch
         with pytest.raises(KVRelayError, match="not finite"):
             failing.collect()
     assert runner.launch(plan).collect() == expected
+
+
+def test_tokens_that_nobody_reads_leave_before_the_last_layers_products(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = ScheduledSequence(token_ids=(9, 8, 7), start=0, block_table=[1], rows=())
+    decode = replace(greedy_prompt(1), token_ids=(5,))
+    forward, left = runner._model.forward, []
+
+    def counting(*args: Any, **kwargs: Any) -> Tensor:
+        hidden = forward(*args, **kwargs)
+        left.append(len(hidden))
+        return hidden
+
+    monkeypatch.setattr(runner._model, "forward", counting)
+    for scheduled in (
+        (greedy_prompt(1),),
+        (greedy_prompt(4),),
+        (chunk, greedy_prompt(1)),
+        (chunk,),
+        (chunk, replace(greedy_prompt(1), prompt_logprobs=(0, (77, 200)))),
+        (decode, replace(decode, block_table=[1])),
+    ):
+        runner.launch(SchedulerOutput(scheduled, ())).collect()
+    assert left == [1, 1, 1, 0, 6, 2]

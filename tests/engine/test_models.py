@@ -49,6 +49,23 @@ def test_sequences_of_a_step_do_not_see_each_other(family: str, tmp_path: Path) 
         _assert_close(torch.cat((head, tail)), Reference(tmp_path).logits(prompt))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("last_of", [(0, 1, 2, 3), (1, 3), (2,), ()])
+@pytest.mark.parametrize("family", ["llama-mqa", "mistral-sliding", "qwen3"])
+def test_only_some_last_tokens(family: str, last_of: tuple[int, ...], backend: BackendName, tmp_path: Path) -> None:
+    """Their logits and the KV of all tokens are those of a step whose every result is read."""
+    model = _load(make_tiny_model(family, tmp_path), backend=backend).model
+    chunks = [_tokens(length, seed=length) for length in (1, 16, 33, 40)]
+    whole, some = (PagedRun(model, num_sequences=4, max_tokens=41) for _ in range(2))
+    logits = whole.step(chunks)
+    found = some.step(chunks, last_of)
+    assert len(found) == len(last_of)
+    for seq, of_last in zip(last_of, found, strict=True):
+        _assert_close(of_last, logits[seq][-1:])
+    assert torch.equal(some.pool.isnan(), whole.pool.isnan())
+    _assert_close(some.pool.nan_to_num(), whole.pool.nan_to_num())
+
+
 @pytest.mark.parametrize("kind", ["llama3", "yarn", "linear"])
 def test_stretched_positions_agree_over_the_whole_context(kind: str, tmp_path: Path) -> None:
     loaded = _load(make_tiny_model(f"llama-rope-{kind}", tmp_path))

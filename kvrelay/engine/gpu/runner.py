@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from paged_kernels.base import AttentionMetadata
+from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
@@ -106,15 +106,18 @@ class DeviceRunner:
         are, which follow, differs."""
         arrays = inputs.arrays() if size is None else inputs.arrays(num_rows=size)
         if inputs.rows:
-            arrays["last_tokens"] = np.array(inputs.last_tokens, dtype=np.int64)
+            arrays["hidden_rows"] = np.array(inputs.hidden_rows, dtype=np.int64)
             arrays |= self._sampler.arrays(inputs.rows)
+        if inputs.last_seqs is not None:
+            arrays["last_seqs"] = np.array(inputs.last_seqs, dtype=np.int64)
         targets = [target for entry in plan.scheduled if entry.prompt_logprobs for target in entry.prompt_logprobs[1]]
         if targets:
             arrays["targets"] = np.array(targets, dtype=np.int64)
         return arrays
 
     def _forward(self, tensors: Mapping[str, Tensor], max_query_len: int, max_seq_len: int, *, resolve: bool) -> Tensor:
-        """The final hidden states, `[num_tokens, hidden_size]`. `resolve`: some tokens are those of the step before."""
+        """The final hidden states, one row per token, or per sequence of `last_seqs` where there are. `resolve`: some
+        tokens are those of the step before."""
         token_ids = tensors["token_ids"]
         if resolve:
             before = self._last_sampled[tensors["input_rows"]].clamp(min=0)
@@ -127,14 +130,15 @@ class DeviceRunner:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-        return self._model.forward(token_ids, tensors["positions"], self._kv_pool, metadata)
+        last = LastTokens.of(metadata, tensors["last_seqs"]) if "last_seqs" in tensors else None
+        return self._model.forward(token_ids, tensors["positions"], self._kv_pool, metadata, last)
 
     def _sample(self, inputs: StepInputs, hidden: Tensor, tensors: Mapping[str, Tensor]) -> LaunchedSampling | None:
         num_rows = len(inputs.rows)
         if not num_rows:
             return None
-        in_order = inputs.last_tokens == list(range(num_rows))  # a batch of decodes
-        wanted = hidden[:num_rows] if in_order else hidden[tensors["last_tokens"]]
+        in_order = inputs.hidden_rows == list(range(num_rows))
+        wanted = hidden[:num_rows] if in_order else hidden[tensors["hidden_rows"]]
         logits = self._model.compute_logits(wanted)
         return self._sampler.launch(logits, inputs.rows, tensors, self._last_sampled[:num_rows])
 

@@ -10,7 +10,7 @@ the rounding of matrix products.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from paged_kernels.base import AttentionBackend, AttentionMetadata
+from paged_kernels.base import AttentionBackend, AttentionMetadata, LastTokens
 from paged_kernels.fused import add_rms_norm, rms_norm, silu_mul
 from torch import Tensor
 
@@ -56,17 +56,20 @@ class Attention:
         self.query_norm = weights.empty(config.head_dim) if config.qk_norm else None
         self.key_norm = weights.empty(config.head_dim) if config.qk_norm else None
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
-        num_tokens = x.shape[0]
-        heads = self.qkv(x).view(num_tokens, -1, self.head_dim)  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+    def write_kv(self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> Tensor:
+        """Returns the queries, `[num_tokens, num_heads, head_dim]`."""
+        heads = self.qkv(x).view(len(x), -1, self.head_dim)  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
         query, key, value = heads.split_with_sizes(self.head_counts, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self._norm_heads(query, self.query_norm), self._norm_heads(key, self.key_norm)
-        self.backend.write_kv_rotary(query, key, value, (cos, sin), kv_pool, self.layer, metadata.slot_mapping)
+        self.backend.write_kv_rotary(query, key, value, (cos, sin), kv_pool, self.layer, slot_mapping)
+        return query
+
+    def attend(self, query: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
         attended = self.backend.attend(
             query, kv_pool, self.layer, metadata, scale=self.scale, sliding_window=self.sliding_window
         )
-        return self.output(attended.view(num_tokens, -1))  # [num_tokens, hidden_size]
+        return self.output(attended.view(len(query), -1))  # [num_tokens, hidden_size]
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """`[num_tokens, heads, head_dim]`, each head of each token by itself."""
@@ -99,8 +102,8 @@ class Mlp:
 
 
 class DecoderLayer:
-    """Both sublayers take the running residual and the last sublayer's output, which is added to it on the way into
-    the norm."""
+    """`write_kv` and then `attend`: behind the KV of the last layer, tokens whose results nobody reads can go. Both
+    take the running residual; the last sublayer's output is added to it on the way into the norm."""
 
     def __init__(self, config: ModelConfig, layer: int, backend: AttentionBackend, weights: WeightFormat) -> None:
         self.eps = config.rms_norm_eps
@@ -109,20 +112,27 @@ class DecoderLayer:
         self.post_attention_norm = weights.empty(config.hidden_size)
         self.mlp = Mlp(config, layer, weights)
 
-    def __call__(
+    def write_kv(
         self,
         x: Tensor,  # [num_tokens, hidden_size]
         residual: Tensor | None,  # [num_tokens, hidden_size], None before the first layer
         cos: Tensor,
         sin: Tensor,
         kv_pool: Tensor,
-        metadata: AttentionMetadata,
+        slot_mapping: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """Returns the queries, `[num_tokens, num_heads, head_dim]`, and the residual."""
         if residual is None:
             x, residual = rms_norm(x, self.input_norm, self.eps), x
         else:
             x, residual = add_rms_norm(x, residual, self.input_norm, self.eps)
-        x = self.attention(x, cos, sin, kv_pool, metadata)
+        return self.attention.write_kv(x, cos, sin, kv_pool, slot_mapping), residual
+
+    def attend(
+        self, query: Tensor, residual: Tensor, kv_pool: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the layer's output and the residual, both `[num_tokens, hidden_size]`."""
+        x = self.attention.attend(query, kv_pool, metadata)
         x, residual = add_rms_norm(x, residual, self.post_attention_norm, self.eps)
         return self.mlp(x), residual
 
@@ -188,18 +198,24 @@ class DecoderForCausalLM:
         positions: Tensor,
         kv_pool: Tensor,
         metadata: AttentionMetadata,
+        last: LastTokens | None = None,
         before_layer: Callable[[], None] = _nothing,
     ) -> Tensor:
-        """`input_ids` and `positions` are `[num_tokens]` int64. Writes the tokens' KV into the pool. Returns the
-        final hidden states after the last norm, `[num_tokens, hidden_size]`."""
+        """`input_ids` and `positions` are `[num_tokens]` int64. Writes the KV of all tokens into the pool. Returns the
+        final hidden states after the last norm, of `last` or of all tokens, `[num_rows, hidden_size]`."""
         cos, sin = self.rotary.rows(positions)
         x = self._embed(input_ids)
         if self.stack is not None:
-            return self.stack(x, cos, sin, kv_pool, metadata, before_layer)
+            return self.stack(x, cos, sin, kv_pool, metadata, last, before_layer)
         residual: Tensor | None = None
         for layer in self.layers:
             before_layer()
-            x, residual = layer(x, residual, cos, sin, kv_pool, metadata)
+            query, residual = layer.write_kv(x, residual, cos, sin, kv_pool, metadata.slot_mapping)
+            if last is not None and layer is self.layers[-1]:
+                if not len(last.rows):
+                    return x[:0]
+                query, residual, metadata = query[last.rows], residual[last.rows], last.metadata
+            x, residual = layer.attend(query, residual, kv_pool, metadata)
         assert residual is not None
         return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
