@@ -124,7 +124,7 @@ class NodeSettings(ProcessSettings):
         "max_num_batched_tokens on a card.",
     )
     stream_interval: float = Field(
-        default=0.004,
+        default=0.008,
         ge=0,
         le=0.1,
         description="Seconds (not tokens) that further tokens of a stream wait, at most, to travel together; its first "

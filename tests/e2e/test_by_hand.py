@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import Router, router_at
+from tests.e2e.client import Router, grpc_request, router_at
 from tests.e2e.cluster import BLOCK_SIZE, FREE_PORTS, SMALL, Oracle, link_model, some_token_ids
 from tests.e2e.processes import PATIENCE_SECONDS, Program, free_port, processes_of, program, segments_of
 
@@ -43,7 +43,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterat
             return programs[-1]
 
         node_ids = ("prefill-a", "prefill-b", "decode-a")
-        nodes = [start(name, name.split("-")[0], "--node-id", name, "--threads", "1", *SMALL) for name in node_ids]
+        settings = ("--threads", "1", "--stream-interval", "0.1", *SMALL)
+        nodes = [start(name, name.split("-")[0], "--node-id", name, *settings) for name in node_ids]
         prefill_a, prefill_b, decode_a = (str(node.wait_ready()["address"]) for node in nodes)
         late_port = free_port()
         late = f"127.0.0.1:{late_port}"
@@ -92,6 +93,14 @@ def test_tokens_equal_and_a_prefix_is_found_on_the_other_prefill_node(cluster: H
         assert response.trace.num_computed_tokens == num_computed
         seen.append(response.trace.prefill_node)
     assert sorted(seen) == ["prefill-a", "prefill-b"]
+
+
+def test_tokens_of_a_stream_travel_together(cluster: HandMade, oracle: Oracle) -> None:
+    prompt = some_token_ids(BLOCK_SIZE, seed=4)
+    messages = cluster.router.stream(grpc_request(prompt, NUM_TOKENS))
+    pieces = [list(output.token_ids) for message in messages for output in message.outputs]
+    assert [token_id for piece in pieces for token_id in piece] == oracle.tokens(prompt, NUM_TOKENS)
+    assert len(pieces) < NUM_TOKENS / 2
 
 
 def test_node_of_another_dtype_is_not_paired(cluster: HandMade, oracle: Oracle) -> None:

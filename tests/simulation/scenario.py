@@ -234,7 +234,7 @@ def _draw_scenario(random: Random, *, damage: float, is_calm: bool, run_ahead: b
         local_prefill_max_tokens=random.choice((0, 8)),
         max_attempts=random.choice((3, 10)),
         longest_step=random.choice((0.005, 0.02, 0.1)),
-        stream_interval=random.choice((0.0, 0.004, 0.05)),
+        stream_interval=random.choice((0.0, 0.008, 0.05)),
         damage=damage,
         run_ahead=run_ahead,
     )
