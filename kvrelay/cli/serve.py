@@ -45,8 +45,12 @@ NODE_SETTINGS = (
     "max_num_batched_tokens",
     "max_num_mixed_tokens",
     "stream_interval",
+    "scheduling_policy",
+    "fetch_timeout",
+    "step_timeout",
     "attention_backend",
     "device",
+    "enforce_eager",
     "log_level",
 )
 ROUTER_SETTINGS = (
@@ -174,6 +178,20 @@ class ServeSettings(ProcessSettings):
         le=0.1,
         description="Seconds (not tokens) that further tokens of a stream wait, at most, to travel together; unset: "
         "the nodes' default.",
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."
+    )
+    fetch_timeout: float | None = Field(
+        default=None,
+        gt=0,
+        le=600,
+        description="Seconds that one fetch of KV from another node may take; unset: the nodes' default.",
+    )
+    step_timeout: float | None = Field(
+        default=None,
+        ge=5.0,
+        description="Seconds that an engine step may take before its node is restarted; unset: the nodes' default.",
     )
     attention_backend: Literal["auto", "native", "reference"] = Field(default="auto", description="Attention kernels.")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -306,8 +324,6 @@ def node_commands(
             flags += ["--core-table", f"{core_table}:{index}"]
         if weight_store is not None:
             flags += ["--weight-store", str(weight_store)]
-        if settings.enforce_eager:
-            flags.append("--enforce-eager")
         if settings.gpu_memory_utilization is not None:
             flags += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization / num_nodes)]
         commands.append(

@@ -93,6 +93,7 @@ def test_nodes_understand_what_they_are_given() -> None:
         *("--gpu-memory-utilization", "0.5", "--log-level", "debug", "--connector", "ucx,redis"),
         *("--redis-ttl", "60", "--quantization", "int4", "--kv-staging-gib", "1.5"),
         *("--device", "cuda", "--enforce-eager", "--kv-cache-dtype", "fp8", "--calculate-kv-scales"),
+        *("--scheduling-policy", "priority", "--fetch-timeout", "3", "--step-timeout", "90"),
     )
     node = child_settings(NodeSettings, node_commands(settings, {}, cores=2)[1])
     assert (node.model, node.node_id, node.host, node.port, node.supervised) == ("m", "decode-0", "127.0.0.1", 0, True)
@@ -102,6 +103,7 @@ def test_nodes_understand_what_they_are_given() -> None:
     assert (node.redis_ttl, node.quantization, node.kv_staging_gib) == (60, "int4", 1.5)
     assert (node.device, node.nodes_per_device, node.enforce_eager) == ("cuda", 2, True)
     assert (node.kv_cache_dtype, node.calculate_kv_scales) == ("fp8", True)
+    assert (node.scheduling_policy, node.fetch_timeout, node.step_timeout) == ("priority", 3.0, 90.0)
 
 
 def test_what_is_not_set_is_left_to_the_node() -> None:
