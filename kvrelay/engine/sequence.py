@@ -8,7 +8,7 @@ pool.
 from enum import Enum
 
 from kvrelay.core.block_hash import BlockHash, block_hashes, next_block_hash
-from kvrelay.core.outputs import FinishReason, TokenLogprobs
+from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.request import EngineRequest, KVRole
 
 
@@ -34,7 +34,6 @@ class Sequence:
         "arrival",
         "block_size",
         "block_table",
-        "finish_reason",
         "index",
         "max_num_tokens",
         "num_cached_tokens",
@@ -85,7 +84,6 @@ class Sequence:
         self.num_reported_blocks = 0  # of a PRODUCE request: leading blocks its progress has told of
         self.state = SequenceState.RESERVING if request.receive else SequenceState.WAITING
         self.was_preempted = False
-        self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_reported = False
         self._root = root
