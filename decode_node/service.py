@@ -134,7 +134,6 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         return decode if decode is not None and decode.stream is stream else None
 
     def _admit(self, admit: pb.Admit, stream: RouterStream) -> None:
-        role = KVRole.LOCAL if admit.local_prefill else KVRole.CONSUME
         if self._of(admit.request_id, stream) is not None:
             _logger.error("request %s was admitted twice; the second one is ignored", admit.request_id)
             return
@@ -143,16 +142,10 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             if admit.request_id in self._active:
                 raise InvalidRequestError(f"another router runs a request {admit.request_id}", field="request_id")
             request = engine_request(
-                admit.request_id,
-                admit.prompt_token_ids,
-                admit.sampling_params,
+                admit,
+                KVRole.LOCAL if admit.local_prefill else KVRole.CONSUME,
                 vocab_size=self._node.identity.vocab_size,
-                priority=admit.priority,
-                cache_salt=admit.cache_salt,
-                role=role,
-                receive=role is KVRole.CONSUME or self._may_fetch(admit),
-                num_prior_output_tokens=admit.num_prior_output_tokens,
-                first_choice_index=admit.first_choice_index,
+                has_store=self._node.connector.has_store,
             )
         except KVRelayError as error:
             stream.send_failure(admit.request_id, error)
@@ -171,12 +164,6 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         self._node.activity.begin(request.request_id)
         added = self._node.engine.submit(lambda engine: engine.add(request))
         added.add_done_callback(partial(self._on_added, request.request_id))
-
-    def _may_fetch(self, admit: pb.Admit) -> bool:
-        """Whether somebody may have blocks of a prompt that is computed here. One whose log-probabilities are wanted is
-        computed whole."""
-        known = bool(admit.sources) or self._node.connector.has_store
-        return known and not admit.sampling_params.HasField("prompt_logprobs")
 
     def _on_added(self, request_id: str, added: "asyncio.Future[None]") -> None:
         error = added.exception()

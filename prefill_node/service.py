@@ -26,7 +26,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.wire import logprobs_to_wire, output_to_wire
-from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
+from kvrelay.engine.request import Admission, KVRole, PromptOutput, StepResult
 from kvrelay.node.convert import engine_request, report_to_wire, source_from_wire
 from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
 from kvrelay.node.node import Node
@@ -85,7 +85,12 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncGenerator[pb.PrefillEvent, None]:
         self._node.require_accepting()
-        asked = self._engine_request(request)
+        asked = engine_request(
+            request,
+            KVRole.PRODUCE,
+            vocab_size=self._node.identity.vocab_size,
+            has_store=self._node.connector.has_store,
+        )
         num_blocks = -(-len(asked.given_token_ids) // self._node.engine_config.block_size)
         if asked.request_id in self._active or asked.request_id in self._leases:
             raise InvalidRequestError(f"request {asked.request_id} is running already", field="request_id")
@@ -109,21 +114,6 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     async def ReleaseLeases(self, request: pb.ReleaseLeasesRequest, context: Context) -> pb.ReleaseLeasesResponse:
         self._leases.release(request.lease_ids)
         return pb.ReleaseLeasesResponse()
-
-    def _engine_request(self, request: pb.PrefillRequest) -> EngineRequest:
-        wants_prompt_logprobs = request.sampling_params.HasField("prompt_logprobs")
-        return engine_request(
-            request.request_id,
-            request.prompt_token_ids,
-            request.sampling_params,
-            vocab_size=self._node.identity.vocab_size,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            role=KVRole.PRODUCE,
-            receive=(bool(request.sources) or self._node.connector.has_store) and not wants_prompt_logprobs,
-            num_prior_output_tokens=request.num_prior_output_tokens,
-            first_choice_index=request.first_choice_index,
-        )
 
     def _close(self, request_id: str, prefill: _Prefill) -> None:
         del self._active[request_id]

@@ -1,53 +1,45 @@
 """Requests from the wire to the engine's values, and what nodes report back, for both node kinds."""
 
-from collections.abc import Iterable
-
 from kv_connector.base import FetchOutcome, Source
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.wire import sampling_from_wire
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.node.ladder import FetchReport
-from kvrelay.v1 import common_pb2
+from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
 
 
 def engine_request(
-    request_id: str,
-    prompt_token_ids: Iterable[int],
-    sampling_params: common_pb2.SamplingParams,
-    *,
-    vocab_size: int,
-    priority: int,
-    cache_salt: bytes,
-    role: KVRole,
-    receive: bool = False,
-    num_prior_output_tokens: int = 0,
-    first_choice_index: int = 0,
+    asked: decode_node_pb2.Admit | prefill_node_pb2.PrefillRequest, role: KVRole, *, vocab_size: int, has_store: bool
 ) -> EngineRequest:
-    """Routers validate; a node still does not let a request that could hurt others past its own edge."""
-    given = tuple(prompt_token_ids)
-    if not request_id:
+    """Routers validate; a node still does not let a request that could hurt others past its own edge. `has_store`: the
+    node's connector reaches a store that all nodes share. Raises InvalidRequestError naming the field."""
+    given = tuple(asked.prompt_token_ids)
+    if not asked.request_id:
         raise InvalidRequestError("request_id is empty", field="request_id")
     if given and max(given) >= vocab_size:
         raise InvalidRequestError(f"token id {max(given)} is outside the vocabulary of {vocab_size}", field="prompt")
-    sampling = sampling_from_wire(sampling_params)
+    sampling = sampling_from_wire(asked.sampling_params)
     sampling.validate(vocab_size=vocab_size)
-    if num_prior_output_tokens >= len(given) > 0:
+    num_prior = asked.num_prior_output_tokens
+    if num_prior >= len(given) > 0:
         raise InvalidRequestError("there is no prompt before the prior output tokens", field="num_prior_output_tokens")
-    if num_prior_output_tokens >= sampling.max_tokens:
+    if num_prior >= sampling.max_tokens:
         raise InvalidRequestError("max_tokens is reached already", field="num_prior_output_tokens")
-    if num_prior_output_tokens > 0 and sampling.n != 1:
+    if num_prior > 0 and sampling.n != 1:
         raise InvalidRequestError("with prior output tokens n must be 1", field="n")
-    num_prompt_tokens = len(given) - num_prior_output_tokens
+    # A prompt whose log-probabilities are wanted is computed whole.
+    may_fetch = (bool(asked.sources) or has_store) and sampling.prompt_logprobs is None
+    num_prompt_tokens = len(given) - num_prior
     return EngineRequest(
-        request_id=request_id,
+        request_id=asked.request_id,
         prompt_token_ids=given[:num_prompt_tokens],
         sampling=sampling,
-        priority=priority,
-        cache_salt=cache_salt,
+        priority=asked.priority,
+        cache_salt=asked.cache_salt,
         role=role,
-        receive=receive,
+        receive=role is KVRole.CONSUME or may_fetch,
         prior_output_token_ids=given[num_prompt_tokens:],
-        first_choice_index=first_choice_index,
+        first_choice_index=asked.first_choice_index,
     )
 
 

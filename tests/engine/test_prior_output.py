@@ -13,6 +13,7 @@ from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.node.convert import engine_request
+from kvrelay.v1.decode_node_pb2 import Admit
 from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.engine.harness import BLOCK_SIZE, Harness, first_tokens, move, prompt_of, request
 
@@ -149,17 +150,14 @@ def test_prompt_logprobs_are_of_the_prompt_alone() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_at_the_nodes_edge(num_prior: int, sampling: SamplingParams, field: str) -> None:
+    asked = Admit(
+        request_id="a",
+        prompt_token_ids=PROMPT,
+        sampling_params=sampling_to_wire(sampling),
+        num_prior_output_tokens=num_prior,
+    )
     with pytest.raises(InvalidRequestError) as refusal:
-        engine_request(
-            "a",
-            PROMPT,
-            sampling_to_wire(sampling),
-            vocab_size=1000,
-            priority=0,
-            cache_salt=b"",
-            role=KVRole.LOCAL,
-            num_prior_output_tokens=num_prior,
-        )
+        engine_request(asked, KVRole.LOCAL, vocab_size=1000, has_store=False)
     assert refusal.value.field == field
 
 
