@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import grpc
 import uvicorn
 import uvloop
-from fastapi import FastAPI
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from kvrelay import __version__
 from kvrelay.core.clock import MonotonicClock
@@ -221,7 +221,7 @@ async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event)
         await task
 
 
-def _http_config(app: FastAPI) -> uvicorn.Config:
+def _http_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedHttp,

@@ -7,12 +7,14 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, UnknownModelError, status_of
@@ -28,23 +30,24 @@ RETRY_AFTER_SECONDS = 1
 _REQUEST_ID = "kvrelay.request_id"
 
 
-def create_app(edge: Edge, *, version: str, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> FastAPI:
+def create_app(edge: Edge, *, version: str, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> Starlette:
     """The ASGI application of one router. `/metrics` shows `edge.metrics.registry`."""
     gateway = _Gateway(edge, version, max_body_bytes)
-    app = FastAPI(title="kvrelay", version=version, openapi_url=None)
-    app.add_middleware(_RequestIds)
-    for kind in (KVRelayError, HTTPException, Exception):
-        app.add_exception_handler(kind, _answer_error)
-    app.add_route("/v1/completions", gateway.completions, methods=["POST"])
-    app.add_route("/v1/chat/completions", gateway.chat, methods=["POST"])
-    app.add_route("/v1/models", gateway.models, methods=["GET"])
-    app.add_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
-    app.add_route("/livez", gateway.live, methods=["GET"])
-    for path in ("/readyz", "/health"):
-        app.add_route(path, gateway.ready, methods=["GET"])
-    app.add_route("/metrics", gateway.metrics, methods=["GET"])
-    app.add_route("/version", gateway.version, methods=["GET"])
-    return app
+    return Starlette(
+        routes=[
+            Route("/v1/completions", gateway.completions, methods=["POST"]),
+            Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
+            Route("/v1/models", gateway.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", gateway.model, methods=["GET"]),
+            Route("/livez", gateway.live, methods=["GET"]),
+            Route("/readyz", gateway.ready, methods=["GET"]),
+            Route("/health", gateway.ready, methods=["GET"]),
+            Route("/metrics", gateway.metrics, methods=["GET"]),
+            Route("/version", gateway.version, methods=["GET"]),
+        ],
+        middleware=[Middleware(_RequestIds)],
+        exception_handlers=dict.fromkeys((KVRelayError, HTTPException, Exception), _answer_error),
+    )
 
 
 class _Gateway:

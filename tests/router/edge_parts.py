@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import uvicorn
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import MonotonicClock
@@ -113,7 +113,7 @@ def make_edge(relay: ScriptedRelay) -> Edge:
 
 
 @asynccontextmanager
-async def http_server(app: FastAPI) -> AsyncIterator[int]:
+async def http_server(app: ASGIApp) -> AsyncIterator[int]:
     """A real uvicorn server on a free port, which it yields."""
     listener = socket.create_server(("127.0.0.1", 0))  # clients may connect before the server accepts
     server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttp, log_config=None, lifespan="off"))
