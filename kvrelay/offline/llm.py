@@ -222,10 +222,11 @@ def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
     """One conversation or several to several."""
-    single = [message for message in given if isinstance(message, Mapping)]
-    if single:
-        return [single]
-    return [conversation for conversation in given if not isinstance(conversation, Mapping)]
+    messages = [item for item in given if isinstance(item, Mapping)]
+    conversations = [item for item in given if not isinstance(item, Mapping)]
+    if messages and conversations:
+        raise InvalidRequestError("messages must be one conversation or several, not both at once", field="messages")
+    return [messages] if messages else conversations
 
 
 def _per_prompt(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -105,6 +105,8 @@ def test_chat(llm: LLM) -> None:
     [one] = llm.chat(question, sampling, progress=False)
     assert one.outputs[0].text == "The capital of Italy is Rome."
     assert [each.outputs for each in llm.chat([question, question], sampling, progress=False)] == [one.outputs] * 2
+    with pytest.raises(InvalidRequestError, match="not both at once"):
+        llm.chat([*question, question], sampling, progress=False)  # type: ignore[arg-type]
 
 
 def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
