@@ -1,4 +1,4 @@
-"""The connector for nodes that share a process: tests and the offline API. The same semantics as between processes.
+"""The connector for nodes that share a process: tests and the simulation. The same semantics as between processes.
 
 Invariant: a block is reported as fetched only if its generation (see `shared_pool.py`) was the same after the copy.
 """

@@ -77,12 +77,12 @@ class NativeBackend:
 
 
 def instruction_set() -> str:
-    """The instruction set in use: `avx512_bf16`, `avx512`, `avx2` or `portable`."""
+    """The instruction set in use: `amx_bf16`, `avx512_bf16`, `avx512`, `avx2` or `portable`."""
     return _native.instruction_set()
 
 
 def available_instruction_sets() -> list[str]:
-    """Those this processor can run, best first."""
+    """Those this processor can run, best first; in development builds also `amx_emulated`, last, for tests."""
     return _native.available_instruction_sets()
 
 
