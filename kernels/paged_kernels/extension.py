@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from types import ModuleType
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 _MEMORY_MAP = Path("/proc/self/maps")
 
@@ -19,7 +19,7 @@ def load_extension() -> ModuleType | None:
     except ModuleNotFoundError:
         return None
     if not any(native.borrow_openmp_runtime(path) for path in _loaded_openmp_runtimes()):
-        logger.warning("torch has loaded no OpenMP runtime that the native kernels can share: they run on one thread")
+        _logger.warning("torch has loaded no OpenMP runtime that the native kernels can share: they run on one thread")
     return native
 
 

@@ -10,7 +10,7 @@ from paged_kernels.base import AttentionBackend
 from paged_kernels.extension import load_extension
 from paged_kernels.kv_scales import KVScales
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 BackendName = Literal["auto", "native", "reference", "triton"]
 
@@ -39,7 +39,7 @@ def select_backend(
     if name == "native" and load_extension() is None:
         raise BackendUnavailableError(f"the compiled attention kernels (paged_kernels._native) are missing: {_REMEDY}")
     if name == "auto" and load_extension() is None:
-        logger.warning(
+        _logger.warning(
             "The compiled attention kernels (paged_kernels._native) are missing and plain torch is used instead: "
             "attention in decoding is 5 to 30 times slower. To fix it, %s.",
             _REMEDY,

@@ -35,7 +35,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.write_deadline import WriteDeadline
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_MS = 10_000
@@ -259,7 +259,7 @@ def _guarded(behavior: Behavior, method: str) -> Behavior:
         except grpc.aio.BaseError:
             raise  # the servicer (or grpc) has ended the call itself
         except Exception:
-            logger.exception("%s failed", method)
+            _logger.exception("%s failed", method)
             await context.abort_with_status(rpc_status.to_status(rich_status(KVRelayError("internal error"))))
 
     return call

@@ -20,7 +20,7 @@ from kvrelay.core.rpc import WRITE_SECONDS
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.write_deadline import WriteDeadline
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 # Closing a connection while the client still sends makes it see a reset instead of our answer: this much more is read
 # and thrown away first, for this long at most.
@@ -100,7 +100,7 @@ class EventStream(Response):
         try:
             await until_disconnect(receive, self._send_all(send))
         except CancelledByPeerError as error:
-            logger.debug("stream ended: %s", error)
+            _logger.debug("stream ended: %s", error)
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:

@@ -25,7 +25,7 @@ from router.edge.openai_format import (
 from router.edge.outputs import Edge, GenerationEvent
 from router.request import RequestTrace, RoutedRequest
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class HttpGeneration:
@@ -82,7 +82,7 @@ class HttpGeneration:
             if not started:
                 raise
             # The status has been sent: this is the only place left to tell the client.
-            logger.exception("stream %s failed", self._envelope.response_id)
+            _logger.exception("stream %s failed", self._envelope.response_id)
             yield event(error_body(KVRelayError("internal error")))
 
     def _events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 MAX_PROMPTS = 128
 
@@ -86,7 +86,7 @@ class GenerationBody(BaseModel):
         refused = GenerationBody.refused | self.refused
         for name, value in extra.items():
             if name not in refused:
-                logger.debug("ignored unknown field %s", name)
+                _logger.debug("ignored unknown field %s", name)
             elif value is not None and value not in refused[name]:
                 raise InvalidRequestError(f"{name} is not supported here", field=name)
         if self.stream_options is not None and not self.stream:

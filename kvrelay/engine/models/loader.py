@@ -33,7 +33,7 @@ from kvrelay.engine.models.model_config import ModelConfig, load_model_config
 from kvrelay.engine.models.shared_weights import place_for
 from kvrelay.engine.models.stored_kv_scales import is_kv_scale
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[int, int], None]
@@ -127,7 +127,7 @@ def _weight_format(
 
 def _log_published(model: DecoderForCausalLM, published: PublishedTensors) -> None:
     form = "repacked for the CPU's integer kernels" if model.device.type == "cpu" else "as they are in the checkpoint"
-    logger.info(
+    _logger.info(
         "a quantised checkpoint (%s): %.0f MB of weights in the layers, %s, exactly; computing in %s",
         published.quantization,
         sum(layer.num_bytes for layer in model.linear_layers()) / 1e6,
@@ -190,7 +190,7 @@ def _compute_dtype(name: DTypeName, config: ModelConfig, checkpoint: Checkpoint,
     if stored not in _DTYPES:
         raise ModelLoadError(f"config.json: dtype: {stored!r} is not supported; supported are {', '.join(_DTYPES)}")
     if stored == "float16" and device.type == "cpu":
-        logger.info(
+        _logger.info(
             "a float16 checkpoint runs in float32 on a CPU; dtype bfloat16 is faster and smaller but rounds them"
         )
         return torch.float32
@@ -242,7 +242,7 @@ def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: Mo
     ]
     if extra:
         shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
-        logger.warning(
+        _logger.warning(
             "%d tensors of %s are not part of the model and were ignored: %s", len(extra), _names(checkpoint), shown
         )
 

@@ -16,7 +16,7 @@ from kvrelay.engine.layers.weight_format import PublishedQuantization
 from kvrelay.engine.models.config_file import FAMILIES, complete_config, read_json_object
 from kvrelay.engine.models.quantization_config import parse_quantization
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -234,7 +234,7 @@ def _eos_token_ids(parsed: Mapping[str, Any], directory: Path) -> tuple[int, ...
     value = read_json_object(path).get("eos_token_id") if path.is_file() else None
     source, value = (path, value) if value is not None else (directory / "config.json", parsed["eos_token_id"])
     if value is None:
-        logger.warning("%s names no eos_token_id: only stop conditions and max_tokens end a request", source)
+        _logger.warning("%s names no eos_token_id: only stop conditions and max_tokens end a request", source)
         return ()
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token_id, int) and 0 <= token_id < parsed["vocab_size"] for token_id in ids):
