@@ -40,7 +40,7 @@ class Endpoints:
         try:
             parse_endpoints(text)
         except KVError as error:
-            raise ConfigurationError(f"this node can not be reached at {text!r}: {error}") from error
+            raise ConfigurationError(f"this node cannot be reached at {text!r}: {error}") from error
         return text
 
 

@@ -41,7 +41,7 @@ class Payloads(Protocol):
 
     def digest_on_arrival(self, block_id: int) -> bytes | None:
         """The digest of a block of which the last bytes have just come, while they may be in the cache. None where it
-        can not be had at once: ask `digests`."""
+        cannot be had at once: ask `digests`."""
         ...
 
     async def digests(self, block_ids: Sequence[int]) -> list[bytes]:

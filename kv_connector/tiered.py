@@ -1,4 +1,4 @@
-"""Several connectors over one pool: the first that has a block wins, and what it can not give is asked of the next.
+"""Several connectors over one pool: the first that has a block wins, and what it cannot give is asked of the next.
 
 The first tier allocates the pool, the others serve from the same memory. Tiers that reach the holder itself (shared
 memory, UCX) come before a store (Redis), which needs no holder: it is asked by a fetch without a source, and by no
@@ -142,7 +142,7 @@ class TieredConnector(Generic[TierT_co]):
         try:
             found = parse_endpoints(source.endpoint)
         except KVError as error:
-            _logger.warning("node %s can not be asked: %s", source.node_id, error)
+            _logger.warning("node %s cannot be asked: %s", source.node_id, error)
             return []
         holders: list[tuple[TierT_co, Source | None]] = [
             (tier, replace(source, endpoint=found.by_name[tier.name]))
@@ -150,7 +150,7 @@ class TieredConnector(Generic[TierT_co]):
             if tier.name in found.by_name and (tier.name not in _SAME_HOST or found.host == self._host)
         ]
         if not holders:
-            _logger.debug("node %s can not be reached through %s from here", source.node_id, self.name)
+            _logger.debug("node %s cannot be reached through %s from here", source.node_id, self.name)
         return holders
 
     async def _ask(

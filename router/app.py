@@ -240,7 +240,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ConfigurationError(f"can not listen on {host}:{port}: {error.strerror}; try --port 0") from error
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}; try --port 0") from error
     # Accepted connections inherit it. asyncio sets it only on sockets it made itself, and without it an event waits for
     # the client to acknowledge the one before: up to 40 ms each.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

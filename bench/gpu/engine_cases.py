@@ -193,7 +193,7 @@ class EngineBench:
 
 
 def engine_tasks(plan: EnginePlan, dtype: torch.dtype, device: torch.device, rates: Rates, seed: int) -> Iterator[Task]:
-    """One model serves them all; where it can not be made there are no others."""
+    """One model serves them all; where it cannot be made there are no others."""
     made: list[EngineBench] = []
     yield Task(f"{plan.name} start: weights, recorded steps", partial(_start, made, plan, dtype, device, seed))
     if not made:
@@ -245,7 +245,7 @@ def _decode(name: str, bench: EngineBench, floor: float, batch: int, context: in
 
 
 class _Work:
-    """What a model can not avoid: bytes and floating-point operations."""
+    """What a model cannot avoid: bytes and floating-point operations."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
         head_dim = config.hidden_size // config.num_attention_heads

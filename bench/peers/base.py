@@ -42,4 +42,4 @@ class Peer(Engine, Protocol):
 
 
 class PeerError(Exception):
-    """A peer that can not be installed or does not serve; the message says what to look at."""
+    """A peer that cannot be installed or does not serve; the message says what to look at."""

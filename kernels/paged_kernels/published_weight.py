@@ -60,7 +60,7 @@ def unpack_codes(weight: PublishedWeight) -> Tensor:
 def unpack_zeros(weight: PublishedWeight) -> Tensor:
     """What codes count from: `[num_groups, num_outputs]` int16, 0 to 2^bits.
 
-    GPTQ's first format stores one less. Its writers can not store a zero of 0 (it spills into the neighbours), and its
+    GPTQ's first format stores one less. Its writers cannot store a zero of 0 (it spills into the neighbours), and its
     kernels read the largest stored value as 2^bits; so does this.
     """
     stored = _unpack(weight.zeros, weight, axis=1).to(torch.int16)

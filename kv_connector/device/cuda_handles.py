@@ -52,7 +52,7 @@ def close_handle(address: int) -> None:
 
 
 def copy(to: int, source: int, num_bytes: int, stream: int) -> None:
-    """Queued on the stream. Between cards that can not reach each other the driver goes through host memory."""
+    """Queued on the stream. Between cards that cannot reach each other the driver goes through host memory."""
     runtime = _runtime()
     kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
     _checked("cudaMemcpyAsync", runtime.cudaMemcpyAsync(to, source, num_bytes, kind, stream))

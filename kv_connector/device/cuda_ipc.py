@@ -138,7 +138,7 @@ class CudaIpcConnector:
                 return _DevicePeer(segment, pool.memory.open(segment.device_handle, segment.preamble.num_blocks))
             except KVError as error:
                 _logger.warning(
-                    "can not map the device memory of node %s: %s; if no other connector reaches it, set "
+                    "cannot map the device memory of node %s: %s; if no other connector reaches it, set "
                     "--kv-device-transfer staged for both",
                     source.node_id, error,
                 )  # fmt: skip

@@ -82,7 +82,7 @@ class CudaMemory:
         if not self._pinned:
             self._forget_last_error()
             _logger.warning(
-                "%d MiB of staging memory can not be pinned (CUDA error %d): KV moves slowly. Allow this process to "
+                "%d MiB of staging memory cannot be pinned (CUDA error %d): KV moves slowly. Allow this process to "
                 "lock memory (ulimit -l, docker: --ulimit memlock=-1), or lower --kv-staging-gib",
                 host.numel() >> 20, failure,
             )  # fmt: skip
@@ -144,7 +144,7 @@ class CudaMemory:
         try:
             return self._map(self._index, allocation, offset, num_blocks)
         except KVError as error:
-            # Cards that can not reach each other: mapped on the peer's, from where the driver copies through the host.
+            # Cards that cannot reach each other: mapped on the peer's, from where the driver copies through the host.
             index = _device_with(uuid)
             if index is None or index == self._index:
                 raise

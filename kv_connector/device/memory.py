@@ -1,4 +1,4 @@
-"""The seams of a pool that the host can not look into: copied to host memory and back, or reached where it lies."""
+"""The seams of a pool that the host cannot look into: copied to host memory and back, or reached where it lies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ PeerT = TypeVar("PeerT", bound=Peer)
 
 
 class MappedPeers(Generic[PeerT]):
-    """`open_peer` maps a peer, or says why it can not, on the connector's `thread`; `look_interval` is the seconds
+    """`open_peer` maps a peer, or says why it cannot, on the connector's `thread`; `look_interval` is the seconds
     between two looks at owners."""
 
     def __init__(
@@ -89,7 +89,7 @@ def open_segment(directory: Path, source: Source, *, on_device: bool = False) ->
     except FileNotFoundError:
         return FetchOutcome.FAILED
     except (OSError, KVError) as error:
-        _logger.warning("can not use the segment of node %s: %s", source.node_id, error)
+        _logger.warning("cannot use the segment of node %s: %s", source.node_id, error)
         return Mismatch.VERSION if isinstance(error, KVError) else FetchOutcome.FAILED
     if segment.owner_is_alive():
         return segment

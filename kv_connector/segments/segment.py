@@ -243,7 +243,7 @@ def _create_locked(path: Path) -> int:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigurationError(f"can not create the shared-memory segment {path}: {error.strerror}") from error
+            raise ConfigurationError(f"cannot create the shared-memory segment {path}: {error.strerror}") from error
         fcntl.flock(fd, fcntl.LOCK_EX)
         if _is_file_at(fd, path):
             return fd
@@ -261,9 +261,7 @@ def _reserve(fd: int, path: Path, preamble: Preamble) -> None:
             return
         except OSError as error:
             if error.errno != errno.ENOSPC:
-                raise ConfigurationError(
-                    f"can not reserve {needed} bytes in {path.parent}: {error.strerror}"
-                ) from error
+                raise ConfigurationError(f"cannot reserve {needed} bytes in {path.parent}: {error.strerror}") from error
     raise ConfigurationError(
         f"the KV pool of {preamble.num_blocks} blocks needs {needed} bytes of shared memory, "
         f"but {path.parent} has {free} free: "

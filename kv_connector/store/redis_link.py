@@ -1,6 +1,6 @@
 """The way to a Redis server: one client, a deadline for every exchange, and breakers for a server that fails.
 
-Two breakers: `server` for one that can not be reached or does not answer, `room` for one that answers but is full.
+Two breakers: `server` for one that cannot be reached or does not answer, `room` for one that answers but is full.
 Invariant: no exchange takes longer than its deadline, and none begins while `server` is open.
 """
 

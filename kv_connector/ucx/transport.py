@@ -46,14 +46,14 @@ OPTIONS = {
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "256k",
     "TCP_PUT_ENABLE": "n",  # a peer never writes to an address of its choice
-    # Larger messages are transferred by rendezvous, which can be cut; one that comes in eager pieces can not.
+    # Larger messages are transferred by rendezvous, which can be cut; one that comes in eager pieces cannot.
     "RNDV_THRESH": "8192",
 }
 # Without RDMA: UCX's own choice is slower over TCP.
 TCP_OPTIONS = {**OPTIONS, "RNDV_SCHEME": "am"}
 DEVICE_OPTIONS = {
     **OPTIONS,
-    # The reader reads, over NVLink, PCIe or RDMA; what can not be read so is sent through buffers in host memory
+    # The reader reads, over NVLink, PCIe or RDMA; what cannot be read so is sent through buffers in host memory
     # (ucxx would have UCX take them from the device).
     "RNDV_SCHEME": "get_zcopy",
     "RNDV_FRAG_MEM_TYPES": "host",
@@ -65,7 +65,7 @@ _logger = logging.getLogger(__name__)
 
 
 class LinkLostError(KVError):
-    """The peer closed the connection, died, or can not be reached."""
+    """The peer closed the connection, died, or cannot be reached."""
 
 
 class Transport:
@@ -115,7 +115,7 @@ class Transport:
         try:
             endpoint = UCXEndpoint.create(self._worker, address, port, True)
         except UCXError as error:
-            raise LinkLostError(f"can not connect to {address}:{port}: {error}") from error
+            raise LinkLostError(f"cannot connect to {address}:{port}: {error}") from error
         return Link(self, endpoint)
 
     def kick(self) -> None:

@@ -38,7 +38,7 @@ class Plan:
 
 
 def plans_of(settings: BenchSettings) -> list[Plan]:
-    """The runs of a command. Raises ConfigurationError when a trace can not be read."""
+    """The runs of a command. Raises ConfigurationError when a trace cannot be read."""
     match settings:
         case ServeBenchSettings():
             return [_plan_serve(settings)]

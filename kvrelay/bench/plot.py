@@ -58,4 +58,4 @@ def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
-        raise ConfigurationError(f"--plot: can not write {path}: {error.strerror}") from error
+        raise ConfigurationError(f"--plot: cannot write {path}: {error.strerror}") from error

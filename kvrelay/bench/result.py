@@ -1,4 +1,4 @@
-"""What one run gave, and everything of it that belongs into a file."""
+"""What one run gave, and everything of it that belongs in a file."""
 
 import json
 import platform
@@ -35,7 +35,7 @@ class RunResult:
 
 
 def write_results(path: Path, command: str, model: str, settings: BenchSettings, results: Sequence[RunResult]) -> None:
-    """Raises ConfigurationError when the file can not be written."""
+    """Raises ConfigurationError when the file cannot be written."""
     body = {
         "schema": SCHEMA,
         "command": command,
@@ -47,7 +47,7 @@ def write_results(path: Path, command: str, model: str, settings: BenchSettings,
     try:
         path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"--json-file: can not write {path}: {error.strerror}") from error
+        raise ConfigurationError(f"--json-file: cannot write {path}: {error.strerror}") from error
 
 
 def environment() -> dict[str, object]:

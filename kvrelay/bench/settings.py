@@ -38,7 +38,7 @@ class BenchSettings(ProcessSettings):
         default="completions", description="Over HTTP: /v1/completions or /v1/chat/completions."
     )
     model: str = Field(default="", description="Name of the model; empty: the only one served.")
-    api_key: SecretStr = Field(default=SecretStr(""), description="Sent as bearer token; belongs into KVRELAY_API_KEY.")
+    api_key: SecretStr = Field(default=SecretStr(""), description="Sent as bearer token; belongs in KVRELAY_API_KEY.")
     tokenizer: str | None = Field(
         default=None, description="Directory or Hugging Face name to take tokens from; unset: the model's name."
     )

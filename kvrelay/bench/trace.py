@@ -39,7 +39,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         with path.open(encoding="utf-8") as file:
             yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--trace: can not read {path}: {error}") from error
+        raise ConfigurationError(f"--trace: cannot read {path}: {error}") from error
 
 
 def _parse(path: Path, number: int, line: str) -> tuple[float, RequestSpec]:

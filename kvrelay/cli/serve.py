@@ -80,18 +80,18 @@ class ServeSettings(ProcessSettings):
     connector: ConnectorSetting = Field(
         default=AUTO,
         description="How KV blocks travel between nodes: shared_memory, ucx, redis, or several in that order, such as "
-        "shared_memory,redis: what one can not give is asked of the next. auto: shared_memory, this being one host.",
+        "shared_memory,redis: what one cannot give is asked of the next. auto: shared_memory, this being one host.",
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
-        description="For the redis connector. One with a password belongs into KVRELAY_REDIS_URL or the file.",
+        description="For the redis connector. One with a password belongs in KVRELAY_REDIS_URL or the file.",
     )
     redis_ttl: int | None = Field(
         default=None, gt=0, description="Seconds a block stays in Redis; unset: the nodes' default."
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),
-        description="For the ucx connector; drawn for this run when empty. Belongs into KVRELAY_CLUSTER_SECRET.",
+        description="For the ucx connector; drawn for this run when empty. Belongs in KVRELAY_CLUSTER_SECRET.",
     )
     shared_memory_dir: str | None = Field(default=None, description="Where KV pools are mapped; unset: /dev/shm.")
     kv_staging_gib: float | None = Field(
@@ -222,7 +222,7 @@ class ServeSettings(ProcessSettings):
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Until Ctrl-C or SIGTERM (0), or until the cluster can not go on (1)."""
+    """Until Ctrl-C or SIGTERM (0), or until the cluster cannot go on (1)."""
     settings = load_settings(ServeSettings, argv, prog="kvrelay serve")
     return asyncio.run(_serve(settings))
 

@@ -131,7 +131,7 @@ def _read_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(f"--config: can not read {path}: {error.strerror}") from error
+        raise ConfigurationError(f"--config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--config: {path} is not valid YAML: {error}") from error
     if loaded is None:

@@ -1,10 +1,10 @@
 """The exception tree, and the one table that maps it to gRPC and HTTP.
 
 KVRelayError                      internal: our own fault
-├── InvalidRequestError           what the client sent can not be served; names the field
+├── InvalidRequestError           what the client sent cannot be served; names the field
 │   └── UnknownModelError
-├── ConfigurationError            what the operator set can not work; names the setting and the remedy
-├── ModelLoadError                a checkpoint that can not be run; names the tensor or the field
+├── ConfigurationError            what the operator set cannot work; names the setting and the remedy
+├── ModelLoadError                a checkpoint that cannot be run; names the tensor or the field
 ├── KVError                       a block could not be moved or trusted
 ├── CancelledByPeerError          the client or the router gave the request up
 ├── DeadlineError                 a phase took longer than it may
@@ -22,7 +22,7 @@ class KVRelayError(Exception):
 
 
 class InvalidRequestError(KVRelayError):
-    """The client's request can not be served as it is.
+    """The client's request cannot be served as it is.
 
     `field` is the name the client used for the offending field, or None when the request as a whole is wrong.
     """
@@ -37,11 +37,11 @@ class UnknownModelError(InvalidRequestError):
 
 
 class ConfigurationError(KVRelayError):
-    """A setting that can not work; the message names it and what to do."""
+    """A setting that cannot work; the message names it and what to do."""
 
 
 class ModelLoadError(KVRelayError):
-    """A checkpoint that can not be run; the message names the tensor or the configuration field."""
+    """A checkpoint that cannot be run; the message names the tensor or the configuration field."""
 
 
 class KVError(KVRelayError):

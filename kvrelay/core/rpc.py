@@ -102,12 +102,12 @@ def server_options() -> Options:
 
 
 async def serve_insecure(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Binds (port 0 draws a free one), starts, returns the bound port. Raises ConfigurationError when it can not."""
+    """Binds (port 0 draws a free one), starts, returns the bound port. Raises ConfigurationError when it cannot."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         bound = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigurationError(f"can not listen on {address}: is the port in use? ({error})") from error
+        raise ConfigurationError(f"cannot listen on {address}: is the port in use? ({error})") from error
     await server.start()
     return bound
 
@@ -163,7 +163,7 @@ def _reason_of(error: KVRelayError) -> str:
 
 
 def _details_of(error: grpc.aio.AioRpcError) -> tuple[str, str | None]:
-    """The reason ("" when the peer is not ours) and the field. Details that can not be read are as good as none."""
+    """The reason ("" when the peer is not ours) and the field. Details that cannot be read are as good as none."""
     encoded = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
     if not isinstance(encoded, bytes):
         return "", None

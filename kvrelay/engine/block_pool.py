@@ -67,7 +67,7 @@ class BlockPool:
         """One request reference less for each.
 
         `block_ids` is a sequence's block table, first block first. It is given back from its end, so that of one prefix
-        the tail is evicted before the head: a head without its tail is still a hit, a tail without its head can not be
+        the tail is evicted before the head: a head without its tail is still a hit, a tail without its head cannot be
         found.
         """
         self._give_back(block_ids, self._request_refs)

@@ -58,7 +58,7 @@ def choose_device(name: DeviceName, look: Callable[[], Machine], *, cpu_only: st
     """The device, and why it. `look` is called only where a card may be used: it wakes the driver. `cpu_only` names an
     option that was given and works on a CPU only, if there is one.
 
-    Raises ConfigurationError for `cuda` where that can not be had."""
+    Raises ConfigurationError for `cuda` where that cannot be had."""
     cpu = torch.device("cpu")
     if name == "cpu":
         return cpu, "as asked for"

@@ -70,7 +70,7 @@ class EngineThread:
         self._thread.start()
 
     def post(self, message: Message) -> None:
-        """Runs `message` on the engine thread, between steps. For messages that can not fail."""
+        """Runs `message` on the engine thread, between steps. For messages that cannot fail."""
         self._mailbox.put(message)
 
     async def call(self, function: Callable[[Engine], T]) -> T:

@@ -62,7 +62,7 @@ class ModelRunner:
         return self._last
 
     def _last_sampled(self, plan: SchedulerOutput) -> list[int]:
-        """By the step before, one token for each row of its plan, where this one reads them. A step that can not sample
+        """By the step before, one token for each row of its plan, where this one reads them. A step that cannot sample
         fails when it is collected, and not those behind it."""
         if self._last is None or all(entry.input_row is None for entry in plan.scheduled):
             return []

@@ -30,7 +30,7 @@ class Runner(Protocol):
         launched and not been collected; an `input_row` of `plan` names a row of that one. Should that row fail, this
         step runs on any valid token, and nobody reads what it samples there.
 
-        Raises KVRelayError when this plan can not be carried out: nothing of it is under way then, its sequences fail,
+        Raises KVRelayError when this plan cannot be carried out: nothing of it is under way then, its sequences fail,
         and no later plan refers to it.
         """
         ...

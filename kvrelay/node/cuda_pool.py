@@ -13,7 +13,7 @@ from kvrelay.engine.kv_pool import allocate_pool
 
 
 def direct_memory(pool: torch.Tensor) -> CudaMemory:
-    """Over the node's own pool. Raises ConfigurationError for blocks that can not be digested on the card."""
+    """Over the node's own pool. Raises ConfigurationError for blocks that cannot be digested on the card."""
     try:
         return CudaMemory(pool, torch.cuda.default_stream(pool.device), BlockDigests)
     except ValueError as error:
@@ -25,5 +25,5 @@ def cuda_scratch(layout: KVLayout, num_blocks: int) -> CudaMemory:
 
 
 def problem_with_direct() -> str:
-    """Why what is on this machine's cards can not be reached directly; empty when it may be."""
+    """Why what is on this machine's cards cannot be reached directly; empty when it may be."""
     return "" if torch.version.hip is None else "neither UCX as packaged nor CUDA IPC is for ROCm"

@@ -21,7 +21,7 @@ async def choose_direct(
 ) -> tuple[str, ...]:
     """The connectors over device memory (`registry.create_direct`) that do for it what those called `names` do for the
     host's; none: it is staged through the host, under `names`. `check` tests one of them, `problem` says beforehand
-    why none can work. Raises ConfigurationError when `wish` is "direct" and that can not be had."""
+    why none can work. Raises ConfigurationError when `wish` is "direct" and that cannot be had."""
     if wish == "staged":
         return ()
     found, lacking = ((), problem) if problem else await _working(names, check)

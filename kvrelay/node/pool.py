@@ -74,7 +74,7 @@ def serve_directly(
         connector.serve(DevicePool(memory, plan.layout), node_id=plan.node_id, epoch=plan.epoch)
     except KVError as error:
         raise ConfigurationError(
-            f"the KV pool can not be reached directly: {error}; set --kv-device-transfer staged"
+            f"the KV pool cannot be reached directly: {error}; set --kv-device-transfer staged"
         ) from error
     return connector
 

@@ -59,7 +59,7 @@ class NodeServer:
         self._on_crash: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the bound port. Raises ConfigurationError when it can not listen there."""
+        """Returns the bound port. Raises ConfigurationError when it cannot listen there."""
         self._service.start()
         bound = await serve_insecure(self._server, host, port)
         await self._report(live=True, ready=True)

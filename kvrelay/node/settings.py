@@ -63,14 +63,14 @@ class NodeSettings(ProcessSettings):
     connector: ConnectorSetting = Field(
         default=AUTO,
         description="How KV moves: shared_memory (nodes of one host), ucx or redis (any hosts), or several in that "
-        "order, such as ucx,redis: what one can not give is asked of the next. auto: shared_memory on loopback, "
+        "order, such as ucx,redis: what one cannot give is asked of the next. auto: shared_memory on loopback, "
         "otherwise shared_memory,ucx where ucxx is installed and there is a cluster secret, otherwise redis; "
         "never one that fails its self-test at the start.",
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),
         description="What all nodes of the cluster know, at least 16 characters; needed by the ucx connector. Belongs "
-        "into KVRELAY_CLUSTER_SECRET or the file: arguments are visible to everybody on the machine.",
+        "in KVRELAY_CLUSTER_SECRET or the file: arguments are visible to everybody on the machine.",
     )
     ucx_host: str = Field(default="", description="Where peers reach this node's ucx connector; host when empty.")
     ucx_net_devices: str = Field(

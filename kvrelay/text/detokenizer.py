@@ -38,7 +38,7 @@ class Detokenizer:
         return self._text.num_chars
 
     def push(self, token_id: int, *, check_stop: bool = True) -> str:
-        """The text that is now certain. Without `check_stop` the token's text can not be part of a stop string."""
+        """The text that is now certain. Without `check_stop` the token's text cannot be part of a stop string."""
         text = self._text.push(token_id)
         if not self._matchers:
             return text

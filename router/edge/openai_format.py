@@ -14,7 +14,7 @@ from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.request import RequestTrace
 
-# JSON has no infinity; OpenAI writes this for a token that can not occur.
+# JSON has no infinity; OpenAI writes this for a token that cannot occur.
 MIN_LOGPROB = -9999.0
 
 DONE = b"data: [DONE]\n\n"

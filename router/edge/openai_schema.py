@@ -1,6 +1,6 @@
 """Request bodies of the OpenAI API with vLLM's extras: types checked strictly here, values in `validation`.
 
-Invariant: a field we know and can not honour is refused by name; a field nobody has heard of is ignored, and logged at
+Invariant: a field we know and cannot honour is refused by name; a field nobody has heard of is ignored, and logged at
 debug.
 """
 
@@ -142,7 +142,7 @@ class CompletionBody(GenerationBody):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError("best_of is only supported when it equals n", field="best_of")
         if self.echo and self.logprobs is not None:
-            raise InvalidRequestError("echo can not be combined with logprobs: use prompt_logprobs", field="echo")
+            raise InvalidRequestError("echo cannot be combined with logprobs: use prompt_logprobs", field="echo")
 
     def prompts(self, max_model_len: int) -> list[str | list[int]]:
         """One entry per prompt. Raises InvalidRequestError naming `prompt`; lengths are checked before values, which

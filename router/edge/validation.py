@@ -77,7 +77,7 @@ class RequestValidator:
         """Raises InvalidRequestError, UnknownModelError, or UnavailableError while no node can serve."""
         self.check_model(client.model)
         model = self._relay.served_model()
-        # A prompt of any length can not make wrong sampling right, so that is told first and costs nothing.
+        # A prompt of any length cannot make wrong sampling right, so that is told first and costs nothing.
         sampling = _checked_sampling(client, model)
         token_ids = await self.token_ids(client.prompt, model)
         if not -MAX_PRIORITY <= client.priority <= MAX_PRIORITY:

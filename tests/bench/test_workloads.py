@@ -168,7 +168,7 @@ def test_a_trace_that_is_none(tmp_path: Path, bad: object, message: str) -> None
 
 
 def test_trace_and_workload_belong_together(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="can not read"):
+    with pytest.raises(ConfigurationError, match="cannot read"):
         plans_of(ServeBenchSettings(workload="trace", trace=tmp_path / "missing"))
     with pytest.raises(ConfigurationError, match="holds no requests"):
         plans_of(ServeBenchSettings(workload="trace", trace=write_trace(tmp_path / "empty")))

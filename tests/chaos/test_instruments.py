@@ -1,4 +1,4 @@
-"""The instruments themselves: a judge that can not say no, or a cable that can not be cut, would prove nothing."""
+"""The instruments themselves: a judge that cannot say no, or a cable that cannot be cut, would prove nothing."""
 
 import asyncio
 import random

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session"
 
 
 async def test_a_router_dies(on: Stage) -> None:
-    """While leases are held: the decode nodes are stopped, so that they can not have fetched what was prefilled."""
+    """While leases are held: the decode nodes are stopped, so that they cannot have fetched what was prefilled."""
     cluster = on.cluster
     for node in cluster.of_role("decode"):
         node.send(signal.SIGSTOP)

@@ -147,7 +147,7 @@ def test_wrong_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, content
 
 def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "nowhere.yaml"
-    assert f"can not read {path}: No such file" in failure(capsys, "m", "--config", str(path))
+    assert f"cannot read {path}: No such file" in failure(capsys, "m", "--config", str(path))
 
 
 def test_empty_file_is_no_settings(tmp_path: Path) -> None:

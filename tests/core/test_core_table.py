@@ -30,7 +30,7 @@ sys.stdin.read()
         ((1, 0), 2, (2, 0)),
         ((1, 1), 2, (1, 1)),
         ((4, 0, 4, 0), 16, (8, 0, 8, 0)),
-        ((1, 1, 0, 1), 4, (2, 1, 0, 1)),  # what can not be divided goes to the first
+        ((1, 1, 0, 1), 4, (2, 1, 0, 1)),  # what cannot be divided goes to the first
         ((2, 0, 3), 8, (4, 0, 4)),
         ((1, 1, 1, 1), 2, (1, 1, 1, 1)),  # more nodes than cores
         ((1, 0, 0, 0), 2, (2, 0, 0, 0)),

@@ -1,4 +1,4 @@
-"""What can not be served is refused with a 4xx or INVALID_ARGUMENT that says why, and the next request works."""
+"""What cannot be served is refused with a 4xx or INVALID_ARGUMENT that says why, and the next request works."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""How a cluster ends, in order or not, and what it says when it can not begin: nothing of it may be left."""
+"""How a cluster ends, in order or not, and what it says when it cannot begin: nothing of it may be left."""
 
 import json
 import os

@@ -63,7 +63,7 @@ def test_a_row_of_the_step_before_is_the_input(runner: ModelRunner) -> None:
 
 
 def test_a_step_that_can_not_sample_fails_alone(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can not later either: what it has computed stays as it is."""
+    """It cannot later either: what it has computed stays as it is."""
     plan = SchedulerOutput((greedy_prompt(1),), ())
     expected = runner.launch(plan).collect()
     forward = runner._model.forward

@@ -282,8 +282,8 @@ def test_a_configuration_that_is_no_object(gptq: Path) -> None:
         ("qweight", torch.ones(8, 64), "has dtype F32; packed codes must have I32"),
         ("scales", zeros_of(1, 64), "has dtype I32; supported are F32"),
         ("g_idx", zeros_of(63), r"has shape \[63\], not \[64\]"),
-        ("g_idx", zeros_of(64) + 1, "can not be used: its groups are 1 to 1, but there are scales for 0 to 0"),
-        ("g_idx", zeros_of(64) - 1, "can not be used: its groups are -1 to -1"),
+        ("g_idx", zeros_of(64) + 1, "cannot be used: its groups are 1 to 1, but there are scales for 0 to 0"),
+        ("g_idx", zeros_of(64) - 1, "cannot be used: its groups are -1 to -1"),
     ],
 )
 def test_bad_tensors_are_named_with_their_file(name: str, tensor: Tensor | None, message: str, gptq: Path) -> None:

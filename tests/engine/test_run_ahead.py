@@ -280,7 +280,7 @@ class FailedStep:
 
 
 class FailingRunner:
-    """Some steps can not be launched, others fail later."""
+    """Some steps cannot be launched, others fail later."""
 
     def __init__(self, inner: Runner, rng: random.Random) -> None:
         self._inner = inner

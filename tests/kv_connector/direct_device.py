@@ -46,7 +46,7 @@ class MappedDevice:
 
 class DirectDevice(SlowDevice):
     """Implements DirectMemory. While `gate` is closed neither copies nor steps of the engine end. `unmappable`: peers'
-    handles can not be opened."""
+    handles cannot be opened."""
 
     kind = "host"
 

@@ -290,7 +290,7 @@ def test_endpoints_come_back_as_they_were() -> None:
     given = Endpoints(this_host(), {"shared_memory": "kvrelay-a-0000000000000001.kv", "ucx": "10.0.0.2:4711"})
     assert parse_endpoints(given.encode()) == given
     assert parse_endpoints(Endpoints(this_host(), {}).encode()).by_name == {}
-    with pytest.raises(ConfigurationError, match="can not be reached"):
+    with pytest.raises(ConfigurationError, match="cannot be reached"):
         Endpoints(this_host(), {"ucx": "a;b"}).encode()
 
 

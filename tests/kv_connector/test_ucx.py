@@ -1,4 +1,4 @@
-"""UCX between real processes: what a dead, a stopped, a strange and a lying peer can do, and what they can not."""
+"""UCX between real processes: what a dead, a stopped, a strange and a lying peer can do, and what they cannot."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Which connectors a node runs on, and what it says of a setting that can not work."""
+"""Which connectors a node runs on, and what it says of a setting that cannot work."""
 
 from collections.abc import Mapping
 

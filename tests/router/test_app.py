@@ -1,4 +1,4 @@
-"""The router as a process: ready line, both ports, an orderly end, and all of it where torch can not be imported."""
+"""The router as a process: ready line, both ports, an orderly end, and all of it where torch cannot be imported."""
 
 import asyncio
 import json

@@ -2,7 +2,7 @@
 
 Invariant: the weights that are used are the checkpoint's codes, zeros and scales, exactly. Until `pack` the layer holds
 the tensors as published; `pack` joins the parts along their outputs and brings them into the device's form. Parts whose
-inputs are grouped differently (`desc_act`) can not be joined and stay products of their own.
+inputs are grouped differently (`desc_act`) cannot be joined and stay products of their own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,7 +83,7 @@ class _Part:
 class PublishedLinear:
     """`LinearLayer` of parts that are all quantised. `prefix` and a part's name are the checkpoint's name of a layer.
 
-    Raises ModelLoadError for sizes that the quantisation can not have been made for.
+    Raises ModelLoadError for sizes that the quantisation cannot have been made for.
     """
 
     def __init__(

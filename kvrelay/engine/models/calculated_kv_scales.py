@@ -61,7 +61,7 @@ def _largest_projected(tensors: dict[str, StoredTensor], config: ModelConfig, la
 def _read(tensors: dict[str, StoredTensor], name: str) -> Tensor:
     if name not in tensors:
         raise ModelLoadError(
-            f"tensor {name} is missing: scales for an FP8 KV cache can not be calculated from quantised weights; "
+            f"tensor {name} is missing: scales for an FP8 KV cache cannot be calculated from quantised weights; "
             "leave out --calculate-kv-scales"
         )
     weights = read_tensor(tensors[name]).double()

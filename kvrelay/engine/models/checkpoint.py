@@ -117,7 +117,7 @@ def read_tensor(tensor: StoredTensor) -> Tensor:
         with safe_open(tensor.file, framework="pt") as file:
             stored = file.get_tensor(tensor.name)
     except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"can not read tensor {tensor.name} of {tensor.file}: {error}") from error
+        raise ModelLoadError(f"cannot read tensor {tensor.name} of {tensor.file}: {error}") from error
     assert isinstance(stored, Tensor)
     return stored
 
@@ -142,7 +142,7 @@ def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Calla
                 if slot is not None and memory is not None:
                     _hand_over(slot, memory, tensor)
     except OSError as error:
-        raise ModelLoadError(f"can not read {file.path}: {error.strerror}") from error
+        raise ModelLoadError(f"cannot read {file.path}: {error.strerror}") from error
     return digest.digest()
 
 
@@ -179,7 +179,7 @@ def _hand_over(slot: Slot, memory: Tensor, tensor: StoredTensor) -> None:
     try:
         slot.filled(memory)
     except ValueError as error:
-        raise ModelLoadError(f"tensor {tensor.name} in {tensor.file} can not be used: {error}") from error
+        raise ModelLoadError(f"tensor {tensor.name} in {tensor.file} cannot be used: {error}") from error
 
 
 def _read_exactly(stream: BinaryIO, buffer: memoryview, tensor: StoredTensor) -> None:
@@ -217,7 +217,7 @@ def _open_file(path: Path) -> CheckpointFile:
     except FileNotFoundError as error:
         raise ModelLoadError(f"the weights file {path} is missing") from error
     except OSError as error:
-        raise ModelLoadError(f"can not read {path}: {error.strerror}") from error
+        raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
     return CheckpointFile(path, 8 + header_length, _parse_header(header, path, data_bytes=size - 8 - header_length))

@@ -73,7 +73,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path.parent} has no {path.name}: it is not a Hugging Face model directory") from error
     except OSError as error:
-        raise ModelLoadError(f"can not read {path}: {error.strerror}") from error
+        raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):

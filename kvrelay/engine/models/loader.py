@@ -74,7 +74,7 @@ def load_model(
     A checkpoint that is quantised already (AWQ, GPTQ) stays as it is and takes none. With a `weight_store` the CPU's
     weights are those that other processes find there too, but for checkpoints that are quantised already.
 
-    Raises ModelLoadError for a checkpoint that can not be run, naming the tensor or field and the file;
+    Raises ModelLoadError for a checkpoint that cannot be run, naming the tensor or field and the file;
     ConfigurationError for a `max_model_len` beyond what the model's positions reach, or a `quantization` that does not
     fit checkpoint or device.
     """

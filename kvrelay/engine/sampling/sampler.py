@@ -71,7 +71,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """One token per row. `logits`: `[len(rows), vocab_size]` float32 on the CPU, not written to.
 
-        Raises KVRelayError when a row has a NaN, an infinity, or nothing to choose from: the model's output can not be
+        Raises KVRelayError when a row has a NaN, an infinity, or nothing to choose from: the model's output cannot be
         trusted.
         """
         token_ids = _largest(logits)
