@@ -26,7 +26,7 @@ class RouterSettings(ProcessSettings):
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     grpc_port: int = Field(default=8001, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     prefill_nodes: tuple[str, ...] = Field(
-        default=(), description="Prefill nodes as host:port; none: decode nodes prefill for themselves."
+        default=(), description="Prefill nodes as host:port; with none, decode nodes do their own prefill."
     )
     decode_nodes: tuple[str, ...] = Field(default=(), description="Decode nodes as host:port.")
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = Field(
@@ -35,17 +35,17 @@ class RouterSettings(ProcessSettings):
     local_prefill_max_tokens: int = Field(
         default=64,
         ge=0,
-        description="The decode node prefills a prompt itself when it misses at most this many of its tokens; 0: never "
+        description="A decode node computes a prompt itself if it lacks at most this many of its tokens; 0: never "
         "while a prefill node lives.",
     )
     kv_index_capacity: int = Field(
-        default=262_144, ge=1, description="Most KV blocks whose holders are remembered (about 250 bytes each)."
+        default=262_144, ge=1, description="Most KV blocks whose holders the router remembers (about 250 bytes each)."
     )
     lease_ttl: float = Field(
         default=30.0, gt=0, description="Seconds that a prefill node keeps blocks for a request without hearing of it."
     )
     request_timeout: float = Field(
-        default=600.0, gt=0, description="Seconds a request may take when the client says nothing."
+        default=600.0, gt=0, description="Most seconds a request may take; a client's own deadline only shortens it."
     )
     max_concurrent_requests: int = Field(
         default=1024,
@@ -55,21 +55,21 @@ class RouterSettings(ProcessSettings):
     max_attempts: int = Field(
         default=3,
         ge=0,
-        description="Times that an output is placed again, with the tokens it has, when a node serving it is lost, "
-        "before it has a new token; then its request fails.",
+        description="How often an output is placed again, with the tokens it has, when a node that serves it is lost; "
+        "a new token starts the count again. Beyond that its request fails.",
     )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body that is read.")
-    node_timeout: float = Field(default=5.0, gt=0, description="Seconds a node may take to answer a small question.")
+    node_timeout: float = Field(default=5.0, gt=0, description="Seconds a node may take to answer a small request.")
     node_silence: float = Field(
         default=5.0,
         ge=2.0,
-        description="Seconds without a word from a node, which should speak once a second, after which it is lost.",
+        description="A node is lost after this many seconds without a message; nodes send at least one a second.",
     )
     start_timeout: float = Field(
         default=10.0,
         ge=0,
         description="Seconds to wait for the nodes before serving without those that are missing.",
     )
-    stop_timeout: float = Field(default=5.0, ge=0, description="Seconds that running requests get to end at a stop.")
+    stop_timeout: float = Field(default=5.0, ge=0, description="Seconds that running requests get to finish on a stop.")
     log_level: LogLevel = Field(default="info", description="Least severe messages that are logged.")
     supervised: bool = Field(default=False, description="Exit when standard input closes (used by kvrelay serve).")

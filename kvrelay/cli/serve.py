@@ -75,29 +75,34 @@ class ServeSettings(ProcessSettings):
     """
 
     model: CliPositionalArg[str] = Field(default="", description="Directory of the model, or its Hugging Face name.")
-    prefill_nodes: int = Field(default=1, ge=0, description="Prefill nodes; with 0 decode nodes prefill themselves.")
-    decode_nodes: int = Field(default=1, ge=1, description="Decode nodes.")
+    prefill_nodes: int = Field(
+        default=1, ge=0, description="Number of prefill nodes; with 0, decode nodes do their own prefill."
+    )
+    decode_nodes: int = Field(default=1, ge=1, description="Number of decode nodes.")
     connector: ConnectorSetting = Field(
         default=AUTO,
-        description="How KV blocks travel between nodes: shared_memory, ucx, redis, or several in that order, such as "
-        "shared_memory,redis: what one cannot give is asked of the next. auto: shared_memory, this being one host.",
+        description="How KV blocks move between nodes: shared_memory, ucx or redis, or several in that order, such as "
+        "shared_memory,redis: each is asked for what those before it cannot provide. auto is shared_memory, since all "
+        "nodes are on one host.",
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
-        description="For the redis connector. One with a password belongs in KVRELAY_REDIS_URL or the file.",
+        description="Redis for the redis connector. A URL with a password belongs in KVRELAY_REDIS_URL or the file.",
     )
     redis_ttl: int | None = Field(
         default=None, gt=0, description="Seconds a block stays in Redis; unset: the nodes' default."
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),
-        description="For the ucx connector; drawn for this run when empty. Belongs in KVRELAY_CLUSTER_SECRET.",
+        description="For the ucx connector; empty: a random one for this run. Belongs in KVRELAY_CLUSTER_SECRET.",
     )
-    shared_memory_dir: str | None = Field(default=None, description="Where KV pools are mapped; unset: /dev/shm.")
+    shared_memory_dir: str | None = Field(
+        default=None, description="Directory for the nodes' KV pools; unset: /dev/shm."
+    )
     kv_staging_gib: float | None = Field(
         default=None,
         gt=0,
-        description="Host memory, per node, through which KV on a card moves; unset: the nodes' 4 GiB.",
+        description="Host memory per node (GiB) through which KV on a card moves; unset: the nodes' 4.",
     )
     kv_device_transfer: Literal["auto", "direct", "staged"] | None = Field(
         default=None,
@@ -115,49 +120,55 @@ class ServeSettings(ProcessSettings):
     local_prefill_max_tokens: int | None = Field(
         default=None,
         ge=0,
-        description="A decode node prefills itself when it misses no more tokens than this; unset: router's default.",
+        description="A decode node computes a prompt itself if it lacks at most this many of its tokens; unset: the "
+        "router's default.",
     )
     lease_ttl: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds a prefill node keeps a request's blocks without hearing of it; unset: router's default.",
+        description="Seconds a prefill node keeps a request's blocks without hearing of it; unset: the router's "
+        "default.",
     )
     request_timeout: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds a request may take when the client says nothing; unset: router's default.",
+        description="Most seconds a request may take; a client's deadline only shortens it. Unset: the router's "
+        "default.",
     )
     max_concurrent_requests: int | None = Field(
-        default=None, ge=1, description="Requests served at a time, more are refused; unset: router's default."
+        default=None, ge=1, description="Requests served at a time; more are refused. Unset: the router's default."
     )
     max_attempts: int | None = Field(
         default=None,
         ge=0,
-        description="Times that an output is placed again when a node serving it is lost; unset: router's default.",
+        description="How often an output is placed again when a node that serves it is lost; unset: the router's "
+        "default.",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Of weights and KV.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Data type of weights and KV."
+    )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = Field(
-        default="auto", description="Of KV: auto is that of dtype, fp8 half of bfloat16."
+        default="auto", description="Data type of KV: auto is that of dtype; fp8 takes half of bfloat16's memory."
     )
     calculate_kv_scales: bool = Field(
-        default=False, description="With fp8 KV: nodes derive scales from the weights if the checkpoint has none."
+        default=False, description="With fp8 KV: derive scales from the weights if the checkpoint has none."
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         default="none",
-        description="Of weights only, to nearest, while loading; of all nodes. AWQ and GPTQ checkpoints need none.",
+        description="Weight-only quantisation while loading, rounded to nearest. AWQ and GPTQ checkpoints need none.",
     )
-    threads: int | Literal["auto"] = Field(default="auto", description="Per node; auto divides the cores.")
+    threads: int | Literal["auto"] = Field(default="auto", description="CPU threads per node; auto divides the cores.")
     lend_cores: bool = Field(
         default=True,
-        description="A node that has nothing to do lends its threads to the others, who give them back when it has; "
-        "--no-lend-cores keeps every node to its own. Linux only.",
+        description="An idle node lends its cores to the others until it has work again; --no-lend-cores keeps every "
+        "node to its own. Linux only.",
     )
     share_weights: bool = Field(
         default=True,
-        description="Nodes that compute on CPUs keep the model's weights in memory once, but for AWQ and GPTQ "
+        description="Nodes that compute on CPUs share one copy of the model's weights, except those of AWQ and GPTQ "
         "checkpoints; --no-share-weights gives every node its own, in large pages. Linux only.",
     )
-    num_blocks: int | None = Field(default=None, gt=0, description="KV blocks per node; unset: from memory.")
+    num_blocks: int | None = Field(default=None, gt=0, description="KV blocks per node; unset: sized by memory.")
     gpu_memory_utilization: float | None = Field(
         default=None,
         gt=0,
@@ -166,18 +177,20 @@ class ServeSettings(ProcessSettings):
         "1 GiB per node on a CPU.",
     )
     block_size: int | None = Field(default=None, gt=0, description="Tokens per block; unset: the nodes' default.")
-    max_model_len: int | None = Field(default=None, gt=0, description="Most tokens of prompt and output together.")
+    max_model_len: int | None = Field(
+        default=None, gt=0, description="Most tokens of prompt and output together; unset: the model's."
+    )
     max_num_seqs: int | None = Field(default=None, gt=0, description="Most sequences in one step of a node.")
     max_num_batched_tokens: int | None = Field(default=None, gt=0, description="Most tokens in one step of a node.")
     max_num_mixed_tokens: int | None = Field(
-        default=None, gt=0, description="Most tokens in a step in which sequences decode; unset: the nodes' default."
+        default=None, gt=0, description="Most tokens in a step that also decodes; unset: the nodes' default."
     )
     stream_interval: float | None = Field(
         default=None,
         ge=0,
         le=0.1,
-        description="Seconds (not tokens) that further tokens of a stream wait, at most, to travel together; unset: "
-        "the nodes' default.",
+        description="Longest time, in seconds (not tokens), that a stream's further tokens are held back to be sent "
+        "together; unset: the nodes' default.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."
@@ -195,15 +208,18 @@ class ServeSettings(ProcessSettings):
     )
     attention_backend: Literal["auto", "native", "reference"] = Field(default="auto", description="Attention kernels.")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where all nodes compute; auto takes the card where there is one. They share it."
+        default="auto",
+        description="Where all nodes compute; auto takes the card if there is one, which they then share.",
     )
-    enforce_eager: bool = Field(default=False, description="On a card: record no decode steps at the start.")
+    enforce_eager: bool = Field(
+        default=False, description="On a card: record no decode steps (CUDA graphs) at the start."
+    )
     log_level: LogLevel = Field(default="info", description="debug, info, warning or error, for every process.")
     start_timeout: float = Field(default=900.0, gt=0, description="Seconds that loading the model may take.")
     stop_timeout: float = Field(default=10.0, gt=0, description="Seconds a process gets to end before it is killed.")
     json_ready: bool = Field(default=False, description="When ready, print one JSON line instead of the summary.")
     supervised: bool = Field(
-        default=False, description="End when standard input closes (for programs that start this)."
+        default=False, description="Exit when standard input closes (for programs that start this one)."
     )
 
     @model_validator(mode="after")

@@ -14,84 +14,90 @@ class NodeSettings(ProcessSettings):
     """One node of a cluster: loads MODEL, serves gRPC, and prints one JSON line on standard output when it is ready."""
 
     model: CliPositionalArg[str] = Field(default="", description="Hugging Face model directory (or cached hub name).")
-    host: str = Field(default="127.0.0.1", description="Address to listen on; loopback unless you say otherwise.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    node_id: str = Field(default="", description="Name of this node in logs and metrics; drawn when empty.")
+    node_id: str = Field(default="", description="Name of this node in logs and metrics; empty: a random one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of weights, and of KV unless it is fp8; auto takes the checkpoint's."
+        default="auto", description="Data type of weights, and of KV unless that is fp8; auto takes the checkpoint's."
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = Field(
         default="auto",
-        description="Type of KV: auto takes that of dtype; fp8 (the same as fp8_e4m3) needs half of bfloat16's memory, "
-        "with the checkpoint's scales where it has some.",
+        description="Data type of KV: auto takes that of dtype; fp8 (the same as fp8_e4m3) needs half of bfloat16's "
+        "memory, and uses the checkpoint's scales if it has any.",
     )
     calculate_kv_scales: bool = Field(
         default=False,
-        description="With an FP8 KV cache whose scales the checkpoint lacks: derive them from the weights. Otherwise "
-        "they are 1.",
+        description="With an FP8 KV cache, if the checkpoint has no scales: derive them from the weights instead of "
+        "using 1.",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         default="none",
-        description="Weight-only, rounded to nearest while loading: int8 (a scale per 128 weights) or int4 (per 64; "
-        "the output head stays int8). Faster steps, less memory, other tokens. AWQ and GPTQ checkpoints need none.",
+        description="Weight-only quantisation, rounded to nearest while loading: int8 (a scale per 128 weights) or "
+        "int4 (per 64; the output head stays int8). Steps are faster and take less memory; the tokens differ. AWQ and "
+        "GPTQ checkpoints need none.",
     )
-    threads: int = Field(default=0, ge=0, description="CPU threads for computing; 0 leaves torch's choice.")
+    threads: int = Field(default=0, ge=0, description="CPU threads to compute with; 0 leaves the choice to torch.")
     core_table: str = Field(
         default="",
         pattern=r"^(\d+:\d+)?$",
-        description="Inherited file descriptor of the cores that nodes of one machine lend each other, and this node's "
-        "entry, as 3:0 (used by kvrelay serve).",
+        description="Inherited file descriptor of the table through which nodes of one machine lend each other cores, "
+        "and this node's entry in it, such as 3:0 (used by kvrelay serve).",
     )
     weight_store: int | None = Field(
         default=None,
         ge=0,
-        description="Inherited file descriptor of memory in which the nodes of one machine keep their weights once "
+        description="Inherited file descriptor of the memory in which the nodes of one machine share their weights "
         "(used by kvrelay serve).",
     )
     attention_backend: Literal["auto", "native", "reference"] = Field(
-        default="auto", description="Attention kernels; auto takes the fastest that is installed."
+        default="auto", description="Attention kernels; auto takes the fastest ones installed."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to compute; auto takes a card where torch sees one that the kernels run on."
+        default="auto", description="Where to compute; auto takes a card if torch sees one that the kernels support."
     )
     nodes_per_device: int = Field(
-        default=1, ge=1, description="Nodes that share this one's card, and so the memory that it takes by default."
+        default=1,
+        ge=1,
+        description="How many nodes share this one's card; divides the memory that it takes by default.",
     )
     enforce_eager: bool = Field(
-        default=False, description="On a card: record no decode steps at the start. Starts faster, decodes slower."
+        default=False,
+        description="On a card: record no decode steps (CUDA graphs) at the start; starts faster, decodes slower.",
     )
     connector: ConnectorSetting = Field(
         default=AUTO,
         description="How KV moves: shared_memory (nodes of one host), ucx or redis (any hosts), or several in that "
-        "order, such as ucx,redis: what one cannot give is asked of the next. auto: shared_memory on loopback, "
-        "otherwise shared_memory,ucx where ucxx is installed and there is a cluster secret, otherwise redis; "
-        "never one that fails its self-test at the start.",
+        "order, such as ucx,redis: each is asked for what those before it cannot provide. auto: shared_memory on "
+        "loopback; otherwise shared_memory,ucx if ucxx is installed and there is a cluster secret, else redis; never "
+        "one that fails its self-test at the start.",
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),
-        description="What all nodes of the cluster know, at least 16 characters; needed by the ucx connector. Belongs "
-        "in KVRELAY_CLUSTER_SECRET or the file: arguments are visible to everybody on the machine.",
+        description="Secret that all nodes of the cluster share, at least 16 characters; required by the ucx "
+        "connector. Belongs in KVRELAY_CLUSTER_SECRET or the file: arguments are visible to everyone on the machine.",
     )
-    ucx_host: str = Field(default="", description="Where peers reach this node's ucx connector; host when empty.")
+    ucx_host: str = Field(
+        default="", description="Address at which peers reach this node's ucx connector; empty: --host."
+    )
     ucx_net_devices: str = Field(
-        default="", description="Network devices for UCX, such as mlx5_0:1,eth0; lo on loopback, otherwise all."
+        default="", description="Network devices for UCX, such as mlx5_0:1,eth0; empty: lo on loopback, otherwise all."
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
         description="Redis for the redis connector; redis:// or rediss://.",
     )
     redis_ttl: int = Field(default=3600, gt=0, description="Seconds a block stays in Redis.")
-    shared_memory_dir: str = Field(default="", description="Where pools are mapped; /dev/shm when empty.")
+    shared_memory_dir: str = Field(default="", description="Directory for KV pools; empty: /dev/shm.")
     kv_staging_gib: float = Field(
         default=4.0,
         gt=0,
-        description="With KV on a card: host memory, at most, through which blocks move to other nodes (GiB). Blocks "
-        "wait in it until peers have fetched them.",
+        description="With KV on a card: most host memory (GiB) to move blocks through; blocks wait there until peers "
+        "have fetched them.",
     )
     kv_device_transfer: Literal["auto", "direct", "staged"] = Field(
         default="auto",
         description="With KV on a card: direct moves it from device to device (CUDA IPC on one host, UCX), staged "
-        "through host memory (see kv_staging_gib), auto directly where a self-test at the start finds that to work.",
+        "through host memory (see kv_staging_gib); auto is direct if a self-test at the start shows that it works.",
     )
     fetch_timeout: float = Field(
         default=10.0, gt=0, le=600, description="Seconds that one fetch of KV from another node may take."
@@ -106,7 +112,9 @@ class NodeSettings(ProcessSettings):
         "divided by nodes_per_device. On a CPU: share of free RAM for KV; 0 takes 1 GiB, or what one sequence of "
         "max_model_len needs if that is more.",
     )
-    max_model_len: int = Field(default=0, ge=0, description="Most tokens of prompt and output; 0 takes the model's.")
+    max_model_len: int = Field(
+        default=0, ge=0, description="Most tokens of prompt and output together; 0 takes the model's."
+    )
     max_num_seqs: int = Field(
         default=0, ge=0, description="Most sequences that run at a time; 0 is 64 on a CPU, 256 on a card."
     )
@@ -119,16 +127,16 @@ class NodeSettings(ProcessSettings):
     max_num_mixed_tokens: int = Field(
         default=0,
         ge=0,
-        description="Most tokens computed in a step in which sequences decode: the smaller, the steadier their tokens "
-        "come while prompts are computed beside them, and the later those prompts' first. 0 is 256 on a CPU, "
-        "max_num_batched_tokens on a card.",
+        description="Most tokens computed in a step that also decodes: a smaller value makes decoding steadier while "
+        "prompts are computed, and delays those prompts' first tokens. 0 is 256 on a CPU, max_num_batched_tokens on a "
+        "card.",
     )
     stream_interval: float = Field(
         default=0.008,
         ge=0,
         le=0.1,
-        description="Seconds (not tokens) that further tokens of a stream wait, at most, to travel together; its first "
-        "and its last ones never do. Only steps shorter than this are affected. 0 sends every token by itself.",
+        description="Longest time, in seconds (not tokens), that a stream's further tokens are held back to be sent "
+        "together; its first and last ones never are. Affects only steps shorter than this. 0 sends each at once.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."
@@ -137,12 +145,12 @@ class NodeSettings(ProcessSettings):
     drain_timeout: float = Field(
         default=30.0,
         ge=0,
-        description="Seconds that requests and leases get to end at a stop; a second signal cuts it short.",
+        description="Seconds that requests and leases get to finish on a stop; a second signal cuts this short.",
     )
     step_timeout: float = Field(
         default=60.0,
         ge=5.0,
-        description="Seconds that an engine step may take; a node that hangs for longer ends with an error, to be "
+        description="Seconds that an engine step may take; a node that hangs for longer exits with an error, to be "
         "restarted.",
     )
     supervised: bool = Field(default=False, description="Exit when standard input closes (used by kvrelay serve).")
