@@ -31,24 +31,13 @@ def _ucx(settings: ConnectorSettings) -> HostConnector:
     return UcxConnector(settings.ucx)
 
 
-def _in_process(settings: ConnectorSettings) -> HostConnector:
-    """A hub of its own: for a node that is alone in its process. Nodes that share a process share a hub and
-    construct directly.
-    """
-    from kv_connector.in_process import InProcessConnector, InProcessHub
-
-    return InProcessConnector(InProcessHub())
-
-
 _FACTORIES: Mapping[str, Callable[[ConnectorSettings], HostConnector]] = MappingProxyType(
-    {"shared_memory": _shared_memory, "redis": _redis, "ucx": _ucx, "in_process": _in_process}
+    {"shared_memory": _shared_memory, "ucx": _ucx, "redis": _redis}
 )
 # How the holder's connectors move what is in device memory without the host.
 _DIRECT: Mapping[str, str] = MappingProxyType({"shared_memory": "cuda_ipc", "ucx": "ucx"})
 # Top-level module -> our extra that installs it.
 _EXTRAS: Mapping[str, str] = MappingProxyType({"redis": "redis", "ucxx": "ucx"})
-
-CONNECTOR_NAMES = tuple(_FACTORIES)
 
 
 def create_connector(name: str, settings: ConnectorSettings | None = None) -> HostConnector:
@@ -57,7 +46,7 @@ def create_connector(name: str, settings: ConnectorSettings | None = None) -> Ho
     """
     factory = _FACTORIES.get(name)
     if factory is None:
-        raise ConfigurationError(f"unknown connector {name!r}; there are: {', '.join(CONNECTOR_NAMES)}")
+        raise ConfigurationError(f"unknown connector {name!r}; there are: {', '.join(_FACTORIES)}")
     try:
         return factory(settings or ConnectorSettings())
     except ModuleNotFoundError as error:

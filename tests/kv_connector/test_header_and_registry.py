@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, layout_digest, payload_digest
-from kv_connector.registry import CONNECTOR_NAMES, create_connector
+from kv_connector.registry import create_connector
 from kv_connector.settings import ConnectorSettings, UcxSettings
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.connectors import CONNECTORS
 from kvrelay.core.errors import ConfigurationError
 from tests.kv_connector.backends import CLUSTER_SECRET, LAYOUT
 
@@ -55,9 +56,9 @@ def test_verify_payload() -> None:
 
 def test_backends_by_name() -> None:
     settings = ConnectorSettings(ucx=UcxSettings(CLUSTER_SECRET))
-    names = [create_connector(name, settings).name for name in CONNECTOR_NAMES]
-    assert names == ["shared_memory", "redis", "ucx", "in_process"]
-    with pytest.raises(ConfigurationError, match="'rdma'; there are: shared_memory, redis, ucx, in_process"):
+    names = tuple(create_connector(name, settings).name for name in CONNECTORS)
+    assert names == CONNECTORS, "what settings accept can be made"
+    with pytest.raises(ConfigurationError, match="'rdma'; there are: shared_memory, ucx, redis"):
         create_connector("rdma")
 
 
