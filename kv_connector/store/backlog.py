@@ -1,7 +1,7 @@
-"""Blocks that wait to be copied into a store, without holding anything up and without being held.
+"""Blocks that wait to be copied into a store, delaying nothing and pinning nothing.
 
-Nothing is pinned: a block that loses its content before its turn is dropped, which costs a copy that nobody has asked
-for yet. A pool's blocks are all there can be in the queue. Invariant: `store` is called by one task, one batch at a
+A block that loses its content before its turn is dropped, which costs a copy that nobody has asked for yet. The queue
+never holds more than the pool's blocks. Invariant: `store` is called by one task, one batch at a
 time, oldest first.
 """
 

@@ -11,9 +11,9 @@ from kvrelay.core.core_table import CoreTable
 
 _logger = logging.getLogger(__name__)
 
-# Between two parallel regions of a step OpenMP's threads turn in a loop, since sleeping costs more than the region. By
-# default they go on for many milliseconds after the step, on a core that another process of the cluster needs; so many
-# turns outlast the gaps within a step and little more (docs/benchmarks_amx.md).
+# Between two parallel regions of a step OpenMP's threads spin, because sleeping costs more than the region. By default
+# they keep spinning for many milliseconds after the step, on a core that another process of the cluster needs. This
+# many spins outlast the gaps within a step and little more (docs/benchmarks_amx.md).
 _SPIN_COUNT = "10000"
 _WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
@@ -30,7 +30,7 @@ def available_cores() -> int:
 
 
 def thread_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """What a node of so many threads gets in addition; how the user wants threads to wait is left as it is."""
+    """Variables for a node of `threads` threads; if the user has set how threads wait, that is left alone."""
     added = {"OMP_NUM_THREADS": str(threads)}
     if not any(name in environment for name in _WAITING_VARIABLES):
         added["GOMP_SPINCOUNT"] = _SPIN_COUNT
@@ -38,7 +38,7 @@ def thread_environment(environment: Mapping[str, str], threads: int) -> dict[str
 
 
 def create_core_table(num_cores: int, num_nodes: int, threads: int) -> int | None:
-    """A descriptor of the table for nodes of so many threads each: together they use no more than that. None where
+    """A descriptor of the table for nodes of `threads` threads each, which together use no more than their sum. None if
     there is nothing to lend, or no such memory."""
     if num_nodes < 2 or sys.platform != "linux":
         return None

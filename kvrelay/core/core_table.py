@@ -1,8 +1,8 @@
 """The cores that the nodes of one machine lend each other: a table in shared memory with an entry per node.
 
-An entry is the number of cores that its node claims: its own share while its engine has work, 0 while it waits. What
-nobody claims is divided among those who claim. An entry is one word, written by its node alone, and by whoever started
-the node once that has ended: no locks, and no system calls after the start.
+An entry is the number of cores that its node claims: its own share while its engine has work, 0 while it waits.
+Unclaimed cores are divided among the nodes that claim some. An entry is one word, written only by its node, or by the
+process that started the node once the node has ended: no locks, and no system calls after the start.
 Invariant: only speed depends on the table. A late or stale entry makes nodes share a core, or leaves one unused, until
 it is read again.
 """
@@ -19,8 +19,8 @@ _STRIDE = 32  # words: entries lie in cache lines of their own
 
 
 def cores_of(entry: int, claims: Sequence[int], num_cores: int) -> int:
-    """Cores that the node of `entry` may use while these are the claims: what it claims and its part of what nobody
-    does. The parts of all who claim add up to `num_cores`, unless their claims are more already.
+    """Cores that the node of `entry` may use, given all claims: its own claim and its part of the unclaimed cores. All
+    nodes that claim some get `num_cores` in total, unless their claims already exceed that.
     """
     claimed = claims[entry]
     spare = num_cores - sum(claims)
@@ -31,7 +31,7 @@ def cores_of(entry: int, claims: Sequence[int], num_cores: int) -> int:
 
 
 class CoreTable:
-    """`descriptor` is of memory that `create` has made, here or in the process that started this one, and belongs to
+    """`descriptor` refers to memory that `create` made, in this process or in the one that started it, and belongs to
     the caller."""
 
     def __init__(self, descriptor: int) -> None:
@@ -41,7 +41,7 @@ class CoreTable:
     @staticmethod
     def create(num_cores: int, num_nodes: int) -> int:
         """A descriptor of a new table without claims, for child processes to inherit. It lives as long as somebody has
-        it open or mapped. Raises AttributeError where the system has no such memory (it is Linux's)."""
+        it open or mapped. Raises AttributeError if the system has no such memory (only Linux does)."""
         descriptor = os.memfd_create("kvrelay-cores")
         os.ftruncate(descriptor, (1 + num_nodes) * _STRIDE * struct.calcsize(_WORD))
         CoreTable(descriptor)._words[0] = num_cores
@@ -52,7 +52,7 @@ class CoreTable:
         self._claims[entry] = num_cores
 
     def cores_of(self, entry: int) -> int:
-        """As the function of this name, at this moment."""
+        """The function `cores_of`, applied to the current claims."""
         return cores_of(entry, self._claims.tolist(), self._words[0])
 
 

@@ -1,8 +1,8 @@
-"""Memory in which the nodes of one machine keep a model's weights once: it has no name, and they inherit it.
+"""Memory in which the nodes of one machine share a model's weights: it has no name, and child processes inherit it.
 
-The first node whose turn it is writes the weights there and last a note of what they are; the others find the note and
-map them. A node that ends within its turn leaves no note, and the next one begins again. The memory is gone when the
-last process that has it is. Invariant: whoever finds a note finds complete weights, which nobody writes to any more.
+Nodes take turns. The first one writes the weights and, last of all, a note that describes them; the others find the
+note and map the weights. A node that dies during its turn leaves no note, and the next one starts over. The memory is
+freed when the last process that has it ends. Invariant: a note means complete weights, which nobody writes to any more.
 """
 
 import fcntl
@@ -15,8 +15,8 @@ _LENGTH_BYTES: Final = 8
 
 
 class WeightStore:
-    """`descriptor` is of memory that `create` has made, here or in the process that started this one, and belongs to
-    the caller. Weights begin at `WEIGHTS_OFFSET`."""
+    """`descriptor` refers to memory that `create` made, in this process or in the one that started it, and belongs to
+    the caller. Weights begin at byte `WEIGHTS_OFFSET`."""
 
     WEIGHTS_OFFSET: Final = 2 << 20  # a large page
 
@@ -25,8 +25,8 @@ class WeightStore:
 
     @staticmethod
     def create() -> int:
-        """A descriptor of a new and empty store, for child processes to inherit. Raises AttributeError where the system
-        has no such memory (it is Linux's), OSError where it does not give it, or not a second time."""
+        """A descriptor of a new and empty store, for child processes to inherit. Raises AttributeError if the system
+        has no such memory (only Linux does), OSError if it refuses it or does not let it be opened again."""
         descriptor = os.memfd_create("kvrelay-weights")
         try:
             os.close(_open_anew(descriptor))  # as every turn will
@@ -37,7 +37,7 @@ class WeightStore:
 
     @contextmanager
     def turn(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """No other process has one meanwhile. Waits as long as others load; calls `on_wait` before that."""
+        """At most one process has a turn at a time. Waits for the turns of others, after calling `on_wait`."""
         own = _open_anew(self.descriptor)
         try:
             try:
@@ -50,19 +50,19 @@ class WeightStore:
             os.close(own)
 
     def note(self) -> bytes:
-        """What the weights in the store are; empty where they are not complete, or not there. Within a turn."""
+        """The description of the weights in the store; empty if they are missing or incomplete. Within a turn."""
         length = int.from_bytes(os.pread(self.descriptor, _LENGTH_BYTES, 0), "little")
         return os.pread(self.descriptor, length, _LENGTH_BYTES)
 
     def complete(self, note: bytes) -> None:
-        """At the end of the turn in which the weights were written. Raises ValueError for a note that has no room."""
+        """At the end of the turn in which the weights were written. Raises ValueError if the note does not fit."""
         if not 0 < len(note) <= self.WEIGHTS_OFFSET - _LENGTH_BYTES:
             raise ValueError(f"a note of {len(note)} bytes does not fit before the weights")
         os.pwrite(self.descriptor, note, _LENGTH_BYTES)
         os.pwrite(self.descriptor, len(note).to_bytes(_LENGTH_BYTES, "little"), 0)
 
     def clear(self) -> None:
-        """Within a turn that found no note: what somebody left unfinished is given back."""
+        """Within a turn that found no note: frees what another node left unfinished."""
         os.ftruncate(self.descriptor, 0)
         os.ftruncate(self.descriptor, self.WEIGHTS_OFFSET)
 

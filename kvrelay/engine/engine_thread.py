@@ -1,8 +1,8 @@
 """The engine's own thread: it alone touches the engine, steps while there is work, and takes messages between steps.
 
-Other threads never wait for a lock here. A step's result is handed over when the layers of the next one begin and leave
-the interpreter to the loop: before, the two would only wait for each other. Invariant: messages run in the order they
-were posted, and results reach the loop in the order they were made, answers to messages among them.
+Other threads never wait for a lock here. A step's result is handed over when the layers of the next step begin, which
+leave the interpreter to the loop; earlier, the two threads would only wait for each other. Invariant: messages run in
+the order they were posted, and results reach the loop in the order they were made, answers to messages among them.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class EngineThread:
         return await self.submit(function)
 
     def submit(self, function: Callable[[Engine], T]) -> "asyncio.Future[T]":
-        """As `call`, in the order of `post`, for who does not wait: the future resolves in any case, with
+        """As `call`, in the order of `post`, for callers that do not wait: the future always resolves, with
         UnavailableError when the engine ends before it comes to this."""
         future: asyncio.Future[T] = self._loop.create_future()
         future.add_done_callback(self._pending.pop)

@@ -1,7 +1,7 @@
 """The steps that were launched and not collected yet, and the blocks that were given back meanwhile.
 
-Invariant: a block that a launched step may read or write is in use until that step is collected, whoever gives it back:
-a step runs on a device that nobody asks, beside transfers that write to blocks as soon as they get them.
+Invariant: a block that a launched step may read or write stays in use until that step is collected, whoever gives it
+back: the step runs on a device, concurrently with transfers that write to blocks as soon as they get them.
 """
 
 from collections import deque
@@ -26,8 +26,8 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """In the order of launching. While there are any, blocks given back stay pinned until the newest of them ends: that
-    is simpler than to know who uses which, and costs one step."""
+    """In the order of launching. While there are any, blocks given back stay pinned until the newest of them ends; that
+    is simpler than tracking which step uses which block, and costs one step."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

@@ -1,8 +1,8 @@
-"""Calls that a thread leaves for a loop, in order; those that can wait share a turn of the loop with others.
+"""Calls from another thread to an asyncio loop, in order; those that can wait share a turn of the loop with others.
 
-A turn takes the interpreter from the thread, and what it sends costs several processes some work. Where the thread
-leaves calls faster than that pays for, they wait for the end of an interval since the last turn, or for a call that can
-not wait. Invariant: every call runs, at the latest an interval after it was left.
+A turn takes the interpreter from the thread, and what it sends costs several processes some work. If calls come faster
+than is worth that, they wait until an interval has passed since the last turn, or for a call that cannot wait.
+Invariant: every call runs, at the latest one interval after it was added.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""How many prompt tokens an engine has computed, and in what time. Only sums: who wants a rate takes differences."""
+"""How many prompt tokens an engine has computed, and in what time. Only sums: a rate is a quotient of differences."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,10 @@
-"""How many threads the engine computes with: its node's own, those that other nodes of the machine lend it, or one for
-a step so small that a second thread takes more from the machine's other processes than it gives.
+"""How many threads the engine computes with: its node's own plus those that other nodes of the machine lend it, or a
+single one for a step so small that a second thread would cost the machine's other processes more than it gains.
 
-Looked at before each step, and in one of many tokens again before each layer, so that a node that wakes has its cores
-back after a decode step or one layer of the others. What other threads of the process have to do beside a step is
-started with its layers, which leave the interpreter to them. Invariant: only the engine's thread calls this, for torch
-keeps a number per thread.
+Decided before each step and, in a step of many tokens, again before each layer, so that a node that wakes up has its
+cores back after one decode step or one layer of the others. Work for the process's other threads is started together
+with a step's layers, which leave the interpreter to them. Invariant: only the engine's thread calls this, because torch
+keeps the number of threads per thread.
 """
 
 import sys
@@ -14,25 +14,25 @@ import torch
 
 from kvrelay.core.core_table import CoreShare
 
-# What a step's parallel regions are worth goes by the bytes of its weights, and by its rows as if the weights were read
-# once more for every so many. Below this many bytes in all, regions are so short that a second thread gains less than
-# it costs: the machine's other cores are for the router and the client then (docs/benchmarks_amx.md).
+# A step's work is estimated by the bytes of its weights, counted once more for every _ROWS_PER_READING rows. Below
+# _SMALL_STEP_BYTES in all, parallel regions are so short that a second thread gains less than it costs, and the
+# machine's other cores are left to the router and the client (docs/benchmarks_amx.md).
 _ROWS_PER_READING = 64
 _SMALL_STEP_BYTES = 48_000_000
 
 
 def is_small(weight_bytes: int, num_tokens: int) -> bool:
-    """Whether a step of so many tokens, over weights of so many bytes, is for one thread. That of a stream which is
-    alone never is: its tokens travel together (`stream_interval`), so that others have little to do beside it."""
+    """Whether a step of `num_tokens` tokens over weights of `weight_bytes` bytes is for one thread. A step of a stream
+    that is alone never is: its tokens travel together (`stream_interval`), so other processes have little to do."""
     return num_tokens > 1 and weight_bytes * (_ROWS_PER_READING + num_tokens) < _SMALL_STEP_BYTES * _ROWS_PER_READING
 
 
 class StepThreads:
-    """`share`: what the node has of the machine's cores, claimed while there are steps to run; None leaves torch's
-    number of threads alone, always. `weight_bytes`: what a step reads."""
+    """`share`: the node's part of the machine's cores, claimed while there are steps to run; with None torch's number
+    of threads is never changed. `weight_bytes`: what a step reads."""
 
     def __init__(self, share: CoreShare | None = None, weight_bytes: int = 0) -> None:
-        self.num_lent_steps = 0  # that began with more threads than the node's own
+        self.num_lent_steps = 0  # steps that began with more threads than the node's own
         self._share = share
         self._weight_bytes = weight_bytes
         self._most = 1  # threads in this step

@@ -1,8 +1,8 @@
-"""Who is asked for which block of one receiving request: the part of the failure ladder that is on the reader's side.
+"""Which source is asked for which block of one receiving request: the reader's side of the failure ladder.
 
 For each block in turn: the source that announced it, then other holders, then the store that all nodes share. What did
-not arrive from one is asked of the next. Invariant: nobody is asked twice for a block without having announced more
-since, and nobody at all after it could not be reached; so the asking ends.
+not arrive from one is asked of the next. Invariant: no source is asked twice for a block unless it has announced more
+in between, and a source that could not be reached is not asked again, so the search ends.
 """
 
 from collections import Counter
@@ -58,8 +58,8 @@ class _Offer:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The next fetch: blocks by their place among the missing ones. `source` None asks the store. `is_guess`: it
-    was only said to hold them; if it keeps us waiting, that holds up what others have."""
+    """The next fetch: blocks by their index among the missing ones. `source` None asks the store. `is_guess`: the
+    source has not announced these blocks itself; while it keeps us waiting, nobody else is asked."""
 
     source: Source | None
     indices: tuple[int, ...]

@@ -169,5 +169,5 @@ def ends_at(timeout_ms: int) -> float | None:
 
 
 def posted_unpin(engine: EngineThread) -> Callable[[Sequence[int]], None]:
-    """`Engine.unpin`, for who is not on the engine's thread."""
+    """`Engine.unpin`, for callers on other threads than the engine's."""
     return lambda block_ids: engine.post(lambda core: core.unpin(block_ids))

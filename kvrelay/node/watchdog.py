@@ -1,7 +1,8 @@
 """Notices that the engine's thread hangs, whether or not there is traffic.
 
-An engine that is idle turns too, about once a second, so one that does not turn is in a step, or in a message, that
-does not end. Invariant: time is counted in looks of our own loop; a process that was stopped as a whole does not hang.
+An idle engine also makes a turn about once a second, so one that makes none is stuck in a step or in a message.
+Invariant: time is counted in checks by our own loop, so that a process that was stopped as a whole does not count as
+hung.
 """
 
 import asyncio

@@ -92,7 +92,7 @@ class DeviceSampler:
         return LaunchedSampling(to_host(token_ids), wanted, logprobs)
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """As `Sampler.sample`, for who has nothing else to do meanwhile."""
+        """As `Sampler.sample`, for callers with nothing else to do meanwhile."""
         packed = PackedArrays(self.arrays(rows))
         memory = torch.empty(packed.num_bytes, dtype=torch.uint8, device=logits.device)
         packed.to(memory)

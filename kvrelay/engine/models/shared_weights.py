@@ -1,7 +1,8 @@
-"""A model's weights that several nodes of a machine use together: written by the first one, mapped by the others.
+"""Model weights that several nodes of a machine share: written by the first one, mapped by the others.
 
-Both take memory in the same order, so that a weight lies where it was written. Invariant: they are used only where they
-are what this node would have loaded itself: model, formats and the checkpoint's files are part of the note.
+Writer and readers take memory in the same order, so that a reader finds each weight where it was written. Invariant:
+shared weights are used only if they are what this node would have loaded itself: model, formats and the checkpoint's
+files are part of the note.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ class SharedMemory(WeightMemory):
 
 @dataclass(slots=True)
 class WeightPlace:
-    """`digests` of the checkpoint's files: None where the memory is to be filled, by who sets them then."""
+    """`digests` are of the checkpoint's files: None if the memory is still to be filled; whoever fills it sets them."""
 
     memory: WeightMemory
     digests: Sequence[bytes] | None = None
