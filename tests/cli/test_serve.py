@@ -7,7 +7,14 @@ import pytest
 
 from kvrelay.cli.cores import available_cores, create_core_table, thread_environment
 from kvrelay.cli.main import PROCESS_MODULES
-from kvrelay.cli.serve import ServeSettings, child_environment, node_commands, router_command
+from kvrelay.cli.serve import (
+    NODE_SETTINGS,
+    ROUTER_SETTINGS,
+    ServeSettings,
+    child_environment,
+    node_commands,
+    router_command,
+)
 from kvrelay.cli.supervisor import ChildCommand
 from kvrelay.core.config import ProcessSettings, load_settings
 from kvrelay.core.core_table import CoreTable
@@ -182,3 +189,23 @@ def test_wrong_settings(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str
         settings_of("m", *argv)
     assert ended.value.code == 2
     assert argv[0] in capsys.readouterr().err
+
+
+def test_settings_that_are_not_passed_on_as_they_are_are_known() -> None:
+    """Who adds one to a node or to the router has to say which way it goes."""
+    every_process = {"config", "model", "supervised", "host", "port"}
+    made_for_a_node = {"node_id", "threads", "core_table", "weight_store", "nodes_per_device", "gpu_memory_utilization"}
+    made_for_a_node |= {"drain_timeout", "redis_url", "cluster_secret"}
+    between_hosts = {"ucx_host", "ucx_net_devices"}
+    assert set(NodeSettings.model_fields) - set(NODE_SETTINGS) == every_process | made_for_a_node | between_hosts
+    addresses = {"prefill_nodes", "decode_nodes"}
+    defaults_do = {
+        "kv_index_capacity",
+        "max_body_bytes",
+        "node_timeout",
+        "node_silence",
+        "start_timeout",
+        "stop_timeout",
+    }
+    passed_on = set(ROUTER_SETTINGS) | addresses | defaults_do
+    assert set(RouterSettings.model_fields) - passed_on == every_process - {"host", "port"}
