@@ -1,6 +1,6 @@
 """Which nodes serve a request: pure functions from frozen facts to a placement.
 
-A simulator replays recorded facts through the same code, so nothing in here reads a clock, a socket or a random number.
+Nothing in here reads a clock, a socket or a random number, so that a decision can be repeated from its facts.
 Invariant: the nodes of a placement are among the candidates.
 """
 

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, UnknownModelError, status_of
+from kvrelay.core.rpc import RETRY_DELAY_SECONDS
 from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
 from router.edge.http_generation import HttpGeneration
 from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json
@@ -26,7 +27,6 @@ from router.edge.outputs import Edge
 from router.edge.validation import ChatPrompt, ClientRequest, TextPrompt, TokenPrompt
 
 DEFAULT_MAX_BODY_BYTES = 1024 * 1024
-RETRY_AFTER_SECONDS = 1
 _REQUEST_ID = "kvrelay.request_id"
 
 
@@ -162,7 +162,7 @@ def _error_body(error: KVRelayError) -> Json:
 
 def _error_response(error: KVRelayError) -> Response:
     status = status_of(error).http_status
-    headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else None
+    headers = {"retry-after": str(RETRY_DELAY_SECONDS)} if status in (429, 503) else None
     return JSONResponse(_error_body(error), status_code=status, headers=headers)
 
 
