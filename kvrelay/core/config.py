@@ -7,9 +7,11 @@ reader of `os.environ`. Invariant: a setting that nobody knows is never passed o
 import difflib
 import inspect
 import os
+import re
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from argparse import Action, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
 
@@ -104,6 +106,26 @@ class _ConfigFileSource(InitSettingsSource):
         return {} if path is None else _read_file(Path(path), self.settings_cls.model_fields)
 
 
+_PLACEHOLDERS = {
+    "Path": "FILE",
+    "SecretStr": "SECRET",
+    "tuple[str,...]": "A,B",
+    "tuple[int,...]": "1,2",
+    "tuple[float,...]": "1,2",
+}
+
+
+class _HelpFormatter(RawDescriptionHelpFormatter):
+    """`--help` without defaults that say nothing, and without Python's types for lists, files and secrets."""
+
+    def _get_help_string(self, action: Action) -> str:
+        return re.sub(r" \(default: (None|\(\)|\**)\)$", "", action.help or "")
+
+    def _metavar_formatter(self, action: Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
+        names = super()._metavar_formatter(action, default_metavar)
+        return lambda count: tuple(_PLACEHOLDERS.get(name, name) for name in names(count))
+
+
 def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _Settings:
     """The settings of this process. `argv` is without the program's name, `prog` is how the user calls it.
 
@@ -112,7 +134,7 @@ def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _S
     """
     try:
         _check_environment(os.environ, cls.model_fields)
-        flags = CliSettingsSource[Any](cls, cli_prog_name=prog)
+        flags = CliSettingsSource[Any](cls, cli_prog_name=prog, formatter_class=_HelpFormatter)
         settings = CliApp.run(cls, cli_args=list(argv), cli_settings_source=flags)
         _check_arguments(settings)
         return settings

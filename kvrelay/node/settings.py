@@ -84,7 +84,7 @@ class NodeSettings(ProcessSettings):
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
-        description="Redis for the redis connector; redis:// or rediss://.",
+        description="Redis for the redis connector; redis:// or rediss://. Unset: redis://127.0.0.1:6379/0.",
     )
     redis_ttl: int = Field(default=3600, gt=0, description="Seconds a block stays in Redis.")
     shared_memory_dir: str = Field(default="", description="Directory for KV pools; empty: /dev/shm.")

@@ -97,6 +97,8 @@ def test_every_process_describes_every_setting(capsys: pytest.CaptureFixture[str
         assert (field.description or "?").split()[0] in text
         assert name == "model" or flag_of(name) in text
     assert "(default: 16)" in text
+    assert "--config FILE" in text and "tuple[" not in text and "SecretStr" not in text
+    assert "(default: None)" not in text and "(default: )" not in text, "says nothing"
 
 
 def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixture[str]) -> None:
