@@ -26,11 +26,10 @@ from router.edge.openai_schema import ChatBody, CompletionBody, GenerationBody
 from router.edge.outputs import Edge
 from router.edge.validation import ChatPrompt, ClientRequest, TextPrompt, TokenPrompt
 
-DEFAULT_MAX_BODY_BYTES = 1024 * 1024
 _REQUEST_ID = "kvrelay.request_id"
 
 
-def create_app(edge: Edge, *, version: str, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> Starlette:
+def create_app(edge: Edge, *, version: str, max_body_bytes: int) -> Starlette:
     """The ASGI application of one router. `/metrics` shows `edge.metrics.registry`."""
     gateway = _Gateway(edge, version, max_body_bytes)
     return Starlette(

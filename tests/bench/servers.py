@@ -22,7 +22,7 @@ DONE = b"data: [DONE]\n\n"
 @asynccontextmanager
 async def gateway(relay: ScriptedRelay) -> AsyncIterator[str]:
     """Its URL."""
-    async with http_server(create_app(make_edge(relay), version="test")) as port:
+    async with http_server(create_app(make_edge(relay), version="test", max_body_bytes=1 << 20)) as port:
         yield f"http://127.0.0.1:{port}"
 
 

@@ -49,7 +49,7 @@ class Gateway:
 
 @asynccontextmanager
 async def serving(relay: ScriptedRelay) -> AsyncIterator[Gateway]:
-    async with http_server(create_app(make_edge(relay), version="1.2.3")) as port:
+    async with http_server(create_app(make_edge(relay), version="1.2.3", max_body_bytes=1 << 20)) as port:
         url = f"http://127.0.0.1:{port}"
         async with (
             httpx.AsyncClient(base_url=url, timeout=20) as http,
