@@ -60,6 +60,7 @@ ROUTER_SETTINGS = (
     "request_timeout",
     "max_concurrent_requests",
     "max_attempts",
+    "node_wait",
     "log_level",
 )
 
@@ -130,6 +131,12 @@ class ServeSettings(ProcessSettings):
         default=None,
         ge=0,
         description="Times that an output is placed again when a node serving it is lost; unset: router's default.",
+    )
+    node_wait: float | None = Field(
+        default=None,
+        ge=0,
+        description="Seconds that a request which has lost its decode node waits for one while none lives; unset: "
+        "router's default.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Of weights and KV.")
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = Field(
