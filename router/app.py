@@ -131,6 +131,7 @@ def _relay(settings: RouterSettings, registry: Registry, collectors: CollectorRe
         metrics=MigrationMetrics(served_model_name(settings), collectors),
         max_concurrent_requests=settings.max_concurrent_requests,
         max_attempts=settings.max_attempts,
+        node_wait=settings.node_wait,
         lease_ttl=settings.lease_ttl,
         node_timeout=settings.node_timeout,
     )

@@ -33,11 +33,13 @@ class NodeRequest:
     them from where it stopped.
 
     `token_ids`: the prompt and `num_prior_output_tokens` tokens the client has already; with any of these
-    `sampling.n` is 1. The outputs asked for are those from index `first_choice_index` on.
+    `sampling.n` is 1. The outputs asked for are those from index `first_choice_index` on. `kv_namespace`: of the model
+    that the request began with.
     """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    kv_namespace: KVNamespace
     priority: int = 0
     cache_salt: bytes = b""
     num_prior_output_tokens: int = 0

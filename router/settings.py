@@ -58,6 +58,12 @@ class RouterSettings(ProcessSettings):
         description="How often an output is placed again, with the tokens it has, when a node that serves it is lost; "
         "a new token starts the count again. Beyond that its request fails.",
     )
+    node_wait: float = Field(
+        default=120.0,
+        ge=0,
+        description="Seconds that a request which has lost its decode node waits for one while none lives; a new "
+        "request is refused at once.",
+    )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body that is read.")
     node_timeout: float = Field(default=5.0, gt=0, description="Seconds a node may take to answer a small request.")
     node_silence: float = Field(

@@ -64,6 +64,7 @@ ROUTER_SETTINGS = (
     "request_timeout",
     "max_concurrent_requests",
     "max_attempts",
+    "node_wait",
     "log_level",
 )
 
@@ -143,6 +144,12 @@ class ServeSettings(ProcessSettings):
         ge=0,
         description="How often an output is placed again when a node that serves it is lost; unset: the router's "
         "default.",
+    )
+    node_wait: float | None = Field(
+        default=None,
+        ge=0,
+        description="Seconds that a request which has lost its decode node waits for one while none lives; unset: "
+        "the router's default.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Data type of weights and KV."

@@ -88,13 +88,17 @@ def _nothing_to_lose(error: KVRelayError) -> None:
     pass
 
 
+def _nobody_waits() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class NodeHandle:
     """One configured address. The registry writes state, description, load and stats; supervisors count what they have
     under way, and tell `outlier` how it went.
 
     `complaint`: why it is not live, empty while it is. `heard_at`: when it last said anything, on the registry's clock.
-    `on_lost`: fails what this router has under way there.
+    `on_lost`: fails what this router has under way there. `on_live`: it takes requests from now on.
 
     `num_queued_tokens`: prompt tokens this router sent that are not known to be computed. `num_sequences`: outputs this
     router has on the node. Both are ahead of `load`, which knows of other routers but lags.
@@ -111,6 +115,7 @@ class NodeHandle:
     complaint: str = ""
     heard_at: float | None = None
     on_lost: Callable[[KVRelayError], None] = _nothing_to_lose
+    on_live: Callable[[], None] = _nobody_waits
     watched: tuple[int, int] | None = None  # epoch and sequence number up to which its events are in the index
     num_queued_tokens: int = 0
     num_sequences: int = 0

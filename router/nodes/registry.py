@@ -256,6 +256,8 @@ class Registry:
             node.outlier.reset()
         self._set_state(node, state)
         _logger.info("%s node %s is %s", node.role.value, node.name, state.value)
+        if state is NodeState.LIVE:
+            node.on_live()
 
     def _set_state(self, node: NodeHandle, state: NodeState) -> None:
         if node.state is not state:

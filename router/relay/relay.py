@@ -12,10 +12,10 @@ from random import Random, SystemRandom
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.core.block_hash import BlockHash, KVNamespace, block_hashes
+from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
-from router.nodes.node import HeldBlocks, KVSource, NodeHandle, NodeRole
+from router.nodes.node import HeldBlocks, KVSource, NodeDescription, NodeHandle, NodeRole
 from router.nodes.registry import Registry
 from router.policy import (
     Candidates,
@@ -39,8 +39,8 @@ _ABORT_SECONDS = 1.0  # for consumers to take the error of an aborted request
 
 class ClusterRelay:
     """Implements `Relay`, and `Place` for its supervisors, over the nodes of a registry, which it does not own.
-    `lease_ttl` and `node_timeout` in seconds. `random` spreads retries and tells this router's requests from those of
-    others."""
+    `node_wait`, `lease_ttl` and `node_timeout` in seconds. `random` spreads retries and tells this router's requests
+    from those of others."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class ClusterRelay:
         metrics: MigrationMetrics | None = None,
         max_concurrent_requests: int = 1024,
         max_attempts: int = 3,
+        node_wait: float = 120.0,
         lease_ttl: float = 30.0,
         node_timeout: float = 5.0,
         clock: Clock | None = None,
@@ -60,6 +61,7 @@ class ClusterRelay:
         self._metrics = metrics or MigrationMetrics("", CollectorRegistry())
         self._max_concurrent_requests = max_concurrent_requests
         self._max_attempts = max_attempts
+        self._node_wait = node_wait
         self._clock = clock or MonotonicClock()
         self._random = random or SystemRandom()
         self._prefill_clients = {
@@ -71,6 +73,7 @@ class ClusterRelay:
             node.on_lost = self._prefill_clients[node.address].lose
         for node in registry.decode:
             node.on_lost = self._decode_clients[node.address].lose
+            node.on_live = self._decode_node_came
         self._running: dict[str, RequestSupervisor] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -123,9 +126,11 @@ class ClusterRelay:
             supervisor.abort()
 
     async def close(self, *, timeout: float) -> None:
-        """Refuses new requests, lets what runs end for at most `timeout` seconds, fails the rest, closes the
-        clients."""
+        """Refuses new requests, ends those without a node, lets what runs end for at most `timeout` seconds, fails the
+        rest, closes the clients."""
         self._draining = True
+        for supervisor in self._running.values():
+            supervisor.wait_no_more()
         if not await self._idle_within(timeout):
             _logger.warning("%d requests are ended because the router stops", len(self._running))
             for supervisor in self._running.values():
@@ -146,26 +151,32 @@ class ClusterRelay:
     # -- placement -----------------------------------------------------------------------------------------------------
 
     def _supervisor(self, request: RoutedRequest) -> RequestSupervisor:
-        block_size = self._registry.served_model().kv_namespace.block_size
+        namespace = self._registry.served_model().kv_namespace
         return RequestSupervisor(
             request,
             f"{request.request_id}.{self._tag}.{next(self._wire_numbers)}",
             self,
-            Tally(request, block_size, self._clock, self._metrics),
+            Tally(request, namespace.block_size, self._clock, self._metrics),
+            kv_namespace=namespace,
             max_attempts=self._max_attempts,
+            node_wait=self._node_wait,
             clock=self._clock,
             random=self._random,
         )
 
+    def _decode_node_came(self) -> None:
+        for supervisor in self._running.values():
+            supervisor.decode_node_came()
+
     def place(self, asked: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> Placed:
         """As `Place`."""
-        usable = self._usable(lost)
-        if not any(node.role is NodeRole.DECODE for node in usable.values()):
-            if not last_resort:
-                raise UnavailableError("no decode node lives that this request has not lost")
-            self._registry.served_model()  # raises when none lives at all
-            usable |= {_node_id(node): node for node in self._registry.live(NodeRole.DECODE)}
-        facts, held = self._facts(asked, usable)
+        usable = self._usable(asked, lost)
+        if not _has_decode_node(usable) and last_resort:
+            everyone = self._usable(asked, frozenset())
+            usable |= {name: node for name, node in everyone.items() if node.role is NodeRole.DECODE}
+        if not _has_decode_node(usable):
+            raise UnavailableError("no decode node lives" + ("" if last_resort else " that this request has not lost"))
+        facts, held = self._facts(asked)
         placement = self._policy.choose(facts, _candidates(usable.values(), held))
         _logger.debug("%d tokens: %s", len(asked.token_ids), placement)
         decode = usable[placement.decode]
@@ -187,36 +198,28 @@ class ClusterRelay:
 
     def refill(self, asked: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int) -> PrefillPlacement | None:
         """As `Place`."""
-        usable = self._usable(lost)
-        if not usable:
-            return None
-        facts, held = self._facts(asked, usable)
+        usable = self._usable(asked, lost)
+        facts, held = self._facts(asked)
         refill = self._policy.refill(facts, _candidates(usable.values(), held), num_missing_tokens)
         if refill is None:
             return None
         return self._prefill_placement(refill.prefill, refill.sources, facts, usable, held)
 
-    def _usable(self, lost: Set[KVSource]) -> dict[str, NodeHandle]:
-        """Live nodes by id, prefill nodes first."""
-        live = (node for role in NodeRole for node in self._registry.live(role))
-        return {_node_id(node): node for node in live if _source(node) not in lost}
+    def _usable(self, asked: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
+        """Live nodes by id, prefill nodes first. When all nodes were away another model may have come, which must not
+        go on with what the first one began."""
+        return {
+            _node_id(node): node
+            for role in NodeRole
+            for node in self._registry.live(role)
+            if _source(node) not in lost and _description(node).kv_namespace == asked.kv_namespace
+        }
 
-    def _facts(self, asked: NodeRequest, usable: Mapping[str, NodeHandle]) -> tuple[RequestFacts, dict[str, int]]:
-        """And how many leading blocks each node holds. All `usable` nodes agree on what a block is; a decode node that
-        drains needs no other decode node to live."""
-        description = next(iter(usable.values())).description
-        assert description is not None
-        namespace = description.kv_namespace
-        facts = RequestFacts(next(self._numbers), len(asked.token_ids), asked.sampling.n, namespace.block_size)
-        return facts, self._registry.index.leading(self._names(asked, namespace))
-
-    def _names(self, asked: NodeRequest, namespace: KVNamespace) -> Sequence[BlockHash]:
-        """Of the given tokens' blocks, the partial tail included. A request for prompt logprobs computes its whole
-        prompt, so for it no block counts as held."""
-        if asked.sampling.prompt_logprobs is not None:
-            return ()
-        root = namespace.root(cache_salt=asked.cache_salt)
-        return block_hashes(root, asked.token_ids, namespace.block_size, include_partial=True)
+    def _facts(self, asked: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
+        """And how many leading blocks each node holds."""
+        block_size = asked.kv_namespace.block_size
+        facts = RequestFacts(next(self._numbers), len(asked.token_ids), asked.sampling.n, block_size)
+        return facts, self._registry.index.leading(_names(asked))
 
     def _prefill_placement(
         self,
@@ -232,6 +235,19 @@ class ClusterRelay:
         return PrefillPlacement(
             node, self._prefill_clients[node.address], _source(node), sources, facts.uncached_tokens(most_held)
         )
+
+
+def _names(asked: NodeRequest) -> Sequence[BlockHash]:
+    """Of the given tokens' blocks, the partial tail included. A request for prompt logprobs computes its whole prompt,
+    so for it no block counts as held."""
+    if asked.sampling.prompt_logprobs is not None:
+        return ()
+    root = asked.kv_namespace.root(cache_salt=asked.cache_salt)
+    return block_hashes(root, asked.token_ids, asked.kv_namespace.block_size, include_partial=True)
+
+
+def _has_decode_node(nodes: Mapping[str, NodeHandle]) -> bool:
+    return any(node.role is NodeRole.DECODE for node in nodes.values())
 
 
 def _held_blocks(hints: Sequence[SourceHint], nodes: Mapping[str, NodeHandle]) -> tuple[HeldBlocks, ...]:
@@ -270,5 +286,9 @@ def _node_id(node: NodeHandle) -> str:
 
 
 def _source(node: NodeHandle) -> KVSource:
+    return _description(node).source
+
+
+def _description(node: NodeHandle) -> NodeDescription:
     assert node.description is not None
-    return node.description.source
+    return node.description

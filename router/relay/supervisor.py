@@ -6,10 +6,12 @@ here:
 3. A node is lost (`NodeLostError`): its attempt is closed, and every output that is not finished is placed again on
    nodes that this request has not lost, with the prompt and all tokens the client has. An output with tokens is placed
    alone, since from its first token on it differs from the others.
-4. No such node lives: after a wait, growing and jittered, whatever lives is tried, the lost nodes too, which may have
-   come back. An output is placed at most `max_attempts` times again without a new token, vain searches included; then
-   the request ends with UnavailableError.
-5. Every output has a finish reason, or the client has enough of it. The trace follows.
+4. No such node lives: after a wait, growing and jittered, those that it has lost are tried, too: not all that breaks
+   is a node's end.
+5. No decode node lives at all: the request waits for the next one that does, `node_wait` seconds from the loss.
+6. An output is placed at most `max_attempts` times again without a new token. With that, or with the wait, the request
+   ends with UnavailableError.
+7. Every output has a finish reason, or the client has enough of it. The trace follows.
 
 A token is a function of seed, output index and all tokens before it, never of where it is sampled: so the client sees
 neither gap nor repeat, and the tokens it would have had.
@@ -23,11 +25,13 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from collections.abc import Set as AbstractSet
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Protocol
 
+from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
 from router.backoff import Backoff
@@ -45,7 +49,7 @@ class Place(Protocol):
 
     def place(self, asked: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> Placed:
         """None of the `lost` nodes is chosen, unless as `last_resort` when no other decode node lives. Raises
-        UnavailableError when there is none."""
+        UnavailableError when there is no decode node; a prefill node is never missed."""
         ...
 
     def refill(
@@ -58,14 +62,26 @@ class Place(Protocol):
 
 @dataclass(slots=True)
 class _Share:
-    """Outputs that are placed together. `num_attempts`: since their last token and beyond the first, those that found
-    no node included."""
+    """Outputs that are placed together. `num_attempts`: since their last token and beyond the first. `lost`: why they
+    have to be placed again, if they have, and `lost_at` when. `wait` is the end of their wait for a node."""
 
     choices: tuple[int, ...]
     backoff: Backoff
     num_attempts: int = 0
+    lost: NodeLostError | None = None
+    lost_at: float = 0.0
     attempt: Attempt | None = None
-    retry: asyncio.TimerHandle | None = None
+    wait: asyncio.TimerHandle | None = None
+
+    def has_new_tokens(self) -> None:
+        """It has not been placed in vain."""
+        self.num_attempts = 0
+        self.backoff.reset()
+
+    def wait_no_more(self) -> None:
+        if self.wait is not None:
+            self.wait.cancel()
+            self.wait = None
 
 
 _Reaction = Callable[[], Sequence[RequestEvent]]
@@ -73,8 +89,8 @@ _Reaction = Callable[[], Sequence[RequestEvent]]
 
 
 class RequestSupervisor:
-    """One request, one `run`. `wire_id` is the stem of its names at the nodes and is never used twice; times are read
-    from `clock`; `random` spreads retries."""
+    """One request, one `run`. `wire_id` is the stem of its names at the nodes and is never used twice; `node_wait` in
+    seconds; times are read from `clock`; `random` spreads retries."""
 
     def __init__(
         self,
@@ -83,7 +99,9 @@ class RequestSupervisor:
         place: Place,
         tally: Tally,
         *,
+        kv_namespace: KVNamespace,
         max_attempts: int,
+        node_wait: float,
         clock: Clock,
         random: Random,
     ) -> None:
@@ -91,7 +109,9 @@ class RequestSupervisor:
         self._wire_id = wire_id
         self._place = place
         self._tally = tally
+        self._kv_namespace = kv_namespace
         self._max_attempts = max_attempts
+        self._node_wait = node_wait
         self._clock = clock
         self._random = random
         self._expires_at = clock.now() + request.timeout
@@ -122,6 +142,15 @@ class RequestSupervisor:
         """As `Relay.finish`."""
         self._inbox.put_nowait(partial(self._on_satisfied, index))
 
+    def decode_node_came(self) -> None:
+        """One has become live."""
+        self._inbox.put_nowait(self._on_search)
+
+    def wait_no_more(self) -> None:
+        """The router stops: without a living decode node the request ends, now or when it comes to that."""
+        self._node_wait = 0.0
+        self._inbox.put_nowait(self._on_search)
+
     def abort(self, error: KVRelayError | None = None) -> None:
         """End the request with an error; by default that the client gave it up. The nodes are let go at once: a client
         that takes nothing does not let us come to what is in the inbox."""
@@ -141,7 +170,7 @@ class RequestSupervisor:
             return ()
         for output in events:
             self._remember(attempt, output)
-            share.num_attempts = 0  # it has not been placed in vain
+            share.has_new_tokens()
         if not attempt.unfinished:
             attempt.close()
         return events
@@ -164,12 +193,23 @@ class RequestSupervisor:
                 share.attempt.finish(index)
                 if not share.attempt.unfinished:
                     share.attempt.close()
+            if not self._unfinished.intersection(share.choices):
+                share.wait_no_more()
         return ()
 
-    def _on_retry(self, share: _Share, lost: NodeLostError) -> Sequence[RequestEvent]:
-        """The share has waited for a node long enough."""
-        self._migrate(share, lost, last_resort=True)
+    def _on_search(self) -> Sequence[RequestEvent]:
+        """Those that wait for a node may find one now."""
+        for share in self._shares:
+            if share.wait is not None:
+                self._migrate(share, last_resort=True)
         return ()
+
+    def _on_waited(self, share: _Share) -> Sequence[RequestEvent]:
+        """The share has waited long enough, unless it has a node by now."""
+        if share.wait is None:
+            return ()
+        waited = self._clock.now() - share.lost_at
+        raise UnavailableError(f"no decode node came within {waited:.1f} s: {share.lost}") from share.lost
 
     # -- placing and placing again -------------------------------------------------------------------------------------
 
@@ -179,9 +219,9 @@ class RequestSupervisor:
         self._lost.add(lost.source)
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
-            again = _Share(choices, Backoff(self._random), share.num_attempts)
+            again = _Share(choices, copy(share.backoff), share.num_attempts, lost, self._clock.now())
             self._shares.append(again)
-            self._migrate(again, lost, last_resort=False)
+            self._migrate(again, last_resort=False)
 
     def _split(self, choices: Sequence[int]) -> list[tuple[int, ...]]:
         """What can be placed together: all outputs while none has a token, otherwise each by itself."""
@@ -189,26 +229,33 @@ class RequestSupervisor:
             return [tuple(choices)]
         return [(choice,) for choice in choices]
 
-    def _migrate(self, share: _Share, lost: NodeLostError, *, last_resort: bool) -> None:
-        """Places a share again, now or after a wait. Raises UnavailableError when it was tried often enough."""
-        share.retry = None
-        if not self._unfinished.intersection(share.choices):
-            return  # the client has had enough of it meanwhile
+    def _migrate(self, share: _Share, *, last_resort: bool) -> None:
+        """Places a share again, or lets it wait for a node. Raises UnavailableError when it was tried often enough."""
+        lost = share.lost
+        assert lost is not None
+        share.wait_no_more()
         if share.num_attempts >= self._max_attempts:
             raise UnavailableError(f"given up after {share.num_attempts} more placements: {lost}") from lost
         asked = self._asked(share.choices, is_replay=True)
         try:
             placed = self._place.place(asked, lost=self._lost, last_resort=last_resort)
         except UnavailableError as error:
-            share.num_attempts += last_resort  # looking for an unspoilt node has cost nothing yet
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
-            retry = partial(self._inbox.put_nowait, partial(self._on_retry, share, lost))
-            share.retry = asyncio.get_running_loop().call_later(share.backoff.next(), retry)
+            share.wait = self._wait(share, none_lives=last_resort)
             return
         _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, placed.decode.source.node_id)
         share.num_attempts += 1
         self._tally.migrated(asked, lost.cause.value)
         self._start(share, asked, placed)
+
+    def _wait(self, share: _Share, *, none_lives: bool) -> asyncio.TimerHandle:
+        """When a wait for a decode node ends, unless `decode_node_came` does it before."""
+        react: _Reaction
+        if none_lives:
+            seconds, react = share.lost_at + self._node_wait - self._clock.now(), partial(self._on_waited, share)
+        else:
+            seconds, react = share.backoff.next(), self._on_search
+        return asyncio.get_running_loop().call_later(max(0.0, seconds), self._inbox.put_nowait, react)
 
     def _asked(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
         tokens = self._tokens[choices[0]]
@@ -218,6 +265,7 @@ class RequestSupervisor:
         return NodeRequest(
             token_ids=(*self._request.prompt_token_ids, *tokens),
             sampling=sampling,
+            kv_namespace=self._kv_namespace,
             priority=self._request.priority,
             cache_salt=self._request.cache_salt,
             num_prior_output_tokens=len(tokens),
@@ -258,8 +306,7 @@ class RequestSupervisor:
         if self._deadline is not None:
             self._deadline.cancel()
         for share in self._shares:
-            if share.retry is not None:
-                share.retry.cancel()
+            share.wait_no_more()
             if share.attempt is not None:
                 share.attempt.close()
 

@@ -1,7 +1,7 @@
 """What is done to the cluster: a sequence that a seed decides, and its execution.
 
-Rules: of the decode nodes one is left alone and live whenever the other one is hurt; everything that is hurt is healed,
-and waited for until the router takes it for live again.
+Rules: of the decode nodes one is left alone and live whenever the other one is hurt, unless all are killed at once;
+everything that is hurt is healed, and waited for until the router takes it for live again.
 """
 
 import asyncio
@@ -35,6 +35,7 @@ class Kind(Enum):
     CUT = "cut its connections"
     BLACK_HOLE = "black hole"
     NO_PREFILL = "kill -9 of all prefill nodes"
+    NO_DECODE = "kill -9 of all decode nodes"
     REDIS_PAUSE = "SIGSTOP of redis-server, then SIGCONT"
     REDIS_KILL = "kill -9 of redis-server and start again"
     REDIS_FLUSH = "FLUSHALL"
@@ -42,11 +43,12 @@ class Kind(Enum):
 
 OF_REDIS = (Kind.REDIS_PAUSE, Kind.REDIS_KILL, Kind.REDIS_FLUSH)
 _OF_NODES = tuple(kind for kind in Kind if kind not in OF_REDIS)
+_TARGETS = {Kind.NO_PREFILL: "prefill", Kind.NO_DECODE: "decode"} | dict.fromkeys(OF_REDIS, "redis")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`after` seconds after the one before; `target` is a node's name, "prefill" for all of them, or "redis"."""
+    """`after` seconds after the one before; `target` is a node's name, a role for all nodes of it, or "redis"."""
 
     kind: Kind
     target: str
@@ -60,7 +62,7 @@ def faults(seed: int, *, with_redis: bool, most_after: float, most_seconds: floa
     kinds = _dealt(chance, [*_OF_NODES, *(OF_REDIS if with_redis else ())])
     nodes = _dealt(chance, NODE_NAMES)
     for kind in kinds:
-        target = "redis" if kind in OF_REDIS else "prefill" if kind is Kind.NO_PREFILL else next(nodes)
+        target = _TARGETS.get(kind) or next(nodes)
         yield Fault(kind, target, chance.uniform(0.2, most_after), chance.uniform(1.0, most_seconds))
 
 
@@ -112,9 +114,7 @@ class Injector:
         _logger.info("%5.1f s: %s is whole again", time.monotonic() - began, fault.target)
 
     def _names(self, fault: Fault) -> list[str]:
-        if fault.target == "prefill":
-            return [node.name for node in self.cluster.of_role("prefill")]
-        return [fault.target]
+        return [node.name for node in self.cluster.of_role(fault.target)] or [fault.target]
 
     async def _inflict(self, fault: Fault, names: list[str]) -> None:
         try:
@@ -134,6 +134,7 @@ class Injector:
         how: dict[Kind, Callable[[Fault, ChaosNode], Awaitable[None]]] = {
             Kind.KILL: _kill,
             Kind.NO_PREFILL: _kill,
+            Kind.NO_DECODE: _kill,
             Kind.PAUSE: _pause,
             Kind.HASTY_RESTART: self._restart_in_haste,
             Kind.DRAIN: self._drain,

@@ -12,13 +12,16 @@ from tests.chaos.verdict import Verdict, judge
 
 _LEAVE_WITHIN_CHUNKS = 40
 _MAX_EXAMPLES = 20
+_RETRY_SECONDS = 1.0  # as the router says to those that it refuses
 
 
 @dataclass(slots=True)
 class LoadReport:
-    """`stalls`: the longest waits that a client saw between two chunks, and for its first one, in seconds."""
+    """`longest_gap` and `longest_first`: the longest waits that a client saw between two chunks, and for its first one,
+    in seconds. Those that were refused are not among the `requests`."""
 
     requests: int = 0
+    refused: int = 0
     aborted: int = 0
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
@@ -78,4 +81,8 @@ class Load:
             if self._random.random() < self._aborts:
                 leave = Leave(self._random.randrange(_LEAVE_WITHIN_CHUNKS), self._random.uniform(0, 0.05))
             answer = await self._client.ask(ask, salt=salt, leave=leave)
+            if answer.refused:
+                self.report.refused += 1
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
             self.report.add(ask, answer, self._expected[ask.name], at=time.monotonic() - self._began)

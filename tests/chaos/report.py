@@ -13,6 +13,7 @@ class Report:
     seed: int
     seconds: float = 0.0
     requests: int = 0
+    refused_requests: int = 0
     aborted_by_clients: int = 0
     failed_requests: int = 0
     differing_streams: int = 0
@@ -44,6 +45,7 @@ class Report:
             count = len(value) if isinstance(value, list) else value
             lines.append(f"  {'ok ' if not value else 'BAD'} {name.replace('_', ' ')}: {count}")
         lines.append(f"  requests: {self.requests}, of which clients left {self.aborted_by_clients}")
+        lines.append(f"  refused while no decode node lived: {self.refused_requests}")
         lines.append(f"  placed again: {self.migrations} times, {self.recomputed_tokens} tokens computed again")
         lines.append(
             f"  longest stall a client saw: {self.longest_stall:.1f} s between two chunks, "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.catalogue import catalogue
-from tests.chaos.faults import Injector, faults
+from tests.chaos.faults import Injector, Kind, faults
 from tests.chaos.load import Load, undisturbed
 from tests.chaos.nodes import ChaosCluster, Setup, chaos_cluster
 from tests.chaos.report import Report
@@ -126,6 +126,8 @@ async def disturb(plan: Plan, on: Stage, report: Report) -> None:
             report.problems.append(f"{name} has other tokens after the chaos")
     report.faults = {kind.value: count for kind, count in injector.counts.items()}
     report.problems += injector.problems
+    if report.refused_requests and not injector.counts[Kind.NO_DECODE]:
+        report.problems.append("requests were refused while a decode node lived")
 
 
 @asynccontextmanager
@@ -152,6 +154,7 @@ def note(load: Load | Storm, report: Report) -> None:
     """What the clients saw."""
     found = load.report
     report.requests = found.requests
+    report.refused_requests = found.refused
     report.aborted_by_clients = found.aborted
     report.failed_requests = found.verdicts[Verdict.FAILED]
     report.differing_streams = found.verdicts[Verdict.DIFFERENT]

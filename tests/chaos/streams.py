@@ -19,6 +19,7 @@ from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.e2e.client import grpc_request
 
 DEADLINE_SECONDS = 120.0  # of a request, many times what it needs
+_REFUSAL = "no decode node can serve now"
 
 
 class Protocol(Enum):
@@ -59,6 +60,11 @@ class Answer:
     first: float = 0.0
     gap: float = 0.0
     left: bool = False
+
+    @property
+    def refused(self) -> bool:
+        """It came while no decode node lived, and nothing was begun."""
+        return _REFUSAL in self.error and not self.outputs
 
     def add(self, index: int, piece: list[int] | str, finish_reason: str) -> None:
         if index in self.finish_reasons:

@@ -56,6 +56,13 @@ def test_an_output_that_goes_on_after_its_end_has_failed() -> None:
     assert judge(found, answer(TOKENS))[0] is Verdict.FAILED
 
 
+def test_only_what_was_not_begun_is_refused() -> None:
+    told = "UNAVAILABLE: no decode node can serve now: decode-0 is lost"
+    assert answer([], outputs={}, error=told).refused
+    assert not answer(TOKENS[:3], error=told).refused
+    assert not answer([], outputs={}, error="UNAVAILABLE: no decode node came within 120.0 s").refused
+
+
 @pytest.mark.parametrize("with_redis", [False, True])
 def test_a_seed_decides_the_faults(with_redis: bool) -> None:
     def deal(seed: int) -> list[object]:

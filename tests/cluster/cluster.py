@@ -29,6 +29,7 @@ from router.relay.relay import ClusterRelay
 from router.request import PromptLogprobs, RequestTrace, RoutedRequest
 
 _IDLE_SECONDS = 20.0
+_NODE_WAIT_SECONDS = 1.0  # who is killed here stays away
 
 
 @dataclass(slots=True)
@@ -171,7 +172,7 @@ async def cluster(
         assert len(registry.live(NodeRole.PREFILL)) == prefill_nodes
         assert len(registry.live(NodeRole.DECODE)) == decode_nodes
         policy = policy or make_policy("prefix_aware", local_prefill_max_tokens=0)
-        relay = ClusterRelay(registry, policy, lease_ttl=lease_ttl, metrics=metrics)
+        relay = ClusterRelay(registry, policy, node_wait=_NODE_WAIT_SECONDS, lease_ttl=lease_ttl, metrics=metrics)
         running = Cluster(relay, registry, nodes, servers)
         try:
             yield running

@@ -1,10 +1,12 @@
-"""`kill -9` of the decode node that serves a stream: its client sees nothing of it, and the node comes back."""
+"""`kill -9` of nodes that serve a stream: its client sees nothing of it, at most a stall, and they come back."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import SMALL, Oracle, served
+from tests.e2e.client import grpc_request
+from tests.e2e.cluster import SMALL, Oracle, served, some_token_ids
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,3 +44,36 @@ def test_a_stream_survives_the_decode_node_that_serves_it(
         cluster.kill("router")
         cluster.program.wait_log("router serves again")
         assert cluster.router.text(PROMPT, 20) == oracle.text(PROMPT, 20), "at the same port"
+
+
+def test_streams_wait_for_the_only_nodes_to_come_back(
+    model: Path, directory: Path, tmp_path: Path, oracle: Oracle
+) -> None:
+    pools = tmp_path / "pools"
+    pools.mkdir()
+    arguments = (*SMALL, "--local-prefill-max-tokens", "0", "--max-attempts", "2", "--shared-memory-dir", str(pools))
+    with served(model, *arguments, directory=directory) as cluster:
+        router = cluster.router
+        pieces: list[str] = []
+        traces = []
+        for event in router.stream_text(PROMPT, MAX_TOKENS):
+            pieces.extend(choice["text"] for choice in event["choices"])
+            traces.extend([event["kvrelay"]] if event.get("kvrelay") else [])
+            if len(pieces) == 20:
+                cluster.kill("decode-0")
+                router.wait_metric(1, "kvrelay:node_state", node="decode-0", state="lost")
+                status, answer = router.post("/v1/completions", json.dumps({"prompt": PROMPT}))
+                assert status == 503 and "no decode node can serve now" in answer["error"]["message"]
+        assert "".join(pieces) == oracle.text(PROMPT, MAX_TOKENS)
+        [trace] = traces
+        assert (trace["num_migrations"], trace["decode_node"]) == (1, "decode-0")
+
+        prompt = some_token_ids(200, seed=3)
+        cluster.stop_node("prefill-0")  # so that its end comes before the first token
+        stream = router.stream(grpc_request(prompt, 50))
+        router.wait_metric(1, "kvrelay:num_requests_running")
+        for name in ("prefill-0", "decode-0"):
+            cluster.kill(name)
+        tokens = [token for answer in stream for output in answer.outputs for token in output.token_ids]
+        assert tokens == oracle.tokens(prompt, 50)
+        assert router.metric("kvrelay:request_errors_total") == 1, "of the new request that was refused"

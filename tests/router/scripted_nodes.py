@@ -1,7 +1,7 @@
 """Nodes without an engine: real gRPC servers whose every answer the test decides, in the order it decides."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -92,6 +92,12 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(None)
+
+    async def start_again(self, *, epoch: int) -> None:
+        """Another process, unless the epoch is the same, with no blocks."""
+        self.epoch = epoch
+        self.update(0, reset=True)
+        await self.start()
 
     async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_pb2.DescribeResponse:
         return node_pb2.DescribeResponse(
@@ -320,6 +326,7 @@ async def cluster(
     local_prefill_max_tokens: int = 0,
     max_concurrent_requests: int = 100,
     max_attempts: int = 3,
+    node_wait: float = PATIENCE,
     silence: float = 5.0,
 ) -> AsyncIterator[Cluster]:
     """One node of each kind behind a relay, unless told otherwise."""
@@ -333,6 +340,7 @@ async def cluster(
             metrics=MigrationMetrics("m", collectors),
             max_concurrent_requests=max_concurrent_requests,
             max_attempts=max_attempts,
+            node_wait=node_wait,
             lease_ttl=lease_ttl,
         )
         try:
@@ -345,6 +353,13 @@ async def cluster(
 async def soon(queue: asyncio.Queue[_Item]) -> _Item:
     async with asyncio.timeout(PATIENCE):
         return await queue.get()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """The registry's tasks share this loop: let them run until it holds."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def token(token_id: int, *, index: int = 0, finish: FinishReason | None = None) -> TokenOutput:

@@ -15,13 +15,29 @@ from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
 from router.nodes.node import NodeState
 from router.request import PromptLogprobs, RequestEvent
 from tests.router.routed import PROMPT, a_request, assert_idle, give_up, opened, take, take_trace
-from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, ScriptedDecode, cluster, soon, token
+from tests.router.scripted_nodes import (
+    NAMESPACE,
+    PATIENCE,
+    Cluster,
+    PrefillCall,
+    ScriptedDecode,
+    cluster,
+    soon,
+    token,
+    until,
+)
 
 
 def say(node: ScriptedDecode, request_id: str, *outputs: TokenOutput) -> None:
     """The node says these tokens."""
     for output in outputs:
         node.tokens(request_id, output)
+
+
+async def none_lives(nodes: Cluster) -> None:
+    """And the requests of the decode nodes wait."""
+    await until(lambda: not nodes.registry.can_serve())
+    await until(lambda: all(share.wait for run in nodes.relay._running.values() for share in run._shares))
 
 
 async def begun(
@@ -231,14 +247,82 @@ async def test_the_number_of_placements_is_bounded(max_attempts: int) -> None:
         assert_idle(nodes)
 
 
-async def test_without_any_decode_node_a_request_ends_with_one_error() -> None:
-    async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+@pytest.mark.parametrize("epoch", [1, 2])
+async def test_a_request_waits_for_a_decode_node_while_none_lives(epoch: int) -> None:
+    """Neither what lives on in its epoch nor what was started again is placed more than once."""
+    async with cluster(max_attempts=1) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        await begun(nodes, events, token(7))
+        await nodes.decode.stop()
+        next_event = asyncio.create_task(take(events))
+        assert not (await asyncio.wait({next_event}, timeout=0.5))[0], "longer than looking in vain takes"
+        await nodes.decode.start_again(epoch=epoch)
+        admit = await nodes.decode.admit()
+        assert (tuple(admit.prompt_token_ids), admit.num_prior_output_tokens) == ((*PROMPT, 7), 1)
+        (await soon(nodes.prefill.calls)).finish(token(8, finish=FinishReason.STOP))
+        assert await next_event == token(8, finish=FinishReason.STOP)
+        assert (await take_trace(events)).num_migrations == 1
+        assert_idle(nodes)
+
+
+async def test_every_output_waits_for_itself() -> None:
+    """The client has had enough of one of them meanwhile."""
+    async with cluster(local_prefill_max_tokens=64) as nodes, aclosing(nodes.relay.run(a_request(n=3))) as events:
+        first = asyncio.create_task(take(events))
+        wire_id = (await nodes.decode.admit()).request_id
+        said = [token(10), token(20, index=1), token(30, index=2)]
+        say(nodes.decode, wire_id, *said)
+        assert [await first, await take(events), await take(events)] == said
+        await nodes.decode.stop()
+        next_event = asyncio.create_task(take(events))
+        await none_lives(nodes)
+        nodes.relay.finish("r", 1)
+        await nodes.decode.start_again(epoch=2)
+        admits = [await nodes.decode.admit() for _ in range(2)]
+        assert [admit.first_choice_index for admit in admits] == [0, 2]
+        for admit in admits:
+            index = admit.first_choice_index
+            say(nodes.decode, admit.request_id, token(50, index=index, finish=FinishReason.STOP))
+        assert {(await next_event), await take(events)} == {
+            token(50, index=index, finish=FinishReason.STOP) for index in (0, 2)
+        }
+        assert (await take_trace(events)).num_migrations == 2
+        assert nodes.decode.commands.empty()
+
+
+async def test_another_model_does_not_go_on_with_a_request() -> None:
+    """It has taken the place of the only node."""
+    async with cluster(num_prefill_nodes=0) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first = asyncio.create_task(take(events))
+        say(nodes.decode, (await nodes.decode.admit()).request_id, token(7))
+        assert await first == token(7)
+        await nodes.decode.stop()
+        next_event = asyncio.create_task(take(events))
+        await none_lives(nodes)
+        nodes.decode.namespace = replace(NAMESPACE, model_fingerprint=b"\x02" * 32)
+        await nodes.decode.start_again(epoch=2)
+        await until(lambda: nodes.registry.decode[0].state is NodeState.LIVE)
+        assert not (await asyncio.wait({next_event}, timeout=0.3))[0] and nodes.decode.commands.empty()
+        await nodes.decode.stop()
+        await none_lives(nodes)
+        nodes.decode.namespace = NAMESPACE
+        await nodes.decode.start_again(epoch=3)
+        admit = await nodes.decode.admit()
+        say(nodes.decode, admit.request_id, token(8, finish=FinishReason.STOP))
+        assert await next_event == token(8, finish=FinishReason.STOP)
+
+
+@pytest.mark.parametrize("node_wait", [0.0, 0.5])
+async def test_without_any_decode_node_a_request_ends_with_one_error(node_wait: float) -> None:
+    async with (
+        cluster(num_decode_nodes=2, node_wait=node_wait) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
         first, call, _ = await opened(nodes, events)
         call.finish(token(7))
         assert await first == token(7)
         for node in nodes.decodes:
             await node.stop()
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnavailableError, match="no decode node came within"):
             await take(events)
         with pytest.raises(StopAsyncIteration):
             await take(events)
@@ -248,7 +332,7 @@ async def test_without_any_decode_node_a_request_ends_with_one_error() -> None:
 
 
 async def test_the_deadline_holds_while_a_request_waits_for_a_node() -> None:
-    async with cluster(max_attempts=1000) as nodes, aclosing(nodes.relay.run(a_request(timeout=0.5))) as events:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request(timeout=0.5))) as events:
         first, _, _ = await opened(nodes, events)
         await nodes.decode.stop()
         with pytest.raises(DeadlineError):
@@ -256,15 +340,36 @@ async def test_the_deadline_holds_while_a_request_waits_for_a_node() -> None:
         assert_idle(nodes)
 
 
+@pytest.mark.parametrize("is_lost_before", [True, False])
+async def test_a_router_that_stops_does_not_wait_for_a_node(is_lost_before: bool) -> None:
+    """Though what runs on a node gets a minute to end."""
+    async with cluster(node_wait=60.0) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        await begun(nodes, events, token(7))
+        next_event = asyncio.create_task(take(events))
+        if is_lost_before:
+            await nodes.decode.stop()
+            await none_lives(nodes)
+        closing = asyncio.create_task(nodes.relay.close(timeout=60.0))
+        if not is_lost_before:
+            assert not (await asyncio.wait({closing}, timeout=0.1))[0]
+            await nodes.decode.stop()
+        with pytest.raises(UnavailableError, match="no decode node came within"):
+            await next_event
+        async with asyncio.timeout(PATIENCE):
+            await closing
+        assert_idle(nodes)
+
+
 async def test_an_abort_while_a_request_waits_for_a_node_leaves_nothing() -> None:
-    async with cluster(max_attempts=1000) as nodes:
+    async with cluster() as nodes:
         events = nodes.relay.run(a_request())
         call, _ = await begun(nodes, events, token(7))
         await nodes.decode.stop()
-        async with asyncio.timeout(PATIENCE):
-            while nodes.registry.decode[0].state is NodeState.LIVE:
-                await asyncio.sleep(0.005)
+        next_event = asyncio.create_task(take(events))
+        await none_lives(nodes)
+        [share] = nodes.relay._running["r"]._shares
+        await give_up(next_event)
         await events.aclose()
         await call.over.wait()
-        assert nodes.relay._running == {}
+        assert nodes.relay._running == {} and share.wait is None
         assert_idle(nodes)

@@ -1,8 +1,6 @@
 """The node table against real gRPC servers: who is let in, what is remembered, and what a restart does."""
 
-import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,16 +18,10 @@ from tests.router.scripted_nodes import (
     ScriptedPrefill,
     registered,
     soon,
+    until,
 )
 
 A, B, C = (BlockHash(bytes([number]) * 32) for number in range(3))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """The registry's tasks share this loop: let them run until it holds."""
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_live_nodes_are_described_and_their_events_reach_the_index() -> None:

@@ -24,6 +24,7 @@ from tests.simulation.cluster import BLOCK_SIZE
 from tests.simulation.oracle import VOCAB_SIZE, ExpectedOutput, expected_output
 
 LONG_TIMEOUT = 240.0  # longer than any fault lasts
+LONG_WAIT = 120.0  # longer than no node of a kind lives
 
 
 class Behaviour(Enum):
@@ -48,10 +49,11 @@ class Plan:
 
 @dataclass(slots=True)
 class Client:
-    """One request. `report` hears what is wrong."""
+    """One request. `excuses`: what an UnavailableError may say. `report` hears what is wrong."""
 
     plan: Plan
     max_model_len: int
+    excuses: tuple[str, ...]
     report: Callable[[str], None]
     trace: Callable[[str], None]
     random: Random
@@ -157,7 +159,7 @@ class Client:
                 return
             case DeadlineError() if LONG_TIMEOUT > self.plan.request.timeout <= elapsed + 1e-6:
                 return
-            case UnavailableError():
+            case UnavailableError() if any(excuse in str(error) for excuse in self.excuses):
                 return
         self.report(f"{self.name}: ended after {elapsed:.3f} s with {error!r}")
 

@@ -57,6 +57,7 @@ class ClusterConfig:
     policy: str = "prefix_aware"
     local_prefill_max_tokens: int = 0
     max_attempts: int = 10
+    node_wait: float = 120.0
     lease_ttl: float = 6.0
     node_timeout: float = 2.0
     fetch_timeout: float = 3.0
@@ -210,6 +211,7 @@ class Cluster:
             registry,
             make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens),
             max_attempts=config.max_attempts,
+            node_wait=config.node_wait,
             lease_ttl=config.lease_ttl,
             node_timeout=config.node_timeout,
             clock=VirtualClock(),

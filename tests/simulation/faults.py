@@ -31,10 +31,12 @@ CALM = FaultRates()
 
 
 class SeededFaults:
-    """Implements NetworkFaults and ConnectorFaults. `num_injected` counts all that can end a call badly."""
+    """Implements NetworkFaults and ConnectorFaults. `num_injected` counts all that can end a call badly;
+    `loses_messages`: the network does some of it."""
 
     def __init__(self, random: Random, rates: FaultRates, *, longest_delay: float = 0.005) -> None:
         self.num_injected = 0
+        self.loses_messages = rates.message > 0
         self._random = random
         self._rates = rates
         self._longest_delay = longest_delay
@@ -85,6 +87,7 @@ class NthFault:
     ) -> None:
         assert number == 0 or earlier < number
         self.num_injected = 0
+        self.loses_messages = fate is not None
         self.where = ""
         self._number = number
         self._earlier = earlier

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
-from tests.simulation.client import Behaviour, Client, Plan, draw_plans
+from tests.simulation.client import LONG_WAIT, Behaviour, Client, Plan, draw_plans
 from tests.simulation.cluster import Cluster, ClusterConfig, process_task
 from tests.simulation.faults import CALM, Faults, SeededFaults, draw_rates
 from tests.simulation.invariants import left_tasks, wait_clean
@@ -66,7 +66,13 @@ def run_seed(seed: int, *, traced: bool = False) -> Outcome:
     """The run of this seed."""
     random = Random(seed)
     rates = draw_rates(random)
-    scenario = _draw_scenario(random, damage=rates.damage, is_calm=rates == CALM, run_ahead=seed % 2 == 1)
+    scenario = _draw_scenario(
+        random,
+        damage=rates.damage,
+        is_calm=rates == CALM,
+        run_ahead=seed % 2 == 1,
+        node_wait=1.0 if seed % 4 == 0 else LONG_WAIT,
+    )
     longest_delay = random.choice((0.001, 0.005, 0.05))
     faults = SeededFaults(Random(random.getrandbits(64)), rates, longest_delay=longest_delay)
     return run_scenario(scenario, faults, random, traced=traced)
@@ -133,12 +139,22 @@ class _Run:
             client = Client(
                 plan,
                 cluster.config.max_model_len,
+                self._excuses(),
                 cluster.failures.append,
                 cluster.trace,
                 Random(self._random.getrandbits(64)),
             )
             self._clients.append(client)
             self._tasks.append(process_task(cluster.router.process, client.run(cluster.router.relay)))
+
+    def _excuses(self) -> tuple[str, ...]:
+        """A node that is gone comes back: alone it is no reason to end a request that has begun."""
+        excuses = ["no decode node can serve now"]  # has not begun
+        if self._cluster.faults.loses_messages:
+            excuses.append("more placements")
+        if self._cluster.config.node_wait < LONG_WAIT:
+            excuses.append("no decode node came")
+        return tuple(excuses)
 
     async def _until_ended(self) -> None:
         """Every client of a router that lives; faults go on for as long as they may."""
@@ -222,8 +238,8 @@ class _LogTrace(logging.Handler):
         self._trace(f"{record.levelname.lower()} {record.name}: {record.getMessage()}")
 
 
-def _draw_scenario(random: Random, *, damage: float, is_calm: bool, run_ahead: bool) -> Scenario:
-    num_prefill, num_decode = random.choice(((2, 2), (2, 2), (2, 2), (1, 1), (1, 2), (0, 2)))
+def _draw_scenario(random: Random, *, damage: float, is_calm: bool, run_ahead: bool, node_wait: float) -> Scenario:
+    num_prefill, num_decode = random.choice(((2, 2), (2, 2), (1, 1), (1, 1), (1, 2), (0, 2)))
     config = ClusterConfig(
         num_prefill_nodes=num_prefill,
         num_decode_nodes=num_decode,
@@ -233,6 +249,7 @@ def _draw_scenario(random: Random, *, damage: float, is_calm: bool, run_ahead: b
         policy=random.choice(("round_robin", "least_loaded", "prefix_aware", "prefix_aware")),
         local_prefill_max_tokens=random.choice((0, 8)),
         max_attempts=random.choice((3, 10)),
+        node_wait=node_wait,
         longest_step=random.choice((0.005, 0.02, 0.1)),
         stream_interval=random.choice((0.0, 0.008, 0.05)),
         damage=damage,

@@ -36,6 +36,38 @@ def test_a_node_is_struck_at_any_moment(disaster: Disaster, address: str) -> Non
     assert migrations > 0
 
 
+@pytest.mark.parametrize("struck", [("prefill-0",), ("decode-0",), ("prefill-0", "decode-0")], ids=" and ".join)
+@pytest.mark.parametrize("disaster", [Disaster.KILL, Disaster.PAUSE, Disaster.DRAIN, Disaster.CUT])
+def test_the_only_node_of_a_kind_is_struck_at_any_moment(disaster: Disaster, struck: tuple[str, ...]) -> None:
+    """However long it takes to come back, the request is not placed in vain."""
+    config = replace(_CONFIG, num_prefill_nodes=1, num_decode_nodes=1, max_attempts=len(struck))
+    migrations = 0
+    for moment in _MOMENTS:
+        strikes = tuple(Strike(moment, disaster, address, seconds=20.0, drain_seconds=0.0) for address in struck)
+        outcome = run_scenario(Scenario(config, (_PLAN,), strikes), NthFault(0), Random(0))
+        assert not outcome.failures, f"{moment:.3f}: {outcome.failures}"
+        assert outcome.counts["complete"] == 1, f"{moment:.3f}: {outcome.counts}"
+        migrations += outcome.counts["migrations"]
+    assert migrations > 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "node_wait", "ending"),
+    [
+        (replace(_PLAN, request=replace(_PLAN.request, timeout=3.0)), 120.0, "DeadlineError"),
+        (replace(_PLAN, behaviour=Behaviour.DISAPPEARS, disappears_after=3.0), 120.0, "disappeared"),
+        (_PLAN, 3.0, "UnavailableError"),
+    ],
+    ids=["deadline", "client", "wait"],
+)
+def test_a_wait_for_a_node_ends_without_one(plan: Plan, node_wait: float, ending: str) -> None:
+    config = replace(_CONFIG, num_prefill_nodes=1, num_decode_nodes=1, node_wait=node_wait)
+    strike = Strike(0.05, Disaster.KILL, "decode-0", seconds=20.0)
+    outcome = run_scenario(Scenario(config, (plan,), (strike,)), NthFault(0), Random(0))
+    assert not outcome.failures
+    assert outcome.counts[ending] == 1, outcome.counts
+
+
 def test_a_stream_outlives_more_restarts_than_it_has_attempts() -> None:
     """Every node is restarted twice, one after the other: each time the stream goes on elsewhere, with new tokens."""
     config = replace(_CONFIG, num_prefill_nodes=0, num_decode_nodes=3, max_attempts=3, longest_step=0.3)
