@@ -22,7 +22,7 @@ from paged_kernels.base import AttentionMetadata
 from paged_kernels.extension import load_extension
 from paged_kernels.registry import select_backend
 
-from bench.random_model import SHAPES, PublishedMethod, write_random_model
+from bench.random_model import SHAPES, PrequantizedMethod, write_random_model
 from bench.timing import wall_seconds
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import Quantization
@@ -31,7 +31,7 @@ from kvrelay.engine.models.loader import load_model
 
 BLOCK_SIZE = 16
 _SHARED = "shared"
-FORMS = (*get_args(Quantization), _SHARED, *get_args(PublishedMethod))
+FORMS = (*get_args(Quantization), _SHARED, *get_args(PrequantizedMethod))
 _READ_BYTES = 512 << 20
 
 
@@ -120,10 +120,11 @@ def _decode(name: str, model: DecoderForCausalLM, batch: int, context: int) -> S
 
 
 def _load(shape: str, form: str) -> DecoderForCausalLM:
-    published: PublishedMethod | None = next((method for method in get_args(PublishedMethod) if method == form), None)
+    methods: tuple[PrequantizedMethod, ...] = get_args(PrequantizedMethod)
+    prequantized = next((method for method in methods if method == form), None)
     quantization: Quantization = next((kind for kind in get_args(Quantization) if kind == form), "none")
     with tempfile.TemporaryDirectory() as directory:
-        write_random_model(Path(directory), shape, quantization=published)
+        write_random_model(Path(directory), shape, quantization=prequantized)
         store = WeightStore(WeightStore.create()) if form == _SHARED else None
         for _ in range(2 if store else 1):  # the second one finds the weights of the first
             loaded = load_model(

@@ -25,9 +25,9 @@ from transformers import (
     Qwen2Config,
 )
 
-PublishedMethod = Literal["awq", "gptq"]
+PrequantizedMethod = Literal["awq", "gptq"]
 GROUP_SIZE = 128
-QUANTIZATION_CONFIGS: Mapping[PublishedMethod, Mapping[str, Any]] = {
+QUANTIZATION_CONFIGS: Mapping[PrequantizedMethod, Mapping[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "zero_point": True, "version": "gemm"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "sym": True, "desc_act": False},
 }
@@ -143,7 +143,7 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 
 
 def write_random_model(
-    directory: Path, shape: str, *, seed: int = 0, quantization: PublishedMethod | None = None
+    directory: Path, shape: str, *, seed: int = 0, quantization: PrequantizedMethod | None = None
 ) -> Path:
     """Writes the model and its tokenizer into `directory`, which is made if needed, and returns it. Raises ValueError
     for a shape that does not divide into groups."""
@@ -206,7 +206,7 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
 
 
 def _random_codes(
-    prefix: str, shape: torch.Size, method: PublishedMethod, generator: torch.Generator
+    prefix: str, shape: torch.Size, method: PrequantizedMethod, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """Weights of about the same spread as `_random`'s: codes are uniform, and count from the middle."""
     num_outputs, num_inputs = shape
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path, metavar="OUT_DIR")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quantization", choices=get_args(PublishedMethod), help="as published, 4 bits")
+    parser.add_argument("--quantization", choices=get_args(PrequantizedMethod), help="as published, 4 bits")
     arguments = parser.parse_args()
     try:
         directory = write_random_model(

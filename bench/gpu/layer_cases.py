@@ -1,4 +1,4 @@
-"""What surrounds attention: KV writes, norms, SiLU-mul, products with published weights, sampling."""
+"""What surrounds attention: KV writes, norms, SiLU-mul, products with AWQ and GPTQ weights, sampling."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from paged_kernels import fused_reference, triton_rowwise
 from paged_kernels.kv_scales import FP8, KVScales
-from paged_kernels.published_weight import PublishedFormat, PublishedWeight, unpack_codes, unpack_zeros
+from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight, unpack_codes, unpack_zeros
 from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import TritonBackend
 from paged_kernels.triton_digest import BlockDigests
-from paged_kernels.triton_published import published_matmul
+from paged_kernels.triton_prequantized import prequantized_matmul
 from paged_kernels.triton_sampling import sample_tokens
 from torch import Tensor
 
@@ -34,13 +34,13 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    published_rows: tuple[int, ...]
+    prequantized_rows: tuple[int, ...]
 
 
-_PUBLISHED: tuple[tuple[PublishedFormat, Bits], ...] = (
-    (PublishedFormat.AWQ, 4),
-    (PublishedFormat.GPTQ, 4),
-    (PublishedFormat.GPTQ, 8),
+_PREQUANTIZED: tuple[tuple[PrequantizedFormat, Bits], ...] = (
+    (PrequantizedFormat.AWQ, 4),
+    (PrequantizedFormat.GPTQ, 4),
+    (PrequantizedFormat.GPTQ, 8),
 )
 _SAMPLING = {
     "greedy": SamplingParams(temperature=0.0),
@@ -59,10 +59,10 @@ def layer_tasks(sizes: Sizes, dtype: torch.dtype, watch: Stopwatch, rates: Rates
         ("rotary + write_kv to FP8 (and the copies around it)", partial(_write, sizes, dtype, FP8, device)),
         (f"digests of {sizes.num_tokens} blocks", partial(_digests, sizes, device)),
     ]
-    for rows in sizes.published_rows:
-        for form, bits in _PUBLISHED:
+    for rows in sizes.prequantized_rows:
+        for form, bits in _PREQUANTIZED:
             name = f"{form.value} {bits} bits {rows} x {sizes.hidden_size} x {sizes.intermediate_size}"
-            makers.append((name, partial(_published, form, bits, rows, sizes, dtype, device)))
+            makers.append((name, partial(_prequantized, form, bits, rows, sizes, dtype, device)))
     for name, params in _SAMPLING.items():
         makers.append((f"sampling {sizes.num_tokens} rows, {name}", partial(_sampling, params, sizes, device)))
     for name, make in makers:
@@ -129,24 +129,24 @@ def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: to
     return Case("write_kv", run, expected, 6 * projected.numel() * heads.element_size(), tolerance=tolerance)
 
 
-def _published(
-    form: PublishedFormat, bits: Bits, num_rows: int, sizes: Sizes, dtype: torch.dtype, device: torch.device
+def _prequantized(
+    form: PrequantizedFormat, bits: Bits, num_rows: int, sizes: Sizes, dtype: torch.dtype, device: torch.device
 ) -> Case:
     num_inputs, num_outputs, group_size = sizes.hidden_size, sizes.intermediate_size, 128
-    per_word, awq = 32 // bits, form is PublishedFormat.AWQ
+    per_word, awq = 32 // bits, form is PrequantizedFormat.AWQ
     code_shape = (num_inputs, num_outputs // per_word) if awq else (num_inputs // per_word, num_outputs)
     zero_shape = (num_inputs // group_size, num_outputs // per_word)
     codes, zeros = (
         torch.randint(-(2**31), 2**31, shape, device=device).to(torch.int32) for shape in (code_shape, zero_shape)
     )
     scales = (torch.rand(num_inputs // group_size, num_outputs, device=device) * 0.01).to(dtype)
-    weight = PublishedWeight(form, codes, zeros, scales, group_size, bits=bits)
+    weight = PrequantizedWeight(form, codes, zeros, scales, group_size, bits=bits)
     x = torch.randn(num_rows, num_inputs, device=device, dtype=dtype)
     dense = dequantise(weight).to(dtype)
     num_bytes = 4 * (codes.numel() + zeros.numel()) + scales.numel() * 2 + x.numel() * 2 + len(x) * num_outputs * 2
     return Case(
         f"{form.value} {bits} bits {len(x)} x {num_inputs} x {num_outputs}",
-        lambda: published_matmul(x, weight),
+        lambda: prequantized_matmul(x, weight),
         lambda: x.double() @ dense.double(),
         num_bytes=num_bytes,
         num_flops=2 * len(x) * num_inputs * num_outputs,
@@ -154,7 +154,7 @@ def _published(
     )
 
 
-def dequantise(weight: PublishedWeight) -> Tensor:
+def dequantise(weight: PrequantizedWeight) -> Tensor:
     """`[num_inputs, num_outputs]` float32."""
     groups = torch.arange(weight.num_inputs, device=weight.codes.device) // weight.group_size
     return (unpack_codes(weight) - unpack_zeros(weight)[groups]).float() * weight.scales.float()[groups]

@@ -14,7 +14,7 @@ import torch
 
 from bench.gpu.report import Result
 from bench.gpu.task import Task
-from bench.random_model import PublishedMethod, write_random_model
+from bench.random_model import PrequantizedMethod, write_random_model
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.offline.generation import Generation
 from kvrelay.offline.llm import LLM
@@ -31,7 +31,7 @@ class Kind:
     name: str
     allowed: float
     same_tokens: bool = False
-    published: PublishedMethod | None = None
+    prequantized: PrequantizedMethod | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -43,8 +43,8 @@ KINDS = (
     Kind("FP8 KV", 0.05, options={
         "dtype": "float32", "num_blocks": 64, "kv_cache_dtype": "fp8", "calculate_kv_scales": True,
     }),
-    Kind("AWQ", 0.02, published="awq", options={"dtype": "float32", "num_blocks": 64}),
-    Kind("GPTQ", 0.02, published="gptq", options={"dtype": "float32", "num_blocks": 64}),
+    Kind("AWQ", 0.02, prequantized="awq", options={"dtype": "float32", "num_blocks": 64}),
+    Kind("GPTQ", 0.02, prequantized="gptq", options={"dtype": "float32", "num_blocks": 64}),
 )  # fmt: skip
 
 
@@ -56,8 +56,8 @@ def model_tasks(kinds: Sequence[Kind], device: torch.device, directory: Path) ->
 
 def _compare(name: str, kind: Kind, device: str, directory: Path) -> Result:
     path = _DEMO
-    if kind.published is not None:
-        path = write_random_model(directory / kind.published, "small", quantization=kind.published)
+    if kind.prequantized is not None:
+        path = write_random_model(directory / kind.prequantized, "small", quantization=kind.prequantized)
     options = dict(kind.options)
     ours, seconds = _speak(path, "cuda" if device == "cuda" else "cpu", options)
     theirs, _ = _speak(path, "cpu", options | {"num_blocks": 64})

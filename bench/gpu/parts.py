@@ -85,9 +85,9 @@ def _attention(suite: Suite) -> Iterable[Task]:
 def _layers(suite: Suite) -> Iterable[Task]:
     from bench.gpu.layer_cases import Sizes, layer_tasks
 
-    sizes = Sizes(64, 4096, 14336, 32, 8, 128, 128256, published_rows=(1, 16, 64, 256, 1024))
+    sizes = Sizes(64, 4096, 14336, 32, 8, 128, 128256, prequantized_rows=(1, 16, 64, 256, 1024))
     if suite.tiny:
-        sizes = Sizes(3, 128, 64, 4, 2, 64, 300, published_rows=(3, 257))
+        sizes = Sizes(3, 128, 64, 4, 2, 64, 300, prequantized_rows=(3, 257))
     return layer_tasks(sizes, suite.dtype, suite.watch, suite.rates)
 
 

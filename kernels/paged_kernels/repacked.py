@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paged_kernels import quantized
-from paged_kernels.published_weight import PublishedWeight, unpack_codes, unpack_zeros
+from paged_kernels.prequantized_weight import PrequantizedWeight, unpack_codes, unpack_zeros
 from paged_kernels.quantized_weight import QuantizedWeight
 from paged_kernels.weight_memory import WeightMemory
 
@@ -29,19 +29,19 @@ class RepackedWeight:
         return self.weight.num_bytes + (0 if self.input_order is None else self.input_order.nbytes)
 
 
-def repack(published: PublishedWeight, memory: WeightMemory | None = None) -> RepackedWeight:
+def repack(prequantized: PrequantizedWeight, memory: WeightMemory | None = None) -> RepackedWeight:
     """A copy. `group_size` is a multiple of 32, or all inputs are one group; with `group_of_input` every group has
     `group_size` inputs. `memory` as for `quantized.empty_weight`."""
-    codes = unpack_codes(published)
+    codes = unpack_codes(prequantized)
     order = None
-    if published.group_of_input is not None:
-        order = published.group_of_input.argsort(stable=True)
+    if prequantized.group_of_input is not None:
+        order = prequantized.group_of_input.argsort(stable=True)
         codes = codes[order]
-    group_size = _kernel_group_size(published.group_size, published.num_inputs)
-    repeats = -(-min(published.group_size, published.num_inputs) // group_size)
-    scales = published.scales.float().repeat_interleave(repeats, dim=0)
-    zeros = unpack_zeros(published).repeat_interleave(repeats, dim=0)
-    weight = quantized.pack_codes(codes, zeros, scales, published.bits, group_size, memory)
+    group_size = _kernel_group_size(prequantized.group_size, prequantized.num_inputs)
+    repeats = -(-min(prequantized.group_size, prequantized.num_inputs) // group_size)
+    scales = prequantized.scales.float().repeat_interleave(repeats, dim=0)
+    zeros = unpack_zeros(prequantized).repeat_interleave(repeats, dim=0)
+    weight = quantized.pack_codes(codes, zeros, scales, prequantized.bits, group_size, memory)
     return RepackedWeight(weight, order)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from paged_kernels import triton_attention, triton_published
-from paged_kernels.published_weight import PublishedFormat, PublishedWeight
+from paged_kernels import triton_attention, triton_prequantized
+from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
 from paged_kernels.triton_attention import TritonBackend
 from paged_kernels.triton_launch import GpuTraits
-from paged_kernels.triton_published import published_matmul
+from paged_kernels.triton_prequantized import prequantized_matmul
 from torch import Tensor
 from triton.runtime import JITFunction
 
@@ -144,7 +144,7 @@ def test_every_way_to_launch_a_product_of_quantised_weights_is_compiled_at_the_s
     codes = torch.empty(num_inputs, num_outputs // 8, dtype=torch.int32, device=META)
     zeros = torch.empty(num_inputs // 128, num_outputs // 8, dtype=torch.int32, device=META)
     scales = torch.empty(num_inputs // 128, num_outputs, dtype=torch.float16, device=META)
-    weight = PublishedWeight(PublishedFormat.AWQ, codes, zeros, scales, 128)
+    weight = PrequantizedWeight(PrequantizedFormat.AWQ, codes, zeros, scales, 128)
     ways: set[tuple[object, ...]] = set()
 
     def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
@@ -153,11 +153,11 @@ def test_every_way_to_launch_a_product_of_quantised_weights_is_compiled_at_the_s
     def ways_of(lengths: Iterable[int]) -> set[tuple[object, ...]]:
         ways.clear()
         for length in lengths:
-            published_matmul(torch.empty(length, num_inputs, dtype=torch.float16, device=META), weight)
+            prequantized_matmul(torch.empty(length, num_inputs, dtype=torch.float16, device=META), weight)
         return set(ways)
 
     monkeypatch.setattr(JITFunction, "__getitem__", launcher)
-    monkeypatch.setattr(triton_published, "traits_of", lambda device: GpuTraits(num_sms=132, shared_bytes=227 << 10))
+    monkeypatch.setattr(triton_prequantized, "traits_of", lambda device: GpuTraits(num_sms=132, shared_bytes=227 << 10))
     at_the_start = ways_of(plan.num_scheduled_tokens for plan in smaller_steps(LIMITS, 16))
     assert at_the_start == ways_of(range(1, LIMITS.max_num_batched_tokens + 1))
 

@@ -16,7 +16,7 @@ from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.loader import DTypeName, load_model
 from tests.engine.paged_run import PagedRun
-from tests.engine.published_models import make_published_model
+from tests.engine.prequantized_models import make_prequantized_model
 from tests.engine.tiny_models import make_tiny_model
 
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
@@ -56,8 +56,8 @@ def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp
 
 
 @pytest.mark.parametrize("recipe", ["awq-32", "gptq-64"])
-def test_weights_that_were_published_quantised(recipe: str, tmp_path: Path) -> None:
-    model = load(make_published_model("llama-bias", recipe, tmp_path).directory, "none")
+def test_prequantized_weights(recipe: str, tmp_path: Path) -> None:
+    model = load(make_prequantized_model("llama-bias", recipe, tmp_path).directory, "none")
     assert model.stack is not None
     compiled = logits_and_kv(model)
     model.stack = None
@@ -78,7 +78,7 @@ def test_the_same_over_an_fp8_pool(tmp_path: Path) -> None:
 
 
 def test_who_goes_piece_by_piece(tmp_path: Path) -> None:
-    scattered = make_published_model("llama", "gptq-32-order", tmp_path / "scattered")
+    scattered = make_prequantized_model("llama", "gptq-32-order", tmp_path / "scattered")
     assert load(scattered.directory, "none").stack is None
     assert load(make_tiny_model("llama", tmp_path), "int8", "float32").stack is None
     model = load(make_tiny_model("llama", tmp_path), "int8")

@@ -17,7 +17,7 @@ from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
 from tests.engine.paged_run import PagedRun
-from tests.engine.published_models import make_published_model
+from tests.engine.prequantized_models import make_prequantized_model
 from tests.engine.tiny_models import make_tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -144,7 +144,7 @@ def test_other_weights_are_not_used(
 
 def test_a_quantised_checkpoint_is_loaded_by_everybody(tmp_path: Path, store: WeightStore) -> None:
     """What its weights are repacked to is not shared."""
-    directory = make_published_model("llama", "awq-64", tmp_path).directory
+    directory = make_prequantized_model("llama", "awq-64", tmp_path).directory
     first, second = load(directory, store, dtype="float32"), load(directory, store, dtype="float32")
     assert first.fingerprint == second.fingerprint and torch.equal(logits(first), logits(second))
     with store.turn(lambda: None):

@@ -4,14 +4,14 @@ import pytest
 import torch
 from paged_kernels import quantized, quantized_reference, repacked
 from paged_kernels.extension import load_extension
-from paged_kernels.published_weight import PublishedFormat, unpack_codes, unpack_zeros
+from paged_kernels.prequantized_weight import PrequantizedFormat, unpack_codes, unpack_zeros
 from paged_kernels.repacked import RepackedWeight
 from torch import Tensor
 
-from tests.kernels.published import Layer, random_layer
+from tests.kernels.prequantized import Layer, random_layer
 from tests.kernels.widened import may_be_widened
 
-AWQ, GPTQ, GPTQ_V2 = PublishedFormat
+AWQ, GPTQ, GPTQ_V2 = PrequantizedFormat
 # (format, bits, inputs, outputs, group size, groups are scattered)
 LAYERS = [
     (AWQ, 4, 256, 72, 128, False),
@@ -35,12 +35,12 @@ def case(request: pytest.FixtureRequest) -> tuple[Layer, RepackedWeight]:
     return layer, repacked.repack(layer.weight(group_size, shuffled=shuffled))
 
 
-def in_published_order(packed: RepackedWeight, dequantized: Tensor) -> Tensor:
+def in_checkpoint_order(packed: RepackedWeight, dequantized: Tensor) -> Tensor:
     if packed.input_order is None:
         return dequantized
-    published = torch.empty_like(dequantized)
-    published[:, packed.input_order] = dequantized
-    return published
+    ordered = torch.empty_like(dequantized)
+    ordered[:, packed.input_order] = dequantized
+    return ordered
 
 
 def assert_product(x: Tensor, layer: Layer, packed: RepackedWeight, bias: Tensor) -> None:
@@ -69,9 +69,9 @@ def test_weights_are_exact(case: tuple[Layer, RepackedWeight], instruction_set: 
     layer, packed = case
     exact = layer.dequantized()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.equal(in_published_order(packed, quantized.dequantize(packed.weight, dtype)), exact.to(dtype))
+        assert torch.equal(in_checkpoint_order(packed, quantized.dequantize(packed.weight, dtype)), exact.to(dtype))
     wide = quantized_reference.dequantize(packed.weight, torch.float64)
-    assert torch.equal(in_published_order(packed, wide), exact.double())
+    assert torch.equal(in_checkpoint_order(packed, wide), exact.double())
 
 
 def test_linear(case: tuple[Layer, RepackedWeight], dtype: torch.dtype, instruction_set: str) -> None:

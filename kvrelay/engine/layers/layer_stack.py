@@ -12,7 +12,7 @@ from paged_kernels.quantized_weight import QuantizedWeight
 from torch import Tensor
 
 from kvrelay.engine.layers.linear import Linear, LinearLayer
-from kvrelay.engine.layers.published_linear import PublishedLinear
+from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _stacked(layer: LayerParts) -> "StackedLayer | None":
 
     made = [
         projection(_weight(linear), linear.bias)
-        if isinstance(linear, Linear | QuantizedLinear | PublishedLinear)
+        if isinstance(linear, Linear | QuantizedLinear | PrequantizedLinear)
         else None
         for linear in layer.linears
     ]
@@ -90,5 +90,5 @@ def _stacked(layer: LayerParts) -> "StackedLayer | None":
     )
 
 
-def _weight(linear: Linear | QuantizedLinear | PublishedLinear) -> Tensor | PackedWeight | QuantizedWeight | None:
-    return linear.whole_weight if isinstance(linear, PublishedLinear) else linear.weight
+def _weight(linear: Linear | QuantizedLinear | PrequantizedLinear) -> Tensor | PackedWeight | QuantizedWeight | None:
+    return linear.whole_weight if isinstance(linear, PrequantizedLinear) else linear.weight

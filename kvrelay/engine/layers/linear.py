@@ -15,7 +15,7 @@ from paged_kernels.packed import PackedWeight
 from paged_kernels.quantized_weight import Bits
 from torch import Tensor
 
-from kvrelay.engine.layers.published_linear import PublishedLinear
+from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 
@@ -48,21 +48,19 @@ def make_linear(
 ) -> LinearLayer:
     """`parts` names the checkpoint's layers, which are there with `prefix` before their names, and their output sizes,
     in order of rows. What the checkpoint holds quantised stays so."""
-    published = weights.published
-    if published is None:
-        return make_unpublished(parts, num_inputs, bias=bias, weights=weights, bits=weights.bits)
+    prequantized = weights.prequantized
+    if prequantized is None:
+        return make_plain_linear(parts, num_inputs, bias=bias, weights=weights, bits=weights.bits)
     layers: list[LinearLayer] = []
-    for quantized, run in groupby(parts, lambda part: published.quantizes(f"{prefix}{part[0]}")):
+    for quantized, run in groupby(parts, lambda part: prequantized.quantizes(f"{prefix}{part[0]}")):
         if quantized:
-            layers.append(
-                PublishedLinear(list(run), num_inputs, bias=bias, weights=weights, published=published, prefix=prefix)
-            )
+            layers.append(PrequantizedLinear(list(run), num_inputs, bias=bias, weights=weights, prefix=prefix))
         else:
             layers.append(Linear(list(run), num_inputs, bias=bias, weights=weights))
     return layers[0] if len(layers) == 1 else LinearsApart(layers)
 
 
-def make_unpublished(
+def make_plain_linear(
     parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat, bits: Bits | None
 ) -> LinearLayer:
     """As `make_linear`, of weights that are in no quantised form yet."""

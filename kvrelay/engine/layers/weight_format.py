@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from paged_kernels.published_weight import PublishedFormat
+from paged_kernels.prequantized_weight import PrequantizedFormat
 from paged_kernels.quantized_weight import Bits
 from paged_kernels.weight_memory import WeightMemory
 from torch import Tensor
@@ -14,7 +14,7 @@ Quantization = Literal["none", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedQuantization:
+class CheckpointQuantization:
     """How a checkpoint was quantised before it was published: its `quantization_config`.
 
     `group_size` None: one group of all inputs. `zeros`: `qzeros` must be there, otherwise codes may count from the
@@ -22,7 +22,7 @@ class PublishedQuantization:
     parts of them, that were left as they are.
     """
 
-    format: PublishedFormat
+    format: PrequantizedFormat
     bits: Bits
     group_size: int | None
     zeros: bool
@@ -35,10 +35,10 @@ class PublishedQuantization:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedTensors:
+class PrequantizedTensors:
     """A quantised checkpoint's way of quantisation and the names of its tensors, which tell what it was done to."""
 
-    quantization: PublishedQuantization
+    quantization: CheckpointQuantization
     names: frozenset[str]
 
     def quantizes(self, module: str) -> bool:
@@ -50,14 +50,14 @@ class PublishedTensors:
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """`dtype` is that of activations, of KV unless it is FP8, and of all weights that are not quantised. `bits` is
-    None, or the width of the decoder layers' matrices in weight-only quantisation, which is for the CPU. `published` is
-    of a checkpoint that is quantised already; `bits` is None then. `memory` is where weights lie on the CPU.
+    None, or the width of the decoder layers' matrices in weight-only quantisation, which is for the CPU. `prequantized`
+    is of a checkpoint that is quantised already; `bits` is None then. `memory` is where weights lie on the CPU.
     """
 
     dtype: torch.dtype
     device: torch.device
     bits: Bits | None = None
-    published: PublishedTensors | None = None
+    prequantized: PrequantizedTensors | None = None
     memory: WeightMemory = field(default_factory=WeightMemory, compare=False, repr=False)
 
     @property

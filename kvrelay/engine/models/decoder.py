@@ -15,7 +15,7 @@ from paged_kernels.fused import add_rms_norm, rms_norm, silu_mul
 from torch import Tensor
 
 from kvrelay.engine.layers.layer_stack import LayerParts, layer_stack
-from kvrelay.engine.layers.linear import Linear, LinearLayer, make_linear, make_unpublished
+from kvrelay.engine.layers.linear import Linear, LinearLayer, make_linear, make_plain_linear
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.rotary import RotaryTable
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
@@ -295,7 +295,7 @@ class DecoderForCausalLM:
     def _head(self) -> LinearLayer:
         """One of its own: as the checkpoint holds it, or quantised."""
         parts, size = (("lm_head", self.config.vocab_size),), self.config.hidden_size
-        published = self.weights.published
-        if published is not None and published.quantizes("lm_head"):
+        prequantized = self.weights.prequantized
+        if prequantized is not None and prequantized.quantizes("lm_head"):
             return make_linear(parts, size, bias=False, weights=self.weights, prefix="")
-        return make_unpublished(parts, size, bias=False, weights=self.weights, bits=self.weights.head_bits)
+        return make_plain_linear(parts, size, bias=False, weights=self.weights, bits=self.weights.head_bits)

@@ -18,7 +18,7 @@ from paged_kernels.quantized import GROUP_SIZES
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
 from kvrelay.core.weight_store import WeightStore
-from kvrelay.engine.layers.weight_format import PublishedTensors, Quantization, Slot, WeightFormat, bits_of
+from kvrelay.engine.layers.weight_format import PrequantizedTensors, Quantization, Slot, WeightFormat, bits_of
 from kvrelay.engine.models.checkpoint import (
     INTEGER_DTYPE,
     WEIGHT_DTYPES,
@@ -95,8 +95,8 @@ def load_model(
             place.digests = _fill(slots, checkpoint, progress)
         del slots
         model.pack()
-    if weights.published is not None:
-        _log_published(model, weights.published)
+    if weights.prequantized is not None:
+        _log_prequantized(model, weights.prequantized)
     return LoadedModel(
         model=model,
         config=config,
@@ -122,14 +122,15 @@ def _weight_format(
             f"quantization {quantization}: the checkpoint is quantised already ({config.quantization}); use none, "
             "which runs it as it is, or a checkpoint that is not quantised"
         )
-    return WeightFormat(dtype, target, published=PublishedTensors(config.quantization, frozenset(checkpoint.tensors())))
+    tensors = PrequantizedTensors(config.quantization, frozenset(checkpoint.tensors()))
+    return WeightFormat(dtype, target, prequantized=tensors)
 
 
-def _log_published(model: DecoderForCausalLM, published: PublishedTensors) -> None:
+def _log_prequantized(model: DecoderForCausalLM, prequantized: PrequantizedTensors) -> None:
     form = "repacked for the CPU's integer kernels" if model.device.type == "cpu" else "as they are in the checkpoint"
     _logger.info(
         "a quantised checkpoint (%s): %.0f MB of weights in the layers, %s, exactly; computing in %s",
-        published.quantization,
+        prequantized.quantization,
         sum(layer.num_bytes for layer in model.linear_layers()) / 1e6,
         form,
         _dtype_name(model.dtype),
@@ -153,13 +154,13 @@ def fingerprint(config: ModelConfig, weights: WeightFormat, digests: Sequence[by
     }
     if weights.bits is not None:
         content["quantization"] = {"bits": weights.bits, "group_size": GROUP_SIZES[weights.bits]}
-    published = config.quantization
-    if published is not None:  # the same bytes mean other weights when they are read in another way
+    prequantized = config.quantization
+    if prequantized is not None:  # the same bytes mean other weights when they are read in another way
         content["published"] = {
-            "format": published.format.value,
-            "bits": published.bits,
-            "group_size": published.group_size,
-            "excluded": published.excluded,
+            "format": prequantized.format.value,
+            "bits": prequantized.bits,
+            "group_size": prequantized.group_size,
+            "excluded": prequantized.excluded,
         }
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, yarn_attention_factor
-from kvrelay.engine.layers.weight_format import PublishedQuantization
+from kvrelay.engine.layers.weight_format import CheckpointQuantization
 from kvrelay.engine.models.config_file import FAMILIES, complete_config, read_json_object
 from kvrelay.engine.models.quantization_config import parse_quantization
 
@@ -50,7 +50,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
     dtype: str | None
-    quantization: PublishedQuantization | None
+    quantization: CheckpointQuantization | None
 
     @property
     def max_context_length(self) -> int:
@@ -89,7 +89,7 @@ def _family(raw: dict[str, Any], path: Path) -> str:
 
 
 def _convert(
-    parsed: Mapping[str, Any], family: str, directory: Path, quantization: PublishedQuantization | None
+    parsed: Mapping[str, Any], family: str, directory: Path, quantization: CheckpointQuantization | None
 ) -> ModelConfig:
     path = directory / "config.json"
     num_heads = _positive(parsed, "num_attention_heads", path)

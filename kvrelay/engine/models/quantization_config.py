@@ -1,23 +1,23 @@
 """What a quantised checkpoint's `quantization_config` says: AWQ and GPTQ, as AutoAWQ, AutoGPTQ and GPTQModel write it.
 
-Invariant: a `PublishedQuantization` that exists describes a packing that we read exactly; everything else raised
+Invariant: a `CheckpointQuantization` that exists describes a packing that we read exactly; everything else raised
 ModelLoadError naming the field.
 """
 
 from pathlib import Path
 from typing import Any
 
-from paged_kernels.published_weight import PublishedFormat
+from paged_kernels.prequantized_weight import PrequantizedFormat
 from paged_kernels.quantized_weight import Bits
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.engine.layers.weight_format import PublishedQuantization
+from kvrelay.engine.layers.weight_format import CheckpointQuantization
 
 SUPPORTED = "awq (4 bits, version gemm) and gptq (4 or 8 bits, checkpoint_format gptq or gptq_v2)"
 GROUP_MULTIPLE = 32
 
 
-def parse_quantization(raw: Any, path: Path) -> PublishedQuantization | None:
+def parse_quantization(raw: Any, path: Path) -> CheckpointQuantization | None:
     """`raw` is the field of the configuration at `path`; None where there is none, or where it is about KV alone."""
     if raw is None or _quantises_only_kv(raw):
         return None
@@ -45,14 +45,14 @@ def _quantises_only_kv(raw: Any) -> bool:
     )
 
 
-def _awq(raw: dict[str, Any], path: Path) -> PublishedQuantization:
+def _awq(raw: dict[str, Any], path: Path) -> CheckpointQuantization:
     version = raw.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         raise _unsupported("version", version, path)
     if raw.get("backend") == "llm-awq":
         raise _unsupported("backend", "llm-awq", path)
-    return PublishedQuantization(
-        format=PublishedFormat.AWQ,
+    return CheckpointQuantization(
+        format=PrequantizedFormat.AWQ,
         bits=_bits(raw, (4,), path),
         group_size=_group_size(raw, path),
         zeros=_flag(raw, "zero_point", True, path),
@@ -61,8 +61,8 @@ def _awq(raw: dict[str, Any], path: Path) -> PublishedQuantization:
     )
 
 
-def _gptq(raw: dict[str, Any], path: Path) -> PublishedQuantization:
-    formats = {form.value: form for form in (PublishedFormat.GPTQ, PublishedFormat.GPTQ_V2)}
+def _gptq(raw: dict[str, Any], path: Path) -> CheckpointQuantization:
+    formats = {form.value: form for form in (PrequantizedFormat.GPTQ, PrequantizedFormat.GPTQ_V2)}
     stored = raw.get("checkpoint_format") or "gptq"
     if stored not in formats or raw.get("is_marlin_format"):
         raise _unsupported("checkpoint_format", "marlin" if stored in formats else stored, path)
@@ -71,7 +71,7 @@ def _gptq(raw: dict[str, Any], path: Path) -> PublishedQuantization:
     _check_rules(raw.get("dynamic"), path)
     bits = _bits(raw, (4, 8), path)
     _flag(raw, "sym", True, path)  # zeros are stored either way
-    return PublishedQuantization(
+    return CheckpointQuantization(
         format=formats[stored],
         bits=bits,
         group_size=_group_size(raw, path),

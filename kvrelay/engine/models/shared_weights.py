@@ -58,7 +58,7 @@ def place_for(
 ) -> Iterator[WeightPlace]:
     """Where a model's weights lie: in the store, filled, or to be filled until the end of the block; in memory of our
     own where there is no store, other weights are in it, or the format is none that is shared."""
-    if store is None or weights.device.type != "cpu" or weights.published is not None:
+    if store is None or weights.device.type != "cpu" or weights.prequantized is not None:
         yield WeightPlace(weights.memory)
         return
     wanted = _content(config, weights, checkpoint)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paged_kernels.published_weight import PublishedFormat
+from paged_kernels.prequantized_weight import PrequantizedFormat
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.tiny_models import FAMILIES, save_random
-from tests.kernels.published import Layer, random_layer
+from tests.kernels.prequantized import Layer, random_layer
 
 WEIGHTS = "model.safetensors"
 _SPREAD = 0.2
@@ -26,7 +26,7 @@ class Recipe:
     """How a checkpoint is quantised. `order` gives the seed of a module's groups where they are scattered."""
 
     fields: Mapping[str, Any]
-    format: PublishedFormat
+    format: PrequantizedFormat
     group_size: int
     bits: int = 4
     order: Callable[[str], int] | None = None
@@ -35,7 +35,7 @@ class Recipe:
 
 def _awq(group_size: int, *, zero_point: bool = True) -> Recipe:
     fields = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": zero_point, "version": "GEMM"}
-    return Recipe(fields, PublishedFormat.AWQ, group_size, stores_zeros=zero_point)
+    return Recipe(fields, PrequantizedFormat.AWQ, group_size, stores_zeros=zero_point)
 
 
 def _gptq(
@@ -43,7 +43,7 @@ def _gptq(
 ) -> Recipe:
     fields = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": order is not None}
     fields |= {"sym": False, "checkpoint_format": version}
-    return Recipe(fields, PublishedFormat(version), group_size, bits, order)
+    return Recipe(fields, PrequantizedFormat(version), group_size, bits, order)
 
 
 def _by_inputs(module: str) -> int:
@@ -71,7 +71,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedModel:
+class PrequantizedModel:
     """`meant`: a directory with the same model, dequantised, in float32. `layers` by the name of their module."""
 
     directory: Path
@@ -79,7 +79,7 @@ class PublishedModel:
     layers: Mapping[str, Layer]
 
 
-def make_published_model(
+def make_prequantized_model(
     family: str,
     recipe: str,
     directory: Path,
@@ -87,7 +87,7 @@ def make_published_model(
     leave: tuple[str, ...] = (),
     quantize_head: bool = False,
     **fields: Any,
-) -> PublishedModel:
+) -> PrequantizedModel:
     """`leave`: ends of names of modules that stay as they are. `fields` go into the `quantization_config`."""
     config = FAMILIES[family]()
     config.vocab_size = 320
@@ -95,26 +95,26 @@ def make_published_model(
     meant = save_random(config, directory / "meant")
     chosen = RECIPES[recipe]
     tensors, layers = load_file(meant / WEIGHTS), dict[str, Layer]()
-    published = dict[str, Tensor]()
+    stored_tensors = dict[str, Tensor]()
     for name, tensor in sorted(tensors.items()):
         module = name.removesuffix(".weight")
         is_matrix = name.endswith("_proj.weight") or (quantize_head and name == "lm_head.weight")
         if not is_matrix or module.endswith(leave or "-"):
-            published[name] = tensor
+            stored_tensors[name] = tensor
             continue
         layer = _draw(chosen, module, tensor)
         layers[module] = layer
         tensors[name] = layer.dequantized()
-        published |= {f"{module}.{kind}": stored for kind, stored in _stored(chosen, layer).items()}
+        stored_tensors |= {f"{module}.{kind}": stored for kind, stored in _stored(chosen, layer).items()}
     save_file(tensors, meant / WEIGHTS, metadata={"format": "pt"})
-    target = directory / "published"
+    target = directory / "prequantized"
     target.mkdir()
     stored_config = json.loads((meant / "config.json").read_text())
     (target / "config.json").write_text(
         json.dumps(stored_config | {"quantization_config": {**chosen.fields, **fields}})
     )
-    save_file(published, target / WEIGHTS, metadata={"format": "pt"})
-    return PublishedModel(target, meant, layers)
+    save_file(stored_tensors, target / WEIGHTS, metadata={"format": "pt"})
+    return PrequantizedModel(target, meant, layers)
 
 
 def _draw(recipe: Recipe, module: str, like: Tensor) -> Layer:
@@ -136,7 +136,7 @@ def _stored(recipe: Recipe, layer: Layer) -> dict[str, Tensor]:
     tensors = layer.tensors()
     if not recipe.stores_zeros:
         del tensors["qzeros"]
-    if recipe.format is not PublishedFormat.AWQ:
+    if recipe.format is not PrequantizedFormat.AWQ:
         tensors["g_idx"] = layer.group_index()
     return tensors
 

@@ -3,19 +3,19 @@
 from pathlib import Path
 
 import pytest
-from paged_kernels.published_weight import PublishedWeight
+from paged_kernels.prequantized_weight import PrequantizedWeight
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.weight_memory import WeightMemory
 
-from kvrelay.engine.layers import published_linear
-from kvrelay.engine.layers.published_linear import PublishedLinear, TritonProduct
+from kvrelay.engine.layers import prequantized_linear
+from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear, TritonProduct
 from kvrelay.engine.models.loader import load_model
 from tests.engine.paged_run import check_greedy
-from tests.engine.published_models import make_published_model
+from tests.engine.prequantized_models import make_prequantized_model
 from tests.engine.reference import Reference
 
 
-def _on_cpu_tensors(weight: PublishedWeight, memory: WeightMemory) -> TritonProduct:
+def _on_cpu_tensors(weight: PrequantizedWeight, memory: WeightMemory) -> TritonProduct:
     """Interpreted."""
     return TritonProduct(weight)
 
@@ -26,9 +26,9 @@ def _on_cpu_tensors(weight: PublishedWeight, memory: WeightMemory) -> TritonProd
 def test_greedy_tokens_are_those_of_the_meant_weights(
     family: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(published_linear, "product_for", _on_cpu_tensors)
-    model = make_published_model(family, recipe, tmp_path)
+    monkeypatch.setattr(prequantized_linear, "product_for", _on_cpu_tensors)
+    model = make_prequantized_model(family, recipe, tmp_path)
     loaded = load_model(str(model.directory), dtype="float32", attention=ReferenceBackend(), max_model_len=None)
     down = loaded.model.layers[0].mlp.down
-    assert isinstance(down, PublishedLinear) and isinstance(down._products[0][0], TritonProduct)
+    assert isinstance(down, PrequantizedLinear) and isinstance(down._products[0][0], TritonProduct)
     check_greedy(loaded.model, Reference(model.meant), range(40, 70), num_tokens=3)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from paged_kernels.published_weight import PublishedFormat, PublishedWeight
+from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
 from torch import Tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 holds column AWQ_ORDER[i] of its eight
@@ -17,7 +17,7 @@ Integers = npt.NDArray[np.int64]
 class Layer:
     """`codes`: `[num_inputs, num_outputs]`, `zeros` and `scales`: `[num_groups, num_outputs]`."""
 
-    format: PublishedFormat
+    format: PrequantizedFormat
     bits: int
     codes: Integers
     zeros: Integers
@@ -31,13 +31,13 @@ class Layer:
 
     def tensors(self) -> dict[str, Tensor]:
         """As a checkpoint has them, without `g_idx`."""
-        if self.format is PublishedFormat.AWQ:
+        if self.format is PrequantizedFormat.AWQ:
             codes = pack_columns(self.codes, self.bits, AWQ_ORDER)
             zeros = pack_columns(self.zeros, self.bits, AWQ_ORDER)
         else:
             in_order = tuple(range(32 // self.bits))
             codes = pack_columns(self.codes.T, self.bits, in_order).T
-            stored = self.zeros - 1 if self.format is PublishedFormat.GPTQ else self.zeros
+            stored = self.zeros - 1 if self.format is PrequantizedFormat.GPTQ else self.zeros
             zeros = pack_columns(stored, self.bits, in_order)
         return {
             "qweight": torch.from_numpy(codes.copy()),
@@ -48,9 +48,9 @@ class Layer:
     def group_index(self) -> Tensor:
         return torch.from_numpy(self.group_of_input.astype(np.int32))
 
-    def weight(self, group_size: int, *, shuffled: bool = False) -> PublishedWeight:
+    def weight(self, group_size: int, *, shuffled: bool = False) -> PrequantizedWeight:
         tensors = self.tensors()
-        return PublishedWeight(
+        return PrequantizedWeight(
             self.format,
             tensors["qweight"],
             tensors["qzeros"],
@@ -62,7 +62,7 @@ class Layer:
 
 
 def random_layer(
-    form: PublishedFormat,
+    form: PrequantizedFormat,
     num_inputs: int,
     num_outputs: int,
     group_size: int,
@@ -81,8 +81,8 @@ def random_layer(
     if symmetric:
         zeros = np.full_like(zeros, top // 2)
     else:
-        lowest = 1 if form is PublishedFormat.GPTQ else 0
-        zeros[0, :2] = lowest, (top if form is PublishedFormat.GPTQ else top - 1)  # the ends of what can be stored
+        lowest = 1 if form is PrequantizedFormat.GPTQ else 0
+        zeros[0, :2] = lowest, (top if form is PrequantizedFormat.GPTQ else top - 1)  # the ends of what can be stored
     step = spread / (top**2 / 12) ** 0.5
     scales = generator.uniform(0.7 * step, 1.3 * step, (num_groups, num_outputs)).astype(np.float16)
     groups = np.arange(num_inputs) // group_size

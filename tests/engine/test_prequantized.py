@@ -15,16 +15,16 @@ from torch import Tensor
 from bench.random_model import write_random_model
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
 from kvrelay.engine.layers.linear import Linear, LinearLayer, LinearsApart
-from kvrelay.engine.layers.published_linear import PublishedLinear, RepackedProduct
+from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear, RepackedProduct
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
 from tests.engine.paged_run import PagedRun, check_greedy
-from tests.engine.published_models import (
+from tests.engine.prequantized_models import (
     RECIPES,
     WEIGHTS,
-    PublishedModel,
+    PrequantizedModel,
     edit_tensors,
-    make_published_model,
+    make_prequantized_model,
     split_in_shards,
     zeros_of,
 )
@@ -43,7 +43,7 @@ def _load(directory: Path, *, dtype: DTypeName = "float32", quantization: Quanti
     )
 
 
-def _check_greedy(model: PublishedModel, loaded: LoadedModel) -> None:
+def _check_greedy(model: PrequantizedModel, loaded: LoadedModel) -> None:
     prompt = torch.randint(0, 320, (75,), generator=torch.Generator().manual_seed(1)).tolist()
     check_greedy(loaded.model, Reference(model.meant), prompt, num_tokens=12)
 
@@ -53,7 +53,7 @@ def _check_greedy(model: PublishedModel, loaded: LoadedModel) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_greedy_tokens_are_those_of_the_meant_weights(recipe: str, tmp_path: Path) -> None:
-    model = make_published_model("qwen2", recipe, tmp_path)
+    model = make_prequantized_model("qwen2", recipe, tmp_path)
     _check_greedy(model, _load(model.directory))
 
 
@@ -62,21 +62,21 @@ def test_greedy_tokens_are_those_of_the_meant_weights(recipe: str, tmp_path: Pat
     [("llama", "awq-64"), ("llama-bias", "gptq-32-orders"), ("mistral", "gptq-all"), ("qwen3", "gptq_v2-64")],
 )
 def test_every_family(family: str, recipe: str, tmp_path: Path) -> None:
-    model = make_published_model(family, recipe, tmp_path)
+    model = make_prequantized_model(family, recipe, tmp_path)
     _check_greedy(model, _load(model.directory))
 
 
 @pytest.mark.parametrize("recipe", ["awq-32", "gptq-32-orders"])
 def test_plain_torch_draws_the_same_tokens(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "load_extension", lambda: None)
-    model = make_published_model("llama-bias", recipe, tmp_path)
+    model = make_prequantized_model("llama-bias", recipe, tmp_path)
     _check_greedy(model, _load(model.directory))
 
 
 @pytest.mark.parametrize("recipe", ["awq-64", "gptq-32-order"])
 def test_bfloat16_follows_the_meant_weights(recipe: str, tmp_path: Path) -> None:
     """What the nodes run: both the many rows of a prompt and the one of a decode step."""
-    model = make_published_model("llama", recipe, tmp_path)
+    model = make_prequantized_model("llama", recipe, tmp_path)
     prompt = torch.randint(0, 320, (100,), generator=torch.Generator().manual_seed(2)).tolist()
     run = PagedRun(_load(model.directory, dtype="bfloat16").model, num_sequences=1, max_tokens=100)
     logits = torch.cat([run.step([prompt[:90]])[0], *(run.step([[token]])[0] for token in prompt[90:])])
@@ -88,7 +88,7 @@ def test_bfloat16_follows_the_meant_weights(recipe: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_weight_is_exact(recipe: str, tmp_path: Path) -> None:
-    model = make_published_model("llama", recipe, tmp_path)
+    model = make_prequantized_model("llama", recipe, tmp_path)
     for index, layer in enumerate(_load(model.directory).model.layers):
         prefix = f"model.layers.{index}"
         attention, mlp = layer.attention, layer.mlp
@@ -104,7 +104,7 @@ def test_each_weight_is_exact(recipe: str, tmp_path: Path) -> None:
 
 def _weight_of(linear: LinearLayer) -> Tensor:
     """`[num_outputs, num_inputs]`, from what the layer holds."""
-    assert isinstance(linear, PublishedLinear)
+    assert isinstance(linear, PrequantizedLinear)
     rows = []
     for product, _ in linear._products:
         assert isinstance(product, RepackedProduct)
@@ -118,9 +118,9 @@ def _weight_of(linear: LinearLayer) -> Tensor:
     ("recipe", "products"), [("gptq-64", (1, 1)), ("gptq-32-order", (1, 1)), ("gptq-32-orders", (3, 2))]
 )
 def test_parts_are_joined_where_their_groups_agree(recipe: str, products: tuple[int, int], tmp_path: Path) -> None:
-    layer = _load(make_published_model("llama", recipe, tmp_path).directory).model.layers[0]
+    layer = _load(make_prequantized_model("llama", recipe, tmp_path).directory).model.layers[0]
     qkv, gate_up = layer.attention.qkv, layer.mlp.gate_up
-    assert isinstance(qkv, PublishedLinear) and isinstance(gate_up, PublishedLinear)
+    assert isinstance(qkv, PrequantizedLinear) and isinstance(gate_up, PrequantizedLinear)
     assert (len(qkv._products), len(gate_up._products)) == products
 
 
@@ -130,38 +130,38 @@ def test_parts_are_joined_where_their_groups_agree(recipe: str, products: tuple[
 def test_modules_that_were_left_alone_are_plain_layers(tmp_path: Path) -> None:
     leave = ("k_proj", "layers.1.mlp.down_proj")
     named = ["self_attn.k_proj", "model.layers.1.mlp.down_proj"]
-    model = make_published_model("llama-bias", "awq-64", tmp_path, leave=leave, modules_to_not_convert=named)
+    model = make_prequantized_model("llama-bias", "awq-64", tmp_path, leave=leave, modules_to_not_convert=named)
     loaded = _load(model.directory)
     assert isinstance(loaded.model.layers[0].attention.qkv, LinearsApart)
     assert isinstance(loaded.model.layers[1].mlp.down, Linear)
-    assert isinstance(loaded.model.layers[2].mlp.down, PublishedLinear)
+    assert isinstance(loaded.model.layers[2].mlp.down, PrequantizedLinear)
     _check_greedy(model, loaded)
 
 
 def test_the_tensors_tell_where_no_list_does(tmp_path: Path) -> None:
     rules: dict[str, Any] = {r"-:.*\.o_proj": {}}
-    model = make_published_model("llama", "gptq-64", tmp_path, leave=("o_proj",), dynamic=rules)
+    model = make_prequantized_model("llama", "gptq-64", tmp_path, leave=("o_proj",), dynamic=rules)
     loaded = _load(model.directory)
     assert isinstance(loaded.model.layers[0].attention.output, Linear)
     _check_greedy(model, loaded)
 
 
 def test_a_module_of_the_list_is_not_taken_quantised(tmp_path: Path) -> None:
-    model = make_published_model("llama", "awq-64", tmp_path, modules_to_not_convert=["down_proj"])
+    model = make_prequantized_model("llama", "awq-64", tmp_path, modules_to_not_convert=["down_proj"])
     with pytest.raises(ModelLoadError, match=r"tensor model.layers.0.mlp.down_proj.weight is missing"):
         _load(model.directory)
 
 
 def test_a_quantised_head(tmp_path: Path) -> None:
-    model = make_published_model("llama", "gptq-64", tmp_path, quantize_head=True, lm_head=True)
+    model = make_prequantized_model("llama", "gptq-64", tmp_path, quantize_head=True, lm_head=True)
     loaded = _load(model.directory)
-    assert isinstance(loaded.model.lm_head, PublishedLinear)
+    assert isinstance(loaded.model.lm_head, PrequantizedLinear)
     _check_greedy(model, loaded)
 
 
 def test_biases_that_the_model_does_not_know_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Older GPTQ writers give every layer one, of zeros."""
-    model = make_published_model("llama", "gptq-64", tmp_path)
+    model = make_prequantized_model("llama", "gptq-64", tmp_path)
     before = _load(model.directory)
     edit_tensors(model.directory, {f"{DOWN}.bias": torch.zeros(64)})
     after = _load(model.directory)
@@ -175,7 +175,7 @@ def test_biases_that_the_model_does_not_know_are_ignored(tmp_path: Path, caplog:
 
 
 def test_shards_give_the_same_model(tmp_path: Path) -> None:
-    model = make_published_model("llama-bias", "gptq-32-orders", tmp_path)
+    model = make_prequantized_model("llama-bias", "gptq-32-orders", tmp_path)
     whole = _load(model.directory)
     split_in_shards(model.directory, num_shards=4)
     many = _load(model.directory)
@@ -185,29 +185,29 @@ def test_shards_give_the_same_model(tmp_path: Path) -> None:
 
 
 def test_scales_of_any_dtype(tmp_path: Path) -> None:
-    model = make_published_model("llama", "awq-64", tmp_path)
+    model = make_prequantized_model("llama", "awq-64", tmp_path)
     stored = load_file(model.directory / WEIGHTS)
     edit_tensors(model.directory, {name: t.float() for name, t in stored.items() if name.endswith(".scales")})
     _check_greedy(model, _load(model.directory))
 
 
-def test_nothing_published_is_kept_on_a_cpu(tmp_path: Path) -> None:
-    loaded = _load(make_published_model("llama", "awq-64", tmp_path).directory)
+def test_no_checkpoint_tensor_is_kept_on_a_cpu(tmp_path: Path) -> None:
+    loaded = _load(make_prequantized_model("llama", "awq-64", tmp_path).directory)
     down = loaded.model.layers[0].mlp.down
-    assert isinstance(down, PublishedLinear) and not down._parts
+    assert isinstance(down, PrequantizedLinear) and not down._parts
     codes, scales_and_zeros = 192 * 64 // 2, 3 * 64 * (4 + 2)
     assert down.num_bytes == codes + scales_and_zeros
 
 
 def test_it_is_said_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    _load(make_published_model("llama", "gptq-64", tmp_path).directory)
+    _load(make_prequantized_model("llama", "gptq-64", tmp_path).directory)
     assert "a quantised checkpoint (gptq, 4 bits, groups of 64): " in caplog.text
     assert "repacked for the CPU's integer kernels, exactly; computing in float32" in caplog.text
 
 
 def test_the_fingerprint_covers_how_weights_are_read(tmp_path: Path) -> None:
-    model = make_published_model("llama", "gptq-64", tmp_path)
+    model = make_prequantized_model("llama", "gptq-64", tmp_path)
     found = {_load(model.directory).fingerprint, _load(model.directory).fingerprint}
     _edit_quantization(model.directory, checkpoint_format="gptq_v2")
     found.add(_load(model.directory).fingerprint)
@@ -228,7 +228,7 @@ def test_a_random_model_of_the_benchmarks_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_it_is_not_quantised_again(quantization: Quantization, tmp_path: Path) -> None:
-    model = make_published_model("llama", "awq-64", tmp_path)
+    model = make_prequantized_model("llama", "awq-64", tmp_path)
     expected = rf"quantization {quantization}: .* quantised already \(awq, 4 bits, groups of 64\); use none"
     with pytest.raises(ConfigurationError, match=expected):
         _load(model.directory, quantization=quantization)
@@ -312,7 +312,7 @@ def test_scattered_groups_must_be_named(gptq: Path) -> None:
 
 @pytest.fixture
 def gptq(tmp_path: Path) -> Path:
-    return make_published_model("llama", "gptq-64", tmp_path).directory
+    return make_prequantized_model("llama", "gptq-64", tmp_path).directory
 
 
 def _edit_quantization(directory: Path, **changes: Any) -> None:

@@ -1,7 +1,7 @@
 """Matrix product with weights of 4 or 8 bits as AWQ and GPTQ store them, dequantised tile by tile on the way in; and
 their dequantisation by itself.
 
-`paged_kernels.published_weight` says which bits are which code.
+`paged_kernels.prequantized_weight` says which bits are which code.
 """
 
 import triton
@@ -75,7 +75,7 @@ def dequantised_tile(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def published_matmul_kernel(
+def prequantized_matmul_kernel(
     output,  # [splits, num_rows, num_outputs], contiguous; float32 when there is more than one split
     x,
     codes,

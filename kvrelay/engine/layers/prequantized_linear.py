@@ -1,8 +1,8 @@
 """A linear layer over weights that AWQ or GPTQ has quantised.
 
 Invariant: the weights that are used are the checkpoint's codes, zeros and scales, exactly. Until `pack` the layer holds
-the tensors as published; `pack` joins the parts along their outputs and brings them into the device's form. Parts whose
-inputs are grouped differently (`desc_act`) cannot be joined and stay products of their own.
+the tensors as they were stored; `pack` joins the parts along their outputs and brings them into the device's form.
+Parts whose inputs are grouped differently (`desc_act`) cannot be joined and stay products of their own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ from typing import Protocol
 
 import torch
 from paged_kernels import repacked
-from paged_kernels.published_weight import PublishedFormat, PublishedWeight
+from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
 from paged_kernels.quantized_weight import QuantizedWeight
 from paged_kernels.weight_memory import WeightMemory
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.engine.layers.weight_format import PublishedQuantization, PublishedTensors, Slot, WeightFormat, slot_of
+from kvrelay.engine.layers.weight_format import CheckpointQuantization, Slot, WeightFormat, slot_of
 
 _MIDDLE_ZEROS = -0x77777778  # eight times 8, as int32: AWQ without zero points
 
@@ -37,7 +37,7 @@ class Product(Protocol):
 class RepackedProduct:
     """On the CPU: the codes in the order of its integer kernels."""
 
-    def __init__(self, weight: PublishedWeight, memory: WeightMemory) -> None:
+    def __init__(self, weight: PrequantizedWeight, memory: WeightMemory) -> None:
         self.weight = repacked.repack(weight, memory)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -49,13 +49,13 @@ class RepackedProduct:
 
 
 class TritonProduct:
-    """On a GPU: the tensors as they were published."""
+    """On a GPU: the tensors as the checkpoint stores them."""
 
-    def __init__(self, weight: PublishedWeight) -> None:
-        from paged_kernels.triton_published import published_matmul  # Triton is there only where GPUs are
+    def __init__(self, weight: PrequantizedWeight) -> None:
+        from paged_kernels.triton_prequantized import prequantized_matmul  # Triton is there only where GPUs are
 
         self.weight = weight
-        self._matmul = published_matmul
+        self._matmul = prequantized_matmul
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._matmul(x, self.weight, bias)
@@ -67,7 +67,7 @@ class TritonProduct:
         return weight.codes.nbytes + weight.zeros.nbytes + weight.scales.nbytes + index
 
 
-def product_for(weight: PublishedWeight, memory: WeightMemory) -> Product:
+def product_for(weight: PrequantizedWeight, memory: WeightMemory) -> Product:
     return RepackedProduct(weight, memory) if weight.codes.device.type == "cpu" else TritonProduct(weight)
 
 
@@ -80,8 +80,9 @@ class _Part:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-class PublishedLinear:
-    """`LinearLayer` of parts that are all quantised. `prefix` and a part's name are the checkpoint's name of a layer.
+class PrequantizedLinear:
+    """`LinearLayer` of parts that are all quantised as `weights.prequantized` says. `prefix` and a part's name are the
+    checkpoint's name of a layer.
 
     Raises ModelLoadError for sizes that the quantisation cannot have been made for.
     """
@@ -93,17 +94,18 @@ class PublishedLinear:
         *,
         bias: bool,
         weights: WeightFormat,
-        published: PublishedTensors,
         prefix: str,
     ) -> None:
+        prequantized = weights.prequantized
+        assert prequantized is not None
         self.num_inputs = num_inputs
-        self.quantization = published.quantization
-        self.group_size = published.quantization.group_size or num_inputs
+        self.quantization = prequantized.quantization
+        self.group_size = prequantized.quantization.group_size or num_inputs
         self.bias = weights.empty(sum(size for _, size in parts)) if bias else None  # [num_outputs]
         self._device = weights.device
         self._memory = weights.memory
         self._parts = [_Part(name, size) for name, size in parts]
-        self._names = published.names
+        self._names = prequantized.names
         self._products: list[tuple[Product, Tensor | None]] = []  # with the bias of its outputs
         self._check_sizes(prefix)
 
@@ -147,7 +149,7 @@ class PublishedLinear:
     def _shapes(self, module: str, num_outputs: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Last words of the names of the tensors that a module must have."""
         per_word, num_groups = 32 // self.quantization.bits, self.num_inputs // self.group_size
-        is_awq = self.quantization.format is PublishedFormat.AWQ
+        is_awq = self.quantization.format is PrequantizedFormat.AWQ
         codes = (self.num_inputs, num_outputs // per_word) if is_awq else (self.num_inputs // per_word, num_outputs)
         yield "qweight", codes
         yield "scales", (num_groups, num_outputs)
@@ -204,7 +206,7 @@ def _joinable(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         yield list(run)
 
 
-def _join(parts: Sequence[_Part], quantization: PublishedQuantization, group_size: int) -> PublishedWeight:
+def _join(parts: Sequence[_Part], quantization: CheckpointQuantization, group_size: int) -> PrequantizedWeight:
     """Takes the tensors away from the parts."""
 
     def take(kind: str) -> Tensor:
@@ -218,8 +220,8 @@ def _join(parts: Sequence[_Part], quantization: PublishedQuantization, group_siz
             part.tensors["qzeros"] = part.tensors["qweight"].new_full(shape, _MIDDLE_ZEROS)
     scales = take("scales")
     if scales.device.type != "cpu" and torch.equal(scales.half().float(), scales):
-        scales = scales.half()  # which is how nearly all are published: half the bytes, and nothing lost
-    return PublishedWeight(
+        scales = scales.half()  # which is how nearly all are stored: half the bytes, and nothing lost
+    return PrequantizedWeight(
         format=quantization.format,
         codes=take("qweight"),
         zeros=take("qzeros"),

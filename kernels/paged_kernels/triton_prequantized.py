@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from paged_kernels.published_weight import PublishedFormat, PublishedWeight
-from paged_kernels.triton_device.published import dequantise_kernel, published_matmul_kernel
+from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
+from paged_kernels.triton_device.prequantized import dequantise_kernel, prequantized_matmul_kernel
 from paged_kernels.triton_launch import (
     Argument,
     GpuTraits,
@@ -23,7 +23,7 @@ _PROGRAMS_PER_SM = 2
 _MOST_ROWS = 256  # with more, to write the weights dequantised costs less than to dequantise them for every 64 rows
 
 
-def published_matmul(x: Tensor, weight: PublishedWeight, bias: Tensor | None = None) -> Tensor:
+def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | None = None) -> Tensor:
     """`x` `[num_rows, num_inputs]` times the dequantised weight, plus `bias` `[num_outputs]`: `[num_rows, num_outputs]`
     in x's dtype. Weights are rounded to that dtype; products and bias are summed in float32."""
     if x.shape[1] != weight.num_inputs or weight.num_outputs % (32 // weight.bits) or x.stride(-1) != 1:
@@ -36,22 +36,22 @@ def published_matmul(x: Tensor, weight: PublishedWeight, bias: Tensor | None = N
     splits = _num_splits(x.shape[0], weight, traits)
     if splits == 1:
         output = torch.empty((x.shape[0], weight.num_outputs), dtype=x.dtype, device=x.device)
-        launch([plan_published_matmul(output, x, weight, splits, bias)])
+        launch([plan_prequantized_matmul(output, x, weight, splits, bias)])
         return output
     parts = torch.empty((splits, x.shape[0], weight.num_outputs), dtype=torch.float32, device=x.device)
-    launch([plan_published_matmul(parts, x, weight, splits)])
+    launch([plan_prequantized_matmul(parts, x, weight, splits)])
     total = parts.sum(0)
     return (total if bias is None else total.add_(bias)).to(x.dtype)
 
 
-def plan_published_matmul(
-    output: Tensor, x: Tensor, weight: PublishedWeight, splits: int, bias: Tensor | None = None
+def plan_prequantized_matmul(
+    output: Tensor, x: Tensor, weight: PrequantizedWeight, splits: int, bias: Tensor | None = None
 ) -> KernelCall:
     """`bias` only where there is one split: parts are summed by the caller."""
     num_rows, num_inputs = x.shape
     tile_rows = min(64, max(16, next_power_of_two(num_rows)))
     return KernelCall(
-        published_matmul_kernel,
+        prequantized_matmul_kernel,
         (ceil_divide(weight.num_outputs, _TILE_OUTPUTS), ceil_divide(num_rows, tile_rows), splits),
         {
             "output": output,
@@ -69,7 +69,7 @@ def plan_published_matmul(
     )
 
 
-def plan_dequantise(output: Tensor, weight: PublishedWeight) -> KernelCall:
+def plan_dequantise(output: Tensor, weight: PrequantizedWeight) -> KernelCall:
     """`output` `[num_inputs, num_outputs]`, contiguous."""
     tiles = (ceil_divide(weight.num_outputs, _TILE_OUTPUTS), ceil_divide(weight.num_inputs, _TILE_INPUTS))
     return KernelCall(
@@ -77,7 +77,7 @@ def plan_dequantise(output: Tensor, weight: PublishedWeight) -> KernelCall:
     )
 
 
-def _stored(weight: PublishedWeight) -> dict[str, Argument]:
+def _stored(weight: PrequantizedWeight) -> dict[str, Argument]:
     return {
         "codes": weight.codes,
         "zeros": weight.zeros,
@@ -86,19 +86,19 @@ def _stored(weight: PublishedWeight) -> dict[str, Argument]:
     }
 
 
-def _sizes(weight: PublishedWeight) -> dict[str, Argument]:
+def _sizes(weight: PrequantizedWeight) -> dict[str, Argument]:
     return {
         "num_outputs": weight.num_outputs,
         "num_inputs": weight.num_inputs,
         "group_size": weight.group_size,
-        "zero_offset": int(weight.format is PublishedFormat.GPTQ),
+        "zero_offset": int(weight.format is PrequantizedFormat.GPTQ),
     }
 
 
-def _constants(weight: PublishedWeight) -> dict[str, int | bool]:
+def _constants(weight: PrequantizedWeight) -> dict[str, int | bool]:
     return {
         "BITS": weight.bits,
-        "AWQ": weight.format is PublishedFormat.AWQ,
+        "AWQ": weight.format is PrequantizedFormat.AWQ,
         "SHUFFLED": weight.group_of_input is not None,
         "ONE_GROUP": weight.group_of_input is None and weight.group_size % _TILE_INPUTS == 0,
         "TILE_OUTPUTS": _TILE_OUTPUTS,
@@ -106,7 +106,7 @@ def _constants(weight: PublishedWeight) -> dict[str, int | bool]:
     }
 
 
-def _num_splits(num_rows: int, weight: PublishedWeight, traits: GpuTraits) -> int:
+def _num_splits(num_rows: int, weight: PrequantizedWeight, traits: GpuTraits) -> int:
     """Few rows make few programs: then the inputs are split, too."""
     programs = ceil_divide(weight.num_outputs, _TILE_OUTPUTS) * ceil_divide(max(1, num_rows), 64)
     most = max(1, weight.num_inputs // (4 * _TILE_INPUTS))

@@ -16,7 +16,7 @@ from torch import Tensor
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight outputs lies in its int32, in nibbles
 
 
-class PublishedFormat(Enum):
+class PrequantizedFormat(Enum):
     """How codes share an int32, and whether stored zeros are one too small (GPTQ's first format)."""
 
     AWQ = "awq"
@@ -25,7 +25,7 @@ class PublishedFormat(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedWeight:
+class PrequantizedWeight:
     """A checkpoint's tensors: `qweight`, `qzeros`, `scales` and `g_idx` of one layer.
 
     `codes`: AWQ `[num_inputs, num_outputs / 8]` int32, GPTQ `[num_inputs / (32 / bits), num_outputs]`. `zeros`:
@@ -33,7 +33,7 @@ class PublishedWeight:
     `[num_inputs]` int32 for GPTQ with `desc_act`, else None: input k is in group `k // group_size`. AWQ has 4 bits.
     """
 
-    format: PublishedFormat
+    format: PrequantizedFormat
     codes: Tensor
     zeros: Tensor
     scales: Tensor
@@ -43,37 +43,37 @@ class PublishedWeight:
 
     @property
     def num_inputs(self) -> int:
-        return self.codes.shape[0] * (1 if self.format is PublishedFormat.AWQ else 32 // self.bits)
+        return self.codes.shape[0] * (1 if self.format is PrequantizedFormat.AWQ else 32 // self.bits)
 
     @property
     def num_outputs(self) -> int:
         return self.scales.shape[1]
 
 
-def unpack_codes(weight: PublishedWeight) -> Tensor:
+def unpack_codes(weight: PrequantizedWeight) -> Tensor:
     """`[num_inputs, num_outputs]` uint8."""
-    if weight.format is PublishedFormat.AWQ:
+    if weight.format is PrequantizedFormat.AWQ:
         return _unpack(weight.codes, weight, axis=1)
     return _unpack(weight.codes, weight, axis=0)
 
 
-def unpack_zeros(weight: PublishedWeight) -> Tensor:
+def unpack_zeros(weight: PrequantizedWeight) -> Tensor:
     """What codes count from: `[num_groups, num_outputs]` int16, 0 to 2^bits.
 
     GPTQ's first format stores one less. Its writers cannot store a zero of 0 (it spills into the neighbours), and its
     kernels read the largest stored value as 2^bits; so does this.
     """
     stored = _unpack(weight.zeros, weight, axis=1).to(torch.int16)
-    return stored + 1 if weight.format is PublishedFormat.GPTQ else stored
+    return stored + 1 if weight.format is PrequantizedFormat.GPTQ else stored
 
 
-def _unpack(packed: Tensor, weight: PublishedWeight, *, axis: int) -> Tensor:
+def _unpack(packed: Tensor, weight: PrequantizedWeight, *, axis: int) -> Tensor:
     """One field after the other, so that only one is ever held in more than a byte."""
     per_word = 32 // weight.bits
     shape = list(packed.shape)
     shape.insert(axis + 1, per_word)
     fields = torch.empty(shape, dtype=torch.uint8, device=packed.device)
     for index in range(per_word):
-        place = AWQ_ORDER[index] if weight.format is PublishedFormat.AWQ else index
+        place = AWQ_ORDER[index] if weight.format is PrequantizedFormat.AWQ else index
         fields.select(axis + 1, index).copy_((packed >> (weight.bits * place)) & (2**weight.bits - 1))
     return fields.flatten(axis, axis + 1)
