@@ -52,5 +52,5 @@ class EngineOptions:
             self,
             max_num_seqs=self.max_num_seqs or (64 if on_cpu else 256),
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_mixed_tokens=self.max_num_mixed_tokens or (256 if on_cpu else max_num_batched_tokens),
+            max_num_mixed_tokens=self.max_num_mixed_tokens or (128 if on_cpu else max_num_batched_tokens),
         )

@@ -128,7 +128,7 @@ class NodeSettings(ProcessSettings):
         default=0,
         ge=0,
         description="Most tokens computed in a step that also decodes: a smaller value makes decoding steadier while "
-        "prompts are computed, and delays those prompts' first tokens. 0 is 256 on a CPU, max_num_batched_tokens on a "
+        "prompts are computed, and delays those prompts' first tokens. 0 is 128 on a CPU, max_num_batched_tokens on a "
         "card.",
     )
     stream_interval: float = Field(

@@ -40,7 +40,7 @@ def test_an_explicit_length_that_does_not_fit_says_what_to_do() -> None:
         size_pool(EngineOptions("m", max_model_len=5000), LAYOUT, model_limit=4096, free_bytes=GIB)
 
 
-@pytest.mark.parametrize(("device", "limits"), [("cpu", (64, 512, 256)), ("cuda", (256, 2048, 2048))])
+@pytest.mark.parametrize(("device", "limits"), [("cpu", (64, 512, 128)), ("cuda", (256, 2048, 2048))])
 def test_a_card_gets_larger_steps(device: str, limits: tuple[int, int, int]) -> None:
     sized = EngineOptions("m").sized_for(torch.device(device))
     assert (sized.max_num_seqs, sized.max_num_batched_tokens, sized.max_num_mixed_tokens) == limits
