@@ -9,26 +9,15 @@ from kvrelay.core.config import ProcessSettings
 from kvrelay.core.logs import LogLevel
 
 
-class RouterSettings(ProcessSettings):
-    """The router: HTTP and gRPC for clients, a list of nodes behind it. Prints one JSON line on standard output when it
-    serves.
+class RouterOptions(ProcessSettings):
+    """What the router has wherever its nodes are; `kvrelay serve` takes it too."""
 
-    Example: kvrelay router ./my-model --prefill-nodes 10.0.0.2:7000 --decode-nodes 10.0.0.3:7000,10.0.0.4:7000
-    """
-
-    model: CliPositionalArg[str] = Field(
-        default="", description="Hugging Face directory (or cached hub name) of the model; only its tokenizer is read."
-    )
     served_model_name: str | None = Field(
         default=None, description="What clients call the model; unset: MODEL as given."
     )
     host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     grpc_port: int = Field(default=8001, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    prefill_nodes: tuple[str, ...] = Field(
-        default=(), description="Prefill nodes as host:port; with none, decode nodes do their own prefill."
-    )
-    decode_nodes: tuple[str, ...] = Field(default=(), description="Decode nodes as host:port.")
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = Field(
         default="prefix_aware", description="How nodes are picked for a request."
     )
@@ -71,11 +60,27 @@ class RouterSettings(ProcessSettings):
         ge=2.0,
         description="A node is lost after this many seconds without a message; nodes send at least one a second.",
     )
+    log_level: LogLevel = Field(default="info", description="Least severe messages that are logged.")
+
+
+class RouterSettings(RouterOptions):
+    """The router: HTTP and gRPC for clients, a list of nodes behind it. Prints one JSON line on standard output when it
+    serves.
+
+    Example: kvrelay router ./my-model --prefill-nodes 10.0.0.2:7000 --decode-nodes 10.0.0.3:7000,10.0.0.4:7000
+    """
+
+    model: CliPositionalArg[str] = Field(
+        default="", description="Hugging Face directory (or cached hub name) of the model; only its tokenizer is read."
+    )
+    prefill_nodes: tuple[str, ...] = Field(
+        default=(), description="Prefill nodes as host:port; with none, decode nodes do their own prefill."
+    )
+    decode_nodes: tuple[str, ...] = Field(default=(), description="Decode nodes as host:port.")
     start_timeout: float = Field(
         default=10.0,
         ge=0,
         description="Seconds to wait for the nodes before serving without those that are missing.",
     )
     stop_timeout: float = Field(default=5.0, ge=0, description="Seconds that running requests get to finish on a stop.")
-    log_level: LogLevel = Field(default="info", description="Least severe messages that are logged.")
     supervised: bool = Field(default=False, description="Exit when standard input closes (used by kvrelay serve).")

@@ -15,19 +15,30 @@ MAY_IMPORT = {
     "kvrelay.v1": set[str](),
     "kvrelay.engine": {"paged_kernels", "kvrelay.core"},
     # The node copies and digests blocks with what is compiled.
-    "kvrelay.node": {"kvrelay", "kvrelay.engine", "kv_connector", "paged_kernels", "kvrelay.core", "kvrelay.v1"},
-    "kvrelay.cli": {"kvrelay", "kvrelay.bench", "kvrelay.core", "kvrelay.v1"},
+    "kvrelay.node": {
+        *("kvrelay", "kvrelay.node.settings", "kvrelay.engine", "kv_connector", "paged_kernels"),
+        *("kvrelay.core", "kvrelay.v1"),
+    },
+    # Nothing but settings, so that `kvrelay serve` can offer them.
+    "kvrelay.node.settings": {"kvrelay.core"},
+    "router.settings": {"kvrelay.core"},
+    "kvrelay.cli": {
+        *("kvrelay", "kvrelay.node.settings", "router.settings", "kvrelay.bench", "kvrelay.core", "kvrelay.v1")
+    },
     "kvrelay.bench": {"kvrelay.core", "kvrelay.v1"},
     "kvrelay.text": {"kvrelay.core"},
     "kvrelay.offline": {"kvrelay.engine", "kvrelay.text", "kvrelay.core"},
     "kvrelay": {"kvrelay.offline", "kvrelay.core"},
-    "router": {"kvrelay", "kvrelay.core", "kvrelay.text", "kvrelay.v1"},
+    "router": {"kvrelay", "router.settings", "kvrelay.core", "kvrelay.text", "kvrelay.v1"},
     "prefill_node": {"kvrelay", "kvrelay.node", "kvrelay.engine", "kv_connector", "kvrelay.core", "kvrelay.v1"},
     "decode_node": {"kvrelay", "kvrelay.node", "kvrelay.engine", "kv_connector", "kvrelay.core", "kvrelay.v1"},
     "kv_connector": {"kvrelay.core"},
     "paged_kernels": set[str](),
 }
-TORCH_FREE = ("kvrelay.core", "kvrelay.v1", "kvrelay.text", "kvrelay.cli", "kvrelay.bench", "router")
+TORCH_FREE = {
+    *("kvrelay.core", "kvrelay.v1", "kvrelay.text", "kvrelay.cli", "kvrelay.bench", "router"),
+    *("kvrelay.node.settings", "router.settings"),
+}
 # The last one reads nothing of ours: it sets what UCX reads from there and nowhere else.
 ENVIRONMENT_READERS = {"kvrelay.core.config", "kvrelay.cli.serve", "kv_connector.ucx.transport"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}

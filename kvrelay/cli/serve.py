@@ -21,55 +21,16 @@ from pydantic_settings import CliPositionalArg
 from kvrelay.cli.cores import available_cores, create_core_table, thread_environment
 from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
 from kvrelay.core.config import ENV_PREFIX, ProcessSettings, flag_of, load_settings
-from kvrelay.core.connectors import AUTO, ConnectorSetting, parse_connectors
+from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.core_table import CoreTable
 from kvrelay.core.lifecycle import on_stdin_closed
-from kvrelay.core.logs import LogLevel
 from kvrelay.core.weight_store import WeightStore
-
-# Settings of serve that every node gets as they are, when they are set.
-NODE_SETTINGS = (
-    "dtype",
-    "kv_cache_dtype",
-    "calculate_kv_scales",
-    "quantization",
-    "connector",
-    "redis_ttl",
-    "shared_memory_dir",
-    "kv_staging_gib",
-    "kv_device_transfer",
-    "num_blocks",
-    "block_size",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_num_mixed_tokens",
-    "stream_interval",
-    "scheduling_policy",
-    "fetch_timeout",
-    "step_timeout",
-    "attention_backend",
-    "device",
-    "enforce_eager",
-    "log_level",
-)
-ROUTER_SETTINGS = (
-    "host",
-    "port",
-    "grpc_port",
-    "served_model_name",
-    "policy",
-    "local_prefill_max_tokens",
-    "lease_ttl",
-    "request_timeout",
-    "max_concurrent_requests",
-    "max_attempts",
-    "node_wait",
-    "log_level",
-)
+from kvrelay.node.settings import NodeOptions
+from router.settings import RouterOptions
 
 
-class ServeSettings(ProcessSettings):
+# Nodes and the router get their options as they were set; the fields here are serve's own.
+class ServeSettings(NodeOptions, RouterOptions):
     """Serve a model from this machine: prefill nodes, decode nodes and a router, each a process of its own.
 
     Example: kvrelay serve ./my-model --prefill-nodes 1 --decode-nodes 2
@@ -80,90 +41,6 @@ class ServeSettings(ProcessSettings):
         default=1, ge=0, description="Number of prefill nodes; with 0, decode nodes do their own prefill."
     )
     decode_nodes: int = Field(default=1, ge=1, description="Number of decode nodes.")
-    connector: ConnectorSetting = Field(
-        default=AUTO,
-        description="How KV blocks move between nodes: shared_memory, ucx or redis, or several in that order, such as "
-        "shared_memory,redis: each is asked for what those before it cannot provide. auto is shared_memory, since all "
-        "nodes are on one host.",
-    )
-    redis_url: SecretStr = Field(
-        default=SecretStr("redis://127.0.0.1:6379/0"),
-        description="Redis for the redis connector. A URL with a password belongs in KVRELAY_REDIS_URL or the file.",
-    )
-    redis_ttl: int | None = Field(
-        default=None, gt=0, description="Seconds a block stays in Redis; unset: the nodes' default."
-    )
-    cluster_secret: SecretStr = Field(
-        default=SecretStr(""),
-        description="For the ucx connector; empty: a random one for this run. Belongs in KVRELAY_CLUSTER_SECRET.",
-    )
-    shared_memory_dir: str | None = Field(
-        default=None, description="Directory for the nodes' KV pools; unset: /dev/shm."
-    )
-    kv_staging_gib: float | None = Field(
-        default=None,
-        gt=0,
-        description="Host memory per node (GiB) through which KV on a card moves; unset: the nodes' 4.",
-    )
-    kv_device_transfer: Literal["auto", "direct", "staged"] | None = Field(
-        default=None,
-        description="Whether KV on a card moves from device to device or through host memory; unset: the nodes' auto.",
-    )
-    host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
-    port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
-    grpc_port: int = Field(default=8001, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    served_model_name: str | None = Field(
-        default=None, description="What clients call the model; unset: MODEL as given."
-    )
-    policy: Literal["prefix_aware", "least_loaded", "round_robin"] = Field(
-        default="prefix_aware", description="How nodes are picked for a request."
-    )
-    local_prefill_max_tokens: int | None = Field(
-        default=None,
-        ge=0,
-        description="A decode node computes a prompt itself if it lacks at most this many of its tokens; unset: the "
-        "router's default.",
-    )
-    lease_ttl: float | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds a prefill node keeps a request's blocks without hearing of it; unset: the router's "
-        "default.",
-    )
-    request_timeout: float | None = Field(
-        default=None,
-        gt=0,
-        description="Most seconds a request may take; a client's deadline only shortens it. Unset: the router's "
-        "default.",
-    )
-    max_concurrent_requests: int | None = Field(
-        default=None, ge=1, description="Requests served at a time; more are refused. Unset: the router's default."
-    )
-    max_attempts: int | None = Field(
-        default=None,
-        ge=0,
-        description="How often an output is placed again when a node that serves it is lost; unset: the router's "
-        "default.",
-    )
-    node_wait: float | None = Field(
-        default=None,
-        ge=0,
-        description="Seconds that a request which has lost its decode node waits for one while none lives; unset: "
-        "the router's default.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Data type of weights and KV."
-    )
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = Field(
-        default="auto", description="Data type of KV: auto is that of dtype; fp8 takes half of bfloat16's memory."
-    )
-    calculate_kv_scales: bool = Field(
-        default=False, description="With fp8 KV: derive scales from the weights if the checkpoint has none."
-    )
-    quantization: Literal["none", "int8", "int4"] = Field(
-        default="none",
-        description="Weight-only quantisation while loading, rounded to nearest. AWQ and GPTQ checkpoints need none.",
-    )
     threads: int | Literal["auto"] = Field(default="auto", description="CPU threads per node; auto divides the cores.")
     lend_cores: bool = Field(
         default=True,
@@ -175,7 +52,6 @@ class ServeSettings(ProcessSettings):
         description="Nodes that compute on CPUs share one copy of the model's weights, except those of AWQ and GPTQ "
         "checkpoints; --no-share-weights gives every node its own, in large pages. Linux only.",
     )
-    num_blocks: int | None = Field(default=None, gt=0, description="KV blocks per node; unset: sized by memory.")
     gpu_memory_utilization: float | None = Field(
         default=None,
         gt=0,
@@ -183,45 +59,10 @@ class ServeSettings(ProcessSettings):
         description="Share of the card's memory for all nodes, or of free RAM for their KV; unset: 0.9 of a card, "
         "1 GiB per node on a CPU.",
     )
-    block_size: int | None = Field(default=None, gt=0, description="Tokens per block; unset: the nodes' default.")
-    max_model_len: int | None = Field(
-        default=None, gt=0, description="Most tokens of prompt and output together; unset: the model's."
+    cluster_secret: SecretStr = Field(
+        default=SecretStr(""),
+        description="For the ucx connector; empty: a random one for this run. Belongs in KVRELAY_CLUSTER_SECRET.",
     )
-    max_num_seqs: int | None = Field(default=None, gt=0, description="Most sequences in one step of a node.")
-    max_num_batched_tokens: int | None = Field(default=None, gt=0, description="Most tokens in one step of a node.")
-    max_num_mixed_tokens: int | None = Field(
-        default=None, gt=0, description="Most tokens in a step that also decodes; unset: the nodes' default."
-    )
-    stream_interval: float | None = Field(
-        default=None,
-        ge=0,
-        le=0.1,
-        description="Longest time, in seconds (not tokens), that a stream's further tokens are held back to be sent "
-        "together; unset: the nodes' default.",
-    )
-    scheduling_policy: Literal["fcfs", "priority"] = Field(
-        default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."
-    )
-    fetch_timeout: float | None = Field(
-        default=None,
-        gt=0,
-        le=600,
-        description="Seconds that one fetch of KV from another node may take; unset: the nodes' default.",
-    )
-    step_timeout: float | None = Field(
-        default=None,
-        ge=5.0,
-        description="Seconds that an engine step may take before its node is restarted; unset: the nodes' default.",
-    )
-    attention_backend: Literal["auto", "native", "reference"] = Field(default="auto", description="Attention kernels.")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto",
-        description="Where all nodes compute; auto takes the card if there is one, which they then share.",
-    )
-    enforce_eager: bool = Field(
-        default=False, description="On a card: record no decode steps (CUDA graphs) at the start."
-    )
-    log_level: LogLevel = Field(default="info", description="debug, info, warning or error, for every process.")
     start_timeout: float = Field(default=900.0, gt=0, description="Seconds that loading the model may take.")
     stop_timeout: float = Field(default=10.0, gt=0, description="Seconds a process gets to end before it is killed.")
     json_ready: bool = Field(default=False, description="When ready, print one JSON line instead of the summary.")
@@ -353,7 +194,7 @@ def node_commands(
             ChildCommand(
                 name=name,
                 role=role,
-                arguments=(*_python(f"{role}_node", settings), *flags, *_flags(settings, NODE_SETTINGS)),
+                arguments=(*_python(f"{role}_node", settings), *flags, *_flags(settings, NodeOptions)),
                 environment={**shared, **thread_environment(shared, threads)},
                 descriptors=tuple(found for found in (core_table, weight_store) if found is not None),
             )
@@ -368,7 +209,7 @@ def router_command(
     nodes = ["--decode-nodes", ",".join(decode)]
     if prefill:
         nodes += ["--prefill-nodes", ",".join(prefill)]
-    arguments = (*_python("router", settings), *nodes, *_flags(settings, ROUTER_SETTINGS))
+    arguments = (*_python("router", settings), *nodes, *_flags(settings, RouterOptions))
     return ChildCommand(name="router", role="router", arguments=arguments, environment=environment)
 
 
@@ -377,7 +218,7 @@ def at_its_address(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
     ports = {"--port": ready.get("address") or ready.get("http_address"), "--grpc-port": ready.get("grpc_address")}
     arguments = list(command.arguments)
     for flag, address in ports.items():
-        if address is not None:
+        if address is not None and flag in arguments:
             arguments[arguments.index(flag) + 1] = str(address).rpartition(":")[2]
     return replace(command, arguments=tuple(arguments))
 
@@ -391,11 +232,16 @@ def _python(module: str, settings: ServeSettings) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", module, settings.model, "--supervised")
 
 
-def _flags(settings: ServeSettings, names: Sequence[str]) -> list[str]:
-    values = {name: getattr(settings, name) for name in names}
-    switches = [flag_of(name) for name, value in values.items() if value is True]
-    given = {name: value for name, value in values.items() if value is not None and not isinstance(value, bool)}
-    return switches + [item for name, value in given.items() for item in (flag_of(name), str(value))]
+def _flags(settings: ServeSettings, options: type[ProcessSettings]) -> list[str]:
+    """Those of a child's options that were set; it has the same defaults. Secrets are no flags: see `node_commands`."""
+    flags: list[str] = []
+    for name in sorted(settings.model_fields_set & options.model_fields.keys() - ProcessSettings.model_fields.keys()):
+        value = getattr(settings, name)
+        if isinstance(value, bool):
+            flags.append(flag_of(name if value else f"no_{name}"))
+        elif value is not None and not isinstance(value, SecretStr):
+            flags += [flag_of(name), str(value)]
+    return flags
 
 
 def _announce(settings: ServeSettings, ready: ReadyLine) -> None:

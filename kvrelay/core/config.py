@@ -67,7 +67,11 @@ class ProcessSettings(BaseSettings):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "")  # --help prints it as it is
+        # For --help: the docstring as it is printed, and a class's own settings before those that it inherits.
+        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "")
+        fields = cls.__pydantic_fields__
+        order = dict.fromkeys(("config", *cls.__annotations__, *fields))
+        cls.__pydantic_fields__ = {name: fields[name] for name in order if name in fields}
 
     @classmethod
     def settings_customise_sources(

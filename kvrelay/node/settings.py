@@ -10,13 +10,9 @@ from kvrelay.core.connectors import AUTO, ConnectorSetting
 from kvrelay.core.logs import LogLevel
 
 
-class NodeSettings(ProcessSettings):
-    """One node of a cluster: loads MODEL, serves gRPC, and prints one JSON line on standard output when it is ready."""
+class NodeOptions(ProcessSettings):
+    """What all nodes of a cluster have alike; `kvrelay serve` takes it too, for all of its nodes."""
 
-    model: CliPositionalArg[str] = Field(default="", description="Hugging Face model directory (or cached hub name).")
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
-    port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    node_id: str = Field(default="", description="Name of this node in logs and metrics; empty: a random one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Data type of weights, and of KV unless that is fp8; auto takes the checkpoint's."
     )
@@ -36,29 +32,13 @@ class NodeSettings(ProcessSettings):
         "int4 (per 64; the output head stays int8). Steps are faster and take less memory; the tokens differ. AWQ and "
         "GPTQ checkpoints need none.",
     )
-    threads: int = Field(default=0, ge=0, description="CPU threads to compute with; 0 leaves the choice to torch.")
-    core_table: str = Field(
-        default="",
-        pattern=r"^(\d+:\d+)?$",
-        description="Inherited file descriptor of the table through which nodes of one machine lend each other cores, "
-        "and this node's entry in it, such as 3:0 (used by kvrelay serve).",
-    )
-    weight_store: int | None = Field(
-        default=None,
-        ge=0,
-        description="Inherited file descriptor of the memory in which the nodes of one machine share their weights "
-        "(used by kvrelay serve).",
-    )
     attention_backend: Literal["auto", "native", "reference"] = Field(
         default="auto", description="Attention kernels; auto takes the fastest ones installed."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to compute; auto takes a card if torch sees one that the kernels support."
-    )
-    nodes_per_device: int = Field(
-        default=1,
-        ge=1,
-        description="How many nodes share this one's card; divides the memory that it takes by default.",
+        default="auto",
+        description="Where to compute; auto takes a card if torch sees one that the kernels support; "
+        "the nodes of a machine share it.",
     )
     enforce_eager: bool = Field(
         default=False,
@@ -68,31 +48,21 @@ class NodeSettings(ProcessSettings):
         default=AUTO,
         description="How KV moves: shared_memory (nodes of one host), ucx or redis (any hosts), or several in that "
         "order, such as ucx,redis: each is asked for what those before it cannot provide. auto: shared_memory on "
-        "loopback; otherwise shared_memory,ucx if ucxx is installed and there is a cluster secret, else redis; never "
-        "one that fails its self-test at the start.",
-    )
-    cluster_secret: SecretStr = Field(
-        default=SecretStr(""),
-        description="Secret that all nodes of the cluster share, at least 16 characters; required by the ucx "
-        "connector. Belongs in KVRELAY_CLUSTER_SECRET or the file: arguments are visible to everyone on the machine.",
-    )
-    ucx_host: str = Field(
-        default="", description="Address at which peers reach this node's ucx connector; empty: --host."
-    )
-    ucx_net_devices: str = Field(
-        default="", description="Network devices for UCX, such as mlx5_0:1,eth0; empty: lo on loopback, otherwise all."
+        "loopback (and so with kvrelay serve); otherwise shared_memory,ucx if ucxx is installed and there is a cluster "
+        "secret, else redis; never one that fails its self-test at the start.",
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
-        description="Redis for the redis connector; redis:// or rediss://. Unset: redis://127.0.0.1:6379/0.",
+        description="Redis for the redis connector; redis:// or rediss://. Unset: redis://127.0.0.1:6379/0. A URL with "
+        "a password belongs in KVRELAY_REDIS_URL or the file: arguments are visible to everyone on the machine.",
     )
     redis_ttl: int = Field(default=3600, gt=0, description="Seconds a block stays in Redis.")
     shared_memory_dir: str = Field(default="", description="Directory for KV pools; empty: /dev/shm.")
     kv_staging_gib: float = Field(
         default=4.0,
         gt=0,
-        description="With KV on a card: most host memory (GiB) to move blocks through; blocks wait there until peers "
-        "have fetched them.",
+        description="With KV on a card: most host memory (GiB) that a node moves blocks through; they wait there until "
+        "peers have fetched them.",
     )
     kv_device_transfer: Literal["auto", "direct", "staged"] = Field(
         default="auto",
@@ -103,26 +73,18 @@ class NodeSettings(ProcessSettings):
         default=10.0, gt=0, le=600, description="Seconds that one fetch of KV from another node may take."
     )
     block_size: int = Field(default=16, ge=8, le=256, multiple_of=8, description="Tokens per KV block.")
-    num_blocks: int = Field(default=0, ge=0, description="KV blocks in the pool; 0 sizes the pool by memory.")
-    gpu_memory_utilization: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=0.95,
-        description="When num_blocks is 0. On a card: share of its memory for this node, weights and all; 0 takes 0.9, "
-        "divided by nodes_per_device. On a CPU: share of free RAM for KV; 0 takes 1 GiB, or what one sequence of "
-        "max_model_len needs if that is more.",
-    )
+    num_blocks: int = Field(default=0, ge=0, description="KV blocks in a node's pool; 0 sizes the pool by memory.")
     max_model_len: int = Field(
         default=0, ge=0, description="Most tokens of prompt and output together; 0 takes the model's."
     )
     max_num_seqs: int = Field(
-        default=0, ge=0, description="Most sequences that run at a time; 0 is 64 on a CPU, 256 on a card."
+        default=0, ge=0, description="Most sequences that a node runs at a time; 0 is 64 on a CPU, 256 on a card."
     )
     max_num_batched_tokens: int = Field(
         default=0,
         ge=0,
-        description="Most tokens computed in one step; long prompts are cut into chunks of it. 0 is 512 on a CPU, 2048 "
-        "on a card.",
+        description="Most tokens that a node computes in one step; long prompts are cut into chunks of it. 0 is 512 on "
+        "a CPU, 2048 on a card.",
     )
     max_num_mixed_tokens: int = Field(
         default=0,
@@ -142,15 +104,61 @@ class NodeSettings(ProcessSettings):
         default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages that are logged.")
-    drain_timeout: float = Field(
-        default=30.0,
-        ge=0,
-        description="Seconds that requests and leases get to finish on a stop; a second signal cuts this short.",
-    )
     step_timeout: float = Field(
         default=60.0,
         ge=5.0,
         description="Seconds that an engine step may take; a node that hangs for longer exits with an error, to be "
         "restarted.",
     )
+
+
+class NodeSettings(NodeOptions):
+    """One node of a cluster: loads MODEL, serves gRPC, and prints one JSON line on standard output when it is ready."""
+
+    model: CliPositionalArg[str] = Field(default="", description="Hugging Face model directory (or cached hub name).")
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    node_id: str = Field(default="", description="Name of this node in logs and metrics; empty: a random one.")
+    threads: int = Field(default=0, ge=0, description="CPU threads to compute with; 0 leaves the choice to torch.")
+    gpu_memory_utilization: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=0.95,
+        description="When num_blocks is 0. On a card: share of its memory for this node, weights and all; 0 takes 0.9, "
+        "divided by nodes_per_device. On a CPU: share of free RAM for KV; 0 takes 1 GiB, or what one sequence of "
+        "max_model_len needs if that is more.",
+    )
+    nodes_per_device: int = Field(
+        default=1,
+        ge=1,
+        description="How many nodes share this one's card; divides the memory that it takes by default.",
+    )
+    cluster_secret: SecretStr = Field(
+        default=SecretStr(""),
+        description="Secret that all nodes of the cluster share, at least 16 characters; required by the ucx "
+        "connector. Belongs in KVRELAY_CLUSTER_SECRET or the file: arguments are visible to everyone on the machine.",
+    )
+    ucx_host: str = Field(
+        default="", description="Address at which peers reach this node's ucx connector; empty: --host."
+    )
+    ucx_net_devices: str = Field(
+        default="", description="Network devices for UCX, such as mlx5_0:1,eth0; empty: lo on loopback, otherwise all."
+    )
+    drain_timeout: float = Field(
+        default=30.0,
+        ge=0,
+        description="Seconds that requests and leases get to finish on a stop; a second signal cuts this short.",
+    )
     supervised: bool = Field(default=False, description="Exit when standard input closes (used by kvrelay serve).")
+    core_table: str = Field(
+        default="",
+        pattern=r"^(\d+:\d+)?$",
+        description="Inherited file descriptor of the table through which nodes of one machine lend each other cores, "
+        "and this node's entry in it, such as 3:0 (used by kvrelay serve).",
+    )
+    weight_store: int | None = Field(
+        default=None,
+        ge=0,
+        description="Inherited file descriptor of the memory in which the nodes of one machine share their weights "
+        "(used by kvrelay serve).",
+    )

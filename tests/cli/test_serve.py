@@ -1,25 +1,20 @@
 """What `kvrelay serve` would start: roles, threads, flags, and where the secret goes."""
 
 import os
-from typing import TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import pytest
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
 
 from kvrelay.cli.cores import available_cores, create_core_table, thread_environment
 from kvrelay.cli.main import PROCESS_MODULES
-from kvrelay.cli.serve import (
-    NODE_SETTINGS,
-    ROUTER_SETTINGS,
-    ServeSettings,
-    child_environment,
-    node_commands,
-    router_command,
-)
+from kvrelay.cli.serve import ServeSettings, at_its_address, child_environment, node_commands, router_command
 from kvrelay.cli.supervisor import ChildCommand
 from kvrelay.core.config import ProcessSettings, load_settings
 from kvrelay.core.core_table import CoreTable
-from kvrelay.node.settings import NodeSettings
-from router.settings import RouterSettings
+from kvrelay.node.settings import NodeOptions, NodeSettings
+from router.settings import RouterOptions, RouterSettings
 
 _Settings = TypeVar("_Settings", bound=ProcessSettings)
 SECRET = "redis://:hunter2@cache:6379/0"
@@ -183,7 +178,11 @@ def test_without_redis_no_node_hears_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [("--threads", "0"), ("--threads", "many"), ("--decode-nodes", "0"), ("--connector", "redis,ucx")]
+    "argv",
+    [
+        *(("--threads", "0"), ("--threads", "many"), ("--decode-nodes", "0")),
+        *(("--connector", "redis,ucx"), ("--block-size", "7"), ("--node-silence", "1")),
+    ],
 )
 def test_wrong_settings(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -192,21 +191,63 @@ def test_wrong_settings(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str
     assert argv[0] in capsys.readouterr().err
 
 
-def test_settings_that_are_not_passed_on_as_they_are_are_known() -> None:
-    """Who adds one to a node or to the router has to say which way it goes."""
-    every_process = {"config", "model", "supervised", "host", "port"}
-    made_for_a_node = {"node_id", "threads", "core_table", "weight_store", "nodes_per_device", "gpu_memory_utilization"}
-    made_for_a_node |= {"drain_timeout", "redis_url", "cluster_secret"}
+def another_value(field: FieldInfo) -> Any:
+    """Within its bounds, and not the default."""
+    if isinstance(field.default, bool):
+        return not field.default
+    if get_origin(field.annotation) is Literal:
+        return next(choice for choice in get_args(field.annotation) if choice != field.default)
+    if isinstance(field.default, SecretStr):
+        return SecretStr(SECRET)
+    if isinstance(field.default, int):
+        return 2 * field.default or 8
+    return field.default * 0.75 if isinstance(field.default, float) else "redis"  # also a name, a folder or a host
+
+
+@pytest.mark.parametrize("name", sorted(NodeOptions.model_fields.keys() - ProcessSettings.model_fields.keys()))
+def test_every_option_of_nodes_reaches_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = another_value(NodeOptions.model_fields[name])
+    settings = ServeSettings.model_validate({"model": "m", "connector": "redis", name: value})
+    command = node_commands(settings, {}, cores=2)[0]
+    for variable, secret in command.environment.items():
+        monkeypatch.setenv(variable, secret)
+    assert getattr(child_settings(NodeSettings, command), name) == value
+
+
+@pytest.mark.parametrize("name", sorted(RouterOptions.model_fields.keys() - ProcessSettings.model_fields.keys()))
+def test_every_option_of_the_router_reaches_it(name: str) -> None:
+    value = another_value(RouterOptions.model_fields[name])
+    settings = ServeSettings.model_validate({"model": "m", name: value})
+    command = router_command(settings, {}, prefill=["p:1"], decode=["d:1"])
+    assert getattr(child_settings(RouterSettings, command), name) == value
+
+
+def test_settings_that_serve_does_not_offer_as_they_are_are_known() -> None:
+    """Who adds one to `NodeSettings` or `RouterSettings`, not to the options that serve takes, has to say why."""
+    every_process = {"model", "supervised"}
+    made_for_a_node = {"host", "port", "node_id", "threads", "core_table", "weight_store", "nodes_per_device"}
+    made_for_a_node |= {"gpu_memory_utilization", "cluster_secret", "drain_timeout"}
     between_hosts = {"ucx_host", "ucx_net_devices"}
-    assert set(NodeSettings.model_fields) - set(NODE_SETTINGS) == every_process | made_for_a_node | between_hosts
-    addresses = {"prefill_nodes", "decode_nodes"}
-    defaults_do = {
-        "kv_index_capacity",
-        "max_body_bytes",
-        "node_timeout",
-        "node_silence",
-        "start_timeout",
-        "stop_timeout",
-    }
-    passed_on = set(ROUTER_SETTINGS) | addresses | defaults_do
-    assert set(RouterSettings.model_fields) - passed_on == every_process - {"host", "port"}
+    only_a_nodes = NodeSettings.model_fields.keys() - NodeOptions.model_fields.keys()
+    assert only_a_nodes == every_process | made_for_a_node | between_hosts
+    made_for_the_router = {"prefill_nodes", "decode_nodes"}  # their addresses; serve's are their numbers
+    another_meaning = {"start_timeout", "stop_timeout"}  # of nodes and requests; serve's are for whole processes
+    only_the_routers = RouterSettings.model_fields.keys() - RouterOptions.model_fields.keys()
+    assert only_the_routers == every_process | made_for_the_router | another_meaning
+
+
+def test_what_nodes_and_router_share_is_one_option() -> None:
+    """Serve takes it once, for all."""
+    [shared] = NodeOptions.model_fields.keys() & RouterOptions.model_fields.keys() - ProcessSettings.model_fields.keys()
+    assert shared == "log_level"
+    assert str(NodeOptions.model_fields[shared]) == str(RouterOptions.model_fields[shared])
+
+
+@pytest.mark.parametrize("ports", [(), ("--port", "0", "--grpc-port", "0")])
+def test_a_router_starts_again_at_the_ports_that_it_drew(ports: tuple[str, ...]) -> None:
+    command = router_command(settings_of("m", *ports), {}, prefill=[], decode=["d:1"])
+    before = child_settings(RouterSettings, command)
+    drawn = (before.port or 41, before.grpc_port or 42)
+    ready = {"http_address": f"127.0.0.1:{drawn[0]}", "grpc_address": f"127.0.0.1:{drawn[1]}"}
+    again = child_settings(RouterSettings, at_its_address(command, ready))
+    assert (again.port, again.grpc_port) == drawn

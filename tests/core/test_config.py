@@ -26,6 +26,12 @@ class SampleSettings(ProcessSettings):
     supervised: bool = Field(default=False, description="End with standard input.")
 
 
+class DerivedSettings(SampleSettings):
+    """Runs a sample process that has more to say."""
+
+    own: int = Field(default=0, description="Of its own.")
+
+
 def load(*argv: str) -> SampleSettings:
     return load_settings(SampleSettings, argv, prog="sample")
 
@@ -99,6 +105,13 @@ def test_every_process_describes_every_setting(capsys: pytest.CaptureFixture[str
     assert "(default: 16)" in text
     assert "--config FILE" in text and "tuple[" not in text and "SecretStr" not in text
     assert "(default: None)" not in text and "(default: )" not in text, "says nothing"
+
+
+def test_help_opens_with_what_is_a_process_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(DerivedSettings, ["--help"], prog="derived")
+    options = capsys.readouterr().out.split("options:")[1]
+    assert options.index("--config") < options.index("--own") < options.index("--port") < options.index("--dtype")
 
 
 def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixture[str]) -> None:
