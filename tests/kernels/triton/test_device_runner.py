@@ -213,6 +213,9 @@ def test_a_step_reads_tokens_that_the_host_does_not_know_yet(recorded: DeviceRun
 
 
 def test_a_row_that_failed_fails_its_step_and_no_other() -> None:
+    """The next step reads token 0 where that row has none."""
+    plan = SchedulerOutput((decode(0, 3, [6]),), ())
+    [[undisturbed]] = tokens_of(make_runner(None), [plan])
     pool = make_pool()
     pool[7] = float("nan")
     runner = make_runner(None, pool)
@@ -221,7 +224,7 @@ def test_a_row_that_failed_fails_its_step_and_no_other() -> None:
     with pytest.raises(KVRelayError, match="not finite"):
         broken.collect()
     [result] = after.collect().results
-    assert result.sampled[0].token_id >= 0
+    assert result.sampled[0].token_id == undisturbed
 
 
 def test_blocks_are_copied_first_and_a_batch_is_padded(recorded: DeviceRunner, recorder: EagerRecorder) -> None:
