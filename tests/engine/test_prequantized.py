@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from paged_kernels import quantized
-from paged_kernels.registry import select_backend
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,7 +16,8 @@ from kvrelay.core.errors import ConfigurationError, ModelLoadError
 from kvrelay.engine.layers.linear import Linear, LinearLayer, LinearsApart
 from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear, RepackedProduct
 from kvrelay.engine.layers.weight_format import Quantization
-from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from kvrelay.engine.models.loader import LoadedModel
+from tests.engine.loading import load
 from tests.engine.paged_run import PagedRun, check_greedy
 from tests.engine.prequantized_models import (
     RECIPES,
@@ -33,16 +33,6 @@ from tests.engine.reference import Reference
 QUERY, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 
 
-def _load(directory: Path, *, dtype: DTypeName = "float32", quantization: Quantization = "none") -> LoadedModel:
-    return load_model(
-        str(directory),
-        dtype=dtype,
-        attention=select_backend("auto"),
-        max_model_len=None,
-        quantization=quantization,
-    )
-
-
 def _check_greedy(model: PrequantizedModel, loaded: LoadedModel) -> None:
     prompt = torch.randint(0, 320, (75,), generator=torch.Generator().manual_seed(1)).tolist()
     check_greedy(loaded.model, Reference(model.meant), prompt, num_tokens=12)
@@ -54,7 +44,7 @@ def _check_greedy(model: PrequantizedModel, loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_greedy_tokens_are_those_of_the_meant_weights(recipe: str, tmp_path: Path) -> None:
     model = make_prequantized_model("qwen2", recipe, tmp_path)
-    _check_greedy(model, _load(model.directory))
+    _check_greedy(model, load(model.directory))
 
 
 @pytest.mark.parametrize(
@@ -63,14 +53,14 @@ def test_greedy_tokens_are_those_of_the_meant_weights(recipe: str, tmp_path: Pat
 )
 def test_every_family(family: str, recipe: str, tmp_path: Path) -> None:
     model = make_prequantized_model(family, recipe, tmp_path)
-    _check_greedy(model, _load(model.directory))
+    _check_greedy(model, load(model.directory))
 
 
 @pytest.mark.parametrize("recipe", ["awq-32", "gptq-32-orders"])
 def test_plain_torch_draws_the_same_tokens(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "load_extension", lambda: None)
     model = make_prequantized_model("llama-bias", recipe, tmp_path)
-    _check_greedy(model, _load(model.directory))
+    _check_greedy(model, load(model.directory))
 
 
 @pytest.mark.parametrize("recipe", ["awq-64", "gptq-32-order"])
@@ -78,9 +68,9 @@ def test_bfloat16_follows_the_meant_weights(recipe: str, tmp_path: Path) -> None
     """What the nodes run: both the many rows of a prompt and the one of a decode step."""
     model = make_prequantized_model("llama", recipe, tmp_path)
     prompt = torch.randint(0, 320, (100,), generator=torch.Generator().manual_seed(2)).tolist()
-    run = PagedRun(_load(model.directory, dtype="bfloat16").model, num_sequences=1, max_tokens=100)
+    run = PagedRun(load(model.directory, dtype="bfloat16").model, num_sequences=1, max_tokens=100)
     logits = torch.cat([run.step([prompt[:90]])[0], *(run.step([[token]])[0] for token in prompt[90:])])
-    plain = PagedRun(_load(model.meant, dtype="bfloat16").model, num_sequences=1, max_tokens=100)
+    plain = PagedRun(load(model.meant, dtype="bfloat16").model, num_sequences=1, max_tokens=100)
     expected = Reference(model.meant).logits(prompt)
     rounding = (plain.step([prompt])[0] - expected).abs().mean()
     assert (logits - expected).abs().mean() < 1.5 * rounding  # no further than bfloat16 weights are
@@ -89,7 +79,7 @@ def test_bfloat16_follows_the_meant_weights(recipe: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_weight_is_exact(recipe: str, tmp_path: Path) -> None:
     model = make_prequantized_model("llama", recipe, tmp_path)
-    for index, layer in enumerate(_load(model.directory).model.layers):
+    for index, layer in enumerate(load(model.directory).model.layers):
         prefix = f"model.layers.{index}"
         attention, mlp = layer.attention, layer.mlp
         for linear, parts in (
@@ -118,7 +108,7 @@ def _weight_of(linear: LinearLayer) -> Tensor:
     ("recipe", "products"), [("gptq-64", (1, 1)), ("gptq-32-order", (1, 1)), ("gptq-32-orders", (3, 2))]
 )
 def test_parts_are_joined_where_their_groups_agree(recipe: str, products: tuple[int, int], tmp_path: Path) -> None:
-    layer = _load(make_prequantized_model("llama", recipe, tmp_path).directory).model.layers[0]
+    layer = load(make_prequantized_model("llama", recipe, tmp_path).directory).model.layers[0]
     qkv, gate_up = layer.attention.qkv, layer.mlp.gate_up
     assert isinstance(qkv, PrequantizedLinear) and isinstance(gate_up, PrequantizedLinear)
     assert (len(qkv._products), len(gate_up._products)) == products
@@ -131,7 +121,7 @@ def test_modules_that_were_left_alone_are_plain_layers(tmp_path: Path) -> None:
     leave = ("k_proj", "layers.1.mlp.down_proj")
     named = ["self_attn.k_proj", "model.layers.1.mlp.down_proj"]
     model = make_prequantized_model("llama-bias", "awq-64", tmp_path, leave=leave, modules_to_not_convert=named)
-    loaded = _load(model.directory)
+    loaded = load(model.directory)
     assert isinstance(loaded.model.layers[0].attention.qkv, LinearsApart)
     assert isinstance(loaded.model.layers[1].mlp.down, Linear)
     assert isinstance(loaded.model.layers[2].mlp.down, PrequantizedLinear)
@@ -141,7 +131,7 @@ def test_modules_that_were_left_alone_are_plain_layers(tmp_path: Path) -> None:
 def test_the_tensors_tell_where_no_list_does(tmp_path: Path) -> None:
     rules: dict[str, Any] = {r"-:.*\.o_proj": {}}
     model = make_prequantized_model("llama", "gptq-64", tmp_path, leave=("o_proj",), dynamic=rules)
-    loaded = _load(model.directory)
+    loaded = load(model.directory)
     assert isinstance(loaded.model.layers[0].attention.output, Linear)
     _check_greedy(model, loaded)
 
@@ -149,12 +139,12 @@ def test_the_tensors_tell_where_no_list_does(tmp_path: Path) -> None:
 def test_a_module_of_the_list_is_not_taken_quantised(tmp_path: Path) -> None:
     model = make_prequantized_model("llama", "awq-64", tmp_path, modules_to_not_convert=["down_proj"])
     with pytest.raises(ModelLoadError, match=r"tensor model.layers.0.mlp.down_proj.weight is missing"):
-        _load(model.directory)
+        load(model.directory)
 
 
 def test_a_quantised_head(tmp_path: Path) -> None:
     model = make_prequantized_model("llama", "gptq-64", tmp_path, quantize_head=True, lm_head=True)
-    loaded = _load(model.directory)
+    loaded = load(model.directory)
     assert isinstance(loaded.model.lm_head, PrequantizedLinear)
     _check_greedy(model, loaded)
 
@@ -162,9 +152,9 @@ def test_a_quantised_head(tmp_path: Path) -> None:
 def test_biases_that_the_model_does_not_know_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Older GPTQ writers give every layer one, of zeros."""
     model = make_prequantized_model("llama", "gptq-64", tmp_path)
-    before = _load(model.directory)
+    before = load(model.directory)
     edit_tensors(model.directory, {f"{DOWN}.bias": torch.zeros(64)})
-    after = _load(model.directory)
+    after = load(model.directory)
     assert f"ignored: {DOWN}.bias" in caplog.text
     prompt = list(range(20))
     first, second = (PagedRun(one.model, num_sequences=1, max_tokens=20).step([prompt])[0] for one in (before, after))
@@ -176,9 +166,9 @@ def test_biases_that_the_model_does_not_know_are_ignored(tmp_path: Path, caplog:
 
 def test_shards_give_the_same_model(tmp_path: Path) -> None:
     model = make_prequantized_model("llama-bias", "gptq-32-orders", tmp_path)
-    whole = _load(model.directory)
+    whole = load(model.directory)
     split_in_shards(model.directory, num_shards=4)
-    many = _load(model.directory)
+    many = load(model.directory)
     prompt = list(range(30))
     first, second = (PagedRun(one.model, num_sequences=1, max_tokens=30).step([prompt])[0] for one in (whole, many))
     assert torch.equal(first, second)
@@ -188,11 +178,11 @@ def test_scales_of_any_dtype(tmp_path: Path) -> None:
     model = make_prequantized_model("llama", "awq-64", tmp_path)
     stored = load_file(model.directory / WEIGHTS)
     edit_tensors(model.directory, {name: t.float() for name, t in stored.items() if name.endswith(".scales")})
-    _check_greedy(model, _load(model.directory))
+    _check_greedy(model, load(model.directory))
 
 
 def test_no_checkpoint_tensor_is_kept_on_a_cpu(tmp_path: Path) -> None:
-    loaded = _load(make_prequantized_model("llama", "awq-64", tmp_path).directory)
+    loaded = load(make_prequantized_model("llama", "awq-64", tmp_path).directory)
     down = loaded.model.layers[0].mlp.down
     assert isinstance(down, PrequantizedLinear) and not down._parts
     codes, scales_and_zeros = 192 * 64 // 2, 3 * 64 * (4 + 2)
@@ -201,20 +191,20 @@ def test_no_checkpoint_tensor_is_kept_on_a_cpu(tmp_path: Path) -> None:
 
 def test_it_is_said_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    _load(make_prequantized_model("llama", "gptq-64", tmp_path).directory)
+    load(make_prequantized_model("llama", "gptq-64", tmp_path).directory)
     assert "a quantised checkpoint (gptq, 4 bits, groups of 64): " in caplog.text
     assert "repacked for the CPU's integer kernels, exactly; computing in float32" in caplog.text
 
 
 def test_the_fingerprint_covers_how_weights_are_read(tmp_path: Path) -> None:
     model = make_prequantized_model("llama", "gptq-64", tmp_path)
-    found = {_load(model.directory).fingerprint, _load(model.directory).fingerprint}
+    found = {load(model.directory).fingerprint, load(model.directory).fingerprint}
     _edit_quantization(model.directory, checkpoint_format="gptq_v2")
-    found.add(_load(model.directory).fingerprint)
+    found.add(load(model.directory).fingerprint)
     zeros = load_file(model.directory / WEIGHTS)[f"{QUERY}.qzeros"]
     zeros[0, 0] ^= 1
     edit_tensors(model.directory, {f"{QUERY}.qzeros": zeros})
-    found.add(_load(model.directory).fingerprint)
+    found.add(load(model.directory).fingerprint)
     assert len(found) == 3
 
 
@@ -231,7 +221,7 @@ def test_it_is_not_quantised_again(quantization: Quantization, tmp_path: Path) -
     model = make_prequantized_model("llama", "awq-64", tmp_path)
     expected = rf"quantization {quantization}: .* quantised already \(awq, 4 bits, groups of 64\); use none"
     with pytest.raises(ConfigurationError, match=expected):
-        _load(model.directory, quantization=quantization)
+        load(model.directory, quantization)
 
 
 @pytest.mark.parametrize(
@@ -260,14 +250,14 @@ def test_it_is_not_quantised_again(quantization: Quantization, tmp_path: Path) -
 def test_configurations_that_we_can_not_read(changes: dict[str, Any], message: str, gptq: Path) -> None:
     _edit_quantization(gptq, **changes)
     with pytest.raises(ModelLoadError, match=rf"config.json: quantization_config.{message}"):
-        _load(gptq)
+        load(gptq)
 
 
 def test_a_configuration_that_is_no_object(gptq: Path) -> None:
     fields = json.loads((gptq / "config.json").read_text())
     (gptq / "config.json").write_text(json.dumps(fields | {"quantization_config": "awq"}))
     with pytest.raises(ModelLoadError, match="quantization_config must be an object, not a str"):
-        _load(gptq)
+        load(gptq)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +279,7 @@ def test_a_configuration_that_is_no_object(gptq: Path) -> None:
 def test_bad_tensors_are_named_with_their_file(name: str, tensor: Tensor | None, message: str, gptq: Path) -> None:
     edit_tensors(gptq, {f"{QUERY}.{name}": tensor})
     with pytest.raises(ModelLoadError, match=rf"tensor {QUERY}.{name}.*{message}") as caught:
-        _load(gptq)
+        load(gptq)
     assert str(gptq / WEIGHTS) in str(caught.value)
 
 
@@ -298,16 +288,16 @@ def test_groups_of_unequal_sizes(gptq: Path) -> None:
     groups[0] = 2
     edit_tensors(gptq, {f"{DOWN}.g_idx": groups.int()})
     with pytest.raises(ModelLoadError, match=rf"tensor {DOWN}.g_idx .* group 0 has 63 inputs instead of 64"):
-        _load(gptq)
+        load(gptq)
 
 
 def test_scattered_groups_must_be_named(gptq: Path) -> None:
     _edit_quantization(gptq, desc_act=True)
     edit_tensors(gptq, {f"{DOWN}.g_idx": None})
     with pytest.raises(ModelLoadError, match=rf"tensor {DOWN}.g_idx is missing"):
-        _load(gptq)
+        load(gptq)
     _edit_quantization(gptq, desc_act=False)
-    _load(gptq)  # where they are in order nobody needs to be told
+    load(gptq)  # where they are in order nobody needs to be told
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from torch import Tensor
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.weight_format import Quantization, WeightFormat
-from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from kvrelay.engine.models.loader import LoadedModel, load_model
 from tests.demo_model import DEMO_MODEL
+from tests.engine.loading import load
 from tests.engine.paged_run import PagedRun, check_greedy
 from tests.engine.reference import Reference
 from tests.engine.tiny_models import FAMILIES, make_tiny_model, save_random
@@ -34,7 +35,7 @@ def test_greedy_tokens_are_those_of_the_widened_weights(
     family: str, quantization: Quantization, bits: Bits, tmp_path: Path
 ) -> None:
     make_tiny_model(family, tmp_path / "model")
-    loaded = _load(tmp_path / "model", quantization)
+    loaded = load(tmp_path / "model", quantization)
     reference = Reference(_widened(tmp_path / "model", tmp_path / "widened", bits))
     prompt = torch.randint(0, 320, (75,), generator=torch.Generator().manual_seed(1)).tolist()
     check_greedy(loaded.model, reference, prompt, num_tokens=24)
@@ -45,7 +46,7 @@ def test_the_demo_model_in_bfloat16_follows_the_widened_weights(
     quantization: Quantization, bits: Bits, tmp_path: Path
 ) -> None:
     """bfloat16 activations: what the nodes run. Both the many rows of a prompt and the one of a decode step."""
-    loaded = _load(DEMO_MODEL, quantization, dtype="bfloat16")
+    loaded = load(DEMO_MODEL, quantization, dtype="bfloat16")
     reference = Reference(_widened(DEMO_MODEL, tmp_path, bits))
     generator = torch.Generator().manual_seed(2)
     prompt = torch.randint(0, loaded.config.vocab_size, (100,), generator=generator).tolist()
@@ -55,30 +56,30 @@ def test_the_demo_model_in_bfloat16_follows_the_widened_weights(
     similarity = torch.nn.functional.cosine_similarity(logits, expected)
     assert similarity.min() > 0.995
     # No further from them than bfloat16 weights are from the float32 model, give or take.
-    plain = PagedRun(_load(DEMO_MODEL, "none", dtype="bfloat16").model, num_sequences=1, max_tokens=100)
+    plain = PagedRun(load(DEMO_MODEL, "none", dtype="bfloat16").model, num_sequences=1, max_tokens=100)
     rounding = (plain.step([prompt])[0] - Reference(DEMO_MODEL).logits(prompt)).abs().mean()
     assert (logits - expected).abs().mean() < 2 * rounding
 
 
 def test_int8_stays_close_to_the_model_itself() -> None:
     prompt = list(range(300, 360))
-    exact = _step(_load(DEMO_MODEL, "none"), prompt)
-    assert torch.nn.functional.cosine_similarity(_step(_load(DEMO_MODEL, "int8"), prompt), exact).min() > 0.999
-    assert torch.nn.functional.cosine_similarity(_step(_load(DEMO_MODEL, "int4"), prompt), exact).mean() > 0.97
+    exact = _step(load(DEMO_MODEL, "none"), prompt)
+    assert torch.nn.functional.cosine_similarity(_step(load(DEMO_MODEL, "int8"), prompt), exact).min() > 0.999
+    assert torch.nn.functional.cosine_similarity(_step(load(DEMO_MODEL, "int4"), prompt), exact).mean() > 0.97
 
 
 def test_every_quantization_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
     make_tiny_model("llama", tmp_path)
     quantizations: tuple[Quantization, ...] = ("none", "int8", "int4")
-    assert len({_load(tmp_path, quantization).fingerprint for quantization in quantizations}) == 3
-    assert _load(tmp_path, "int8").fingerprint == _load(tmp_path, "int8").fingerprint
+    assert len({load(tmp_path, quantization).fingerprint for quantization in quantizations}) == 3
+    assert load(tmp_path, "int8").fingerprint == load(tmp_path, "int8").fingerprint
 
 
 def test_shards_in_any_order_give_the_same_weights(tmp_path: Path) -> None:
     config = FAMILIES["llama-bias"]()
     config.vocab_size = 320
-    one = _load(save_random(config, tmp_path / "one"), "int4").model
-    many = _load(save_random(config, tmp_path / "many", max_shard_size="60KB"), "int4").model
+    one = load(save_random(config, tmp_path / "one"), "int4").model
+    many = load(save_random(config, tmp_path / "many", max_shard_size="60KB"), "int4").model
     for ours, theirs in zip(one.layers, many.layers, strict=True):
         qkv, other = ours.attention.qkv, theirs.attention.qkv
         assert isinstance(qkv, QuantizedLinear) and isinstance(other, QuantizedLinear)
@@ -130,16 +131,6 @@ def test_other_devices_are_refused(tmp_path: Path) -> None:
             quantization="int8",
             device="meta",
         )
-
-
-def _load(directory: Path, quantization: Quantization, *, dtype: DTypeName = "float32") -> LoadedModel:
-    return load_model(
-        str(directory),
-        dtype=dtype,
-        attention=select_backend("auto"),
-        max_model_len=None,
-        quantization=quantization,
-    )
 
 
 def _step(loaded: LoadedModel, prompt: list[int]) -> Tensor:

@@ -3,17 +3,10 @@
 import pytest
 import torch
 from paged_kernels import fused, fused_reference
-from torch import Tensor
+
+from tests.kernels.rowwise import assert_close
 
 SHAPES = [(1, 8), (3, 100), (40, 896), (100, 1031)]
-
-# Against float64: float32 differs by its own rounding only; half precision by a rounding step here or there.
-TOLERANCE = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (2**-6, 2**-9), torch.float16: (2**-9, 2**-11)}
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    rtol, atol = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

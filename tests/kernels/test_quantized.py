@@ -8,18 +8,13 @@ from paged_kernels import quantized, quantized_reference
 from paged_kernels.quantized_weight import Bits, QuantizedWeight
 from torch import Tensor
 
+from tests.kernels.quantized import to_nearest
 from tests.kernels.widened import may_be_widened
 
 BITS: tuple[Bits, ...] = (8, 4)
 # Outputs and inputs: whole panels and groups, tails of both, less than one of either, several groups and a tail.
 SHAPES = [(64, 256), (33, 144), (3, 8), (1, 1), (16, 64), (100, 700), (48, 896)]
 ROWS = [1, 2, 3, 4, 5, 16, 17, 33, 63, 64, 97, 145]
-
-
-def make_weight(rows: Tensor, bits: Bits) -> QuantizedWeight:
-    weight = quantized.empty_weight(rows.shape[0], rows.shape[1], bits)
-    quantized.pack_rows(weight, rows, 0)
-    return weight
 
 
 def assert_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
@@ -44,7 +39,7 @@ def assert_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = Non
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_bytes_are_those_of_the_reference(shape: tuple[int, int], bits: Bits, dtype: torch.dtype) -> None:
     rows = (torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]).to(dtype)
-    weight = make_weight(rows, bits)
+    weight = to_nearest(rows, bits)
     expected = quantized.empty_weight(*shape, bits)
     quantized_reference.pack_rows(expected, rows, 0)
     assert torch.equal(weight.packed, expected.packed) and torch.equal(weight.scales, expected.scales)
@@ -56,7 +51,7 @@ def test_parts_that_share_a_panel_are_packed_one_by_one(bits: Bits) -> None:
     weight = quantized.empty_weight(50, 200, bits)
     for begin, end in ((24, 50), (0, 5), (5, 24)):
         quantized.pack_rows(weight, rows[begin:end], begin)
-    whole = make_weight(rows, bits)
+    whole = to_nearest(rows, bits)
     assert torch.equal(weight.packed, whole.packed) and torch.equal(weight.scales, whole.scales)
 
 
@@ -65,15 +60,15 @@ def test_parts_that_share_a_panel_are_packed_one_by_one(bits: Bits) -> None:
 def test_dequantize(
     shape: tuple[int, int], bits: Bits, dtype: torch.dtype, instruction_set: str, num_threads: int
 ) -> None:
-    weight = make_weight(torch.randn(shape), bits)
+    weight = to_nearest(torch.randn(shape), bits)
     assert torch.equal(quantized.dequantize(weight, dtype), quantized_reference.dequantize(weight, dtype))
 
 
 @pytest.mark.parametrize(("bits", "steps"), [(8, 0.76), (4, 1.02)])  # the scale's own rounding moves the ends
 def test_no_weight_moves_by_more_than_a_step_of_its_group(bits: Bits, steps: float) -> None:
     rows = torch.randn(32, 512)
-    moved = (quantized_reference.dequantize(make_weight(rows, bits), torch.float32) - rows).abs().view(32, -1)
-    scales = make_weight(rows, bits).scales.float().abs().transpose(1, 2).reshape(32, -1)
+    moved = (quantized_reference.dequantize(to_nearest(rows, bits), torch.float32) - rows).abs().view(32, -1)
+    scales = to_nearest(rows, bits).scales.float().abs().transpose(1, 2).reshape(32, -1)
     step = scales.repeat_interleave(quantized.GROUP_SIZES[bits], dim=1)
     assert (moved <= steps * step).all()
     assert moved.mean() < 0.3 * step.mean()
@@ -82,7 +77,7 @@ def test_no_weight_moves_by_more_than_a_step_of_its_group(bits: Bits, steps: flo
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_linear(shape: tuple[int, int], bits: Bits, dtype: torch.dtype, instruction_set: str) -> None:
-    weight = make_weight(torch.randn(shape), bits)
+    weight = to_nearest(torch.randn(shape), bits)
     for num_rows in ROWS:
         assert_product(torch.randn(num_rows, shape[1]).to(dtype), weight, torch.randn(shape[0]).to(dtype))
 
@@ -91,7 +86,7 @@ def test_linear(shape: tuple[int, int], bits: Bits, dtype: torch.dtype, instruct
 def test_a_wide_layer_on_threads_and_from_a_strided_input(
     bits: Bits, dtype: torch.dtype, instruction_set: str, num_threads: int
 ) -> None:
-    weight = make_weight(torch.randn(2000, 320), bits)
+    weight = to_nearest(torch.randn(2000, 320), bits)
     assert_product(torch.randn(3, 640).to(dtype)[:, 100:420], weight)
     assert quantized.linear(torch.empty(0, 320, dtype=dtype), weight).shape == (0, 2000)
 
@@ -102,7 +97,7 @@ def test_a_wide_layer_on_threads_and_from_a_strided_input(
 def test_prompts_and_layers_that_are_cut_in_blocks(
     shape: tuple[int, int], num_rows: int, bits: Bits, num_threads: int, instruction_set: str
 ) -> None:
-    weight = make_weight(torch.randn(shape), bits)
+    weight = to_nearest(torch.randn(shape), bits)
     assert_product(torch.randn(num_rows, shape[1]).bfloat16(), weight, torch.randn(shape[0]).bfloat16())
 
 
@@ -110,7 +105,7 @@ def test_prompts_and_layers_that_are_cut_in_blocks(
 def test_extreme_integers_do_not_overflow(bits: Bits, dtype: torch.dtype, instruction_set: str) -> None:
     """Every product of a group has the largest magnitude and the same sign."""
     for sign in (1.0, -1.0):
-        weight = make_weight(torch.full((16, 256), sign), bits)
+        weight = to_nearest(torch.full((16, 256), sign), bits)
         for num_rows in (1, 16):
             assert_product(torch.full((num_rows, 256), 100.0).to(dtype), weight)
 
@@ -120,7 +115,7 @@ def test_outliers_and_zeros_do_not_spoil_other_groups(bits: Bits, dtype: torch.d
     rows = torch.randn(32, 512)
     rows[:, :128] = 0.0  # groups without a scale
     rows[5, 200] = 300.0
-    weight = make_weight(rows, bits)
+    weight = to_nearest(rows, bits)
     for num_rows in (1, 4, 20):
         x = torch.randn(num_rows, 512)
         x[:, 300] = 5_000.0
@@ -139,7 +134,7 @@ def test_outliers_and_zeros_do_not_spoil_other_groups(bits: Bits, dtype: torch.d
 def test_a_value_that_is_not_finite_is_not_hidden(
     num_rows: int, bits: Bits, dtype: torch.dtype, instruction_set: str
 ) -> None:
-    weight = make_weight(torch.randn(20, 200).abs() + 0.1, bits)
+    weight = to_nearest(torch.randn(20, 200).abs() + 0.1, bits)
     x = torch.randn(num_rows, 200).to(dtype)
     clean = quantized.linear(x, weight)
     for value in (float("nan"), float("inf"), float("-inf")):
@@ -152,16 +147,16 @@ def test_a_value_that_is_not_finite_is_not_hidden(
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", [1e-42, 1e-38, 1e-35, 1e30])
 def test_the_ends_of_the_range(size: float, bits: Bits, instruction_set: str) -> None:
-    weight = make_weight(torch.randn(16, 128) * size, bits)
+    weight = to_nearest(torch.randn(16, 128) * size, bits)
     assert quantized.dequantize(weight, torch.float32).isfinite().all()
-    plain = make_weight(torch.randn(16, 128), bits)
+    plain = to_nearest(torch.randn(16, 128), bits)
     x = (torch.randn(4, 128) * size).bfloat16()
     assert quantized.linear(x, plain).isfinite().all()
     assert quantized.linear(torch.randn(4, 128).bfloat16(), weight).isfinite().all()
 
 
 def test_a_row_is_the_same_on_any_number_of_threads(instruction_set: str) -> None:
-    weight = make_weight(torch.randn(3000, 256), 8)
+    weight = to_nearest(torch.randn(3000, 256), 8)
     x = torch.randn(2, 256).bfloat16()
     before = torch.get_num_threads()
     try:
@@ -187,13 +182,13 @@ def test_a_row_is_the_same_on_any_number_of_threads(instruction_set: str) -> Non
     ],
 )
 def test_weights_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
-    weight = replace(make_weight(torch.randn(64, 256), 8), **changes)  # type: ignore[arg-type]
+    weight = replace(to_nearest(torch.randn(64, 256), 8), **changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         quantized.linear(torch.randn(1, weight.num_inputs), weight)
 
 
 def test_inputs_and_bias_that_do_not_fit_are_refused() -> None:
-    weight = make_weight(torch.randn(64, 256), 8)
+    weight = to_nearest(torch.randn(64, 256), 8)
     with pytest.raises(ValueError, match="another number of groups"):
         quantized.linear(torch.randn(1, 500), weight)
     with pytest.raises(ValueError, match="bias has another length"):
@@ -208,10 +203,10 @@ def test_without_the_extension_torch_does_the_same(
     bits: Bits, num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = torch.randn(1000, 600)
-    compiled = make_weight(rows, bits)
+    compiled = to_nearest(rows, bits)
     monkeypatch.setattr(quantized, "load_extension", lambda: None)
     monkeypatch.setattr(quantized, "_WIDENED_BYTES", 600 * 4 * 100)  # several pieces
-    weight = make_weight(rows, bits)
+    weight = to_nearest(rows, bits)
     assert torch.equal(weight.packed, compiled.packed) and torch.equal(weight.scales, compiled.scales)
     x, bias = torch.randn(num_rows, 600).to(dtype), torch.randn(1000).to(dtype)
     expected = torch.nn.functional.linear(x, quantized_reference.dequantize(weight, dtype), bias)

@@ -12,15 +12,10 @@ from paged_kernels.quantized_weight import Bits, QuantizedWeight
 from torch import Tensor
 
 from tests.kernels.layer import Layer
+from tests.kernels.quantized import to_nearest
 
 BITS: tuple[Bits, ...] = (8, 4)
 ROWS = (1, 16, 33, 70, 120, 530)
-
-
-def to_nearest(rows: Tensor, *, bits: Bits) -> QuantizedWeight:
-    weight = quantized.empty_weight(rows.shape[0], rows.shape[1], bits)
-    quantized.pack_rows(weight, rows, 0)
-    return weight
 
 
 def with_zeros(rows: Tensor) -> QuantizedWeight:

@@ -3,15 +3,10 @@
 import pytest
 import torch
 from paged_kernels import fused_reference, triton_rowwise
-from torch import Tensor
+
+from tests.kernels.rowwise import assert_close
 
 SHAPES = [(1, 64), (3, 100), (40, 896), (2, 1031), (2, 5120)]
-TOLERANCE = {torch.float32: (2e-6, 2e-6), torch.bfloat16: (2**-6, 2**-9), torch.float16: (2**-9, 2**-11)}
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    rtol, atol = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

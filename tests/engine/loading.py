@@ -1,0 +1,18 @@
+"""Loading a model for the CPU, quantised or not."""
+
+from pathlib import Path
+
+from paged_kernels.registry import select_backend
+
+from kvrelay.engine.layers.weight_format import Quantization
+from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+
+
+def load(directory: Path, quantization: Quantization = "none", *, dtype: DTypeName = "float32") -> LoadedModel:
+    return load_model(
+        str(directory),
+        dtype=dtype,
+        attention=select_backend("auto"),
+        max_model_len=None,
+        quantization=quantization,
+    )
