@@ -24,13 +24,14 @@ from typing import IO
 import numpy as np
 import torch
 
-from kv_connector.base import Block, FetchResult, KVConnector, Source
+from kv_connector.base import Block, FetchResult, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
 
@@ -101,7 +102,9 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-async def fetch_rate(connector: KVConnector, source: Source | None, blocks: Sequence[Block], block_bytes: int) -> float:
+async def fetch_rate(
+    connector: KVConnector, source: KVSource | None, blocks: Sequence[Block], block_bytes: int
+) -> float:
     best = float("inf")
     for _ in range(_ROUNDS):
         started = time.perf_counter()
@@ -160,7 +163,7 @@ async def between_processes(backend: str, name: str, place: Place, megabytes: in
             endpoint = _endpoint(process.stdout)
             pool = place.pool(backend, "bench-peer")
             try:
-                source = Source("bench-owner", _EPOCH, endpoint)
+                source = KVSource("bench-owner", _EPOCH, endpoint)
                 rate = await fetch_rate(pool.connector, source, named_blocks(place.count), place.layout.block_bytes)
                 is_right = torch.equal(place.rows(pool).cpu(), place.content())
             finally:

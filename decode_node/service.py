@@ -27,12 +27,12 @@ from typing import Any
 import grpc
 
 from decode_node.router_stream import RouterStream
-from kv_connector.base import Source
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.kv_source import KVSource
 from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.wire import output_from_wire
+from kvrelay.core.wire import output_from_wire, source_from_wire
 from kvrelay.engine.request import Admission, KVRole, StepResult
-from kvrelay.node.convert import engine_request, report_to_wire, source_from_wire
+from kvrelay.node.convert import engine_request, report_to_wire
 from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
@@ -59,7 +59,7 @@ class _Decode:
     wants_prompt_logprobs: bool
     is_local: bool  # the prompt is computed here
     ends_at: float | None  # the request, by the loop's time, as far as the router says
-    sources: tuple[tuple[Source, int], ...] = ()
+    sources: tuple[tuple[KVSource, int], ...] = ()
     fetches: FetchReport = NOTHING_FETCHED
     receiver: Receiver | None = None
     pulls: list[pb.Pull] = field(default_factory=list)

@@ -13,6 +13,7 @@ from typing import Protocol
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +36,6 @@ class Block:
     block_id: int
     block_hash: BlockHash
     num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A holder of blocks: another node's connector, as that node described it. `epoch` changes with every start of the
-    node.
-    """
-
-    node_id: str
-    epoch: int
-    endpoint: str
 
 
 class FetchOutcome(Enum):
@@ -97,7 +87,7 @@ class KVConnector(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """What a peer's `fetch` needs to reach this pool; sent around as `Source.endpoint`. Empty when peers need
+        """What a peer's `fetch` needs to reach this pool; sent around as `KVSource.endpoint`. Empty when peers need
         nothing.
         """
         ...
@@ -113,7 +103,7 @@ class KVConnector(Protocol):
         elsewhere does nothing."""
         ...
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         """Copy blocks by name into the local pool at their `block_id`. `source` None asks only what is shared by all
         (Redis).
 

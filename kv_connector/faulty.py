@@ -13,12 +13,13 @@ from enum import Enum
 from random import Random
 from typing import Protocol
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer
 from kv_connector.header import Mismatch, payload_digest
 from kv_connector.pool import Rows, copy_payload
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 
 _STALL_SECONDS = 5.0  # of a publish, which has no deadline of its own
 
@@ -105,7 +106,7 @@ class FaultyConnector:
     def retract(self, block_ids: Sequence[int]) -> None:
         self._inner.retract(block_ids)
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         with self._under_way():
             plan = self._faults.plan("fetch")
             await asyncio.sleep(min(plan.delay, timeout))

@@ -6,7 +6,7 @@ Invariant: a block is reported as fetched only if its generation (see `shared_po
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.header import Mismatch
 from kv_connector.pool import CopyPayload, LocalPool, Slices, copy_payload
 from kv_connector.shared_pool import SharedPool
@@ -15,6 +15,7 @@ from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 
 _SLICE_BYTES = 1 << 20  # copied on the loop, which gets a turn after each
 
@@ -69,7 +70,7 @@ class InProcessConnector:
         if shared is not None:
             shared.remove(block_ids)
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
         for part in Slices(blocks, block_bytes, _SLICE_BYTES):
@@ -91,7 +92,7 @@ class InProcessConnector:
             raise KVError("the in-process connector is not allocated, or closed")
         return self._shared
 
-    def _read(self, source: Source | None, blocks: Sequence[Block]) -> list[Verdict]:
+    def _read(self, source: KVSource | None, blocks: Sequence[Block]) -> list[Verdict]:
         local = self._require()
         if source is None:
             return [FetchOutcome.MISSING] * len(blocks)

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from kv_connector.base import Block, FetchOutcome, HostConnector, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, HostConnector, PoolBuffer
 from kv_connector.device.memory import BlockCopy, DeviceMemory
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 
 # 128 KiB a block.
 SCRATCH_LAYOUT = KVLayout(num_kv_heads=2, num_layers=16, block_size=16, head_dim=64, dtype="bfloat16")
@@ -65,7 +66,7 @@ async def _check_transport(holder: HostConnector, reader: HostConnector, timeout
         pools[0].memory[:] = pattern
         blocks = [Block(index, BlockHash(os.urandom(HASH_BYTES)), SCRATCH_LAYOUT.block_size) for index in range(count)]
         await holder.publish(blocks)
-        source = None if holder.has_store else Source("self-test-holder", epoch, holder.endpoint)
+        source = None if holder.has_store else KVSource("self-test-holder", epoch, holder.endpoint)
         rate = 0.0
         for _ in range(2):  # the first one connects, the second one is timed
             started = time.monotonic()

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer
 from kv_connector.cost_gate import CostGate, RecomputeSeconds
 from kv_connector.device.pool import DeviceConnector, DevicePool
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
@@ -22,6 +22,7 @@ from kv_connector.stats import ConnectorStats, total
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 
 _SAME_HOST = frozenset({"shared_memory", "cuda_ipc"})
 _SHARE = 0.5  # of the time that is left, for a tier that is not the last one
@@ -109,7 +110,7 @@ class TieredConnector(Generic[TierT_co]):
         for tier in self.tiers:
             tier.retract(block_ids)
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         if not self._block_bytes:
             raise KVError("the tiered connector is not allocated, or closed")
         deadline = self._clock.now() + timeout
@@ -135,7 +136,7 @@ class TieredConnector(Generic[TierT_co]):
             for tier in self.tiers:
                 stack.push_async_callback(tier.close)
 
-    def _route(self, source: Source | None) -> list[tuple[TierT_co, Source | None]]:
+    def _route(self, source: KVSource | None) -> list[tuple[TierT_co, KVSource | None]]:
         """The tiers to ask, each with the source as it knows it. A store is another source, and the caller's to ask."""
         if source is None or not source.endpoint:
             return [(tier, source) for tier in self.tiers if tier.has_store]
@@ -144,7 +145,7 @@ class TieredConnector(Generic[TierT_co]):
         except KVError as error:
             _logger.warning("node %s cannot be asked: %s", source.node_id, error)
             return []
-        holders: list[tuple[TierT_co, Source | None]] = [
+        holders: list[tuple[TierT_co, KVSource | None]] = [
             (tier, replace(source, endpoint=found.by_name[tier.name]))
             for tier in self.tiers
             if tier.name in found.by_name and (tier.name not in _SAME_HOST or found.host == self._host)
@@ -154,7 +155,7 @@ class TieredConnector(Generic[TierT_co]):
         return holders
 
     async def _ask(
-        self, tier: KVConnector, source: Source | None, blocks: Sequence[Block], timeout: float
+        self, tier: KVConnector, source: KVSource | None, blocks: Sequence[Block], timeout: float
     ) -> Sequence[FetchOutcome]:
         gate = self._gates.get(tier.name)
         num_bytes = len(blocks) * self._block_bytes

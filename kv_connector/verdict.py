@@ -3,10 +3,11 @@
 import logging
 from collections import Counter
 
-from kv_connector.base import FetchOutcome, FetchResult, Source
+from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.header import Mismatch
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.clock import Clock
+from kvrelay.core.kv_source import KVSource
 
 Verdict = FetchOutcome | Mismatch
 """An outcome, or the field for which the block was refused."""
@@ -30,7 +31,7 @@ class Verdicts:
         """Not above 0 when the time is over."""
         return self._timeout - (self._clock.now() - self._started)
 
-    def settle(self, source: Source | None, stats: ConnectorStats, *, block_bytes: int) -> FetchResult:
+    def settle(self, source: KVSource | None, stats: ConnectorStats, *, block_bytes: int) -> FetchResult:
         """The result for the caller. Blocks that nothing was found out about have FAILED; `source` None is a store."""
         self.found += [FetchOutcome.FAILED] * (self._num_blocks - len(self.found))
         outcomes = tuple(FetchOutcome.REFUSED if isinstance(found, Mismatch) else found for found in self.found)

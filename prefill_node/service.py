@@ -25,9 +25,9 @@ import grpc
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.wire import logprobs_to_wire, output_to_wire
+from kvrelay.core.wire import logprobs_to_wire, output_to_wire, source_from_wire
 from kvrelay.engine.request import Admission, KVRole, PromptOutput, StepResult
-from kvrelay.node.convert import engine_request, report_to_wire, source_from_wire
+from kvrelay.node.convert import engine_request, report_to_wire
 from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at

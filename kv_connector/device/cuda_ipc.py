@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult
 from kv_connector.device.memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
 from kv_connector.device.pool import DevicePool
 from kv_connector.pool import Slices
@@ -25,6 +25,7 @@ from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
+from kvrelay.core.kv_source import KVSource
 
 _logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class CudaIpcConnector:
         if state is not None:
             state.segment.slots.clear(block_ids)
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         state = self._require()
         await state.reader.fetch(source, blocks, verdicts)
@@ -127,7 +128,7 @@ class CudaIpcConnector:
             raise KVError("the CUDA IPC connector was closed")
         return state.segment.slots.fill(absent, headers)
 
-    def _open_peer(self, pool: DevicePool, source: Source) -> _DevicePeer | Verdict:
+    def _open_peer(self, pool: DevicePool, source: KVSource) -> _DevicePeer | Verdict:
         """Device's thread."""
         segment = open_segment(self._directory, source, on_device=True)
         if not isinstance(segment, PeerSegment):

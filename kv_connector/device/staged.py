@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer
 from kv_connector.device.memory import BlockCopy, DeviceMemory
 from kv_connector.device.staging import ArrivalSlots, StagedBlock, StagedCopies
 from kv_connector.stats import ConnectorStats
@@ -22,6 +22,7 @@ from kv_connector.worker import Worker
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 
 _PART_BYTES = 32 << 20  # copied at a time
 _ARRIVAL_SHARE = 4  # one slot in so many is for blocks that arrive,
@@ -98,7 +99,7 @@ class StagedConnector:
     def retract(self, block_ids: Sequence[int]) -> None:
         self._take_back(self._copies.forget(block_ids))
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         deadline = self._clock.now() + timeout
         outcomes: list[FetchOutcome] = []
         while len(outcomes) < len(blocks):
@@ -156,7 +157,7 @@ class StagedConnector:
             self._copies.free(slots)
 
     async def _fetch(
-        self, source: Source | None, blocks: Sequence[Block], slots: Sequence[int], timeout: float
+        self, source: KVSource | None, blocks: Sequence[Block], slots: Sequence[int], timeout: float
     ) -> Sequence[FetchOutcome]:
         """The slots are the caller's again when this has ended, however it does."""
         wanted = [Block(slot, block.block_hash, block.num_tokens) for slot, block in zip(slots, blocks, strict=True)]

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from kv_connector.base import FetchOutcome, Source
+from kv_connector.base import FetchOutcome
 from kv_connector.header import Mismatch
 from kv_connector.segments.segment import PeerSegment, sweep
 from kv_connector.verdict import Verdict
 from kv_connector.worker import RunsFunctions
 from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.kv_source import KVSource
 from kvrelay.core.tasks import end_tasks
 
 _logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class MappedPeers(Generic[PeerT]):
     between two looks at owners."""
 
     def __init__(
-        self, open_peer: Callable[[Source], PeerT | Verdict], thread: RunsFunctions, *, look_interval: float
+        self, open_peer: Callable[[KVSource], PeerT | Verdict], thread: RunsFunctions, *, look_interval: float
     ) -> None:
         self._open_peer = open_peer
         self._thread = thread
@@ -48,7 +49,7 @@ class MappedPeers(Generic[PeerT]):
         self._peers: dict[str, PeerT] = {}  # an endpoint names the epoch
         self._looking: asyncio.Task[None] | None = None
 
-    def of(self, source: Source) -> PeerT | Verdict:
+    def of(self, source: KVSource) -> PeerT | Verdict:
         """On the connector's thread. A living one, mapped now if it was not."""
         self._forget_dead()
         if source.endpoint in self._peers:
@@ -82,7 +83,7 @@ class MappedPeers(Generic[PeerT]):
             self._peers.popitem()[1].close()
 
 
-def open_segment(directory: Path, source: Source, *, on_device: bool = False) -> PeerSegment | Verdict:
+def open_segment(directory: Path, source: KVSource, *, on_device: bool = False) -> PeerSegment | Verdict:
     """Of a living node, or why there is none."""
     try:
         segment = PeerSegment(directory, source.endpoint, on_device=on_device)

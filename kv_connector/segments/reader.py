@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from kv_connector.base import Block, FetchOutcome, Source
+from kv_connector.base import Block, FetchOutcome
 from kv_connector.header import Mismatch
 from kv_connector.pool import Payloads, Slices
 from kv_connector.segments.mapped_peers import MappedPeers, PeerT
@@ -17,6 +17,7 @@ from kv_connector.verdict import Verdict, Verdicts
 from kv_connector.worker import RunsFunctions
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
+from kvrelay.core.kv_source import KVSource
 
 CopyBlocks = Callable[[PeerT, Sequence[int], Sequence[int]], Sequence[bytes]]
 """Copies the peer's blocks in these slots (the last argument) to these blocks of ours; the digests of what arrived."""
@@ -50,7 +51,7 @@ class SegmentReader(Generic[PeerT]):
         self._slice_bytes = slice_bytes
         self._open = True
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], verdicts: Verdicts) -> None:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], verdicts: Verdicts) -> None:
         """Adds what became of the blocks that there was time for. Raises KVError when this is closed meanwhile."""
         if source is None or not blocks:
             verdicts.found += [FetchOutcome.MISSING] * len(blocks)
@@ -76,7 +77,7 @@ class SegmentReader(Generic[PeerT]):
             raise KVError("the connector was closed during a fetch")
 
     def _find_and_read(
-        self, source: Source, blocks: Sequence[Block], first: Sequence[Block], verdicts: Verdicts
+        self, source: KVSource, blocks: Sequence[Block], first: Sequence[Block], verdicts: Verdicts
     ) -> tuple[_Holder[PeerT] | None, list[Verdict]]:
         """Where the blocks are, and verdicts of the `first` ones, if there is time left for them; of all without a
         holder."""

@@ -26,13 +26,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kv_connector.base import Source
 from kv_connector.geometry import Geometry
 from kv_connector.header import Mismatch
 from kv_connector.pool import Rows
 from kv_connector.segments.slots import SLOT_BYTES, OwnedSlots, PeerSlots
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 
 SEGMENT_VERSION = 1
 HANDLE_ROOM = 4096
@@ -203,7 +203,7 @@ class PeerSegment:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         return False
 
-    def mismatch(self, source: Source, geometry: Geometry) -> Mismatch | None:
+    def mismatch(self, source: KVSource, geometry: Geometry) -> Mismatch | None:
         """What refuses every block of it: it is not of that source, or its blocks are not like ours."""
         return Mismatch.EPOCH if self.preamble.epoch != source.epoch else geometry.mismatch(self.preamble.geometry)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv_connector.base import Block, FetchResult, PoolBuffer, Source
+from kv_connector.base import Block, FetchResult, PoolBuffer
 from kv_connector.pool import LocalPool, Slices
 from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
 from kv_connector.segments.prefault import Prefault
@@ -23,6 +23,7 @@ from kv_connector.worker import Worker
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 
 _SLICE_BYTES = 16 << 20  # a few milliseconds of copying
 # Blocks that a decode step has just filled are described in less time than the way to another thread and back takes, on
@@ -104,7 +105,7 @@ class SharedMemoryConnector:
         if state is not None:
             state.segment.slots.clear(block_ids)
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         state = self._require()
         await state.reader.fetch(source, blocks, verdicts)
@@ -127,7 +128,7 @@ class SharedMemoryConnector:
             raise KVError("the shared-memory connector is not allocated, or closed")
         return self._state
 
-    def _open_peer(self, source: Source) -> Peer | Verdict:
+    def _open_peer(self, source: KVSource) -> Peer | Verdict:
         """Worker thread."""
         segment = open_segment(self._directory, source)
         return Peer(segment) if isinstance(segment, PeerSegment) else segment

@@ -2,7 +2,7 @@
 
 One value per block, header then payload, under `<prefix>:<block hash in hex>` with a TTL. Any node may have written
 it: the name says what it must be and the digest whether it still is, so the epoch in the header is information only and
-`Source` is ignored.
+`KVSource` is ignored.
 Invariant: every round trip has a deadline, a server that keeps failing is left alone for a while (`redis_link.py`), a
 value enters the pool only after it passed verification, in one step of the loop, and a block that was retracted
 meanwhile is not stored.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from redis.exceptions import OutOfMemoryError
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
 from kv_connector.pool import LocalPool, Slices
 from kv_connector.settings import RedisSettings
@@ -28,6 +28,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 
 _logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class RedisConnector:
             for block_id in block_ids:
                 state.generations[block_id] += 1
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
         for part in Slices(blocks, block_bytes, self._settings.batch_bytes):

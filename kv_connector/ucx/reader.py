@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from kv_connector.base import Block, FetchOutcome, Source
+from kv_connector.base import Block, FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader, Mismatch
 from kv_connector.pool import Payloads
@@ -42,6 +42,7 @@ from kv_connector.ucx.protocol import (
 )
 from kv_connector.ucx.transport import Link, Transport
 from kv_connector.verdict import Verdict
+from kvrelay.core.kv_source import KVSource
 
 LANES = 2  # one Ask is verified while the next one travels
 
@@ -85,7 +86,7 @@ class Peer:
         """Before the first Ask for blocks that were reserved until now. Raises KVError when the device fails."""
         await self._pool.settle()
 
-    async def ask(self, source: Source, blocks: Sequence[Block]) -> list[Verdict] | Mismatch:
+    async def ask(self, source: KVSource, blocks: Sequence[Block]) -> list[Verdict] | Mismatch:
         """One verdict per block, or why nothing of this source will do. Raises LinkLostError, ProtocolError, or OSError
         (TimeoutError is one of them)."""
         async with self._turns:
@@ -113,7 +114,7 @@ class Peer:
             await link.close()
         self._idle.clear()
 
-    def _mismatch(self, lane: Lane, source: Source) -> Mismatch | None:
+    def _mismatch(self, lane: Lane, source: KVSource) -> Mismatch | None:
         if lane.epoch != source.epoch:
             return Mismatch.EPOCH
         return self._geometry.mismatch(lane.geometry)
@@ -172,7 +173,7 @@ class Peer:
     def _arrived(self, block_id: int, digests: list[bytes | None]) -> None:
         digests.append(self._pool.digest_on_arrival(block_id))
 
-    def _judge(self, entry: Entry, digest: bytes | None, block: Block, source: Source) -> Verdict:
+    def _judge(self, entry: Entry, digest: bytes | None, block: Block, source: KVSource) -> Verdict:
         if entry.status is not Status.SENT:
             return FetchOutcome.MISSING
         assert digest is not None, "what was sent is digested"

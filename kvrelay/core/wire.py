@@ -1,6 +1,7 @@
 """Our values to protobuf and back, for the messages that router and nodes both speak."""
 
 from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.kv_source import KVSource
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import common_pb2, node_pb2
@@ -108,6 +109,14 @@ def output_from_wire(message: common_pb2.TokenOutput) -> TokenOutput:
         finish_reason=_FINISH_FROM_WIRE.get(message.finish_reason, FinishReason.ERROR),
         stop_token_id=None if message.stop_token_id < 0 else message.stop_token_id,
     )
+
+
+def source_to_wire(source: KVSource) -> common_pb2.KVSource:
+    return common_pb2.KVSource(node_id=source.node_id, epoch=source.epoch, endpoint=source.endpoint)
+
+
+def source_from_wire(message: common_pb2.KVSource) -> KVSource:
+    return KVSource(node_id=message.node_id, epoch=message.epoch, endpoint=message.endpoint)
 
 
 def namespace_to_wire(namespace: KVNamespace) -> node_pb2.KVNamespace:

@@ -6,8 +6,8 @@ for a moment only, and never against the word of the holder itself.
 
 from collections.abc import Callable, Iterable
 
-from kv_connector.base import Source
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv_source import KVSource
 
 _BELIEVED_SECONDS = 2.0  # longer than the news of an eviction takes
 _CAPACITY = 8192  # blocks, of all holders together
@@ -19,9 +19,9 @@ class Absences:
     def __init__(self, now: Callable[[], float], *, capacity: int = _CAPACITY) -> None:
         self._now = now
         self._capacity = capacity
-        self._until: dict[tuple[Source, BlockHash], float] = {}  # the first to be forgotten first
+        self._until: dict[tuple[KVSource, BlockHash], float] = {}  # the first to be forgotten first
 
-    def note(self, source: Source, names: Iterable[BlockHash]) -> None:
+    def note(self, source: KVSource, names: Iterable[BlockHash]) -> None:
         """`source` was asked for these and does not have them."""
         until = self._now() + _BELIEVED_SECONDS
         for name in names:
@@ -30,7 +30,7 @@ class Absences:
         while len(self._until) > self._capacity:
             del self._until[next(iter(self._until))]
 
-    def has(self, source: Source, name: BlockHash) -> bool:
+    def has(self, source: KVSource, name: BlockHash) -> bool:
         """Whether `source` need not be asked for this block now."""
         until = self._until.get((source, name))
         return until is not None and self._now() < until

@@ -1,6 +1,6 @@
 """Requests from the wire to the engine's values, and what nodes report back, for both node kinds."""
 
-from kv_connector.base import FetchOutcome, Source
+from kv_connector.base import FetchOutcome
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.wire import sampling_from_wire
 from kvrelay.engine.request import EngineRequest, KVRole
@@ -41,10 +41,6 @@ def engine_request(
         prior_output_token_ids=given[num_prompt_tokens:],
         first_choice_index=asked.first_choice_index,
     )
-
-
-def source_from_wire(message: common_pb2.KVSource) -> Source:
-    return Source(node_id=message.node_id, epoch=message.epoch, endpoint=message.endpoint)
 
 
 def report_to_wire(report: FetchReport) -> common_pb2.FetchReport:

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kv_connector.base import FetchOutcome, Source
+from kv_connector.base import FetchOutcome
+from kvrelay.core.kv_source import KVSource
 
 _BLOCKS_PER_ASK = 64  # the first blocks of a long prefix are delivered while the last ones still move
 _MOST_REFUSED = 3  # blocks that failed verification; one may be an accident, more are the source's fault
@@ -33,7 +34,7 @@ NOTHING_FETCHED = FetchReport(0, (), ())
 class _Offer:
     """A source (None: the store) that has the first `available` blocks, as far as we were told."""
 
-    source: Source | None
+    source: KVSource | None
     available: int = 0
     in_vain: dict[int, FetchOutcome] = field(default_factory=dict)
     given_up: bool = False  # it could not be reached, or sends what is not to be trusted
@@ -61,7 +62,7 @@ class Ask:
     """The next fetch: blocks by their index among the missing ones. `source` None asks the store. `is_guess`: the
     source has not announced these blocks itself; while it keeps us waiting, nobody else is asked."""
 
-    source: Source | None
+    source: KVSource | None
     indices: tuple[int, ...]
     is_guess: bool
 
@@ -73,8 +74,8 @@ class Ladder:
     def __init__(self, num_blocks: int) -> None:
         self.num_leading = 0  # how many of the first blocks are here
         self._origins: list[str | None] = [None] * num_blocks
-        self._announced: dict[Source, _Offer] = {}
-        self._holders: dict[Source, _Offer] = {}
+        self._announced: dict[KVSource, _Offer] = {}
+        self._holders: dict[KVSource, _Offer] = {}
         self._store = _Offer(None)
         self._in_vain: Counter[FetchOutcome] = Counter()
 
@@ -82,11 +83,11 @@ class Ladder:
     def is_complete(self) -> bool:
         return self.num_leading == len(self._origins)
 
-    def offer(self, source: Source, num_blocks: int) -> None:
+    def offer(self, source: KVSource, num_blocks: int) -> None:
         """Another holder of the first `num_blocks` blocks."""
         self._offer(self._holders, source).raise_to(num_blocks)
 
-    def announce(self, source: Source, num_blocks: int) -> None:
+    def announce(self, source: KVSource, num_blocks: int) -> None:
         """`source` has published the first `num_blocks` blocks. So has a store, should there be one."""
         offer = self._offer(self._announced, source)
         offer.raise_to(num_blocks)
@@ -135,7 +136,7 @@ class Ladder:
         yield from self._holders.values()
         yield self._store
 
-    def _offer(self, offers: dict[Source, _Offer], source: Source) -> _Offer:
+    def _offer(self, offers: dict[KVSource, _Offer], source: KVSource) -> _Offer:
         """A source that peers reach without an address publishes to the store. One that is known already stays one
         offer: whoever could not be reached as a holder is not tried again as a prefill node."""
         if not source.endpoint:

@@ -10,11 +10,12 @@ import grpc
 from kv_connector.stats import ConnectorStats
 from kvrelay import __version__
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.wire import namespace_to_wire
+from kvrelay.core.kv_source import KVSource
+from kvrelay.core.wire import namespace_to_wire, source_to_wire
 from kvrelay.engine.request import EngineLoad
 from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node
-from kvrelay.v1 import common_pb2, node_pb2, node_pb2_grpc
+from kvrelay.v1 import node_pb2, node_pb2_grpc
 
 _WATCH_INTERVAL_SECONDS = 0.02  # changes within one interval travel in one message
 _HEARTBEAT_SECONDS = 1.0  # a watcher that hears nothing for longer than a few of these may take the node for stopped
@@ -44,9 +45,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         identity, config = self._node.identity, self._node.engine_config
         return node_pb2.DescribeResponse(
             role=self._role,
-            source=common_pb2.KVSource(
-                node_id=identity.node_id, epoch=identity.epoch, endpoint=self._node.connector.endpoint
-            ),
+            source=source_to_wire(KVSource(identity.node_id, identity.epoch, self._node.connector.endpoint)),
             kv_namespace=namespace_to_wire(identity.kv_namespace),
             connector=self._node.connector.name,
             model=identity.model,

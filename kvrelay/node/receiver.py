@@ -9,8 +9,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from kv_connector.base import Block, FetchOutcome, KVConnector, Source
+from kv_connector.base import Block, FetchOutcome, KVConnector
 from kvrelay.core.errors import KVError
+from kvrelay.core.kv_source import KVSource
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission
 from kvrelay.node.absences import Absences
@@ -59,12 +60,12 @@ class Receiver:
         self._pinned = True
         self._wake = asyncio.Event()
 
-    def offer(self, source: Source, num_blocks: int) -> None:
+    def offer(self, source: KVSource, num_blocks: int) -> None:
         """`source` holds the prompt's first `num_blocks` blocks, beside the one that will announce them."""
         self._ladder.offer(source, num_blocks - self._first)
         self._wake.set()
 
-    def announce(self, source: Source, num_blocks: int, *, ended: bool = False) -> None:
+    def announce(self, source: KVSource, num_blocks: int, *, ended: bool = False) -> None:
         """`source` has published the prompt's first `num_blocks` blocks; `ended`: it will publish no more."""
         self._ladder.announce(source, num_blocks - self._first)
         self._quiet = ended

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 
-from kv_connector.base import Block, FetchOutcome, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, PoolBuffer
 from kv_connector.device.memory import BlockCopy, DirectMemory
 from kv_connector.device.pool import DeviceConnector, DevicePool
 from kv_connector.registry import create_direct
@@ -26,6 +26,7 @@ from kv_connector.settings import ConnectorSettings, SharedMemorySettings, UcxSe
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 
 MakeMemory = Callable[[KVLayout, int], DirectMemory]
 """Scratch memory on the device, for so many blocks; zeroed."""
@@ -152,7 +153,7 @@ async def _endpoint(process: Process) -> str:
 async def _fetch(order: Order, endpoint: str, make_memory: MakeMemory) -> SelfTestReport:
     async with AsyncExitStack() as stack:
         connector, scratch = await _open(order, make_memory, stack, "reader", order.epoch ^ 1)
-        source = Source("self-test-probe", order.epoch, endpoint)
+        source = KVSource("self-test-probe", order.epoch, endpoint)
         seconds = 0.0
         for _ in range(2):  # the first one connects, the second one is timed
             started = time.monotonic()

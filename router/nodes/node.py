@@ -11,7 +11,8 @@ import grpc
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.wire import namespace_from_wire
+from kvrelay.core.kv_source import KVSource
+from kvrelay.core.wire import namespace_from_wire, source_from_wire, source_to_wire
 from kvrelay.v1 import common_pb2, node_pb2
 from router.nodes.node_stats import NodeStats
 from router.nodes.outlier import Outlier
@@ -29,15 +30,6 @@ class NodeState(Enum):
     DRAINING = "draining"  # sees its requests through, takes no new ones
     REFUSED = "refused"  # reached, but does not fit the others
     LOST = "lost"  # was live, then its stream broke or fell silent; tried again
-
-
-@dataclass(frozen=True, slots=True)
-class KVSource:
-    """Where a node's blocks can be fetched; opaque to the router beyond `node_id`."""
-
-    node_id: str
-    epoch: int
-    endpoint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +121,6 @@ class NodeHandle:
 _ROLES = {node_pb2.NODE_ROLE_PREFILL: NodeRole.PREFILL, node_pb2.NODE_ROLE_DECODE: NodeRole.DECODE}
 
 
-def source_to_wire(source: KVSource) -> common_pb2.KVSource:
-    return common_pb2.KVSource(node_id=source.node_id, epoch=source.epoch, endpoint=source.endpoint)
-
-
 def held_to_wire(held: HeldBlocks) -> common_pb2.BlockSource:
     return common_pb2.BlockSource(source=source_to_wire(held.source), num_blocks=held.num_blocks)
 
@@ -140,7 +128,7 @@ def held_to_wire(held: HeldBlocks) -> common_pb2.BlockSource:
 def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription:
     return NodeDescription(
         role=_ROLES.get(message.role),
-        source=KVSource(message.source.node_id, message.source.epoch, message.source.endpoint),
+        source=source_from_wire(message.source),
         kv_namespace=namespace_from_wire(message.kv_namespace),
         connector=message.connector,
         max_model_len=message.max_model_len,

@@ -26,8 +26,9 @@ from enum import Enum
 from typing import Protocol
 
 from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, UnavailableError
+from kvrelay.core.kv_source import KVSource
 from kvrelay.core.outputs import TokenOutput
-from router.nodes.node import KVSource, NodeHandle
+from router.nodes.node import NodeHandle
 from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
 from router.relay.placed import Placed, PrefillPlacement
 from router.relay.prefill_client import (

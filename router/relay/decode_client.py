@@ -13,13 +13,14 @@ from typing import cast
 import grpc
 
 from kvrelay.core.errors import KVRelayError, UnavailableError, error_from_grpc
+from kvrelay.core.kv_source import KVSource
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.wire import logprobs_from_wire, output_from_wire, output_to_wire, sampling_to_wire
+from kvrelay.core.wire import logprobs_from_wire, output_from_wire, output_to_wire, sampling_to_wire, source_to_wire
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
-from router.nodes.node import HeldBlocks, KVSource, held_to_wire, source_to_wire
+from router.nodes.node import HeldBlocks, held_to_wire
 from router.relay.fetch_report import NO_FETCHES, FetchReport, report_from_wire
 from router.request import NodeRequest, PromptLogprobs
 

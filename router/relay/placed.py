@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from router.nodes.node import HeldBlocks, KVSource, NodeHandle
+from kvrelay.core.kv_source import KVSource
+from router.nodes.node import HeldBlocks, NodeHandle
 from router.relay.decode_client import DecodeClient
 from router.relay.prefill_client import PrefillClient
 

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
-from router.nodes.node import HeldBlocks, KVSource, NodeDescription, NodeHandle, NodeRole
+from kvrelay.core.kv_source import KVSource
+from router.nodes.node import HeldBlocks, NodeDescription, NodeHandle, NodeRole
 from router.nodes.registry import Registry
 from router.policy import (
     Candidates,

@@ -34,8 +34,8 @@ from typing import Protocol
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
+from kvrelay.core.kv_source import KVSource
 from router.backoff import Backoff
-from router.nodes.node import KVSource
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
 from router.relay.placed import Placed, PrefillPlacement
 from router.relay.tally import Tally

@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv_source import KVSource
 from kvrelay.node.node import Node
 
 
@@ -38,7 +39,7 @@ class Interference:
                 row[7] ^= 1
         self.published += len(blocks)
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         if source is not None or self._store is None:
             result: FetchResult = await self._connector.fetch(source, blocks, timeout=timeout)
             return result

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import redis
 
-from kv_connector.base import Block, HostConnector, KVConnector, PoolBuffer, Source
+from kv_connector.base import Block, HostConnector, KVConnector, PoolBuffer
 from kv_connector.device.cuda_ipc import CudaIpcConnector
 from kv_connector.device.pool import DeviceConnector, DevicePool
 from kv_connector.device.staged import StagedConnector, staging_blocks
@@ -21,6 +21,7 @@ from kv_connector.tiered import TieredConnector
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.direct_device import DirectDevice
 from tests.kv_connector.slow_device import SlowDevice
@@ -38,7 +39,7 @@ class Node:
     def __init__(self, connector: HostConnector, node_id: str, num_blocks: int, layout: KVLayout, epoch: int) -> None:
         self.pool: PoolBuffer = connector.allocate(layout, num_blocks, node_id=node_id, epoch=epoch)
         self.connector: KVConnector = connector
-        self.source = Source(node_id, epoch, connector.endpoint)
+        self.source = KVSource(node_id, epoch, connector.endpoint)
 
     @property
     def first_stats(self) -> ConnectorStats:
@@ -73,7 +74,7 @@ class DeviceNode(Node):
         self.staged = StagedConnector(connector, self.staging, self.device)
         self.connector = self.staged
         self.pool = PoolBuffer(self.device.memory, layout, num_blocks)
-        self.source = Source(node_id, epoch, connector.endpoint)
+        self.source = KVSource(node_id, epoch, connector.endpoint)
 
     def staged_row(self, block_id: int) -> memoryview:
         slot = self.staged._copies.slot_of(block_id)
@@ -91,7 +92,7 @@ class DirectNode(Node):
         connector.serve(self.device_pool, node_id=node_id, epoch=epoch)
         self.connector = connector
         self.pool = PoolBuffer(self.device.memory, layout, num_blocks)
-        self.source = Source(node_id, epoch, connector.endpoint)
+        self.source = KVSource(node_id, epoch, connector.endpoint)
 
     async def close(self) -> None:
         await self.connector.close()

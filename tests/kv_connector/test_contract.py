@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kv_connector.base import Block, FetchOutcome, Source
+from kv_connector.base import Block, FetchOutcome
 from kv_connector.header import Mismatch
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 from tests.kv_connector.backends import (
     EPOCH,
     LAYOUT,
@@ -192,7 +193,7 @@ async def test_another_epoch_is_refused_where_the_source_matters(
     owner, peer = node("owner"), node("peer")
     sent = blocks(2)
     await write_and_publish(owner, sent)
-    stale = Source("owner", owner.source.epoch + 7, owner.source.endpoint)
+    stale = KVSource("owner", owner.source.epoch + 7, owner.source.endpoint)
     result = await peer.connector.fetch(stale, sent, timeout=10)
     assert set(result.outcomes) == {REFUSED if harness.has_source else FETCHED}
     assert peer.first_stats.refused[Mismatch.EPOCH] == (2 if harness.has_source else 0)

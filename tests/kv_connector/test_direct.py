@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_connector.base import FetchOutcome, Source
+from kv_connector.base import FetchOutcome
 from kv_connector.device import cuda_handles
 from kv_connector.device.cuda_ipc import CudaIpcConnector
 from kv_connector.device.pool import DevicePool
@@ -21,6 +21,7 @@ from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings, UcxSettings
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.kv_source import KVSource
 from tests.kv_connector.backends import (
     CLUSTER_SECRET,
     EPOCH,
@@ -136,7 +137,7 @@ class Child:
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         assert self.process.stdout is not None
-        self.source = Source("child/0", EPOCH, self.process.stdout.readline().strip())
+        self.source = KVSource("child/0", EPOCH, self.process.stdout.readline().strip())
 
 
 @BOTH_WAYS
@@ -199,7 +200,7 @@ async def test_pools_on_the_host_and_on_a_device_are_not_taken_for_each_other(tm
 async def test_handles_are_bounded_and_may_be_wrong(tmp_path: Path) -> None:
     good = OwnedSegment(tmp_path, "good", EPOCH, LAYOUT, 8, device_handle=b"no such thing")
     peer = DirectNode(CudaIpcConnector(SharedMemorySettings(str(tmp_path))), "peer", 8, LAYOUT, EPOCH)
-    source = Source("good", EPOCH, good.path.name)
+    source = KVSource("good", EPOCH, good.path.name)
     assert (await peer.connector.fetch(source, blocks(1), timeout=10)).outcomes == (FAILED,)
     with good.path.open("r+b") as file:
         file.seek(good.preamble.pool_offset)

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import redis
 
-from kv_connector.base import FetchOutcome, Source
+from kv_connector.base import FetchOutcome
 from kv_connector.settings import RedisSettings
 from kv_connector.store.redis_store import RedisConnector
 from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.kv_source import KVSource
 from tests.kv_connector.backends import LAYOUT, Node, RedisHarness, blocks, write_and_publish
 from tests.redis_server import RedisServer
 
-NOWHERE = Source("any", 0, "")
+NOWHERE = KVSource("any", 0, "")
 
 
 def node(settings: RedisSettings) -> Node:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.base import FetchOutcome, Source
+from kv_connector.base import FetchOutcome
 from kv_connector.header import Mismatch
 from kv_connector.pool import Rows, copy_rows
 from kv_connector.segments import shared_memory
@@ -22,17 +22,18 @@ from kv_connector.settings import SharedMemorySettings
 from kv_connector.worker import Worker
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
 from tests.manual_clock import ManualClock
 
 
-def spawn_owner(directory: Path) -> tuple["subprocess.Popen[str]", Source]:
+def spawn_owner(directory: Path) -> tuple["subprocess.Popen[str]", KVSource]:
     command = [sys.executable, "-m", "tests.kv_connector.segment_owner", str(directory)]
     root = Path(__file__).parents[2]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
     assert process.stdout is not None
-    return process, Source("child/0", EPOCH, process.stdout.readline().strip())
+    return process, KVSource("child/0", EPOCH, process.stdout.readline().strip())
 
 
 def mappings() -> str:
@@ -152,7 +153,7 @@ async def test_nothing_is_copied_when_mapping_the_peer_took_all_the_time(
 ) -> None:
     clock, find = ManualClock(), MappedPeers.of
 
-    def find_slowly(peers: MappedPeers[Any], source: Source) -> Any:
+    def find_slowly(peers: MappedPeers[Any], source: KVSource) -> Any:
         clock.seconds += 1.0
         return find(peers, source)
 
@@ -212,7 +213,7 @@ async def test_endpoints_that_are_no_segments(tmp_path: Path) -> None:
     name = "kvrelay-x-0000000000000001.kv"
 
     async def outcome(endpoint: str) -> FetchOutcome:
-        return (await peer.connector.fetch(Source("x", 1, endpoint), blocks(1), timeout=10)).outcomes[0]
+        return (await peer.connector.fetch(KVSource("x", 1, endpoint), blocks(1), timeout=10)).outcomes[0]
 
     assert await outcome(name) is FetchOutcome.FAILED
     assert await outcome("../../etc/passwd") is FetchOutcome.REFUSED

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
@@ -20,6 +20,7 @@ from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 from tests.kv_connector.backends import (
     CLUSTER_SECRET,
     EPOCH,
@@ -57,7 +58,7 @@ class Tier(InProcessConnector):
         self.retracted += block_ids
         super().retract(block_ids)
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         self.asked.append((len(blocks), timeout))
         if self.fails:
             raise KVError("told to fail")
@@ -187,7 +188,7 @@ async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: 
 
 async def test_a_source_that_nobody_can_reach(pair: Pair) -> None:
     for endpoint in ("", "nonsense", f"host={this_host()};other=1"):
-        source = Source("x", 1, endpoint)
+        source = KVSource("x", 1, endpoint)
         assert set((await pair.peer.connector.fetch(source, blocks(2), timeout=1)).outcomes) == {FAILED}
     assert not pair.peer_tiers[0].asked
 

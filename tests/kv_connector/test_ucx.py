@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
@@ -22,6 +22,7 @@ from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, content, moved, write_and_publish
 from tests.kv_connector.ucx_owner import LARGE_LAYOUT, NUM_BLOCKS
 
@@ -36,7 +37,7 @@ class Child:
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         assert self.process.stdout is not None
-        self.source = Source("child/0", EPOCH, self.process.stdout.readline().strip())
+        self.source = KVSource("child/0", EPOCH, self.process.stdout.readline().strip())
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
@@ -175,7 +176,7 @@ async def test_a_holder_that_can_not_prove_itself_is_not_believed(peer: Node) ->
 
     tasks: list[asyncio.Task[None]] = []
     listener, port = transport.listen(lambda link: tasks.append(asyncio.create_task(parrot(link))))
-    result = await peer.connector.fetch(Source("parrot", EPOCH, f"127.0.0.1:{port}"), blocks(2), timeout=10)
+    result = await peer.connector.fetch(KVSource("parrot", EPOCH, f"127.0.0.1:{port}"), blocks(2), timeout=10)
     assert set(result.outcomes) == {FAILED} and is_clear(peer)
     await asyncio.gather(*tasks)
     del listener
@@ -212,13 +213,13 @@ async def test_nobody_at_the_address(peer: Node) -> None:
         free.bind(("127.0.0.1", 0))
         closed = f"127.0.0.1:{free.getsockname()[1]}"
     for endpoint in (closed, "", "nonsense", "127.0.0.1:0", "no-such-host.invalid:7"):
-        result = await asyncio.wait_for(peer.connector.fetch(Source("x", 1, endpoint), blocks(2), timeout=5), 20)
+        result = await asyncio.wait_for(peer.connector.fetch(KVSource("x", 1, endpoint), blocks(2), timeout=5), 20)
         assert set(result.outcomes) == {FAILED}
 
 
 async def test_a_holder_that_restarted_is_refused_by_its_epoch(holder: Node) -> None:
     reader = node("reader", layout=LAYOUT)
-    stale = Source("holder", EPOCH - 1, holder.source.endpoint)
+    stale = KVSource("holder", EPOCH - 1, holder.source.endpoint)
     assert set((await reader.connector.fetch(stale, blocks(9), timeout=10)).outcomes) == {REFUSED}
     assert reader.connector.stats.refused[Mismatch.EPOCH] == 9 and is_clear(reader)
     assert set((await reader.connector.fetch(holder.source, blocks(9), timeout=10)).outcomes) == {FETCHED}

@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from decode_node.service import DecodeService
-from kv_connector.base import Block, FetchResult, HostConnector, Source
+from kv_connector.base import Block, FetchResult, HostConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv_source import KVSource
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import SchedulerOutput
@@ -29,7 +30,7 @@ LAYOUT = KVLayout(num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=
 class BrokenConnector(InProcessConnector):
     """Fetching fails in a way that nobody has foreseen."""
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         raise RuntimeError("no such case")
 
 

@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, Source
+from kv_connector.base import Block, FetchOutcome, FetchResult
 from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.kv_source import KVSource
 from kvrelay.engine.request import Admission
 from tests.node.fake_node import LAYOUT
 
@@ -19,11 +20,11 @@ class LadderConnector(InProcessConnector):
     def __init__(self, hub: InProcessHub) -> None:
         super().__init__(hub)
         self.hung: set[str] = set()
-        self.store: Source | None = None
+        self.store: KVSource | None = None
         self.asked: list[tuple[str, int]] = []  # node id or "" and number of blocks
         self.timeouts: list[float] = []
 
-    async def fetch(self, source: Source | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
         self.asked.append(("" if source is None else source.node_id, len(blocks)))
         self.timeouts.append(timeout)
         if source is not None and source.node_id in self.hung:
@@ -40,7 +41,7 @@ class Holder:
     def __init__(self, hub: InProcessHub, node_id: str) -> None:
         self._connector = InProcessConnector(hub)
         self._buffer = self._connector.allocate(LAYOUT, _NUM_BLOCKS, node_id=node_id, epoch=1)
-        self.source = Source(node_id, 1, self._connector.endpoint)
+        self.source = KVSource(node_id, 1, self._connector.endpoint)
 
     async def hold(self, admission: Admission, num_blocks: int) -> None:
         blocks = []

@@ -1,10 +1,10 @@
 """What a holder was found not to have is believed for a moment, and of bounded size."""
 
-from kv_connector.base import Source
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv_source import KVSource
 from kvrelay.node.absences import Absences
 
-A, B = Source("a", 1, "at-a"), Source("b", 1, "at-b")
+A, B = KVSource("a", 1, "at-a"), KVSource("b", 1, "at-b")
 ONE, TWO, THREE = (BlockHash(bytes([index]) * 32) for index in (1, 2, 3))
 
 
@@ -14,7 +14,7 @@ def test_it_is_about_one_holder_and_one_block_and_not_for_long() -> None:
     absences.note(A, [ONE])
     assert absences.has(A, ONE)
     assert not absences.has(A, TWO) and not absences.has(B, ONE)
-    assert not absences.has(Source("a", 2, "at-a"), ONE), "it has started again since"
+    assert not absences.has(KVSource("a", 2, "at-a"), ONE), "it has started again since"
     now += 1.9
     absences.note(A, [TWO])
     now += 0.2

@@ -2,15 +2,16 @@
 
 from itertools import product
 
-from kv_connector.base import FetchOutcome, Source
+from kv_connector.base import FetchOutcome
+from kvrelay.core.kv_source import KVSource
 from kvrelay.node.ladder import Ask, Ladder
 
-P = Source("p", 1, "at-p")
-H = Source("h", 1, "at-h")
+P = KVSource("p", 1, "at-p")
+H = KVSource("h", 1, "at-h")
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 
 
-def asked(ladder: Ladder) -> tuple[Source | None, tuple[int, ...]] | None:
+def asked(ladder: Ladder) -> tuple[KVSource | None, tuple[int, ...]] | None:
     ask = ladder.next()
     return None if ask is None else (ask.source, ask.indices)
 
@@ -71,7 +72,7 @@ def test_who_could_not_be_reached_is_not_asked_again() -> None:
     settle(ladder, FAILED, FAILED, FAILED)
     ladder.ask_store()
     assert ladder.next() is None
-    restarted = Source("p", 2, "at-p")
+    restarted = KVSource("p", 2, "at-p")
     ladder.announce(restarted, 2)
     assert asked(ladder) == (restarted, (0, 1))
 
@@ -97,8 +98,8 @@ def test_who_sends_several_bad_blocks_is_not_asked_again() -> None:
     assert asked(ladder) == (P, (5,))
     settle(ladder, REFUSED)
     ladder.announce(P, 6)
-    ladder.announce(Source("late", 1, "at-late"), 6)
-    assert asked(ladder) == (Source("late", 1, "at-late"), (5,))
+    ladder.announce(KVSource("late", 1, "at-late"), 6)
+    assert asked(ladder) == (KVSource("late", 1, "at-late"), (5,))
 
 
 def test_the_store_is_not_asked_for_what_is_still_being_computed() -> None:
@@ -113,11 +114,11 @@ def test_the_store_is_not_asked_for_what_is_still_being_computed() -> None:
 
 def test_sources_without_an_address_are_the_store() -> None:
     ladder = Ladder(2)
-    ladder.offer(Source("a", 1, ""), 1)
+    ladder.offer(KVSource("a", 1, ""), 1)
     assert asked(ladder) == (None, (0,))
     settle(ladder, MISSING)
     assert ladder.next() is None
-    ladder.announce(Source("b", 7, ""), 2)
+    ladder.announce(KVSource("b", 7, ""), 2)
     assert asked(ladder) == (None, (0, 1))
 
 

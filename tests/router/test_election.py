@@ -5,8 +5,9 @@ from random import Random
 from typing import Any, cast
 
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.kv_source import KVSource
 from router.nodes.election import VOTE_SECONDS, elect
-from router.nodes.node import KVSource, NodeDescription, NodeHandle, NodeRole
+from router.nodes.node import NodeDescription, NodeHandle, NodeRole
 from router.nodes.outlier import Outlier
 from tests.router.scripted_nodes import NAMESPACE
 
