@@ -44,8 +44,8 @@ from kvrelay.engine.step_threads import StepThreads
 class Engine:
     """Requests in, `StepResult`s out. `publish`: newly named blocks are pinned and reported so that the node can
     publish them. `publish_hits`: so are blocks that a PRODUCE request has found by name, since what was published once
-    may be gone. `run_ahead`: for a runner whose steps run beside the caller; of no use with another. `threads`: those
-    of a runner that computes on the caller's processor; they rest when a step finds nothing to do."""
+    may be gone. `run_ahead`: for a runner whose steps run while the caller does other things; of no use with another.
+    `threads`: those of a runner that computes on the caller's processor; they rest when a step finds nothing to do."""
 
     def __init__(
         self,
@@ -171,11 +171,11 @@ class Engine:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, beside: Callable[[], None] | None = None) -> tuple[StepResult | None, bool]:
+    def step(self, on_layers_begin: Callable[[], None] | None = None) -> tuple[StepResult | None, bool]:
         """Launches a step, and collects it, or with `run_ahead` the one before it. One that has written what other
         nodes wait for, and is yet to sample, is collected by the next call: they fetch meanwhile. The result is None
-        when nothing changed; the flag says whether another step could do anything by itself. `beside` is called when
-        a model's layers begin, if the runner says so."""
+        when nothing changed; the flag says whether another step could do anything by itself. `on_layers_begin` is
+        called once, when the model's layers begin, if the runner says when that is."""
         if self._in_flight and not self._run_ahead:
             self.settle()
             return self._take_result(), True
@@ -184,7 +184,7 @@ class Engine:
             self._changes.admissions.append(self._admission(sequence))
         if was_in_flight and not self._scheduler.can_run_ahead():
             self.settle()
-        launched = self._launch(beside)
+        launched = self._launch(on_layers_begin)
         if launched and not self._run_ahead and self._name_written():
             return self._take_result(), True
         while len(self._in_flight) > int(self._run_ahead and launched):
@@ -198,14 +198,15 @@ class Engine:
         while self._in_flight:
             self._collect()
 
-    def _launch(self, beside: Callable[[], None] | None) -> bool:
+    def _launch(self, on_layers_begin: Callable[[], None] | None) -> bool:
         """False when there is nothing to do."""
         plan, sequences = self._scheduler.schedule()
         if not plan.scheduled:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        self._threads.begin_step(sum(entry.num_scheduled_tokens for entry in plan.scheduled), beside)
+        num_tokens = sum(entry.num_scheduled_tokens for entry in plan.scheduled)
+        self._threads.begin_step(num_tokens, on_layers_begin)
         try:
             launched = self._runner.launch(plan)
         except KVRelayError as error:

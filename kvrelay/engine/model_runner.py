@@ -30,8 +30,8 @@ class TokenSampler(Protocol):
 
 class ModelRunner:
     """`kv_pool` is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; only this class and its model
-    write to it. On the CPU, where nothing runs beside the caller: a launched step has written its KV, and samples when
-    it is collected, or when one is launched that reads its tokens.
+    write to it. On the CPU, where a launch computes at once: a launched step has written its KV, and samples when it
+    is collected, or when one is launched that reads its tokens.
     """
 
     def __init__(

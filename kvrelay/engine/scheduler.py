@@ -5,7 +5,7 @@ Chunked prefill, prefix hits and KV received from other nodes are all "tokens al
 launched step computes. Invariant: every sequence is in exactly one of the queues, and owns one request reference for
 each entry of its block table.
 
-Chunked prefill beside decodes: Sarathi-Serve (Agrawal et al., 2024), section 4. Preemption by recompute:
+Chunked prefill together with decodes: Sarathi-Serve (Agrawal et al., 2024), section 4. Preemption by recompute:
 PagedAttention (Kwon et al., 2023), section 4.5.
 """
 

@@ -37,12 +37,12 @@ class StepThreads:
         self._weight_bytes = weight_bytes
         self._most = 1  # threads in this step
         self.num_threads = 0  # as set last, 0 before
-        self._beside: Callable[[], None] | None = None
+        self._on_layers_begin: Callable[[], None] | None = None
 
-    def begin_step(self, num_tokens: int, beside: Callable[[], None] | None = None) -> None:
-        """Claims the node's share and takes what the others do not need. `beside` is called before the first layer, by
-        runners that say when that is."""
-        self._beside = beside
+    def begin_step(self, num_tokens: int, on_layers_begin: Callable[[], None] | None = None) -> None:
+        """Claims the node's share and takes what the others do not need. `on_layers_begin` is called before the
+        first layer, by runners that say when that is."""
+        self._on_layers_begin = on_layers_begin
         if self._share is not None:
             self._share.claim()
             self._most = 1 if is_small(self._weight_bytes, num_tokens) else sys.maxsize
@@ -51,9 +51,9 @@ class StepThreads:
 
     def before_layer(self) -> None:
         """Within a step. Results do not depend on the number of threads, up to the rounding of matrix products."""
-        if self._beside is not None:
-            self._beside()
-            self._beside = None
+        if self._on_layers_begin is not None:
+            self._on_layers_begin()
+            self._on_layers_begin = None
         self._adjust()
 
     def _adjust(self) -> None:

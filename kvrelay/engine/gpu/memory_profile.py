@@ -88,8 +88,9 @@ def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
 
 
 def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
-    """Prompts of several lengths, each alone and beside a decode: every way in which a prompt's attention and products
-    are launched, so that it is compiled before somebody waits for it. Decode steps are when they are recorded."""
+    """Prompts of several lengths, each alone and together with a decode: every way in which a prompt's attention and
+    products are launched, so that it is compiled before somebody waits for it. Decode steps are when they are
+    recorded."""
     longest = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
     plans = []
     for length in sorted({min(length, longest) for length in (*_SHORTER_PROMPTS, longest)}, reverse=True):

@@ -190,7 +190,7 @@ _PADDING = ScheduledSequence((0,), 0, (0,), ())
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A `LaunchedStep`; `end` is None where nothing runs beside the caller."""
+    """A `LaunchedStep`; `end` is None where the launch itself computes everything."""
 
     only_samples: ClassVar[bool] = False
     scheduled: tuple[ScheduledSequence, ...]

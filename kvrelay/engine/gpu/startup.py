@@ -37,7 +37,7 @@ def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayo
         )
     except (KVRelayError, torch.OutOfMemoryError) as error:
         raise ConfigurationError(
-            f"beside the weights the card has no memory for a step of {options.max_num_batched_tokens} tokens: end "
+            f"after the weights, the card has no memory for a step of {options.max_num_batched_tokens} tokens: end "
             f"what else uses it, or lower --max-num-batched-tokens or --max-num-seqs ({error})"
         ) from error
     _logger.info("profiled in %.1f s", time.monotonic() - start)

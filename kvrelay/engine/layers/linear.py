@@ -71,7 +71,7 @@ def make_plain_linear(
 
 class Linear:
     """`LinearLayer` whose weights have the format's dtype. Where there are kernels for it, they are packed as they come
-    and no more than one tensor of the checkpoint is held beside them."""
+    and no more than one tensor of the checkpoint is held in addition."""
 
     def __init__(self, parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat) -> None:
         num_outputs = sum(size for _, size in parts)

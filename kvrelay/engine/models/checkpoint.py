@@ -112,7 +112,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def read_tensor(tensor: StoredTensor) -> Tensor:
-    """One tensor as it is stored, on the CPU, beside the pass over everything. Raises ModelLoadError."""
+    """One tensor as it is stored, on the CPU, apart from the pass over everything. Raises ModelLoadError."""
     try:
         with safe_open(tensor.file, framework="pt") as file:
             stored = file.get_tensor(tensor.name)
