@@ -123,7 +123,7 @@ class Relay(Protocol):
         """Serve one request: PromptLogprobs (if asked), TokenOutputs of every choice until each has a finish reason,
         RequestTrace.
 
-        Raises a KVRelayError instead when it can not. Closing the generator early aborts the request on every node;
+        Raises a KVRelayError instead when it cannot. Closing the generator early aborts the request on every node;
         whoever stops iterating must close it (`contextlib.aclosing`)."""
         ...
 

@@ -1,5 +1,5 @@
 // Copies that say what they have copied: XXH3-128 of every row, taken from the registers that are stored, so that each byte of the
-// source is loaded once and a row that changes meanwhile can not have the digest of what was not stored.
+// source is loaded once and a row that changes meanwhile cannot have the digest of what was not stored.
 //
 // XXH3 by Yann Collet, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md: 128 bits, seed 0, the default secret, inputs of
 // more than 240 bytes.

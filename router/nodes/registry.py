@@ -285,7 +285,7 @@ def _descriptions(nodes: Sequence[NodeHandle]) -> list[NodeDescription]:
 
 
 def _difference(found: NodeDescription, expected: NodeDescription) -> str | None:
-    """The first thing in which two nodes differ so that they can not exchange KV, with both values; None when they
+    """The first thing in which two nodes differ so that they cannot exchange KV, with both values; None when they
     can."""
     ours, theirs = found.kv_namespace, expected.kv_namespace
     fields: tuple[tuple[str, object, object], ...] = (

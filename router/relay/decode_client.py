@@ -180,7 +180,7 @@ class DecodeClient:
         self._stream: _Stream | None = None
 
     def open(self, wire_id: str, sink: Sink) -> DecodeSession:
-        """`wire_id` is used once only. A node that can not be reached shows as DecodeFailed."""
+        """`wire_id` is used once only. A node that cannot be reached shows as DecodeFailed."""
         if self._stream is None or self._stream.broken:
             self._stream = _Stream(self._stub, self._address)
         self._stream.add(wire_id, sink)
