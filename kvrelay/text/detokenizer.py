@@ -16,7 +16,7 @@ _RESUME_TOKENS = 8
 class Detokenizer:
     """`push` each token in order, then `flush` once; neither after a stop string matched (`stopped_by`)."""
 
-    __slots__ = ("_held", "_include_stop", "_matchers", "_text", "stopped_by")
+    __slots__ = ("_held", "_include_stop", "_stop", "_text", "stopped_by")
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ) -> None:
         self._text = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._matchers = [_StopMatcher(text) for text in stop]
+        self._stop = tuple(stop)
         self._include_stop = include_stop
         self._held = ""
         self.stopped_by: str | None = None
@@ -40,38 +40,34 @@ class Detokenizer:
     def push(self, token_id: int, *, check_stop: bool = True) -> str:
         """The text that is now certain. Without `check_stop` the token's text cannot be part of a stop string."""
         text = self._text.push(token_id)
-        if not self._matchers:
+        if not self._stop:
             return text
         return self._filter(text) if check_stop else self._release() + text
 
     def flush(self) -> str:
         """What is left when the sequence has ended; an incomplete character shows as U+FFFD."""
         text = self._text.flush()
-        if not self._matchers:
+        if not self._stop:
             return text
-        released = self._filter(text)
-        return released if self.stopped_by is not None else released + self._release()
+        return self._filter(text) + self._release()
 
     def _release(self) -> str:
         held, self._held = self._held, ""
-        for matcher in self._matchers:
-            matcher.matched = 0
         return held
 
     def _filter(self, text: str) -> str:
-        for i, char in enumerate(text):
-            completed: str | None = None
-            for matcher in self._matchers:
-                if matcher.advance(char) and (completed is None or len(matcher.stop) > len(completed)):
-                    completed = matcher.stop
-            if completed is not None:
-                self.stopped_by = completed
-                known = self._held + text[: i + 1]
-                self._held = ""
-                return known if self._include_stop else known[: len(known) - len(completed)]
         known = self._held + text
-        keep = max(matcher.matched for matcher in self._matchers)
-        split = len(known) - keep
+        ends: list[tuple[int, int, str]] = []
+        split = len(known)
+        for stop in self._stop:
+            if stop in known:
+                ends.append((known.index(stop) + len(stop), -len(stop), stop))
+            elif stop[0] in known:
+                split = min(split, _first_beginning(stop, known))
+        if ends:
+            end, _, self.stopped_by = min(ends)
+            self._held = ""
+            return known[: end if self._include_stop else end - len(self.stopped_by)]
         self._held = known[split:]
         return known[:split]
 
@@ -118,35 +114,9 @@ class TextStream:
         return text
 
 
-class _StopMatcher:
-    """Knuth, Morris and Pratt (1977): how much of `stop` the text ends with, in constant time per character."""
-
-    __slots__ = ("_borders", "matched", "stop")
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.matched = 0  # the text so far ends with stop[:matched], and with no longer beginning of it
-        self._borders = _borders(stop)
-
-    def advance(self, char: str) -> bool:
-        """True when `stop` is complete with this character."""
-        stop, matched = self.stop, self.matched
-        while matched and stop[matched] != char:
-            matched = self._borders[matched - 1]
-        if stop[matched] == char:
-            matched += 1
-        self.matched = matched
-        return matched == len(stop)
-
-
-def _borders(text: str) -> list[int]:
-    """For each end, the length of the longest proper beginning of `text` that is also an end of text[:end + 1]."""
-    borders = [0] * len(text)
-    matched = 0
-    for i in range(1, len(text)):
-        while matched and text[matched] != text[i]:
-            matched = borders[matched - 1]
-        if text[matched] == text[i]:
-            matched += 1
-        borders[i] = matched
-    return borders
+def _first_beginning(stop: str, text: str) -> int:
+    """Where the longest end of `text` starts that is a beginning of `stop`; at the end of `text` when there is none."""
+    start = text.find(stop[0], max(0, len(text) - len(stop)))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return start if start >= 0 else len(text)
