@@ -2,8 +2,10 @@
 collect, or mixes devices, raises. Shapes are those of a real model; nothing is computed, and no card is needed.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,8 +78,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
             assert set(kernel.arg_names) <= set(arguments)
             assert all(count < 1 << 16 for count in grid[1:])  # what CUDA allows
             names[kernel.__name__] += 1
-            if "SKIP_DECODES" in arguments:
-                names[f"skip {arguments['SKIP_DECODES']} rows {arguments['ROWS']}"] += 1
 
         return launch
 
@@ -91,9 +91,9 @@ def model() -> DecoderForCausalLM:
     return DecoderForCausalLM(CONFIG, TritonBackend(), max_model_len=LIMITS.max_model_len, weights=weights)
 
 
-def make_runner(model: DecoderForCausalLM, recorder: EagerRecorder | None) -> DeviceRunner:
+def make_runner(model: DecoderForCausalLM, recorder: EagerRecorder | None, limits: StepLimits = LIMITS) -> DeviceRunner:
     pool = torch.empty(4096, 8, 2, 2, 16, 128, dtype=torch.bfloat16, device=META)
-    return DeviceRunner(model, DeviceSampler(CONFIG.vocab_size, ()), pool, LIMITS, recorder)
+    return DeviceRunner(model, DeviceSampler(CONFIG.vocab_size, ()), pool, limits, recorder)
 
 
 def decodes(count: int, row: SamplingRow) -> SchedulerOutput:
@@ -125,16 +125,35 @@ def test_a_mixed_step(model: DecoderForCausalLM, launched: Counter[str]) -> None
 def test_the_largest_step(model: DecoderForCausalLM, launched: Counter[str]) -> None:
     make_runner(model, None).launch(largest_step(LIMITS, 16))
     assert launched["sample_kernel"] == 1
+    assert launched["prefill_attention_kernel"] == CONFIG.num_layers, "prompts that want log-probabilities need most"
 
 
-def test_every_way_to_launch_prefill_is_compiled_at_the_start(
-    model: DecoderForCausalLM, launched: Counter[str]
+@pytest.mark.parametrize("max_num_seqs", [1, 64])
+def test_every_way_to_launch_attention_is_compiled_at_the_start(
+    model: DecoderForCausalLM, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = make_runner(model, None)
-    for plan in smaller_steps(LIMITS, 16):
+    """Whether or not the last layer keeps all tokens of a prompt."""
+    limits = replace(LIMITS, max_num_seqs=max_num_seqs)
+    ways: set[tuple[object, ...]] = set()
+
+    def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
+        constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+        return lambda **given: ways.add((kernel.__name__, *(given.get(name) for name in constants)))
+
+    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
+    runner = make_runner(model, EagerRecorder(), limits)
+    for plan in (largest_step(limits, 16), *smaller_steps(limits, 16)):
         runner.launch(plan)
-    ways = {name for name in launched if name.startswith("skip")}
-    assert ways == {f"skip {skip} rows {rows}" for skip in (True, False) for rows in (64, 128)}
+    at_the_start = set(ways)
+    decode = ScheduledSequence((UNKNOWN_TOKEN,), 40, (1, 2, 3), (GREEDY,), input_row=0)
+    for count, end in itertools.product((2, 40, 500), (500, 1000, 2000, 4095)):
+        prompt = ScheduledSequence((7,) * count, end - count, tuple(range(256)), (GREEDY,))
+        for each in (prompt, replace(prompt, rows=()), replace(prompt, prompt_logprobs=(0, ()))):
+            runner.launch(SchedulerOutput((each,), ()))
+            if max_num_seqs > 1:
+                runner.launch(SchedulerOutput((decode, each), ()))
+    assert ways == at_the_start
+    assert {name for name, *_ in ways} >= {"decode_attention_kernel", "merge_splits_kernel", "prefill_attention_kernel"}
 
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(4096, 6144), (4096, 28672), (14336, 4096), (512, 512)])

@@ -75,30 +75,46 @@ def graph_bytes(step_bytes: int, limits: StepLimits) -> int:
 
 
 def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
-    """As many tokens and as many sampled rows as a step may have, all of them in block 0."""
+    """As many tokens and as many sampled rows as a step may have, all of them in block 0; no token leaves it before its
+    end."""
     num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     num_tokens = min(limits.max_num_batched_tokens, num_seqs * (limits.max_model_len - 1))
-    sampling = SamplingParams(seed=0, top_p=0.9)
     entries = []
     for index in range(num_seqs):
         length = num_tokens // num_seqs + (index < num_tokens % num_seqs)
-        row = SamplingRow(sampling, 0, length, 0, (), ())
-        entries.append(ScheduledSequence((0,) * length, 0, (0,) * -(-length // block_size), (row,)))
+        entries.append(_prompt(length, length, block_size, is_sampled=True, all_stay=True))
     return SchedulerOutput(tuple(entries), ())
 
 
 def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
-    """Prompts of several lengths, each alone and together with a decode: every way in which a prompt's attention and
-    products are launched, so that it is compiled before somebody waits for it. Decode steps are when they are
+    """Every way in which a prompt's attention and products are launched, so that it is compiled before somebody waits
+    for it: prompts of several lengths, each alone and together with a decode, of which no token leaves the step; and
+    ends of ever longer prompts, of which the last layer attends with one token. Decode steps are compiled when they are
     recorded."""
     longest = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
     plans = []
     for length in sorted({min(length, longest) for length in (*_SHORTER_PROMPTS, longest)}, reverse=True):
-        prompt = ScheduledSequence((0,) * length, 0, (0,) * -(-length // block_size), ())
+        prompt = _prompt(length, length, block_size, is_sampled=False, all_stay=True)
         plans.append(SchedulerOutput((prompt,), ()))
         if min(limits.max_num_seqs, limits.max_num_batched_tokens) > 1:
             plans.append(SchedulerOutput((ScheduledSequence((0,), 0, (0,), ()), prompt), ()))
+    end = limits.max_model_len - 1
+    while limits.max_num_batched_tokens > 1 < end:
+        plans.append(SchedulerOutput((_prompt(2, end, block_size, is_sampled=True, all_stay=False),), ()))
+        end //= 2
     return plans
+
+
+def _prompt(num_new: int, length: int, block_size: int, *, is_sampled: bool, all_stay: bool) -> ScheduledSequence:
+    """The last `num_new` of `length` tokens. `all_stay`: as with log-probabilities of the prompt."""
+    row = SamplingRow(SamplingParams(seed=0, top_p=0.9), 0, length, 0, (), ())
+    return ScheduledSequence(
+        token_ids=(0,) * num_new,
+        start=length - num_new,
+        block_table=(0,) * -(-length // block_size),
+        rows=(row,) if is_sampled else (),
+        prompt_logprobs=(0, ()) if all_stay else None,
+    )
 
 
 def profile_memory(
