@@ -48,7 +48,8 @@ void write_layer(const StackCall& call, const Buffers& buffers, std::int64_t lay
   write_kv(write, num_threads);
 }
 
-void attend(const StackCall& call, const Buffers& buffers, AttentionCall attention, const BatchShape& batch, std::int64_t layer, int num_threads) {
+void attend(const StackCall& call, const Buffers& buffers, const BatchAttention& of_batch, std::int64_t layer, int num_threads) {
+  AttentionCall attention = of_batch.call;
   attention.query = buffers.heads;
   attention.query_token_stride = elements_of_token(call);
   attention.query_head_stride = call.head_dim;
@@ -60,13 +61,13 @@ void attend(const StackCall& call, const Buffers& buffers, AttentionCall attenti
     attention.key_scales += layer * call.num_kv_heads;
     attention.value_scales += layer * call.num_kv_heads;
   }
-  paged_attention(attention, batch, call.dtype, num_threads);
+  paged_attention(attention, of_batch.batch, call.dtype, num_threads);
 }
 
-// In place: they come to lie one after the other, as no row moves backwards.
+// In place, to the front: rows ascend, so that none is overwritten before it has been copied.
 void gather_rows(void* data, std::int64_t row_bytes, const LastRows& last) {
   char* bytes = static_cast<char*>(data);
-  for (std::int64_t i = 0; i < last.batch.num_tokens; ++i) {
+  for (std::int64_t i = 0; i < last.attention.batch.num_tokens; ++i) {
     if (last.rows[i] != i) std::memcpy(bytes + i * row_bytes, bytes + last.rows[i] * row_bytes, static_cast<std::size_t>(row_bytes));
   }
 }
@@ -76,6 +77,7 @@ void gather_rows(void* data, std::int64_t row_bytes, const LastRows& last) {
 void layer_stack(const StackCall& call, int num_threads) {
   const Buffers buffers(call, call.num_heads + 2 * call.num_kv_heads);
   std::int64_t rows = call.rows;
+  const BatchAttention* attention = &call.attention;
   HeadsCall heads{};
   heads.x = call.hidden;
   heads.rows = call.rows;
@@ -100,16 +102,15 @@ void layer_stack(const StackCall& call, int num_threads) {
     }
     project_heads(heads, num_threads);
     write_layer(call, buffers, static_cast<std::int64_t>(layer), num_threads);
-    const LastRows* narrowed = layer + 1 == call.layers->size() ? call.last_rows : nullptr;
-    if (narrowed != nullptr) {
-      rows = narrowed->batch.num_tokens;
+    if (call.last_rows != nullptr && layer + 1 == call.layers->size()) {
+      attention = &call.last_rows->attention;
+      rows = attention->batch.num_tokens;
       if (rows == 0) return;
       const std::int64_t bytes = element_size(call.dtype);
-      gather_rows(buffers.heads, elements_of_token(call) * bytes, *narrowed);
-      gather_rows(residual, call.hidden_size * bytes, *narrowed);
+      gather_rows(buffers.heads, elements_of_token(call) * bytes, *call.last_rows);
+      gather_rows(residual, call.hidden_size * bytes, *call.last_rows);
     }
-    attend(call, buffers, narrowed != nullptr ? narrowed->attention : call.attention, narrowed != nullptr ? narrowed->batch : call.batch,
-           static_cast<std::int64_t>(layer), num_threads);
+    attend(call, buffers, *attention, static_cast<std::int64_t>(layer), num_threads);
     finish_layer(
         {stacked.output, stacked.gate_up, stacked.down, buffers.attended, residual, rows, stacked.norm, call.epsilon, call.hidden, call.residual},
         num_threads);

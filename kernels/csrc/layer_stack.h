@@ -21,11 +21,16 @@ struct StackedLayer {
   std::int64_t window;  // tokens a query sees, itself included; 0 = all
 };
 
+// Attention of a batch over layer 0; query, output, scale and window are set in here.
+struct BatchAttention {
+  AttentionCall call;
+  BatchShape batch;
+};
+
 // The rows with which the last layer goes on once it has written the KV of all.
 struct LastRows {
-  const std::int64_t* rows;  // [batch.num_tokens] ascending
-  AttentionCall attention;   // as StackCall's, for these alone
-  BatchShape batch;
+  const std::int64_t* rows;  // [attention.batch.num_tokens] ascending
+  BatchAttention attention;  // of these alone
 };
 
 struct StackCall {
@@ -46,9 +51,8 @@ struct StackCall {
   const float* cos;  // as HeadsCall's
   const float* sin;
   std::int64_t angle_stride;
-  WriteCall write;          // into layer 0; key and value are set here
-  AttentionCall attention;  // over layer 0; query, output, scale and window are set here
-  BatchShape batch;
+  WriteCall write;           // into layer 0; key and value are set here
+  BatchAttention attention;  // of all rows
   const LastRows* last_rows;  // or null: all. They end in the first rows of `hidden`
   std::int64_t layer_bytes;  // from a layer of a block and head to the next, in the pool
 };

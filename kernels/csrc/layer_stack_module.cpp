@@ -76,11 +76,11 @@ class LayerStack {
     set_angles(call, cos_object, sin_object);
     call.layer_bytes = pool.view.stride(2) * pool.element_bytes;
     set_write(call, pool, metadata.attr("slot_mapping"));
-    set_attention(call.attention, call.batch, pool, call.rows, metadata);
+    set_attention(call.attention, pool, call.rows, metadata);
     require(key_scales.is_none() == value_scales.is_none(), "key_scales and value_scales go together");
     if (!key_scales.is_none()) {
-      call.write.key_scales = call.attention.key_scales = scales(key_scales, "key_scales");
-      call.write.value_scales = call.attention.value_scales = scales(value_scales, "value_scales");
+      call.write.key_scales = call.attention.call.key_scales = scales(key_scales, "key_scales");
+      call.write.value_scales = call.attention.call.value_scales = scales(value_scales, "value_scales");
     }
     LastRows last_rows{};
     if (!last_tokens.is_none()) {
@@ -138,11 +138,12 @@ class LayerStack {
   }
 
   // `metadata` is an AttentionMetadata of paged_kernels.base.
-  void set_attention(AttentionCall& attention, BatchShape& batch, const PoolView& pool, std::int64_t num_tokens, nb::handle metadata) const {
+  void set_attention(BatchAttention& of_batch, const PoolView& pool, std::int64_t num_tokens, nb::handle metadata) const {
     const TensorView tables(metadata.attr("block_tables"), "block_tables", 2);
     const TensorView starts(metadata.attr("query_start_loc"), "query_start_loc", 1);
     const TensorView lens(metadata.attr("seq_lens"), "seq_lens", 1);
     require(starts.shape(0) == lens.shape(0) + 1 && tables.shape(0) == lens.shape(0), "the metadata differ in sequences");
+    AttentionCall& attention = of_batch.call;
     attention.pool = pool.layer(0);
     attention.block_stride = pool.view.stride(0);
     attention.head_stride = pool.view.stride(1);
@@ -154,7 +155,7 @@ class LayerStack {
     attention.num_kv_heads = static_cast<int>(num_kv_heads_);
     attention.head_dim = static_cast<int>(head_dim_);
     attention.block_size = static_cast<int>(pool.block_size());
-    batch = {num_tokens, lens.shape(0), pool.num_blocks()};
+    of_batch.batch = {num_tokens, lens.shape(0), pool.num_blocks()};
   }
 
   // `last_tokens` is a LastTokens of paged_kernels.base.
@@ -164,7 +165,7 @@ class LayerStack {
     for (std::int64_t i = 0; i < rows.shape(0); ++i)
       require(last.rows[i] < call.rows && last.rows[i] >= 0 && (i == 0 || last.rows[i - 1] < last.rows[i]), "the last tokens are not ascending rows");
     last.attention = call.attention;
-    set_attention(last.attention, last.batch, pool, rows.shape(0), last_tokens.attr("metadata"));
+    set_attention(last.attention, pool, rows.shape(0), last_tokens.attr("metadata"));
   }
 
   const float* scales(nb::handle object, const char* name) const {

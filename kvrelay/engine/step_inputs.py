@@ -73,10 +73,9 @@ class StepInputs:
 
 
 def flatten(plan: SchedulerOutput, block_size: int) -> StepInputs:
-    last_seqs = [index for index, entry in enumerate(plan.scheduled) if entry.rows] if _reads_last_only(plan) else None
+    last_seqs: list[int] | None = [] if _reads_last_only(plan) else None
     inputs = StepInputs([], [], [], [], [0], [], [], [], [], last_seqs)
-    num_sampled = 0
-    for entry in plan.scheduled:
+    for index, entry in enumerate(plan.scheduled):
         table, start = entry.block_table, entry.start
         end = start + entry.num_scheduled_tokens
         inputs.token_ids.extend(entry.token_ids)
@@ -87,8 +86,10 @@ def flatten(plan: SchedulerOutput, block_size: int) -> StepInputs:
         inputs.seq_lens.append(end)
         inputs.block_tables.append(table)
         inputs.rows.extend(entry.rows)
-        num_sampled += bool(entry.rows)
-        inputs.hidden_rows.extend([(len(inputs.token_ids) if last_seqs is None else num_sampled) - 1] * len(entry.rows))
+        if last_seqs is not None and entry.rows:
+            last_seqs.append(index)
+        last_row = len(inputs.token_ids if last_seqs is None else last_seqs) - 1
+        inputs.hidden_rows.extend([last_row] * len(entry.rows))
     return inputs
 
 

@@ -4,15 +4,23 @@ from pathlib import Path
 
 from paged_kernels.registry import select_backend
 
+from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
 
 
-def load(directory: Path, quantization: Quantization = "none", *, dtype: DTypeName = "float32") -> LoadedModel:
+def load(
+    directory: Path,
+    quantization: Quantization = "none",
+    *,
+    dtype: DTypeName = "float32",
+    weight_store: WeightStore | None = None,
+) -> LoadedModel:
     return load_model(
         str(directory),
         dtype=dtype,
         attention=select_backend("auto"),
         max_model_len=None,
         quantization=quantization,
+        weight_store=weight_store,
     )

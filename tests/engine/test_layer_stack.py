@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
-from kvrelay.engine.models.loader import DTypeName, load_model
+from kvrelay.engine.models.loader import DTypeName
+from tests.engine import loading
 from tests.engine.paged_run import PagedRun
 from tests.engine.prequantized_models import make_prequantized_model
 from tests.engine.tiny_models import make_tiny_model
@@ -23,9 +24,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 
 
 def load(directory: Path, quantization: Quantization, dtype: DTypeName = "bfloat16") -> DecoderForCausalLM:
-    return load_model(
-        str(directory), dtype=dtype, attention=select_backend("auto"), max_model_len=64, quantization=quantization
-    ).model
+    return loading.load(directory, quantization, dtype=dtype).model
 
 
 def logits_and_kv(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None) -> Tensor:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged_kernels.registry import select_backend
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import Quantization
-from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from kvrelay.engine.models.loader import DTypeName, LoadedModel
+from tests.engine import loading
 from tests.engine.paged_run import PagedRun
 from tests.engine.prequantized_models import make_prequantized_model
 from tests.engine.tiny_models import make_tiny_model
@@ -34,14 +34,7 @@ def store() -> Iterator[WeightStore]:
 def load(
     directory: Path, store: WeightStore | None, *, dtype: DTypeName = "bfloat16", quantization: Quantization = "none"
 ) -> LoadedModel:
-    return load_model(
-        str(directory),
-        dtype=dtype,
-        attention=select_backend("auto"),
-        max_model_len=None,
-        quantization=quantization,
-        weight_store=store,
-    )
+    return loading.load(directory, quantization, dtype=dtype, weight_store=store)
 
 
 def logits(loaded: LoadedModel) -> Tensor:
