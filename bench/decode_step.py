@@ -21,9 +21,10 @@ import torch
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.extension import load_extension
 from paged_kernels.registry import select_backend
+from paged_kernels.threads import use_threads
 
 from bench.random_model import SHAPES, PrequantizedMethod, write_random_model
-from bench.timing import wall_seconds
+from bench.timing import torch_computes, wall_seconds
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--weights", nargs="+", choices=FORMS, default=FORMS, help="the first is what others count in")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    use_threads(arguments.threads)
     print(f"{arguments.shape}, {arguments.context} tokens of KV each, {arguments.threads} threads")
     models = {form: _load(arguments.shape, form) for form in arguments.weights}
     for batch in arguments.batch:
@@ -67,7 +68,8 @@ def _measure(title: str, steps: Sequence[Step], rounds: int) -> None:
     reads: list[float] = []
     seconds: dict[str, list[float]] = {step.name: [] for step in steps}
     for index in range(rounds + 1):  # the first one warms up
-        read = wall_seconds(memory.sum)
+        with torch_computes():
+            read = wall_seconds(memory.sum)
         for step in steps:
             elapsed = wall_seconds(step.run)
             if index:

@@ -10,11 +10,12 @@ import torch
 from paged_kernels.base import AttentionBackend, AttentionMetadata
 from paged_kernels.kv_scales import FP8, KVScales
 from paged_kernels.registry import select_backend
+from paged_kernels.threads import use_threads
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.even_batch import even_batch
-from bench.timing import wall_seconds
+from bench.timing import torch_computes, wall_seconds
 
 BLOCK_SIZE = 16
 NUM_LAYERS = 4
@@ -37,7 +38,8 @@ def decode_all_layers(
 
 def bench_decode(backend: AttentionBackend, args: argparse.Namespace, dtype: torch.dtype) -> None:
     source = torch.ones(1 << 26)
-    bandwidth = source.nbytes / best_seconds(source.sum, repeats=args.repeats)
+    with torch_computes():
+        bandwidth = source.nbytes / best_seconds(source.sum, repeats=args.repeats)
     print(f"memory read: {bandwidth / 1e9:.1f} GB/s")
     scales = torch.full((NUM_LAYERS, args.kv_heads), 2.0**-6)
     over_fp8 = select_backend(args.backend, kv_scales=KVScales(scales, scales))
@@ -71,10 +73,11 @@ def bench_prefill(backend: AttentionBackend, args: argparse.Namespace, dtype: to
         seconds = best_seconds(lambda: backend.attend(query, pool, 0, metadata, scale=scale), repeats=args.repeats)  # noqa: B023
         q = torch.randn(1, args.heads, length, args.head_dim).to(dtype)
         kv = torch.randn(1, args.kv_heads, length, args.head_dim).to(dtype)
-        sdpa = best_seconds(
-            lambda: scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True),  # noqa: B023
-            repeats=args.repeats,
-        )
+        with torch_computes():
+            sdpa = best_seconds(
+                lambda: scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True),  # noqa: B023
+                repeats=args.repeats,
+            )
         flops = 2 * length * length * args.heads * args.head_dim  # two products, half of each is masked
         ours, torchs = flops / seconds / 1e9, flops / sdpa / 1e9
         print(f"prefill {length:5}: {ours:6.1f} GFLOP/s, torch SDPA over contiguous KV {torchs:6.1f}")
@@ -92,7 +95,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of decode, pool after pool; the best counts")
     parser.add_argument("--fp8", action="store_true", help="decode over an FP8 pool as well")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     torch.manual_seed(0)
     backend = select_backend(args.backend)
     dtype: torch.dtype = getattr(torch, args.dtype)

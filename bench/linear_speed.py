@@ -1,4 +1,4 @@
-"""Products of rows with packed bfloat16 weights: our kernel beside oneDNN.
+"""Products of rows with packed bfloat16 weights: our kernel beside oneDNN, where that has any for this processor.
 
     python -m bench.linear_speed --threads 2
 
@@ -8,15 +8,16 @@ memory as those of a model do. What is printed is the median over rounds; ratios
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 from paged_kernels import _native, packed
 from paged_kernels.packed import PackedWeight
+from paged_kernels.threads import num_threads, use_threads
 from torch import Tensor
 
-from bench.onednn_products import onednn_linear, onednn_weight
+from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
+from bench.timing import torch_computes, wall_seconds
 
 # Outputs and inputs of the shape qwen2-0.5b: of the heads, the attention's output, gate and up, down.
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--copies", type=int, default=8, help="weights that are used in turn")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    use_threads(arguments.threads)
     for num_outputs, num_inputs in SHAPES:
         weights = [packed.pack(torch.randn(num_outputs, num_inputs).bfloat16()) for _ in range(arguments.copies)]
         for num_rows in arguments.rows:
@@ -37,31 +38,40 @@ def main() -> None:
 
 
 def _measure(x: Tensor, weights: Sequence[PackedWeight], rounds: int) -> None:
-    opaque = [onednn_weight(weight) for weight in weights]
+    opaque = [onednn_weight(weight) for weight in weights] if has_onednn_products() else []
     out = torch.empty(x.shape[0], weights[0].num_outputs, dtype=torch.bfloat16)
 
     def ours(which: int) -> None:
-        _native.packed_matmul(out, x, weights[which].panels, None, torch.get_num_threads())
+        _native.packed_matmul(out, x, weights[which].panels, None, num_threads())
 
     def onednn(which: int) -> None:
         onednn_linear(x, opaque[which])
 
-    runs: dict[str, Callable[[int], None]] = {"ours": ours, "onednn": onednn}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    own, theirs = [], []
     for index in range(rounds + 1):  # the first one warms up
-        for name, run in runs.items():
-            start = time.perf_counter()
-            for which in range(len(weights)):
-                run(which)
-            if index:
-                seconds[name].append((time.perf_counter() - start) / len(weights))
+        before = 0.0
+        if opaque:
+            with torch_computes():
+                before = _seconds(onednn, len(weights))
+        after = _seconds(ours, len(weights))
+        if index:
+            own.append(after)
+            theirs.append(before)
     operations = 2 * x.shape[0] * weights[0].num_outputs * weights[0].num_inputs
-    speeds = {name: operations / statistics.median(times) / 1e12 for name, times in seconds.items()}
-    ratio = statistics.median(a / b for a, b in zip(seconds["ours"], seconds["onednn"], strict=True))
-    print(
-        f"{x.shape[0]:5} x {x.shape[1]:5} x {out.shape[1]:5}: {speeds['ours']:.2f} TFLOP/s, oneDNN "
-        f"{speeds['onednn']:.2f}; {ratio:.2f} of its time"
-    )
+    beside = ""
+    if opaque:
+        ratio = statistics.median(a / b for a, b in zip(own, theirs, strict=True))
+        beside = f", oneDNN {operations / statistics.median(theirs) / 1e12:.2f}; {ratio:.2f} of its time"
+    speed = operations / statistics.median(own) / 1e12
+    print(f"{x.shape[0]:5} x {x.shape[1]:5} x {out.shape[1]:5}: {speed:.3f} TFLOP/s{beside}")
+
+
+def _seconds(run: Callable[[int], None], count: int) -> float:
+    def run_all() -> None:
+        for which in range(count):
+            run(which)
+
+    return wall_seconds(run_all) / count
 
 
 if __name__ == "__main__":

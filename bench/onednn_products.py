@@ -5,6 +5,12 @@ from paged_kernels.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
 from torch import Tensor
 
 
+def has_onednn_products() -> bool:
+    """Of bfloat16: it wants AVX-512 or AVX-NE-CONVERT."""
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported
+
+
 def onednn_weight(weight: PackedWeight) -> Tensor:
     """A copy in the order that oneDNN chooses on this machine; in ordinary pages, where ours lie in large ones."""
     pairs = weight.panels.view(weight.panels.shape[0], -1, PANEL_OUTPUTS, 2)

@@ -1,4 +1,5 @@
-"""Steps that compute prompts: ours beside the same model with oneDNN's products, piece by piece.
+"""Steps that compute prompts: ours beside the same model with oneDNN's products, piece by piece, where oneDNN has any
+for this processor.
 
     python -m bench.prefill_step DIR --threads 2
     python -m bench.prefill_step DIR --threads 2 --quantization int8     beside the same model in bfloat16
@@ -10,8 +11,8 @@ logits of the last tokens, without the engine. Both take turns in every round; t
 
 import argparse
 import statistics
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import get_args
@@ -22,10 +23,11 @@ from paged_kernels import packed
 from paged_kernels.base import AttentionMetadata, LastTokens
 from paged_kernels.packed import PackedWeight
 from paged_kernels.registry import select_backend
+from paged_kernels.threads import use_threads
 from torch import Tensor
 
-from bench.onednn_products import onednn_linear, onednn_weight
-from bench.timing import wall_seconds
+from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
+from bench.timing import torch_computes, wall_seconds
 from kvrelay.engine.layers.linear import Linear
 from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
@@ -36,22 +38,23 @@ STEPS = ("512:0", "128:0", "64:1024", "33:1024", "16*1:300,112:0")
 
 
 class WithOnednn:
-    """While it is entered, oneDNN multiplies all rows with weights of its own, and no layer is compiled."""
+    """Within `entered()` oneDNN multiplies all rows, with weights of its own and on torch's threads, and no layer is
+    compiled."""
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         self._model, self._stack = model, model.stack
         linears = [*model.linear_layers(), model.lm_head]
         weights = [one.weight for one in linears if isinstance(one, Linear) and isinstance(one.weight, PackedWeight)]
         self._weights = {weight.panels.data_ptr(): onednn_weight(weight) for weight in weights}
-        self._patch = mock.patch.object(packed, "linear", self._linear)
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def entered(self) -> Iterator[None]:
         self._model.stack = None
-        self._patch.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._model.stack = self._stack
-        self._patch.stop()
+        try:
+            with mock.patch.object(packed, "linear", self._linear), torch_computes():
+                yield
+        finally:
+            self._model.stack = self._stack
 
     def _linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return onednn_linear(x, self._weights[weight.panels.data_ptr()], bias)
@@ -59,11 +62,11 @@ class WithOnednn:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """What ours is measured beside: a model, as it is while `entered` is."""
+    """What ours is measured beside: a model, as it is within `entered()`."""
 
     name: str
     model: DecoderForCausalLM
-    entered: AbstractContextManager[object]
+    entered: Callable[[], AbstractContextManager[None]]
 
 
 def main() -> None:
@@ -74,12 +77,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quantization", choices=get_args(Quantization), default="none")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    use_threads(arguments.threads)
     model = _load(arguments.model, arguments.quantization)
-    if arguments.quantization == "none":
-        other = Other("oneDNN", model, WithOnednn(model))
-    else:
-        other = Other("bfloat16", _load(arguments.model, "none"), nullcontext())
+    other: Other | None = None
+    if arguments.quantization != "none":
+        other = Other("bfloat16", _load(arguments.model, "none"), nullcontext)
+    elif has_onednn_products():
+        other = Other("oneDNN", model, WithOnednn(model).entered)
     for spec in arguments.steps:
         _measure(spec, model, other, arguments.rounds)
 
@@ -91,21 +95,23 @@ def _load(directory: str, quantization: Quantization) -> DecoderForCausalLM:
 
 
 @torch.inference_mode()
-def _measure(spec: str, model: DecoderForCausalLM, other: Other, rounds: int) -> None:
-    run, run_other = _step(model, spec), _step(other.model, spec)
+def _measure(spec: str, model: DecoderForCausalLM, other: Other | None, rounds: int) -> None:
+    run, run_other = _step(model, spec), None if other is None else _step(other.model, spec)
     ours, theirs = [], []
     for index in range(rounds + 1):  # the first one warms up
-        with other.entered:
-            before = wall_seconds(run_other)
+        before = 0.0
+        if other is not None and run_other is not None:
+            with other.entered():
+                before = wall_seconds(run_other)
         after = wall_seconds(run)
         if index:
             ours.append(after)
             theirs.append(before)
-    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    print(
-        f"{spec:>20}: {statistics.median(ours) * 1e3:.1f} ms, with {other.name} {statistics.median(theirs) * 1e3:.1f}; "
-        f"{ratio:.2f} of its time"
-    )
+    beside = ""
+    if other is not None:
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        beside = f", with {other.name} {statistics.median(theirs) * 1e3:.1f}; {ratio:.2f} of its time"
+    print(f"{spec:>20}: {statistics.median(ours) * 1e3:.1f} ms{beside}")
 
 
 def _step(model: DecoderForCausalLM, spec: str) -> Callable[[], Tensor]:

@@ -420,11 +420,11 @@ NB_MODULE(_native, m) {
   m.def("instruction_set", [] { return std::string(paged::kernels().name); });
   m.def("available_instruction_sets", &paged::available_instruction_sets);
   m.def("set_instruction_set", [](const std::string& name) { paged::force_instruction_set(name); }, "name"_a);
-  m.def("borrow_openmp_runtime", [](const std::string& path) { return paged::borrow_openmp_runtime(path.c_str()); }, "path"_a);
   m.def("write_kv", &paged::bind_write_kv, "key"_a, "value"_a, "kv_pool"_a, "layer"_a, "slot_mapping"_a,
         "key_scale"_a.none(), "value_scale"_a.none(), "num_threads"_a);
   m.def("paged_attention", &paged::bind_paged_attention, "output"_a, "query"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
         "query_start_loc"_a, "seq_lens"_a, "scale"_a, "window"_a, "key_scale"_a.none(), "value_scale"_a.none(), "num_threads"_a);
+  m.def("start_together", &paged::start_together, "whether"_a);
   m.def("rms_norm", &paged::bind_rms_norm, "out"_a, "x"_a, "weight"_a, "epsilon"_a, "num_threads"_a);
   m.def("add_rms_norm", &paged::bind_add_rms_norm, "out"_a, "residual_out"_a, "x"_a, "residual"_a, "weight"_a, "epsilon"_a,
         "num_threads"_a);

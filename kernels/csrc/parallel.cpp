@@ -1,32 +1,185 @@
 #include "parallel.h"
 
-#include <dlfcn.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <array>
+#include <chrono>
+#include <mutex>
+#include <system_error>
+#include <thread>
 
 namespace paged {
 namespace {
 
-// The entry that GCC emits for `#pragma omp parallel`; every libgomp exports it, and LLVM's runtime on Linux does so too.
-using ParallelEntry = void (*)(void (*body)(void*), void* context, unsigned num_threads, unsigned flags);
+using Clock = std::chrono::steady_clock;
 
-std::atomic<ParallelEntry> parallel_entry{nullptr};
+constexpr int kMostHelpers = 255;
+// How long a helper looks for more before it sleeps: longer than the caller takes from one region of a step to the next, and shorter
+// than another process notices.
+constexpr auto kHelperSpins = std::chrono::microseconds(200);
+// How long the caller does so before it leaves its core to a helper that has not finished: perhaps that one has none.
+constexpr auto kCallerSpins = std::chrono::microseconds(100);
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Until `is_over` says so, or the time has passed. Returns what it said last.
+template <class IsOver>
+bool spin(Clock::duration limit, const IsOver& is_over) {
+  if (is_over()) return true;
+  const auto end = Clock::now() + limit;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      relax();
+      if (is_over()) return true;
+    }
+    sched_yield();  // to threads of this process that have no other core, among them those of torch, and the one waited for
+  } while (Clock::now() < end);
+  return false;
+}
+
+// What one region's state says, in one word that threads change as a whole.
+struct State {
+  std::uint32_t region;   // its number
+  std::uint16_t places;   // for helpers that have not come yet; 0 once the region is closed
+  std::uint16_t helpers;  // that have come and not finished
+};
+
+// One region at a time. A helper reads `body_` and `context_` only after it has been counted, and the caller leaves the region only when
+// nobody is counted any more, so that neither outlives its use.
+class Team {
+ public:
+  // False when another thread has the team.
+  bool run(void (*body)(void*), void* context, int num_threads) {
+    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return false;
+    const int places = start_helpers(std::min(num_threads - 1, kMostHelpers));
+    body_ = body;
+    context_ = context;
+    state_.store({++region_, static_cast<std::uint16_t>(places), 0});
+    for (int i = 0; i < places; ++i) helpers_[i].wake();
+    while (starts_together_.load(std::memory_order_relaxed) && state_.load().places > 0) sched_yield();
+    body(context);
+    close();
+    wait_for_helpers();
+    return true;
+  }
+
+  void start_together(bool whether) { starts_together_.store(whether); }
+
+ private:
+  struct alignas(64) Helper {
+    std::atomic<std::uint32_t> is_asleep{0};
+
+    void wake() {
+      if (is_asleep.load(std::memory_order_relaxed) != 0 && is_asleep.exchange(0) != 0) is_asleep.notify_one();
+    }
+  };
+
+  // How many there are, at most `wanted`: fewer where the system refuses threads.
+  int start_helpers(int wanted) {
+    while (num_helpers_ < wanted) {
+      try {
+        std::thread helper([this, &own = helpers_[num_helpers_]] { help(own); });
+#if defined(__linux__)
+        pthread_setname_np(helper.native_handle(), "kernel-helper");
+#endif
+        helper.detach();
+      } catch (const std::system_error&) {
+        break;
+      }
+      ++num_helpers_;
+    }
+    return std::min(num_helpers_, wanted);
+  }
+
+  [[noreturn]] void help(Helper& helper) {
+    std::uint32_t done = 0;  // the last region that this helper was in, or came too late for
+    for (;;) {
+      State state{};
+      const bool found = spin(kHelperSpins, [&] { return (state = state_.load(std::memory_order_acquire)).region != done; });
+      if (!found) {
+        helper.is_asleep.store(1);
+        if (state_.load().region == done) helper.is_asleep.wait(1);
+        helper.is_asleep.store(0, std::memory_order_relaxed);
+        continue;
+      }
+      done = state.region;
+      while (state.places > 0) {
+        const State next{state.region, static_cast<std::uint16_t>(state.places - 1), static_cast<std::uint16_t>(state.helpers + 1)};
+        if (!state_.compare_exchange_weak(state, next)) continue;
+        done = state.region;
+        body_(context_);
+        leave();
+        break;
+      }
+    }
+  }
+
+  // A caller that has gone to sleep is woken by the last helper.
+  void leave() {
+    State state = state_.load(std::memory_order_relaxed);
+    State next;
+    do {
+      next = {state.region, state.places, static_cast<std::uint16_t>(state.helpers - 1)};
+    } while (!state_.compare_exchange_weak(state, next));
+    if (next.helpers == 0 && caller_waits_.load() != 0) {
+      caller_waits_.store(0);
+      caller_waits_.notify_one();
+    }
+  }
+
+  // Everything is taken: helpers that come now would find nothing.
+  void close() {
+    State state = state_.load(std::memory_order_relaxed);
+    while (!state_.compare_exchange_weak(state, {state.region, 0, state.helpers})) {
+    }
+  }
+
+  void wait_for_helpers() {
+    const auto all_left = [this] { return state_.load().helpers == 0; };
+    while (!spin(kCallerSpins, all_left)) {
+      caller_waits_.store(1);
+      if (!all_left()) caller_waits_.wait(1);
+      caller_waits_.store(0, std::memory_order_relaxed);
+    }
+  }
+
+  alignas(64) std::atomic<State> state_{State{0, 0, 0}};
+  alignas(64) std::atomic<std::uint32_t> caller_waits_{0};
+  std::atomic<bool> starts_together_{false};
+  void (*body_)(void*) = nullptr;
+  void* context_ = nullptr;
+  std::uint32_t region_ = 0;
+  std::mutex mutex_;  // of the caller
+  int num_helpers_ = 0;
+  std::array<Helper, kMostHelpers> helpers_;
+};
+
+// Never destroyed, because helpers outlive every destructor. A forked process has none of them and starts a team of its own.
+std::atomic<Team*> team{nullptr};
+
+Team& current_team() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    team.store(new Team);
+    pthread_atfork(nullptr, nullptr, [] { team.store(new Team); });
+  });
+  return *team.load(std::memory_order_acquire);
+}
 
 }  // namespace
 
-bool borrow_openmp_runtime(const char* path) {
-  void* library = dlopen(path, RTLD_NOLOAD | RTLD_NOW);  // the reference is kept: its threads outlive us
-  if (library == nullptr) return false;
-  const auto entry = reinterpret_cast<ParallelEntry>(dlsym(library, "GOMP_parallel"));
-  if (entry != nullptr) parallel_entry.store(entry);
-  return entry != nullptr;
-}
+void start_together(bool whether) { current_team().start_together(whether); }
 
 void run_team(void (*body)(void*), void* context, int num_threads) {
-  const ParallelEntry entry = parallel_entry.load(std::memory_order_relaxed);
-  if (entry == nullptr) {
-    body(context);
-  } else {
-    entry(body, context, static_cast<unsigned>(num_threads), 0);
-  }
+  if (num_threads <= 1 || !current_team().run(body, context, num_threads)) body(context);
 }
 
 }  // namespace paged

@@ -1,5 +1,8 @@
-// Runs independent items on several threads. The threads are those of the OpenMP runtime that the host process (torch) has loaded
-// already: a second runtime beside it would oversubscribe the cores. Without one, everything runs on the calling thread.
+// Runs independent items on several threads: the caller's, and helpers of a team that the process keeps.
+//
+// Helpers are never waited for unless they have begun something: whoever is awake takes the next items, and the caller computes what
+// nobody has taken. A helper that is asleep, or whose core another process has, therefore costs nothing but its help, where a barrier
+// of all threads would hold up the step until the machine's scheduler has come round to every one of them.
 #pragma once
 
 #include <algorithm>
@@ -8,11 +11,12 @@
 
 namespace paged {
 
-// Looks for GOMP_parallel in the shared library `path` if, and only if, the process has it loaded. False when there is none.
-bool borrow_openmp_runtime(const char* path);
-
-// Calls body(context) on `num_threads` threads at once, the caller's among them, and waits for all. Body must not throw.
+// Calls body(context) on the caller's thread, and at the same time on up to `num_threads` - 1 helpers; returns when all of these calls
+// have. Each call takes from `context` what is left to do. Body must not throw, and must not call this.
 void run_team(void (*body)(void*), void* context, int num_threads);
+
+// Whether the caller begins only once all helpers have come: for tests, in whose small work they would find nothing left to do.
+void start_together(bool whether);
 
 // Calls item(i) for every i in [0, count), each once, in any order and on any of the threads.
 template <class Item>

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paged_kernels import fused_reference
 from paged_kernels.extension import load_extension
+from paged_kernels.threads import num_threads
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if native is None or not _fits(x, weight):
         return fused_reference.rms_norm(x, weight, eps)
     out = _empty_like(x)
-    native.rms_norm(out, x, weight, eps, torch.get_num_threads())
+    native.rms_norm(out, x, weight, eps, num_threads())
     return out
 
 
@@ -38,7 +39,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if native is None or not _fits(x, residual, weight):
         return fused_reference.add_rms_norm(x, residual, weight, eps)
     out, new_residual = _empty_like(x), _empty_like(x)
-    native.add_rms_norm(out, new_residual, x, residual, weight, eps, torch.get_num_threads())
+    native.add_rms_norm(out, new_residual, x, residual, weight, eps, num_threads())
     return out, new_residual
 
 
@@ -51,7 +52,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if native is None or not _fits(gate_up):
         return fused_reference.silu_mul(gate_up)
     out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
-    native.silu_mul(out, gate_up, torch.get_num_threads())
+    native.silu_mul(out, gate_up, num_threads())
     return out
 
 
@@ -67,9 +68,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         return
     if cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
         cos, sin = cos.float(), sin.float()
-    num_threads = torch.get_num_threads()
-    native.rotary(query, cos, sin, num_threads)
-    native.rotary(key, cos, sin, num_threads)
+    native.rotary(query, cos, sin, num_threads())
+    native.rotary(key, cos, sin, num_threads())
 
 
 def _on_gpu() -> ModuleType:

@@ -18,6 +18,7 @@ from paged_kernels.base import AttentionMetadata, LastTokens
 from paged_kernels.kv_scales import KVScales
 from paged_kernels.packed import PackedWeight
 from paged_kernels.quantized_weight import QuantizedWeight
+from paged_kernels.threads import num_threads
 
 
 def projection(weight: object, bias: Tensor | None) -> Projection | None:
@@ -103,6 +104,6 @@ class LayerStack:
                 x, residual, first, first + at_once, cos, sin, kv_pool.view(torch.uint8) if is_fp8 else kv_pool,
                 metadata, last,
                 None if scales is None else scales.key, None if scales is None else scales.value,
-                torch.get_num_threads(),
+                num_threads(),
             )  # fmt: skip
         return x if last is None else x[: len(last.rows)]

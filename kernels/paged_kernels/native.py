@@ -13,6 +13,7 @@ from paged_kernels.base import AttentionMetadata
 from paged_kernels.extension import load_extension
 from paged_kernels.fused import rotary
 from paged_kernels.kv_scales import KVScales, scales_of_pool
+from paged_kernels.threads import num_threads
 
 
 class NativeBackend:
@@ -32,7 +33,7 @@ class NativeBackend:
     def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
         key_scale, value_scale = scales_of_pool(kv_pool, layer, self.kv_scales)
         pool = kv_pool if key_scale is None else kv_pool.view(torch.uint8)
-        _native.write_kv(key, value, pool, layer, slot_mapping, key_scale, value_scale, torch.get_num_threads())
+        _native.write_kv(key, value, pool, layer, slot_mapping, key_scale, value_scale, num_threads())
 
     def write_kv_rotary(
         self,
@@ -71,7 +72,7 @@ class NativeBackend:
             sliding_window or 0,
             key_scale,
             value_scale,
-            torch.get_num_threads(),
+            num_threads(),
         )
         return output
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paged_kernels.extension import load_extension
+from paged_kernels.threads import num_threads
 from paged_kernels.weight_memory import WeightMemory
 
 PANEL_OUTPUTS = 32
@@ -49,7 +50,7 @@ def pack_rows(target: PackedWeight, rows: Tensor, first_output: int) -> None:
     fit."""
     native = load_extension()
     assert native is not None
-    native.fill_panels(target.panels, rows, first_output, target.num_outputs, torch.get_num_threads())
+    native.fill_panels(target.panels, rows, first_output, target.num_outputs, num_threads())
 
 
 def take_rows(weight: PackedWeight, outputs: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def take_rows(weight: PackedWeight, outputs: Tensor) -> Tensor:
     native = load_extension()
     assert native is not None
     out = torch.empty(outputs.shape[0], weight.num_inputs, dtype=torch.bfloat16)
-    native.take_rows(out, weight.panels, outputs, weight.num_outputs, torch.get_num_threads())
+    native.take_rows(out, weight.panels, outputs, weight.num_outputs, num_threads())
     return out
 
 
@@ -74,5 +75,5 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     native = load_extension()
     assert native is not None
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=torch.bfloat16)
-    native.packed_matmul(out, x, weight.panels, bias, torch.get_num_threads())
+    native.packed_matmul(out, x, weight.panels, bias, num_threads())
     return out

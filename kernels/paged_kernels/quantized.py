@@ -14,6 +14,7 @@ from torch import Tensor
 from paged_kernels import quantized_reference
 from paged_kernels.extension import load_extension
 from paged_kernels.quantized_weight import PANEL_OUTPUTS, Bits, QuantizedWeight
+from paged_kernels.threads import num_threads
 from paged_kernels.weight_memory import WeightMemory
 
 GROUP_SIZES: dict[int, int] = {8: 128, 4: 64}
@@ -52,7 +53,7 @@ def pack_rows(target: QuantizedWeight, rows: Tensor, first_output: int) -> None:
         target.num_outputs,
         target.bits,
         target.group_size,
-        torch.get_num_threads(),
+        num_threads(),
     )
 
 
@@ -90,7 +91,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype, begin: int = 0, end:
         part = replace(weight, packed=packed, scales=scales, zeros=zeros, num_outputs=end - begin)
         return quantized_reference.dequantize(part, dtype)
     out = torch.empty(end - begin, weight.num_inputs, dtype=dtype)
-    native.dequantize(out, packed, scales, zeros, weight.bits, weight.group_size, torch.get_num_threads())
+    native.dequantize(out, packed, scales, zeros, weight.bits, weight.group_size, num_threads())
     return out
 
 
@@ -105,9 +106,8 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Te
     if x.shape[0] >= _MANY_ROWS and x.dtype is not torch.bfloat16:
         return _linear_widened(x, weight, bias)
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=x.dtype)
-    threads = torch.get_num_threads()
     native.quantized_matmul(
-        out, x, weight.packed, weight.scales, weight.zeros, bias, weight.bits, weight.group_size, threads
+        out, x, weight.packed, weight.scales, weight.zeros, bias, weight.bits, weight.group_size, num_threads()
     )
     return out
 

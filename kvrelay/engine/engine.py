@@ -190,8 +190,13 @@ class Engine:
         while len(self._in_flight) > int(self._run_ahead and launched):
             self._collect()
         if not (launched or was_in_flight):
-            self._threads.rest()
+            self.rest()
         return self._take_result(), launched or was_in_flight
+
+    def rest(self) -> None:
+        """Gives back the cores, and to the thread its numbers of threads, until the next step. Called by a step that
+        finds nothing to do, and by who stops before that."""
+        self._threads.rest()
 
     def settle(self) -> None:
         """Waits for the steps in flight; the next step's result tells of them."""
@@ -205,8 +210,7 @@ class Engine:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        num_tokens = sum(entry.num_scheduled_tokens for entry in plan.scheduled)
-        self._threads.begin_step(num_tokens, on_layers_begin)
+        self._threads.begin_step(on_layers_begin)
         try:
             launched = self._runner.launch(plan)
         except KVRelayError as error:

@@ -13,7 +13,9 @@ from types import ModuleType
 import torch
 from paged_kernels.base import AttentionBackend
 from paged_kernels.kv_scales import KVScales
+from paged_kernels.packed import can_pack
 from paged_kernels.registry import BackendUnavailableError, select_backend
+from paged_kernels.threads import num_threads
 from torch import Tensor
 
 from kvrelay.core.block_hash import KVNamespace
@@ -72,13 +74,15 @@ class PreparedEngine:
         core_share: CoreShare | None = None,
     ) -> Engine:
         """`kv_pool`: zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on the model's device.
-        `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's. `core_share`: of a node that computes on
-        the processor; otherwise torch's number of threads is left alone. On a card this also records decode steps,
-        which takes seconds."""
+        `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's. `core_share`: of an engine that computes on
+        the processor; unset, as many cores as the calling thread has threads. On a card this also records decode
+        steps, which takes seconds."""
         assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape) and kv_pool.device == self.device
         eos_token_ids = self.loaded.config.eos_token_ids
         on_cpu = self.device.type == "cpu"
-        threads = StepThreads(core_share if on_cpu else None, self.loaded.model.weight_bytes)
+        torch_multiplies = not can_pack(self.loaded.dtype, self.device)
+        share = core_share or CoreShare(num_threads())
+        threads = StepThreads(share if on_cpu else None, torch_multiplies=torch_multiplies)
         config = SchedulerConfig(
             block_size=self.layout.block_size,
             max_num_seqs=self.options.max_num_seqs,

@@ -108,9 +108,9 @@ def _join(
 
 
 def _prepare_apart(options: EngineOptions) -> PreparedEngine:
-    """On a thread that ends. OpenMP keeps helpers for every thread that has computed in parallel, and libgomp counts
-    them: with more threads than cores those of the engine sleep at each barrier of a step in place of turning in a
-    loop."""
+    """On a thread that ends. Torch's OpenMP keeps helpers for every thread that has computed in parallel, and libgomp
+    counts them: with more threads than cores those of an engine whose products are torch's would sleep at each barrier
+    of a step in place of turning in a loop."""
     with ThreadPoolExecutor(1, thread_name_prefix="load") as loading:
         return loading.submit(prepare_engine, options).result()
 

@@ -5,7 +5,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-import torch
+from paged_kernels.threads import threads_kept
 
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.core_table import CoreShare
@@ -208,17 +208,13 @@ async def test_a_stopped_thread_leaves_no_step_in_flight() -> None:
 def test_only_a_request_that_is_alone_and_goes_on_leaves_the_cores_to_its_first_token(
     requests: list[EngineRequest], gives: bool, num_cores: int
 ) -> None:
-    every_step_is_worth_all_cores = 1 << 40  # bytes of weights
-    num_threads = torch.get_num_threads()
-    try:
-        harness = Harness(threads=StepThreads(CoreShare(num_cores), every_step_is_worth_all_cores))
+    with threads_kept():
+        harness = Harness(threads=StepThreads(CoreShare(num_cores)))
         for one in requests:
             harness.engine.add(one)
         while not any(result.prompts for result in harness.results):
             harness.step()
         assert gives_way(harness.engine, harness.results[-1]) == (gives and num_cores > 1)
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def test_only_further_tokens_of_outputs_that_go_on_can_wait() -> None:

@@ -8,24 +8,23 @@ import torch
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.layer_stack import FEW_ROWS
 from paged_kernels.registry import select_backend
+from paged_kernels.threads import num_threads, threads_kept, use_threads
 from torch import Tensor
 
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.loader import load_model
-from kvrelay.engine.step_threads import StepThreads, is_small
+from kvrelay.engine.step_threads import StepThreads
 from tests.engine.harness import Harness, prompt_of, request
 from tests.engine.tiny_models import make_tiny_model
 
 BLOCK_SIZE = 16
-LARGE = 1 << 30  # bytes of weights
 
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+    with threads_kept():
+        yield
 
 
 @pytest.fixture
@@ -39,68 +38,58 @@ def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
 
 def test_cores_are_taken_and_given_back_between_layers(shares: tuple[CoreShare, CoreShare]) -> None:
     ours, other = shares
-    threads = StepThreads(ours, LARGE)
-    threads.begin_step(1)
-    found = [torch.get_num_threads()]
+    threads = StepThreads(ours)
+    threads.begin_step()
+    found = [num_threads()]
     for change in (other.claim, other.claim, other.release):
         change()
         threads.before_layer()
-        found.append(torch.get_num_threads())
+        found.append(num_threads())
     assert found == [2, 1, 1, 2]
     threads.rest()
     other.claim()
     assert other.available() == 2
-    threads.begin_step(1)
-    assert torch.get_num_threads() == 1
+    threads.begin_step()
+    assert num_threads() == 1
+    threads.rest()
     assert threads.num_lent_steps == 1
 
 
-@pytest.mark.parametrize(
-    ("weight_bytes", "num_tokens", "expected"),
-    [
-        (8_000_000, 1, False),  # bench/random_model.py's tiny, its stream alone
-        (8_000_000, 2, True),  # 0.7 ms
-        (8_000_000, 256, True),
-        (8_000_000, 512, False),  # 12 ms
-        (100_000_000, 1, False),  # 7 ms
-        (1_000_000_000, 1, False),
-    ],
-)
-def test_small_steps(weight_bytes: int, num_tokens: int, expected: bool) -> None:
-    assert is_small(weight_bytes, num_tokens) == expected
+def test_torch_gets_one_thread_unless_products_are_its(shares: tuple[CoreShare, CoreShare]) -> None:
+    for torch_multiplies, expected in ((False, 1), (True, 2)):
+        StepThreads(shares[0], torch_multiplies=torch_multiplies).begin_step()
+        assert (num_threads(), torch.get_num_threads()) == (2, expected)
 
 
-def test_a_small_step_is_for_one_thread(shares: tuple[CoreShare, CoreShare]) -> None:
-    """From its first layer to its last; the next one need not be."""
-    for share in (CoreShare(2), shares[0]):
-        threads = StepThreads(share, weight_bytes=8_000_000)
-        found = []
-        for num_tokens in (2, 512, 16):
-            threads.begin_step(num_tokens)
-            threads.before_layer()
-            found.append(torch.get_num_threads())
-        assert found == [1, 2, 1]
-    assert threads.num_lent_steps == 1
+def test_numbers_are_put_back_when_there_is_nothing_to_do(shares: tuple[CoreShare, CoreShare]) -> None:
+    torch.set_num_threads(3)
+    threads = StepThreads(shares[0])
+    for _ in range(2):
+        threads.begin_step()
+        assert torch.get_num_threads() == 1
+    for _ in range(2):
+        threads.rest()
+        assert num_threads() == torch.get_num_threads() == 3
 
 
-def test_without_a_table_torch_keeps_its_number() -> None:
+def test_without_a_share_nothing_changes() -> None:
     torch.set_num_threads(2)
     threads = StepThreads()
-    threads.begin_step(1)
+    threads.begin_step()
     threads.before_layer()
     threads.rest()
-    assert torch.get_num_threads() == 2
+    assert num_threads() == torch.get_num_threads() == 2
     assert threads.num_lent_steps == 0
 
 
 def test_what_is_to_run_beside_a_step_starts_once_and_with_its_layers() -> None:
     threads = StepThreads()
     started: list[str] = []
-    threads.begin_step(1, lambda: started.append("first"))
+    threads.begin_step(lambda: started.append("first"))
     assert started == []
     threads.before_layer()
     threads.before_layer()
-    threads.begin_step(1)
+    threads.begin_step()
     threads.before_layer()
     assert started == ["first"]
 
@@ -108,7 +97,7 @@ def test_what_is_to_run_beside_a_step_starts_once_and_with_its_layers() -> None:
 def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, CoreShare]) -> None:
     ours, other = shares
     other.claim()
-    harness = Harness(threads=StepThreads(ours, LARGE))
+    harness = Harness(threads=StepThreads(ours))
     harness.step()
     assert other.available() == 2
     harness.engine.add(request("a", prompt_of(5), 3))
@@ -148,7 +137,7 @@ def logits_of(model: DecoderForCausalLM, num_tokens: int, threads_by_layer: tupl
     )
     layers = iter(threads_by_layer)
     hidden = model.forward(
-        positions * 7 % 300, positions, pool, metadata, before_layer=lambda: torch.set_num_threads(next(layers))
+        positions * 7 % 300, positions, pool, metadata, before_layer=lambda: use_threads(next(layers))
     )
     at_once = num_tokens <= FEW_ROWS
     assert len(list(layers)) == (len(threads_by_layer) - 1 if at_once else 0), "few tokens go through at once"

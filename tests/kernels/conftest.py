@@ -5,11 +5,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 from paged_kernels import native
+from paged_kernels._native import start_together
+from paged_kernels.threads import threads_kept, use_threads
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def all_threads_compute() -> Iterator[None]:
+    """However little there is to do."""
+    start_together(True)
+    yield
+    start_together(False)
 
 
 @pytest.fixture(params=native.available_instruction_sets())
@@ -23,11 +33,10 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=[1, 2])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
     count: int = request.param
-    torch.set_num_threads(count)
-    yield count
-    torch.set_num_threads(before)
+    with threads_kept():
+        use_threads(count)
+        yield count
 
 
 @pytest.fixture(

@@ -3,6 +3,7 @@
 import torch
 from paged_kernels.extension import load_extension
 from paged_kernels.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
+from paged_kernels.threads import num_threads
 from torch import Tensor
 
 
@@ -23,5 +24,5 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Ten
     native = load_extension()
     assert native is not None
     out = torch.full((x.shape[0], weight.num_outputs), float("nan"), dtype=torch.bfloat16)
-    native.packed_matmul(out, x, weight.panels, bias, torch.get_num_threads())
+    native.packed_matmul(out, x, weight.panels, bias, num_threads())
     return out

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from paged_kernels.native import NativeBackend
+from paged_kernels.threads import threads_kept, use_threads
 
 from tests.kernels.batch import LAYER, Batch, Heads, Lengths, make_batch
 
@@ -55,12 +56,11 @@ def test_every_length(instruction_set: str) -> None:
 
 def test_threads_do_not_change_a_bit(dtype: torch.dtype, instruction_set: str) -> None:
     batch = make_batch(Heads(14, 2, 64), dtype, ((0, 300), (1400, 1), (700, 1), (100, 200)))
-    before = torch.get_num_threads()
     results = []
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        results.append(batch.attend(NativeBackend()))
-    torch.set_num_threads(before)
+    with threads_kept():
+        for count in (1, 2, 3):
+            use_threads(count)
+            results.append(batch.attend(NativeBackend()))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 

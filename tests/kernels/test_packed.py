@@ -8,6 +8,7 @@ import torch
 from paged_kernels import _native, packed
 from paged_kernels.extension import load_extension
 from paged_kernels.packed import PackedWeight
+from paged_kernels.threads import threads_kept, use_threads
 from torch import Tensor
 
 from tests.kernels.packed import by_hand, multiply, panels_of
@@ -90,14 +91,11 @@ def test_strided_rows(num_rows: int, num_inputs: int, instruction_set: str) -> N
 def test_a_row_is_the_same_with_any_others_and_on_any_number_of_threads(instruction_set: str) -> None:
     layer = by_hand(torch.randn(3000, 256).bfloat16())
     x = torch.randn(32, 256).bfloat16()
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with threads_kept():
+        use_threads(1)
         three, many = multiply(x[:3], layer), multiply(x, layer)
-        torch.set_num_threads(2)
+        use_threads(2)
         assert torch.equal(multiply(x[:3], layer), three) and torch.equal(multiply(x, layer), many)
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(multiply(x[2:3], layer), three[2:3])
     assert torch.equal(multiply(x[9:26], layer), many[9:26])
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from paged_kernels import quantized, quantized_reference
 from paged_kernels.quantized_weight import Bits, QuantizedWeight
+from paged_kernels.threads import threads_kept, use_threads
 from torch import Tensor
 
 from tests.kernels.quantized import to_nearest
@@ -158,14 +159,11 @@ def test_the_ends_of_the_range(size: float, bits: Bits, instruction_set: str) ->
 def test_a_row_is_the_same_on_any_number_of_threads(instruction_set: str) -> None:
     weight = to_nearest(torch.randn(3000, 256), 8)
     x = torch.randn(2, 256).bfloat16()
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with threads_kept():
+        use_threads(1)
         one = quantized.linear(x, weight)
-        torch.set_num_threads(2)
+        use_threads(2)
         assert torch.equal(quantized.linear(x, weight), one)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from paged_kernels.threads import threads_kept
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import InvalidRequestError
@@ -149,6 +151,15 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
     monkeypatch.undo()
     llm._engine.check_idle()
     assert llm.generate(PROMPTS[0], GREEDY, progress=False)[0].outputs[0].text.startswith(" Paris")
+
+
+def test_the_caller_keeps_its_number_of_torch_threads() -> None:
+    """Also where the kernels multiply, so that torch gets a single one meanwhile."""
+    with threads_kept():
+        llm = LLM(str(DEMO_MODEL), dtype="bfloat16", threads=3, num_blocks=64)
+        for _ in range(2):
+            llm.generate("A week has", GREEDY, progress=False)
+            assert torch.get_num_threads() == 3
 
 
 def test_a_bar_shows_progress(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,120 @@
+"""The team of threads that kernels compute on, through the kernels."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from paged_kernels import packed
+from paged_kernels._native import start_together
+from paged_kernels.packed import PackedWeight
+from paged_kernels.threads import num_threads, threads_kept, use_threads
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of /proc")
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    with threads_kept():
+        yield
+
+
+@pytest.fixture(scope="module")
+def weight() -> PackedWeight:
+    """Of enough outputs for several spans."""
+    return packed.pack(torch.randn(6000, 256).bfloat16())
+
+
+def product(weight: PackedWeight, x: Tensor, count: int) -> Tensor:
+    use_threads(count)
+    return packed.linear(x, weight)
+
+
+def helpers() -> list[str]:
+    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name == "kernel-helper"]
+
+
+def test_a_thread_has_torchs_number_until_it_is_told_another() -> None:
+    def seen() -> int:
+        torch.set_num_threads(3)
+        return num_threads()
+
+    use_threads(2)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(seen).result() == 3
+    assert num_threads() == 2
+    assert torch.get_num_threads() == 1
+
+
+def test_numbers_are_put_back() -> None:
+    torch.set_num_threads(2)
+    with threads_kept():
+        use_threads(5, torch_multiplies=True)
+        assert num_threads() == torch.get_num_threads() == 5
+    assert num_threads() == torch.get_num_threads() == 2
+
+
+def test_helpers_are_started_once(weight: PackedWeight) -> None:
+    x = torch.randn(3, 256).bfloat16()
+    alone = product(weight, x, 1)
+    for count in (4, 2, 4):
+        assert torch.equal(product(weight, x, count), alone)
+    before = len(helpers())
+    assert before >= 3
+    for count in (4, 3, 2, 4):
+        product(weight, x, count)
+    assert len(helpers()) == before
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_many_short_calls(weight: PackedWeight, together: bool) -> None:
+    """Helpers come early, late and not at all, and fall asleep in between."""
+    start_together(together)
+    try:
+        x = torch.randn(2, 256).bfloat16()
+        alone = product(weight, x, 1)
+        use_threads(3)
+        assert all(torch.equal(packed.linear(x, weight), alone) for _ in range(3000))
+    finally:
+        start_together(True)
+
+
+def test_callers_that_come_together(weight: PackedWeight) -> None:
+    """One has the team, the others compute alone."""
+    x = torch.randn(4, 256).bfloat16()
+    alone = product(weight, x, 1)
+
+    def computes(_: int) -> bool:
+        use_threads(2)
+        return all(torch.equal(packed.linear(x, weight), alone) for _ in range(300))
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(computes, range(4)))
+
+
+_FORKS = """
+import os, torch
+from paged_kernels import packed
+from paged_kernels._native import start_together
+from paged_kernels.threads import use_threads
+
+start_together(True)
+weight, x = packed.pack(torch.randn(6000, 256).bfloat16()), torch.randn(3, 256).bfloat16()
+use_threads(2)
+before = packed.linear(x, weight)
+child = os.fork()
+if child == 0:
+    start_together(True)
+    os._exit(0 if torch.equal(packed.linear(x, weight), before) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert torch.equal(packed.linear(x, weight), before)
+"""
+
+
+def test_a_forked_process_has_a_team_of_its_own() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS], check=True, timeout=60)
