@@ -169,6 +169,8 @@ struct PackedCall {
   std::int64_t num_rows;
   const bf16* x;  // [num_rows, num_inputs]
   std::int64_t x_stride;
+  // Where the kernels want it, x as floats for multiply_packed_many, [num_rows, padded_inputs()]: every panel would widen it anew.
+  const float* wide;
   const bf16* bias;  // [num_outputs], or null
   bf16* out;         // [num_rows, stored_outputs()] contiguous
   // For a matrix unit: rows beyond the last whole tile of sixteen, with zeros [16, padded_inputs()]; unused where there are none.
@@ -205,6 +207,7 @@ struct KernelTable {
   // Panels, from an even one on, as bfloat16 weights in the order of packed_linear.h, two in a panel there.
   void (*widen_panels)(const QuantizedCall&, RowSpan panels, bf16* target);
   void (*dequantize_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
+  bool packed_wide;      // `multiply_packed_many` reads `wide`
   bool packed_in_tiles;  // `multiply_packed` of kMinPackedTileRows and more reads x in whole tiles
   std::int64_t packed_rows;  // up to so many `multiply_packed` is made for: reading the weights takes longer than computing
   void (*multiply_packed)(const PackedCall&, RowSpan panels);

@@ -27,6 +27,7 @@ static constexpr KernelTable kernel_table(const char* name) {
       widened_from,
       widen_panels,
       {dequantize_panels<float>, dequantize_panels<bf16>, dequantize_panels<f16>},
+      PAGED_BF16_DOT == 0,
       PAGED_AMX == 1,
       PAGED_AMX == 1 ? 32 : kMostPartRows,
       multiply_packed,

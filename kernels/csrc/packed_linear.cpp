@@ -82,7 +82,22 @@ bf16* elements(Scratch& scratch, std::int64_t count) { return reinterpret_cast<b
 
 thread_local Scratch padded_scratch;
 thread_local Scratch last_rows_scratch;
+thread_local Scratch wide_scratch;
 thread_local Scratch sums_scratch;
+
+// Rows of x as floats, with padded_inputs().
+const float* widened_rows(const PackedCall& call, int num_threads) {
+  const std::int64_t inputs = call.padded_inputs();
+  float* wide = wide_scratch.floats(static_cast<std::size_t>(call.num_rows * inputs));
+  const std::int64_t rows_per_item = std::max<std::int64_t>(1, kMinSpanBytes / (inputs * 4));
+  parallel_for(num_threads, (call.num_rows + rows_per_item - 1) / rows_per_item, [&](std::int64_t item) {
+    for (std::int64_t row = item * rows_per_item; row < std::min(call.num_rows, (item + 1) * rows_per_item); ++row) {
+      const bf16* source = call.x + row * call.x_stride;
+      for (std::int64_t input = 0; input < inputs; ++input) wide[row * inputs + input] = to_float(source[input]);
+    }
+  });
+  return wide;
+}
 
 // Panels that are multiplied together: one, so that weights are read in order, or, where the next level of cache does not hold the rows,
 // as many as it holds the sums of.
@@ -90,6 +105,8 @@ std::int64_t panels_together(const PackedCall& call, std::int64_t num_rows) {
   const std::int64_t sums = num_rows * kPackedOutputs * 4 * (call.gated ? 2 : 1);
   return num_rows * call.padded_inputs() * 2 <= kRowsInCache ? 1 : std::max<std::int64_t>(1, kSumsInCache / sums);
 }
+
+bool is_many(const PackedCall& call) { return call.num_rows > kernels().packed_rows || call.gated; }
 
 void multiply_many(const PackedCall& call, int num_threads) {
   const KernelTable& table = kernels();
@@ -131,7 +148,7 @@ bool can_gate(std::int64_t num_rows, std::int64_t num_outputs) {
   return num_rows >= kMinGatedRows && num_outputs % (2 * kPackedOutputs) == 0;
 }
 
-void complete_rows(PackedCall& call) {
+void complete_rows(PackedCall& call, int num_threads) {
   const std::int64_t inputs = call.padded_inputs();
   if (call.num_inputs != inputs) {
     bf16* padded = elements(padded_scratch, call.num_rows * inputs);
@@ -146,13 +163,14 @@ void complete_rows(PackedCall& call) {
     std::fill(rows + last * inputs, rows + kRowTile * inputs, bf16{0});
     call.last_rows = rows;
   }
+  if (kernels().packed_wide && is_many(call)) call.wide = widened_rows(call, num_threads);
 }
 
 void packed_matmul(PackedCall call, int num_threads) {
   const KernelTable& table = kernels();
   call.gated_apart = num_panels(call) / 2;
-  complete_rows(call);
-  if (call.num_rows > table.packed_rows || call.gated) return multiply_many(call, num_threads);
+  complete_rows(call, num_threads);
+  if (is_many(call)) return multiply_many(call, num_threads);
   for_panels(call, num_threads, [&](RowSpan panels) { table.multiply_packed(call, panels); });
 }
 

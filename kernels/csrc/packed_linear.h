@@ -36,8 +36,9 @@ void take_rows(const TakeCall& call, int num_threads);
 // Whether a product of so many rows and outputs can be `gated`, and should be.
 bool can_gate(std::int64_t num_rows, std::int64_t num_outputs);
 
-// Makes x what kernels read: rows of padded_inputs(), and for a matrix unit whole tiles. Copies are this thread's until its next call.
-void complete_rows(PackedCall& call);
+// Makes x what kernels read: rows of padded_inputs(), for a matrix unit whole tiles, and floats where `wide` is read. Copies are this
+// thread's until its next call.
+void complete_rows(PackedCall& call, int num_threads);
 
 // Computes call.out from call.x, for any number of rows; call.last_rows is its own scratch. A row's result depends neither on the other
 // rows nor on the number of threads, nor, with one exception, on the number of rows: a matrix unit computes kMinPackedTileRows and more.

@@ -55,12 +55,14 @@ struct AskAhead {
   }
 };
 
-// Row r is thirds[r / 3] + r % 3 * stride: few registers hold the addresses of all.
+// Of kRows rows, `stride` bytes apart. Row r is thirds[r / 3] + r % 3 * stride: few registers hold the addresses of all.
+template <int kRows>
 struct RowPointers {
-  const std::uint8_t* thirds[(kMostPartRows + 2) / 3];
+  const std::uint8_t* thirds[(kRows + 2) / 3];
   std::int64_t stride;
 
-  RowPointers(const bf16* first, std::int64_t elements_apart) : stride(elements_apart * 2) {
+  template <class T>
+  RowPointers(const T* first, std::int64_t elements_apart) : stride(elements_apart * static_cast<std::int64_t>(sizeof(T))) {
     const auto* row = reinterpret_cast<const std::uint8_t*>(first);
     for (auto& third : thirds) {
       third = row;
@@ -84,7 +86,7 @@ struct PartCall {
 template <int kRows, bool kStreams>
 static void multiply_part_of_rows(const PartCall& call, int first) {
   constexpr int kRowBytes = 4 * kPackedOutputs;  // of a pair of inputs
-  const RowPointers rows(call.x, call.x_stride);
+  const RowPointers<kMostPartRows> rows(call.x, call.x_stride);
   const std::uint8_t* weights = call.weights + first * 4 * kWidth;
   AskAhead ask = call.ask;
   Reg sums[kRows][kPartRegs];

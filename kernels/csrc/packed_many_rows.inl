@@ -5,21 +5,32 @@
 #include "pending_rows.inl"
 #if PAGED_AMX
 #include "packed_part_amx.inl"
+#elif PAGED_BF16_DOT
+inline constexpr int kManyRowsBlock = kMostPartRows;
+
+// Rows `rows` of x with `steps` times 32 inputs of a panel, added to `from` (null: to zeros).
+static void multiply_block(const PackedCall& call, RowSpan rows, std::int64_t input, const std::uint8_t* weights, std::int64_t steps,
+                           const float* from, float* to, const AskAhead& ask) {
+  const bf16* x = call.x + rows.begin * call.x_stride + input;
+  multiply_part<false>({x, call.x_stride, weights, steps, from, to, ask}, rows.end - rows.begin);
+}
 #else
+#include "packed_part_wide.inl"
+#endif
+
+#if !PAGED_AMX
 // Rows are multiplied in blocks of nearly the same size: one of few rows would have too few sums to hide the latency of each.
 struct ManyRowBlocks {
   std::int64_t num_rows;
 
-  std::int64_t count() const { return (num_rows + kMostPartRows - 1) / kMostPartRows; }
+  std::int64_t count() const { return (num_rows + kManyRowsBlock - 1) / kManyRowsBlock; }
   std::int64_t first(std::int64_t block) const { return num_rows * block / count(); }
 };
 
-// Rows `rows` of x with `steps` times 32 inputs of a panel, added to `from` (null: to zeros).
 static void multiply_many_part(const PackedCall& call, RowSpan rows, std::int64_t input, const std::uint8_t* weights, std::int64_t steps,
                                const float* from, float* to, BesideProducts beside) {
   beside.pending->advance(static_cast<int>(steps) * beside.rows);  // not among the products, which have all registers
-  const bf16* x = call.x + rows.begin * call.x_stride + input;
-  multiply_part<false>({x, call.x_stride, weights, steps, from, to, beside.ask}, rows.end - rows.begin);
+  multiply_block(call, rows, input, weights, steps, from, to, beside.ask);
 }
 #endif
 

@@ -115,7 +115,7 @@ void prepare_all_rows(const QuantizedCall& call, DType dtype, int num_threads) {
 }
 
 // With the weights once they are widened. `packed` itself is set by those who widen.
-PackedCall widened_call(const QuantizedCall& call) {
+PackedCall widened_call(const QuantizedCall& call, int num_threads) {
   PackedCall widened{};
   widened.num_outputs = call.num_outputs;
   widened.num_inputs = call.num_inputs;
@@ -125,14 +125,14 @@ PackedCall widened_call(const QuantizedCall& call) {
   widened.bias = static_cast<const bf16*>(call.bias);
   widened.out = static_cast<bf16*>(call.out);
   widened.gated = call.gated;
-  complete_rows(widened);
+  complete_rows(widened, num_threads);
   return widened;
 }
 
 // Panels of bfloat16 weights are widened and multiplied a few at a time; where the call is gated, the gate's with those of what they gate.
 void multiply_widened(const QuantizedCall& call, int num_threads) {
   const KernelTable& table = kernels();
-  const PackedCall whole = widened_call(call);
+  const PackedCall whole = widened_call(call, num_threads);
   const std::int64_t sides = call.gated ? 2 : 1;
   const std::int64_t num_panels = (call.num_outputs + kPackedOutputs - 1) / kPackedOutputs / sides;
   const std::int64_t panel_size = whole.padded_inputs() * kPackedOutputs;
