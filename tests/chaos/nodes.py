@@ -63,12 +63,12 @@ class Setup:
 
 
 class ChaosProcess:
-    """One `kvrelay ...`, started as often as one likes; every start has a log of its own."""
+    """One `kvrelay ...`, started as often as one likes; every start has a log of its own. None outlives us."""
 
     def __init__(self, name: str, command: Sequence[str], directory: Path, environment: Mapping[str, str]) -> None:
         self.name = name
         self.ready: dict[str, Any] = {}
-        self._command = command
+        self._command = (*command, "--supervised")
         self._directory = directory
         self._environment = environment
         self._life = ExitStack()

@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 30.0
 
 class Program:
     """A running `kvrelay ARGUMENTS`, in a process group of its own, as a shell gives it one. `log` gets its standard
-    error. `environment` comes on top of ours."""
+    error. `environment` comes on top of ours. One that is told to be `--supervised` ends with us, however we end."""
 
     def __init__(
         self, arguments: Sequence[str], *, log: Path, directory: Path, environment: Mapping[str, str] | None = None
@@ -34,7 +34,7 @@ class Program:
                 [str(KVRELAY), *arguments],
                 cwd=directory,
                 env={**os.environ, **(environment or {})},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if "--supervised" in arguments else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
