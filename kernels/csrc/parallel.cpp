@@ -59,7 +59,7 @@ class Team {
   bool run(void (*body)(void*), void* context, int num_threads) {
     std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
-    const int places = start_helpers(std::min(num_threads - 1, kMostHelpers));
+    const int places = start_helpers(num_threads - 1);
     body_ = body;
     context_ = context;
     state_.store({++region_, static_cast<std::uint16_t>(places), 0});
@@ -78,13 +78,13 @@ class Team {
     std::atomic<std::uint32_t> is_asleep{0};
 
     void wake() {
-      if (is_asleep.load(std::memory_order_relaxed) != 0 && is_asleep.exchange(0) != 0) is_asleep.notify_one();
+      if (is_asleep.load() != 0 && is_asleep.exchange(0) != 0) is_asleep.notify_one();
     }
   };
 
-  // How many there are, at most `wanted`: fewer where the system refuses threads.
+  // How many there are, at most `wanted`: fewer where the system has refused a thread, which it is asked for once.
   int start_helpers(int wanted) {
-    while (num_helpers_ < wanted) {
+    while (num_helpers_ < std::min(wanted, most_helpers_)) {
       try {
         std::thread helper([this, &own = helpers_[num_helpers_]] { help(own); });
 #if defined(__linux__)
@@ -92,6 +92,7 @@ class Team {
 #endif
         helper.detach();
       } catch (const std::system_error&) {
+        most_helpers_ = num_helpers_;
         break;
       }
       ++num_helpers_;
@@ -159,6 +160,7 @@ class Team {
   std::uint32_t region_ = 0;
   std::mutex mutex_;  // of the caller
   int num_helpers_ = 0;
+  int most_helpers_ = kMostHelpers;
   std::array<Helper, kMostHelpers> helpers_;
 };
 

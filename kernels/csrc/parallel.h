@@ -1,8 +1,9 @@
 // Runs independent items on several threads: the caller's, and helpers of a team that the process keeps.
 //
-// Helpers are never waited for unless they have begun something: whoever is awake takes the next items, and the caller computes what
-// nobody has taken. A helper that is asleep, or whose core another process has, therefore costs nothing but its help, where a barrier
-// of all threads would hold up the step until the machine's scheduler has come round to every one of them.
+// Helpers are never waited for unless they have joined: whoever is awake takes the next items, and the caller computes what nobody has
+// taken. A helper that is asleep, or whose core another process has, therefore costs nothing but its help, where a barrier of all
+// threads would hold up the step until the machine's scheduler has come round to every one of them. There is one team: while a caller
+// has it, others compute alone.
 #pragma once
 
 #include <algorithm>

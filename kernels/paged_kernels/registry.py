@@ -16,7 +16,7 @@ BackendName = Literal["auto", "native", "reference", "triton"]
 
 _CPU = torch.device("cpu")
 
-_REMEDY = "install a C++17 compiler (for example the packages g++ or clang) and reinstall kvrelay"
+_REMEDY = "install a C++20 compiler (for example the packages g++ or clang) and reinstall kvrelay"
 
 
 class BackendUnavailableError(RuntimeError):

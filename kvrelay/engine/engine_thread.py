@@ -127,6 +127,7 @@ class EngineThread:
                 goes_on = self._handle_messages(0.0 if busy else _IDLE_WAIT_SECONDS)
             if not goes_on:
                 self._engine.settle()  # whose memory may be gone after this
+                self._engine.rest()
                 return
             self.num_turns += 1
             result, busy = self._engine.step(self._hand_over)

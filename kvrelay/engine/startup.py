@@ -15,7 +15,7 @@ from paged_kernels.base import AttentionBackend
 from paged_kernels.kv_scales import KVScales
 from paged_kernels.packed import can_pack
 from paged_kernels.registry import BackendUnavailableError, select_backend
-from paged_kernels.threads import num_threads
+from paged_kernels.threads import num_threads, threads_kept, use_threads
 from torch import Tensor
 
 from kvrelay.core.block_hash import KVNamespace
@@ -75,13 +75,13 @@ class PreparedEngine:
     ) -> Engine:
         """`kv_pool`: zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on the model's device.
         `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's. `core_share`: of an engine that computes on
-        the processor; unset, as many cores as the calling thread has threads. On a card this also records decode
-        steps, which takes seconds."""
+        the processor; unset, as many cores as `threads` of the options, or the calling thread has. On a card this
+        also records decode steps, which takes seconds."""
         assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape) and kv_pool.device == self.device
         eos_token_ids = self.loaded.config.eos_token_ids
         on_cpu = self.device.type == "cpu"
         torch_multiplies = not can_pack(self.loaded.dtype, self.device)
-        share = core_share or CoreShare(num_threads())
+        share = core_share or CoreShare(self.options.threads or num_threads())
         threads = StepThreads(share if on_cpu else None, torch_multiplies=torch_multiplies)
         config = SchedulerConfig(
             block_size=self.layout.block_size,
@@ -119,9 +119,14 @@ def planned_device(options: EngineOptions) -> torch.device:
 
 
 def prepare_engine(options: EngineOptions) -> PreparedEngine:
-    """Loads the model. Raises ModelLoadError or ConfigurationError."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    """Loads the model, on as many threads as the options say. Raises ModelLoadError or ConfigurationError."""
+    with threads_kept():
+        if options.threads:
+            use_threads(options.threads, torch_multiplies=True)
+        return _prepare(options)
+
+
+def _prepare(options: EngineOptions) -> PreparedEngine:
     device, reason = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
     _logger.info("device %s (--device %s): %s", device, options.device, reason)
     options = options.sized_for(device)

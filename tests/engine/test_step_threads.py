@@ -65,11 +65,12 @@ def test_numbers_are_put_back_when_there_is_nothing_to_do(shares: tuple[CoreShar
     torch.set_num_threads(3)
     threads = StepThreads(shares[0])
     for _ in range(2):
-        threads.begin_step()
-        assert torch.get_num_threads() == 1
-    for _ in range(2):
-        threads.rest()
-        assert num_threads() == torch.get_num_threads() == 3
+        for _ in range(2):
+            threads.begin_step()
+            assert (num_threads(), torch.get_num_threads()) == (2, 1)
+        for _ in range(2):
+            threads.rest()
+            assert num_threads() == torch.get_num_threads() == 3
 
 
 def test_without_a_share_nothing_changes() -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from paged_kernels import packed
 from paged_kernels._native import start_together
 from paged_kernels.packed import PackedWeight
-from paged_kernels.threads import num_threads, threads_kept, use_threads
+from paged_kernels.threads import num_threads, remember_threads, threads_kept, use_threads
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of /proc")
@@ -34,21 +35,23 @@ def product(weight: PackedWeight, x: Tensor, count: int) -> Tensor:
     return packed.linear(x, weight)
 
 
-def helpers() -> list[str]:
-    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return [name for name in names if name == "kernel-helper"]
+def helpers() -> list[Path]:
+    tasks = Path("/proc/self/task").iterdir()
+    return [task for task in tasks if task.joinpath("comm").read_text().strip() == "kernel-helper"]
+
+
+def helper_seconds() -> float:
+    """Of processors' time."""
+    return sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in helpers()) / 1e9
 
 
 def test_a_thread_has_torchs_number_until_it_is_told_another() -> None:
-    def seen() -> int:
-        torch.set_num_threads(3)
-        return num_threads()
-
+    torch.set_num_threads(3)
+    assert num_threads() == 3
     use_threads(2)
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(seen).result() == 3
-    assert num_threads() == 2
-    assert torch.get_num_threads() == 1
+    assert (num_threads(), torch.get_num_threads()) == (2, 1)
+    use_threads(2, torch_multiplies=True)
+    assert (num_threads(), torch.get_num_threads()) == (2, 2)
 
 
 def test_numbers_are_put_back() -> None:
@@ -57,6 +60,31 @@ def test_numbers_are_put_back() -> None:
         use_threads(5, torch_multiplies=True)
         assert num_threads() == torch.get_num_threads() == 5
     assert num_threads() == torch.get_num_threads() == 2
+
+
+def test_what_one_thread_is_told_is_not_anothers() -> None:
+    """Though torch gives its number to every thread that is new to it."""
+    torch.set_num_threads(3)
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        back = first.submit(remember_threads).result()
+        first.submit(use_threads, 2).result()
+        assert second.submit(num_threads).result() == num_threads() == 3
+        back_too = second.submit(remember_threads).result()
+        second.submit(use_threads, 5).result()
+        for pool, put_back in ((first, back), (second, back_too)):
+            pool.submit(put_back).result()
+            assert pool.submit(torch.get_num_threads).result() == 3
+    with ThreadPoolExecutor(1) as third:
+        assert third.submit(torch.get_num_threads).result() == 3
+
+
+def test_helpers_compute(weight: PackedWeight) -> None:
+    x = torch.randn(512, 256).bfloat16()
+    product(weight, x, 2)
+    before, own_before = helper_seconds(), time.thread_time()
+    for _ in range(20):
+        product(weight, x, 2)
+    assert helper_seconds() - before > 0.1 * (time.thread_time() - own_before)
 
 
 def test_helpers_are_started_once(weight: PackedWeight) -> None:
@@ -90,8 +118,9 @@ def test_callers_that_come_together(weight: PackedWeight) -> None:
     alone = product(weight, x, 1)
 
     def computes(_: int) -> bool:
-        use_threads(2)
-        return all(torch.equal(packed.linear(x, weight), alone) for _ in range(300))
+        with threads_kept():
+            use_threads(2)
+            return all(torch.equal(packed.linear(x, weight), alone) for _ in range(300))
 
     with ThreadPoolExecutor(4) as callers:
         assert all(callers.map(computes, range(4)))

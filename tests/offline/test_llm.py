@@ -3,14 +3,16 @@
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from paged_kernels.threads import threads_kept
+from paged_kernels.threads import num_threads, threads_kept
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.engine.model_runner import ComputedStep, ModelRunner
+from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import StepResult
 from tests.demo_model import DEMO_MODEL
 from tests.e2e.cluster import some_token_ids
@@ -153,13 +155,29 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
     assert llm.generate(PROMPTS[0], GREEDY, progress=False)[0].outputs[0].text.startswith(" Paris")
 
 
-def test_the_caller_keeps_its_number_of_torch_threads() -> None:
-    """Also where the kernels multiply, so that torch gets a single one meanwhile."""
+@pytest.mark.parametrize(
+    ("dtype", "threads", "during"),
+    [("bfloat16", 2, (2, 1)), ("bfloat16", 0, (3, 1)), ("float32", 2, (2, 2))],
+)
+def test_the_caller_keeps_its_numbers_of_threads(
+    dtype: Literal["bfloat16", "float32"], threads: int, during: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the kernels and of torch, which gets a single one where the kernels multiply."""
+    seen = set()
+    launch = ModelRunner.launch
+
+    def watched(self: ModelRunner, plan: SchedulerOutput) -> ComputedStep:
+        seen.add((num_threads(), torch.get_num_threads()))
+        return launch(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
     with threads_kept():
-        llm = LLM(str(DEMO_MODEL), dtype="bfloat16", threads=3, num_blocks=64)
+        torch.set_num_threads(3)
+        llm = LLM(str(DEMO_MODEL), dtype=dtype, threads=threads, num_blocks=64)
         for _ in range(2):
             llm.generate("A week has", GREEDY, progress=False)
-            assert torch.get_num_threads() == 3
+            assert num_threads() == torch.get_num_threads() == 3
+    assert seen == {during}
 
 
 def test_a_bar_shows_progress(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
