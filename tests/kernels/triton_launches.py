@@ -4,6 +4,7 @@ Nothing here runs: launches are planned over tensors without memory, as for a ca
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from paged_kernels.base import AttentionMetadata
@@ -23,11 +24,26 @@ from tests.kernels.batch import Heads
 
 FP8 = torch.float8_e4m3fn
 
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What of a batch decides how attention is launched."""
+
+    name: str
+    num_tokens: int
+    num_seqs: int
+    max_query_len: int
+
+
+MIXED = Step("of three sequences", 400, 3, 398)  # decode in splits, their merge, prefill that leaves decodes out
+STEPS = (MIXED, Step("of decodes", 256, 256, 1), Step("of one prompt", 2048, 1, 2048))
+
 # (heads, dtype of queries, dtype of the pool, sliding window)
 ATTENTION = [
     (Heads(32, 8, 128), torch.bfloat16, torch.bfloat16, None),
     (Heads(32, 8, 128, 32), torch.float16, torch.float16, 4096),
     (Heads(28, 4, 128), torch.float32, torch.float32, None),
+    (Heads(32, 8, 128), torch.bfloat16, FP8, None),
     (Heads(32, 8, 80), torch.bfloat16, FP8, None),
     (Heads(16, 8, 256), torch.bfloat16, torch.bfloat16, 512),
 ]
@@ -41,8 +57,9 @@ def all_launches(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
     """Each with a name that says what it is for."""
     for heads, dtype, pool_dtype, window in ATTENTION:
         label = f"{heads.num_heads}x{heads.num_kv_heads}x{heads.head_dim} {dtype} {pool_dtype} window {window}"
-        for call in _attention(heads, dtype, pool_dtype, window, traits):
-            yield f"{call.kernel.__name__} {label}", call
+        for step in STEPS if heads.head_dim == 128 else (MIXED,):
+            for call in _attention(heads, dtype, pool_dtype, window, step, traits):
+                yield f"{call.kernel.__name__} {label} {step.name}", call
         if window is None:
             yield f"write_kv_kernel {label}", _write(heads, dtype, pool_dtype, rotary=True)
     heads = Heads(32, 8, 128)
@@ -54,18 +71,17 @@ def all_launches(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
 
 
 def _attention(
-    heads: Heads, dtype: torch.dtype, pool_dtype: torch.dtype, window: int | None, traits: GpuTraits
+    heads: Heads, dtype: torch.dtype, pool_dtype: torch.dtype, window: int | None, step: Step, traits: GpuTraits
 ) -> Iterator[KernelCall]:
-    """A mixed step of few sequences (decode in splits, their merge, prefill)."""
     metadata = AttentionMetadata(
-        slot_mapping=empty(400, dtype=torch.int64),
-        block_tables=empty(3, 512, dtype=torch.int32),
-        query_start_loc=empty(4, dtype=torch.int32),
-        seq_lens=empty(3, dtype=torch.int32),
-        max_query_len=398,
+        slot_mapping=empty(step.num_tokens, dtype=torch.int64),
+        block_tables=empty(step.num_seqs, 512, dtype=torch.int32),
+        query_start_loc=empty(step.num_seqs + 1, dtype=torch.int32),
+        seq_lens=empty(step.num_seqs, dtype=torch.int32),
+        max_query_len=step.max_query_len,
         max_seq_len=4096,
     )
-    query = empty(400, heads.num_heads, heads.head_dim, dtype=dtype)
+    query = empty(step.num_tokens, heads.num_heads, heads.head_dim, dtype=dtype)
     output, pool = torch.empty_like(query), _pool(heads, pool_dtype)
     call = AttentionCall(output, query, pool, 3, metadata, 0.1, window, _scales(heads, pool_dtype))
     yield from plan_attention(call, traits)

@@ -33,7 +33,7 @@ def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayo
             DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids),
             layout,
             _limits(options, loaded.max_model_len),
-            graphs=not options.enforce_eager,
+            graphs=_records(options),
         )
     except (KVRelayError, torch.OutOfMemoryError) as error:
         raise ConfigurationError(
@@ -49,7 +49,7 @@ def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayo
 def device_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max_model_len: int) -> Runner:
     """Records decode steps, unless they are not wanted. Raises ConfigurationError when there is no room for them."""
     start = time.monotonic()
-    recorder = None if options.enforce_eager else CudaGraphRecorder()
+    recorder = CudaGraphRecorder() if _records(options) else None
     sampler = DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
     try:
         runner = DeviceRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
@@ -61,6 +61,11 @@ def device_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, 
     if recorder is not None:
         _logger.info("recorded decode steps in %.1f s", time.monotonic() - start)
     return runner
+
+
+def _records(options: EngineOptions) -> bool:
+    """The reference attention reads sizes of the batch from the card, which no recorded step can."""
+    return not options.enforce_eager and options.attention_backend != "reference"
 
 
 def _limits(options: EngineOptions, max_model_len: int) -> StepLimits:

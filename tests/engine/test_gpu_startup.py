@@ -1,0 +1,53 @@
+"""The start of an engine on a card, with stand-ins for what needs one."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.gpu import startup
+from kvrelay.engine.gpu.memory_profile import MemoryProfile
+from kvrelay.engine.options import EngineOptions
+
+GIB = 1 << 30
+LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="bfloat16")
+OPTIONS = EngineOptions("m", max_num_seqs=4, max_num_batched_tokens=64)
+LOADED: Any = mock.Mock(max_model_len=4096, config=mock.Mock(vocab_size=320, eos_token_ids=(2,)))
+
+
+@pytest.mark.parametrize(
+    ("options", "records"),
+    [
+        (OPTIONS, True),
+        (EngineOptions("m", enforce_eager=True), False),
+        (EngineOptions("m", attention_backend="reference"), False),
+    ],
+)
+def test_decode_steps_are_recorded_where_they_can_be_and_are_wanted(
+    options: EngineOptions, records: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, runner, recorder = mock.Mock(), mock.Mock(), mock.Mock()
+    profile.return_value = MemoryProfile(total=80 * GIB, free=70 * GIB, resident=GIB, step=GIB, graphs=0)
+    monkeypatch.setattr(startup, "profile_memory", profile)
+    monkeypatch.setattr(startup, "DeviceRunner", runner)
+    monkeypatch.setattr(startup, "CudaGraphRecorder", recorder)
+    assert startup.size_device_pool(options, LOADED, LAYOUT).num_blocks > 0
+    assert profile.call_args.kwargs == {"graphs": records}
+    assert startup.device_runner(options, LOADED, torch.empty(0), 4096) is runner.return_value
+    assert runner.call_args.args[-1] == (recorder.return_value if records else None)
+
+
+def test_no_room_for_a_step_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "profile_memory", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB")))
+    with pytest.raises(ConfigurationError, match=r"step of 64 tokens.*--max-num-batched-tokens.*2 GiB"):
+        startup.size_device_pool(OPTIONS, LOADED, LAYOUT)
+
+
+def test_no_room_for_recorded_steps_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "DeviceRunner", mock.Mock(side_effect=torch.OutOfMemoryError("1 GiB")))
+    monkeypatch.setattr(startup, "CudaGraphRecorder", mock.Mock())
+    with pytest.raises(ConfigurationError, match=r"--gpu-memory-utilization.*--enforce-eager.*1 GiB"):
+        startup.device_runner(OPTIONS, LOADED, torch.empty(0), 4096)
