@@ -45,7 +45,8 @@ class Engine:
     """Requests in, `StepResult`s out. `publish`: newly named blocks are pinned and reported so that the node can
     publish them. `publish_hits`: so are blocks that a PRODUCE request has found by name, since what was published once
     may be gone. `run_ahead`: for a runner whose steps run while the caller does other things; of no use with another.
-    `threads`: those of a runner that computes on the caller's processor; they rest when a step finds nothing to do."""
+    `threads`: those of a runner that computes on the caller's processor; they rest when a step finds nothing to do, and
+    whoever stops before that calls their `rest`."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Engine:
         self._namespace = namespace
         self._eos_token_ids = frozenset(eos_token_ids)
         self._run_ahead = run_ahead
-        self._threads = threads or StepThreads()
+        self.threads = threads or StepThreads()
         self._clock: Clock = clock or MonotonicClock()
         self._changes = Changes()
         self._in_flight = StepsInFlight(pool)
@@ -164,11 +165,6 @@ class Engine:
         """Whether this request is here, and no other one."""
         return list(self._sequences) == [request_id]
 
-    @property
-    def computes_in_parallel(self) -> bool:
-        """Whether the last step took more than one of the machine's cores."""
-        return self._threads.num_threads > 1
-
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, on_layers_begin: Callable[[], None] | None = None) -> tuple[StepResult | None, bool]:
@@ -190,13 +186,8 @@ class Engine:
         while len(self._in_flight) > int(self._run_ahead and launched):
             self._collect()
         if not (launched or was_in_flight):
-            self.rest()
+            self.threads.rest()
         return self._take_result(), launched or was_in_flight
-
-    def rest(self) -> None:
-        """Gives back the cores, and to the thread its numbers of threads, until the next step. Called by a step that
-        finds nothing to do, and by who stops before that."""
-        self._threads.rest()
 
     def settle(self) -> None:
         """Waits for the steps in flight; the next step's result tells of them."""
@@ -210,7 +201,7 @@ class Engine:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        self._threads.begin_step(on_layers_begin)
+        self.threads.begin_step(on_layers_begin)
         try:
             launched = self._runner.launch(plan)
         except KVRelayError as error:
@@ -376,7 +367,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_leases=len(self._leases),
             num_steps=self._num_steps,
-            num_lent_steps=self._threads.num_lent_steps,
+            num_lent_steps=self.threads.num_lent_steps,
             num_prefilled_tokens=self._prefill.num_tokens,
             prefill_seconds=self._prefill.seconds,
         )

@@ -34,7 +34,7 @@ def gives_way(engine: Engine, result: StepResult | None) -> bool:
     return (
         result is not None
         and len(result.prompts) == 1
-        and engine.computes_in_parallel
+        and engine.threads.num_threads > 1
         and engine.serves_only(result.prompts[0].request_id)
     )
 
@@ -127,7 +127,7 @@ class EngineThread:
                 goes_on = self._handle_messages(0.0 if busy else _IDLE_WAIT_SECONDS)
             if not goes_on:
                 self._engine.settle()  # whose memory may be gone after this
-                self._engine.rest()
+                self._engine.threads.rest()
                 return
             self.num_turns += 1
             result, busy = self._engine.step(self._hand_over)

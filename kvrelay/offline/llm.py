@@ -191,7 +191,7 @@ class LLM:
             bar.close()
             for request_id in under_way:
                 self._engine.abort(request_id)
-            self._engine.rest()
+            self._engine.threads.rest()
 
     def _take(self, result: StepResult, under_way: Mapping[str, PendingGeneration]) -> int:
         """Returns the number of new output tokens."""

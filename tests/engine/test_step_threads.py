@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
+from paged_kernels._native import start_together
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.layer_stack import FEW_ROWS
 from paged_kernels.registry import select_backend
@@ -147,7 +149,9 @@ def logits_of(model: DecoderForCausalLM, num_tokens: int, threads_by_layer: tupl
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 120])
 def test_the_number_of_threads_changes_no_bit(model: DecoderForCausalLM, num_tokens: int) -> None:
-    with torch.inference_mode():
+    with torch.inference_mode(), ExitStack() as stack:
+        start_together(True)  # else helpers might find nothing left to do
+        stack.callback(start_together, False)
         alone = logits_of(model, num_tokens, (1, 1, 1))
         assert torch.equal(logits_of(model, num_tokens, (2, 2, 2)), alone)
         assert torch.equal(logits_of(model, num_tokens, (2, 1, 3)), alone)
