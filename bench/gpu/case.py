@@ -18,8 +18,9 @@ TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-6, 2**-7), torch.
 @dataclass(frozen=True, slots=True)
 class Case:
     """`run` returns the result in the kernel's dtype, `expected` in float64 (or integers, which must be equal).
-    `num_bytes` are read and written at least, `num_flops` computed. `peers`: the same work by others. `tolerance`: as
-    TOLERANCE's, where that of the dtype does not fit."""
+    `timed` does the work alone where `run` also prepares it or reads it back. `num_bytes` are read and written at
+    least, `num_flops` computed. `peers`: the same work by others. `tolerance`: as TOLERANCE's, where that of the dtype
+    does not fit."""
 
     name: str
     run: Callable[[], Tensor]
@@ -28,13 +29,14 @@ class Case:
     num_flops: float = 0.0
     peers: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     tolerance: tuple[float, float] | None = None
+    timed: Callable[[], object] | None = None
 
     def measure(self, watch: Stopwatch, rates: Rates) -> Result:
         """Compared before and after it was timed: what changes from run to run is a race."""
         expected = self.expected()
         with poisoned():
             error = deviation(self.run(), expected, self.tolerance)
-        seconds = watch.seconds(self.run)
+        seconds = watch.seconds(self.timed or self.run)
         with poisoned():
             error = max(error, deviation(self.run(), expected, self.tolerance))
         del expected

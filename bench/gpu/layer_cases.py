@@ -10,7 +10,8 @@ from paged_kernels.kv_scales import FP8, KVScales
 from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight, unpack_codes, unpack_zeros
 from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import TritonBackend
-from paged_kernels.triton_digest import BlockDigests
+from paged_kernels.triton_digest import BlockDigests, key_table, plan_digests
+from paged_kernels.triton_launch import launch
 from paged_kernels.triton_prequantized import prequantized_matmul
 from paged_kernels.triton_sampling import sample_tokens
 from torch import Tensor
@@ -37,32 +38,42 @@ class Sizes:
     prequantized_rows: tuple[int, ...]
 
 
-_PREQUANTIZED: tuple[tuple[PrequantizedFormat, Bits], ...] = (
-    (PrequantizedFormat.AWQ, 4),
-    (PrequantizedFormat.GPTQ, 4),
-    (PrequantizedFormat.GPTQ, 8),
+_PREQUANTIZED: tuple[tuple[PrequantizedFormat, Bits, bool], ...] = (  # the last: groups are scattered (`desc_act`)
+    (PrequantizedFormat.AWQ, 4, False),
+    (PrequantizedFormat.GPTQ, 4, False),
+    (PrequantizedFormat.GPTQ, 4, True),
+    (PrequantizedFormat.GPTQ, 8, False),
+    (PrequantizedFormat.GPTQ_V2, 4, False),
+    (PrequantizedFormat.GPTQ_V2, 8, True),
 )
 _SAMPLING = {
     "greedy": SamplingParams(temperature=0.0),
     "temperature": SamplingParams(seed=1),
     "top-k, top-p": SamplingParams(seed=1, top_k=50, top_p=0.9),
     "top-p": SamplingParams(seed=1, top_p=0.95),
+    "min-p": SamplingParams(seed=1, min_p=0.05),
+    "repetition penalty": SamplingParams(temperature=0.0, repetition_penalty=1.5),
+    "presence penalty": SamplingParams(temperature=0.0, presence_penalty=2.0),
+    "frequency penalty": SamplingParams(temperature=0.0, frequency_penalty=1.0),
+    "logit bias": SamplingParams(seed=1, logit_bias=((5, 15.0), (7, 14.0), (9, -50.0))),
 }
 
 
 def layer_tasks(sizes: Sizes, dtype: torch.dtype, watch: Stopwatch, rates: Rates) -> Iterator[Task]:
     device = watch.device
     makers: list[tuple[str, Callable[[], Case]]] = [
-        ("residual + rms_norm", partial(_norm, sizes, dtype, device)),
+        ("rms_norm", partial(_norm, sizes, dtype, device)),
+        ("residual + rms_norm", partial(_residual_norm, sizes, dtype, device)),
         ("silu_mul", partial(_silu, sizes, dtype, device)),
-        ("rotary + write_kv (and the copies around it)", partial(_write, sizes, dtype, dtype, device)),
-        ("rotary + write_kv to FP8 (and the copies around it)", partial(_write, sizes, dtype, FP8, device)),
+        ("rotary + write_kv", partial(_write, sizes, dtype, dtype, device)),
+        ("rotary + write_kv to FP8", partial(_write, sizes, dtype, FP8, device)),
         (f"digests of {sizes.num_tokens} blocks", partial(_digests, sizes, device)),
     ]
     for rows in sizes.prequantized_rows:
-        for form, bits in _PREQUANTIZED:
-            name = f"{form.value} {bits} bits {rows} x {sizes.hidden_size} x {sizes.intermediate_size}"
-            makers.append((name, partial(_prequantized, form, bits, rows, sizes, dtype, device)))
+        for form, bits, scattered in _PREQUANTIZED:
+            kind = f"{form.value} {bits} bits{' desc_act' if scattered else ''}"
+            name = f"{kind} {rows} x {sizes.hidden_size} x {sizes.intermediate_size}"
+            makers.append((name, partial(_prequantized, form, bits, scattered, rows, sizes, dtype, device)))
     for name, params in _SAMPLING.items():
         makers.append((f"sampling {sizes.num_tokens} rows, {name}", partial(_sampling, params, sizes, device)))
     for name, make in makers:
@@ -74,6 +85,17 @@ def _measured(name: str, make: Callable[[], Case], watch: Stopwatch, rates: Rate
 
 
 def _norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    x = torch.randn(sizes.num_tokens, sizes.hidden_size, device=device, dtype=dtype)
+    weight = torch.randn(sizes.hidden_size, device=device, dtype=dtype)
+    return Case(
+        "rms_norm",
+        lambda: triton_rowwise.rms_norm(x, weight, 1e-5),
+        lambda: fused_reference.rms_norm(x.double(), weight.double(), 1e-5),
+        num_bytes=2 * x.numel() * x.element_size(),
+    )
+
+
+def _residual_norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     x, residual = torch.randn(2, sizes.num_tokens, sizes.hidden_size, device=device, dtype=dtype)
     weight = torch.randn(sizes.hidden_size, device=device, dtype=dtype)
     return Case(
@@ -81,6 +103,7 @@ def _norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
         lambda: torch.cat(triton_rowwise.add_rms_norm(x, residual, weight, 1e-5)),
         lambda: torch.cat(fused_reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-5)),
         num_bytes=4 * x.numel() * x.element_size(),
+        timed=lambda: triton_rowwise.add_rms_norm(x, residual, weight, 1e-5),
     )
 
 
@@ -106,11 +129,13 @@ def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: to
     key_scales, value_scales = (0.5 + torch.rand(2, 1, sizes.num_kv_heads, device=device)).unbind()
     scales = KVScales(key_scales.contiguous(), value_scales.contiguous()) if pool_dtype is FP8 else None
     heads = torch.empty_like(projected)
+    query, key, value = torch.split(heads, counts, dim=1)
+    cos, sin = angles.cos(), angles.sin()
+    write = partial(TritonBackend(scales).write_kv_rotary, query, key, value, (cos, sin), pool, 0, slots)
 
     def run() -> Tensor:
         heads.copy_(projected)
-        query, key, value = torch.split(heads, counts, dim=1)
-        TritonBackend(scales).write_kv_rotary(query, key, value, (angles.cos(), angles.sin()), pool, 0, slots)
+        write()
         bits = pool.view(torch.uint8) if pool_dtype is FP8 else pool  # torch indexes no FP8 tensor
         stored = bits[slots // 16, :, 0, :, slots % 16]  # [num_tokens, num_kv_heads, 2, head_dim]
         if scales is not None:
@@ -121,16 +146,23 @@ def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: to
     def expected() -> Tensor:
         exact = projected.double()
         rotated = sizes.num_heads + sizes.num_kv_heads
-        cos, sin = angles.double().cos(), angles.double().sin()
-        fused_reference.rotary(exact[:, : sizes.num_heads], exact[:, sizes.num_heads : rotated], cos, sin)
+        exact_angles = angles.double().cos(), angles.double().sin()
+        fused_reference.rotary(exact[:, : sizes.num_heads], exact[:, sizes.num_heads : rotated], *exact_angles)
         return exact
 
     tolerance = TOLERANCE[dtype] if scales is None else (0.07, 2**-7)
-    return Case("write_kv", run, expected, 6 * projected.numel() * heads.element_size(), tolerance=tolerance)
+    num_bytes = (heads.numel() + query.numel()) * dtype.itemsize + 2 * key.numel() * pool_dtype.itemsize
+    return Case("write_kv", run, expected, num_bytes + cos.nbytes + sin.nbytes, tolerance=tolerance, timed=write)
 
 
 def _prequantized(
-    form: PrequantizedFormat, bits: Bits, num_rows: int, sizes: Sizes, dtype: torch.dtype, device: torch.device
+    form: PrequantizedFormat,
+    bits: Bits,
+    scattered: bool,
+    num_rows: int,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Case:
     num_inputs, num_outputs, group_size = sizes.hidden_size, sizes.intermediate_size, 128
     per_word, awq = 32 // bits, form is PrequantizedFormat.AWQ
@@ -140,7 +172,8 @@ def _prequantized(
         torch.randint(-(2**31), 2**31, shape, device=device).to(torch.int32) for shape in (code_shape, zero_shape)
     )
     scales = (torch.rand(num_inputs // group_size, num_outputs, device=device) * 0.01).to(dtype)
-    weight = PrequantizedWeight(form, codes, zeros, scales, group_size, bits=bits)
+    groups = (torch.randperm(num_inputs, device=device) // group_size).int() if scattered else None
+    weight = PrequantizedWeight(form, codes, zeros, scales, group_size, groups, bits)
     x = torch.randn(num_rows, num_inputs, device=device, dtype=dtype)
     dense = dequantise(weight).to(dtype)
     num_bytes = 4 * (codes.numel() + zeros.numel()) + scales.numel() * 2 + x.numel() * 2 + len(x) * num_outputs * 2
@@ -156,7 +189,9 @@ def _prequantized(
 
 def dequantise(weight: PrequantizedWeight) -> Tensor:
     """`[num_inputs, num_outputs]` float32."""
-    groups = torch.arange(weight.num_inputs, device=weight.codes.device) // weight.group_size
+    groups = weight.group_of_input
+    if groups is None:
+        groups = torch.arange(weight.num_inputs, device=weight.codes.device) // weight.group_size
     return (unpack_codes(weight) - unpack_zeros(weight)[groups]).float() * weight.scales.float()[groups]
 
 
@@ -165,16 +200,19 @@ def _digests(sizes: Sizes, device: torch.device) -> Case:
     num_bytes = 32 * 2 * 16 * sizes.num_kv_heads * sizes.head_dim * 2
     rows = torch.randint(0, 256, (sizes.num_tokens, num_bytes), dtype=torch.uint8, device=device)
     digests = BlockDigests(rows)
-    wanted = range(len(rows))
+    words, keys = rows.view(torch.int64), torch.tensor(key_table(), dtype=torch.int64, device=device)
+    ids = torch.arange(len(rows), device=device)
+    found = torch.empty(len(rows), 2, dtype=torch.int64, device=device)
 
     def expected() -> list[bytes]:
         return [payload_digest(row.numpy().tobytes()) for row in rows.cpu()]
 
     return Case(
         f"digests of {len(rows)} blocks of {num_bytes >> 10} KiB",
-        lambda: _as_tensor(digests(wanted)),
+        lambda: _as_tensor(digests(range(len(rows)))),
         lambda: _as_tensor(expected()),
         num_bytes=rows.numel(),
+        timed=lambda: launch(plan_digests(found, words, ids, keys)),
     )
 
 
@@ -183,9 +221,9 @@ def _as_tensor(digests: list[bytes]) -> Tensor:
 
 
 def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Case:
-    num_rows = sizes.num_tokens
-    logits = torch.randn(num_rows, sizes.vocab_size, device=device) * 3
-    rows = [SamplingRow(params, 0, index, 0, (), ()) for index in range(num_rows)]
+    logits = torch.randn(sizes.num_tokens, sizes.vocab_size, device=device) * 3
+    likely = logits.topk(3).indices.tolist()  # has been said: without penalties it is said again
+    rows = [SamplingRow(params, 0, 5 + index, 3, ids[1:], ids[:1] * 3) for index, ids in enumerate(likely)]
     tensors = sampling_tensors(rows, (), device)
 
     def expected() -> Tensor:

@@ -48,6 +48,18 @@ def test_a_case_is_measured_against_its_floor() -> None:
     assert "NO" in table([result]) and "sum" in table([result])
 
 
+def test_what_surrounds_a_kernel_is_not_timed() -> None:
+    calls: list[str] = []
+
+    def run() -> torch.Tensor:
+        calls.append("run")
+        return torch.ones(4)
+
+    case = Case("twice", run, lambda: torch.ones(4).double(), 100, timed=lambda: calls.append("timed"))
+    assert case.measure(CPU, Rates(copy=10.0, matmul=100.0)).is_right
+    assert calls == ["run", "timed", "timed", "run"]  # the first that is timed warms up
+
+
 def test_rates_are_positive() -> None:
     rates = measure_rates(CPU, copy_bytes=1 << 16, matmul_size=16, dtype=torch.float32)
     assert rates.copy > 0 and rates.matmul > 0

@@ -3,16 +3,28 @@
 import importlib
 import os
 import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import paged_kernels.triton_device
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from bench import gpu_suite
+from bench.gpu import layer_cases
+from bench.gpu.layer_cases import Sizes, layer_tasks
+from bench.gpu.measure import Rates, Stopwatch
 from bench.gpu.report import Records, read_records
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.gpu.sampler import sampling_tensors
+from kvrelay.engine.sampling.sampler import SamplingRow
+
+SIZES = Sizes(3, 128, 64, 4, 2, 64, 300, prequantized_rows=(3,))
 
 
 def test_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +43,52 @@ def test_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert launched == _kernels()
     _check_records(read_records(path), parts, capsys.readouterr().out)
+
+
+@dataclass(frozen=True, slots=True)
+class OperationsWatch(Stopwatch):
+    """Notes what torch computes where something is timed; kernels do nothing meanwhile."""
+
+    found: list[set[str]] = field(default_factory=list)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        with Operations() as operations, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InterpretedFunction, "__getitem__", lambda kernel, grid: lambda **arguments: None)
+            run()
+        self.found.append(operations.names)
+        return 1.0
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_of_layers_only_kernels_are_timed() -> None:
+    watch = OperationsWatch(torch.device("cpu"), 1)
+    for task in layer_tasks(SIZES, torch.float16, watch, Rates(1.0, 1.0)):
+        assert task.run().is_right
+    assert len(watch.found) > 12
+    plain = {"empty", "view", "slice", "select", "detach"}
+    assert {frozenset(found - plain) for found in watch.found} <= {frozenset(), frozenset({"mm"})}  # of dense weights
+
+
+@pytest.mark.parametrize("kind", ["min-p", "repetition penalty", "presence penalty", "frequency penalty", "logit bias"])
+def test_sampling_parameters_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(rows: Sequence[SamplingRow], *others: Any) -> Any:
+        plain = [replace(row, params=SamplingParams(seed=1, temperature=row.params.temperature)) for row in rows]
+        return sampling_tensors(plain, *others)
+
+    torch.manual_seed(7)
+    watch = Stopwatch(torch.device("cpu"), 1)
+    (task,) = (task for task in layer_tasks(SIZES, torch.float16, watch, Rates(1.0, 1.0)) if task.name.endswith(kind))
+    monkeypatch.setattr(layer_cases, "sampling_tensors", forget)
+    assert not task.run().is_right
 
 
 def _kernels() -> set[str]:
@@ -62,7 +120,8 @@ def _check_records(records: Records, parts: str, shown: str) -> None:
         "silu_mul",
         "write_kv",
         "awq",
-        "gptq",
+        "gptq 4 bits desc_act",
+        "gptq_v2",
         "sampling",
         "model float32: against the processor",
         "tiny decode step",
