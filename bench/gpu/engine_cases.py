@@ -4,8 +4,9 @@ beginning to end, against what the card's copy bandwidth and matrix rate allow, 
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,13 +16,15 @@ from transformers import PreTrainedConfig
 
 from bench.gpu.case import deviation
 from bench.gpu.eager_recorder import EagerRecorder
+from bench.gpu.greedy import greedy_error
 from bench.gpu.kernel_times import time_by_kernel
-from bench.gpu.measure import Rates
+from bench.gpu.measure import Rates, never_waiting
 from bench.gpu.random_decoder import random_decoder
 from bench.gpu.report import Result
 from bench.gpu.task import Task, attempt
 from bench.gpu.transformers_peer import generate_with_transformers
 from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
@@ -70,11 +73,13 @@ class EnginePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """`parts`: seconds of a step by kernel, those that take most; what they lack to `seconds` the card has waited."""
+class Measured:
+    """`error`: of the tokens that were made. `parts`: seconds of a step by kernel, those that take most; what they lack
+    to `seconds` the card has waited."""
 
     seconds: float
-    parts: dict[str, float]
+    error: float
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class EngineBench:
@@ -97,7 +102,7 @@ class EngineBench:
         _logger.info("%s: recorded decode steps in %.1f s", plan.name, time.perf_counter() - start)
         self._engine = self._make_engine()
         self._num_requests = 0
-        self.error = float("inf")  # of what it computes, once compared
+        self._answers: dict[str, tuple[EngineRequest, list[int]]] = {}  # by name, with the tokens so far
 
     def _make_engine(self) -> Engine:
         limits = self._plan.limits
@@ -112,27 +117,29 @@ class EngineBench:
         ids: list[int] = torch.randint(self.model.config.vocab_size, (length,), generator=self._generator).tolist()
         return tuple(ids)
 
-    def decode_step(self, batch: int, context: int) -> "DecodeStep":
-        names = [self._add(context, self._plan.sampling_for(batch, context)) for _ in range(batch)]
+    def decode_step(self, batch: int, context: int) -> Measured:
+        for _ in range(batch):
+            self._add(context, self._plan.sampling_for(batch, context))
         while self._engine.load().num_requests_decoding < batch:
-            self._engine.step()
+            self._step()
         for _ in range(_WARMUP_STEPS):
-            self._engine.step()
+            self._step()
         start = time.perf_counter()
         num_tokens = sum(self._step() for _ in range(self._plan.steps))
         seconds = time.perf_counter() - start
         parts = time_by_kernel(self._step, _PROFILED_STEPS) if self._device.type == "cuda" else {}
-        for name in names:
+        for name in self._answers:
             self._engine.abort(name)
         self._finish()
         assert num_tokens == batch * self._plan.steps, "a timed step did something else than decoding"
-        return DecodeStep(seconds / self._plan.steps, parts)
+        return Measured(seconds / self._plan.steps, self._answers_error(), parts)
 
-    def prompt_seconds(self, length: int) -> float:
-        """Until the first token; the first time may compile."""
-        return min(self.batch_seconds(1, length, 1) for _ in range(self._plan.repeats))
+    def first_token(self, length: int) -> Measured:
+        """Of one prompt; the first time may compile."""
+        runs = [self.batch(1, length, 1) for _ in range(self._plan.repeats)]
+        return Measured(min(run.seconds for run in runs), max(run.error for run in runs))
 
-    def batch_seconds(self, count: int, length: int, new: int) -> float:
+    def batch(self, count: int, length: int, new: int) -> Measured:
         sampling = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=new)
         for _ in range(count):
             self._add(length, sampling)
@@ -142,41 +149,75 @@ class EngineBench:
             num_tokens += self._step()
         seconds = time.perf_counter() - start
         self._finish()
-        return seconds
+        return Measured(seconds, self._answers_error())
+
+    def launch(self) -> Measured:
+        """Seconds until a decode step is launched, which may not wait for the card, nor may prompts before it."""
+        *prompts, decode = self._plans()
+        with never_waiting(self._device):
+            for plan in prompts:
+                self._runner.launch(plan)
+            start = time.perf_counter()
+            step = self._runner.launch(decode)
+            seconds = time.perf_counter() - start
+        step.collect()
+        return Measured(seconds, 0.0)
 
     def replay_error(self) -> float:
         """A recorded step against the same one launched kernel by kernel, with attention in plain torch:
         log-probabilities of the likeliest tokens, as a share of what is allowed."""
         found = self._top_logprobs(self._runner)
-        eager = DeviceRunner(self.model, self._sampler, self._pool, self._plan.limits)
+        with self._plain_runner() as runner:
+            expected = self._top_logprobs(runner)
+        return deviation(found.to(self.model.dtype), expected.double())
+
+    def _answers_error(self) -> float:
+        """Of the tokens that requests got since the last time, which have ended."""
+        answers, self._answers = self._answers, {}
+        found: list[TokenLogprobs] = []
+        with self._plain_runner() as runner:
+            for request, output in answers.values():
+                prompt = request.prompt_token_ids
+                table = range(-(-(len(prompt) + len(output)) // _BLOCK_SIZE))
+                runner.launch(SchedulerOutput((ScheduledSequence(prompt[:-1], 0, table, ()),), ())).collect()
+                spoken = ScheduledSequence((prompt[-1], *output[:-1]), len(prompt) - 1, table, (), (1, output))
+                found += runner.launch(SchedulerOutput((spoken,), ())).collect().results[0].prompt_logprobs
+        return greedy_error(found, self.model.dtype)
+
+    @contextmanager
+    def _plain_runner(self) -> Iterator[DeviceRunner]:
+        """Nothing is recorded, and attention is in plain torch meanwhile."""
         kernels = self.model.layers[0].attention.backend
         self.model.attend_with(ReferenceBackend())
         try:
-            expected = self._top_logprobs(eager)
+            yield DeviceRunner(self.model, self._sampler, self._pool, self._plan.limits)
         finally:
             self.model.attend_with(kernels)
-        return deviation(found.to(self.model.dtype), expected.double())
 
     def _top_logprobs(self, runner: DeviceRunner) -> Tensor:
-        """`[num_seqs, 20]`, largest first: which of two equally likely tokens comes first does not matter. The prompts
-        are the same each time, and are run by the same runner."""
+        """`[num_seqs, 20]`, largest first: which of two equally likely tokens comes first does not matter."""
+        outputs = [runner.launch(plan).collect() for plan in self._plans()]
+        rows = [result.sampled[0].logprobs for result in outputs[-1].results]
+        return torch.tensor([[value for _, value in one.top] for one in rows if one is not None])
+
+    def _plans(self) -> list[SchedulerOutput]:
+        """Prompts, the same each time, and then one decode step of them all."""
         sampling = SamplingParams(temperature=0.0, seed=0, logprobs=20)
         length = 3 * _BLOCK_SIZE - 5
         tables = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(min(3, self._plan.limits.max_num_seqs))]
+        plans = []
         for index, table in enumerate(tables):
             prompt = [(31 * at + 7 * index) % self.model.config.vocab_size for at in range(length)]
-            chunk = ScheduledSequence(prompt, 0, table, ())
-            runner.launch(SchedulerOutput((chunk,), ())).collect()
+            plans.append(SchedulerOutput((ScheduledSequence(prompt, 0, table, ()),), ()))
         row = SamplingRow(sampling, 0, length + 1, 1, (), ())
-        step = SchedulerOutput(tuple(ScheduledSequence((7,), length, table, (row,)) for table in tables), ())
-        rows = [result.sampled[0].logprobs for result in runner.launch(step).collect().results]
-        return torch.tensor([[value for _, value in one.top] for one in rows if one is not None])
+        decode = tuple(ScheduledSequence((7,), length, table, (row,)) for table in tables)
+        return [*plans, SchedulerOutput(decode, ())]
 
-    def _add(self, length: int, sampling: SamplingParams) -> str:
+    def _add(self, length: int, sampling: SamplingParams) -> None:
         self._num_requests += 1
-        name = str(self._num_requests)
-        self._engine.add(EngineRequest(name, self.prompt(length), sampling))
-        return name
+        request = EngineRequest(str(self._num_requests), self.prompt(length), sampling)
+        self._answers[request.request_id] = request, []
+        self._engine.add(request)
 
     def _step(self) -> int:
         """Returns the number of new tokens."""
@@ -184,7 +225,9 @@ class EngineBench:
         if result is None:
             return 0
         assert not result.failures, result.failures[0].message
-        return sum(len(output.output.token_ids) for output in result.outputs)
+        for item in result.outputs:
+            self._answers[item.request_id][1].extend(item.output.token_ids)
+        return sum(len(item.output.token_ids) for item in result.outputs)
 
     def _finish(self) -> None:
         while self._engine.step()[1]:
@@ -199,20 +242,22 @@ def engine_tasks(plan: EnginePlan, dtype: torch.dtype, device: torch.device, rat
     if not made:
         return
     bench, work = made.pop(), _Work(plan.config, dtype)
+    name = f"{plan.name} launch of a decode step, without waiting"
+    yield Task(name, partial(_measured, name, bench.launch, 0.0))
     for batch, context in plan.decode:
         name = f"{plan.name} decode step {batch} x {context}"
         floor = rates.floor_seconds(work.decode_bytes(batch, context), work.flops(batch))
-        yield Task(name, partial(_decode, name, bench, floor, batch, context))
+        yield Task(name, partial(_measured, name, partial(bench.decode_step, batch, context), floor))
     for length in plan.prefill:
         name = f"{plan.name} first token of {length}"
         floor = rates.floor_seconds(work.weight_bytes, work.flops(length) + work.attention_flops(length))
-        yield Task(name, partial(_timed, name, partial(bench.prompt_seconds, length), bench.error, floor))
+        yield Task(name, partial(_measured, name, partial(bench.first_token, length), floor))
     count, prompt, new = plan.batch
     name = f"{plan.name} {count} x ({prompt} in, {new} out)"
     floor = count * rates.floor_seconds(0, work.flops(prompt) + work.attention_flops(prompt))
     floor += new * rates.floor_seconds(work.decode_bytes(count, prompt), work.flops(count))
     ours: list[Result] = []
-    run = partial(_timed, name, partial(bench.batch_seconds, *plan.batch), bench.error, floor)
+    run = partial(_measured, name, partial(bench.batch, *plan.batch), floor)
     yield Task(name, partial(_kept, ours, run))
     prompts = [list(bench.prompt(prompt)) for _ in range(count)]
     del bench, run  # transformers needs the memory
@@ -225,23 +270,19 @@ def _start(made: list[EngineBench], plan: EnginePlan, dtype: torch.dtype, device
     start = time.perf_counter()
     bench = EngineBench(plan, dtype, device, seed)
     seconds = time.perf_counter() - start
-    bench.error = bench.replay_error()
+    error = bench.replay_error()
     made.append(bench)
-    return Result(f"{plan.name} start: weights, recorded steps", bench.error, seconds, 0.0)
+    return Result(f"{plan.name} start: weights, recorded steps", error, seconds, 0.0)
 
 
-def _timed(name: str, seconds: Callable[[], float], error: float, floor: float) -> Result:
-    return Result(name, error, seconds(), floor)
+def _measured(name: str, run: Callable[[], Measured], floor: float) -> Result:
+    found = run()
+    return Result(name, found.error, found.seconds, floor, parts=found.parts)
 
 
 def _kept(kept: list[Result], run: Callable[[], Result]) -> Result:
     kept.append(run())
     return kept[0]
-
-
-def _decode(name: str, bench: EngineBench, floor: float, batch: int, context: int) -> Result:
-    timed = bench.decode_step(batch, context)
-    return Result(name, bench.error, timed.seconds, floor, parts=timed.parts)
 
 
 class _Work:

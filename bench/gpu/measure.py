@@ -76,3 +76,17 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(was_on)
+
+
+@contextmanager
+def never_waiting(device: torch.device) -> Iterator[None]:
+    """On a card, what makes the host wait for it raises meanwhile."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -15,7 +15,8 @@ from kvrelay.engine.models.model_config import load_model_config
 def random_decoder(
     config: PreTrainedConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> DecoderForCausalLM:
-    """Norms are 1, all else is small."""
+    """Norms are 1, and each product's result is about as large as its input, so that whatever is wrong in a layer changes
+    the tokens."""
     config.architectures = ["LlamaForCausalLM"]
     with TemporaryDirectory() as directory:
         config.save_pretrained(directory)
@@ -26,7 +27,7 @@ def random_decoder(
         if name.endswith("norm.weight"):
             memory.fill_(1.0)
         else:
-            memory.normal_(0.0, 0.02)
+            memory.normal_(0.0, memory.shape[-1] ** -0.5)
         slot.filled(memory)
     model.pack()
     return model

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from bench import gpu_suite
 from bench.gpu.bars import BARS, Bar, judged
 from bench.gpu.case import Case, deviation
-from bench.gpu.measure import Rates, Stopwatch, measure_rates, poisoned
+from bench.gpu.greedy import greedy_error
+from bench.gpu.measure import Rates, Stopwatch, measure_rates, never_waiting, poisoned
 from bench.gpu.report import Record, Result, read_records, table
 from bench.gpu.task import Task, run_tasks
+from kvrelay.core.outputs import TokenLogprobs
 
 SUITE = Path(__file__).parents[2] / "bench" / "gpu_suite.py"
 CPU = Stopwatch(torch.device("cpu"), 1)
@@ -70,6 +73,24 @@ def test_what_nobody_writes_is_seen() -> None:
         memory, codes = torch.empty(64), torch.empty(64, dtype=torch.int64)
     assert memory.isnan().all() and (codes == torch.iinfo(torch.int64).max).all()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_nothing_waits_and_later_all_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[int | str] = [1]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(ValueError), never_waiting(torch.device("cuda")):
+        assert modes == [1, "error"]
+        fail()
+    assert modes == [1, "error", 1]
+
+
+def test_greedy_tokens_may_be_near_ties() -> None:
+    likeliest = TokenLogprobs(4, -2.0, 1, ((4, -2.0),))
+    tie = TokenLogprobs(3, -2.02, 2, ((4, -2.0),))
+    assert greedy_error([likeliest, likeliest], torch.float32) == 0.0
+    assert greedy_error([likeliest, tie], torch.float32) > 1.0 > greedy_error([likeliest, tie], torch.bfloat16)
+    assert greedy_error([likeliest, replace(tie, logprob=float("nan"))], torch.bfloat16) == float("inf")
 
 
 def fail() -> Result:

@@ -3,7 +3,8 @@
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -12,16 +13,21 @@ from typing import Any
 import paged_kernels.triton_device
 import pytest
 import torch
+from paged_kernels.triton_attention import TritonBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from bench import gpu_suite
-from bench.gpu import layer_cases
+from bench.gpu import engine_cases, layer_cases
 from bench.gpu.layer_cases import Sizes, layer_tasks
 from bench.gpu.measure import Rates, Stopwatch
+from bench.gpu.parts import PARTS, Suite
 from bench.gpu.report import Records, read_records
+from bench.gpu.task import Task
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.gpu.runner import DeviceRunner, DeviceStep
 from kvrelay.engine.gpu.sampler import sampling_tensors
+from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.sampling.sampler import SamplingRow
 
 SIZES = Sizes(3, 128, 64, 4, 2, 64, 300, prequantized_rows=(3,))
@@ -91,6 +97,43 @@ def test_sampling_parameters_matter(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert not task.run().is_right
 
 
+@pytest.fixture
+def engine_rows(tmp_path: Path) -> Iterator[Task]:
+    """Of the tiny engine, the start behind them."""
+    torch.manual_seed(7)
+    rows = iter(PARTS["engine-1b"](Suite(torch.device("cpu"), 7, 1, tmp_path)))
+    assert next(rows).run().is_right
+    return rows
+
+
+def test_each_row_of_the_engine_is_checked(engine_rows: Iterator[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert next(engine_rows).name == "tiny launch of a decode step, without waiting"
+    monkeypatch.setattr(TritonBackend, "attend", lambda self, query, *others, **options: torch.zeros_like(query))
+    results = [task.run() for task in engine_rows]
+    assert len(results) == 3 and not any(result.is_right for result in results)
+
+
+def test_launches_may_not_wait(engine_rows: Iterator[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def note(device: torch.device) -> Iterator[None]:
+        log.append("begin")
+        yield
+        log.append("end")
+
+    launch = DeviceRunner.launch
+
+    def noted_launch(runner: DeviceRunner, plan: SchedulerOutput) -> DeviceStep:
+        log.append("launch")
+        return launch(runner, plan)
+
+    monkeypatch.setattr(engine_cases, "never_waiting", note)
+    monkeypatch.setattr(DeviceRunner, "launch", noted_launch)
+    assert next(engine_rows).run().is_right
+    assert log == ["begin", *4 * ["launch"], "end"]
+
+
 def _kernels() -> set[str]:
     modules = [
         importlib.import_module(module.name)
@@ -124,6 +167,7 @@ def _check_records(records: Records, parts: str, shown: str) -> None:
         "gptq_v2",
         "sampling",
         "model float32: against the processor",
+        "tiny launch of a decode step, without waiting",
         "tiny decode step",
         "tiny first token",
         "tiny 2 x",
