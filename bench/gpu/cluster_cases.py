@@ -1,4 +1,4 @@
-"""A prefill and a decode node on one card, whose tokens have to be the same whichever way their KV goes.
+"""A prefill and a decode node on one card, whose tokens have to be those of one process, whichever way their KV goes.
 
 Needs all that `kvrelay serve` needs, pydantic and gRPC's health service among it.
 """
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from bench.gpu.greedy import greedy_error
 from bench.gpu.measure import Rates
 from bench.gpu.report import Result
 from bench.gpu.task import Task
@@ -20,6 +23,9 @@ from kvrelay.bench.base import Answer, Generation
 from kvrelay.bench.grpc_client import GrpcClient
 from kvrelay.cli.local_cluster import ClusterAddress, local_cluster
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.device import DeviceName
+from kvrelay.offline.llm import LLM, Prompt
 
 _FIRST_ID = 300  # behind bytes and special tokens
 
@@ -28,7 +34,7 @@ _FIRST_ID = 300  # behind bytes and special tokens
 class ClusterLoad:
     """One request at a time: `prompts`, tokens each; `new` tokens are made of each. `device` as the nodes' setting."""
 
-    device: str
+    device: DeviceName
     shape: str
     prompts: tuple[int, ...]
     new: int
@@ -36,18 +42,17 @@ class ClusterLoad:
 
 def cluster_tasks(load: ClusterLoad, ways: Sequence[str], rates: Rates, seed: int, directory: Path) -> Iterator[Task]:
     """1P+1D on the card, for each `--kv-device-transfer` of `ways`: from the first token to the second, which holds the
-    hand-over and a decode step; the floor is a copy of the prompt's KV on the card. Wrong is what differs from the
-    tokens of the first way that worked."""
-    right: list[list[tuple[int, ...]]] = []
+    hand-over and a decode step; the floor is a copy of the prompt's KV on the card. Wrong is what the same model in
+    this process finds unlikely, and what differs from the tokens of the first way that worked."""
+    first: list[list[tuple[int, ...]]] = []
     for way in ways:
-        served: list[_Served] = []
+        served: list[tuple[Answered, float]] = []
         start = f"1P+1D {load.shape} {way}: tokens"
-        yield Task(start, partial(_serve, start, served, right, directory, way, load, seed))
-        for one in served:
-            for length, seconds in zip(load.prompts, one.hand_overs, strict=True):
-                name = f"1P+1D {load.shape} {way}, second token of {length}"
-                floor = rates.floor_seconds(2 * length * _kv_bytes(load.shape), 0)
-                yield Task(name, partial(Result, name, 0.0, seconds, floor))
+        yield Task(start, partial(_serve, start, served, first, directory, way, load, seed))
+        for answered, error in served:
+            name = f"1P+1D {load.shape} {way}, second token of {len(answered.prompt)}"
+            floor = rates.floor_seconds(2 * len(answered.prompt) * _kv_bytes(load.shape), 0)
+            yield Task(name, partial(Result, name, error, answered.hand_over, floor))
 
 
 def _kv_bytes(shape: str) -> int:
@@ -58,18 +63,18 @@ def _kv_bytes(shape: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
-    """By prompt: seconds between the first and the second token, and all tokens. `seconds`: of all."""
+class Answered:
+    """`hand_over`: seconds between the first token and the second."""
 
-    seconds: float
-    hand_overs: list[float]
-    tokens: list[tuple[int, ...]]
+    prompt: list[int]
+    tokens: tuple[int, ...]
+    hand_over: float
 
 
 def _serve(
     name: str,
-    served: list[_Served],
-    right: list[list[tuple[int, ...]]],
+    served: list[tuple[Answered, float]],
+    first: list[list[tuple[int, ...]]],
     directory: Path,
     way: str,
     load: ClusterLoad,
@@ -80,10 +85,23 @@ def _serve(
     if not model.exists():
         write_random_model(model, load.shape, seed=seed % 2**31)
     with _cluster(model, way, load) as address:
-        found = asyncio.run(_ask(address.grpc, load, seed))
-    served.append(found)
-    right.append(found.tokens)
-    return Result(name, 0.0 if found.tokens == right[0] else float("inf"), found.seconds, 0.0)
+        start = time.perf_counter()
+        answers = asyncio.run(_ask(address.grpc, load, seed))
+        seconds = time.perf_counter() - start
+    errors = _errors(model, load, answers)
+    served += list(zip(answers, errors, strict=True))[1:]
+    first.append([answered.tokens for answered in answers])
+    return Result(name, max(errors) if first[-1] == first[0] else float("inf"), seconds, 0.0)
+
+
+def _errors(model: Path, load: ClusterLoad, answers: Sequence[Answered]) -> list[float]:
+    """Of each answer's tokens, by the model in this process."""
+    length = max(load.prompts) + load.new + 1
+    num_blocks = length // 16 + 2
+    llm = LLM(str(model), device=load.device, max_model_len=length, max_num_seqs=1, num_blocks=num_blocks)
+    texts: list[Prompt] = [[*answered.prompt, *answered.tokens] for answered in answers]
+    found = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=1), progress=False)
+    return [greedy_error(one.prompt_logprobs[-load.new :], torch.bfloat16) for one in found]
 
 
 def _cluster(model: Path, way: str, load: ClusterLoad) -> AbstractContextManager[ClusterAddress]:
@@ -95,22 +113,20 @@ def _cluster(model: Path, way: str, load: ClusterLoad) -> AbstractContextManager
     return local_cluster(str(model), options)
 
 
-async def _ask(address: str, load: ClusterLoad, seed: int) -> _Served:
+async def _ask(address: str, load: ClusterLoad, seed: int) -> list[Answered]:
     client = GrpcClient(address, Generation(temperature=0.0, ignore_eos=True, timeout=120.0), MonotonicClock())
     try:
         await client.resolve_model("")
         draw = random.Random(seed)
         vocab_size = SHAPES[load.shape]().vocab_size
-        hand_overs, tokens = [], []
-        started = time.perf_counter()
+        answers = []
         for length in (load.prompts[0], *load.prompts):  # the first one warms up
-            prompt = tuple(draw.randrange(_FIRST_ID, vocab_size) for _ in range(length))
+            prompt = [draw.randrange(_FIRST_ID, vocab_size) for _ in range(length)]
             answer = Answer()
-            await client.generate(prompt, load.new, answer)
+            await client.generate(tuple(prompt), load.new, answer)
             if answer.failure is not None or len(answer.arrivals) < 2 or len(answer.token_ids) != load.new:
                 raise RuntimeError(f"a request over 1P+1D failed: {answer.failure}")
-            hand_overs.append(answer.arrivals[1] - answer.arrivals[0])
-            tokens.append(answer.token_ids)
-        return _Served(time.perf_counter() - started, hand_overs[1:], tokens)
+            answers.append(Answered(prompt, answer.token_ids, answer.arrivals[1] - answer.arrivals[0]))
+        return answers
     finally:
         await client.close()

@@ -129,17 +129,17 @@ def _transfer(suite: Suite) -> Iterable[Task]:
 def _cluster(suite: Suite) -> Iterable[Task]:
     from bench.gpu.cluster_cases import ClusterLoad, cluster_tasks
 
-    load = ClusterLoad(suite.device.type, "llama-1b", prompts=(512, 2048, 8192), new=32)
+    load = ClusterLoad("cuda", "llama-1b", prompts=(512, 2048, 8192), new=32)
     ways: tuple[str, ...] = ("staged", "direct")
     if suite.tiny:
-        load, ways = ClusterLoad(suite.device.type, "tiny", prompts=(20,), new=2), ()  # `kvrelay serve` has own tests
+        load, ways = ClusterLoad("cpu", "tiny", prompts=(20,), new=4), ("staged",)
     return cluster_tasks(load, ways, suite.rates, suite.seed, suite.directory)
 
 
 def _tune(suite: Suite) -> Iterable[Task]:
     from bench.gpu.tuning import tuning_tasks
 
-    shapes = () if suite.tiny else ((64, 4095, 1), (1, 0, 8192), (1, 0, 2048), (16, 4095, 1))
+    shapes = ((1, 39, 1), (1, 0, 9)) if suite.tiny else ((64, 4095, 1), (1, 0, 8192), (1, 0, 2048), (16, 4095, 1))
     return tuning_tasks(shapes, suite.dtype, suite.watch, suite.rates)
 
 

@@ -15,7 +15,7 @@ from kvrelay.engine.models.model_config import load_model_config
 def random_decoder(
     config: PreTrainedConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> DecoderForCausalLM:
-    """Norms are 1, and each product's result is about as large as its input, so that whatever is wrong in a layer changes
+    """Norms are 1, and each product's result is about as large as its input, so that what is wrong in a layer changes
     the tokens."""
     config.architectures = ["LlamaForCausalLM"]
     with TemporaryDirectory() as directory:

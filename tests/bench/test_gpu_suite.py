@@ -3,23 +3,32 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench import gpu_suite
+from bench.gpu import cluster_cases
 from bench.gpu.bars import BARS, Bar, judged
 from bench.gpu.case import Case, deviation
+from bench.gpu.cluster_cases import ClusterLoad, cluster_tasks
 from bench.gpu.greedy import greedy_error
 from bench.gpu.measure import Rates, Stopwatch, measure_rates, never_waiting, poisoned
 from bench.gpu.report import Record, Result, read_records, table
 from bench.gpu.task import Task, run_tasks
+from bench.random_model import write_random_model
+from kvrelay.cli.local_cluster import ClusterAddress
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.offline.llm import LLM
 
 SUITE = Path(__file__).parents[2] / "bench" / "gpu_suite.py"
 CPU = Stopwatch(torch.device("cpu"), 1)
+PROMPT = list(range(400, 420))
 
 
 def test_says_what_is_missing() -> None:
@@ -140,6 +149,39 @@ def test_a_part_whose_package_is_missing_says_so(tmp_path: Path, monkeypatch: py
     path = tmp_path / "results.jsonl"
     assert gpu_suite.main(["--self-test", "--part", "cluster", "--output", str(path)]) == 0
     assert "left out: it needs the package 'kvrelay.bench.grpc_client'" in read_records(path).results[0].problem
+
+
+@dataclass(slots=True)
+class FakeCluster:
+    """Answers each cluster's requests with the next of `tokens`."""
+
+    tokens: list[tuple[int, ...]]
+
+    def start(self, model: str, options: Sequence[str]) -> AbstractContextManager[ClusterAddress]:
+        return nullcontext(ClusterAddress("", "", model, 0))
+
+    async def ask(self, address: str, load: ClusterLoad, seed: int) -> list[cluster_cases.Answered]:
+        answered = cluster_cases.Answered(PROMPT, self.tokens.pop(0), 1.0)
+        return [answered, answered]
+
+
+def test_nodes_are_compared_with_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(write_random_model(tmp_path / "model", "tiny")), device="cpu", num_blocks=8)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    right = llm.generate([PROMPT], greedy, progress=False)[0].outputs[0].token_ids
+    wrong = tuple(token_id ^ 1 for token_id in right)
+
+    def verdicts(*tokens: tuple[int, ...]) -> list[bool]:
+        fake = FakeCluster(list(tokens))
+        monkeypatch.setattr(cluster_cases, "local_cluster", fake.start)
+        monkeypatch.setattr(cluster_cases, "_ask", fake.ask)
+        load = ClusterLoad("cpu", "tiny", (len(PROMPT),), 4)
+        tasks = cluster_tasks(load, ("staged", "direct"), Rates(1.0, 1.0), 0, tmp_path)
+        return [task.run().is_right for task in tasks]
+
+    assert verdicts(right, right) == [True, True, True, True]
+    assert verdicts(wrong, wrong) == [False, False, False, False]
+    assert verdicts(right, wrong) == [True, True, False, False]
 
 
 def test_bars_are_judged() -> None:

@@ -13,12 +13,14 @@ from typing import Any
 import paged_kernels.triton_device
 import pytest
 import torch
-from paged_kernels.triton_attention import TritonBackend
+from paged_kernels.triton_attention import AttentionCall, TritonBackend, plan_attention
+from paged_kernels.triton_launch import GpuTraits, KernelCall
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from bench import gpu_suite
-from bench.gpu import engine_cases, layer_cases
+from bench.even_batch import even_batch
+from bench.gpu import engine_cases, layer_cases, tuning
 from bench.gpu.layer_cases import Sizes, layer_tasks
 from bench.gpu.measure import Rates, Stopwatch
 from bench.gpu.parts import PARTS, Suite
@@ -44,11 +46,58 @@ def test_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(InterpretedFunction, "__getitem__", record_launch)
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # told again by --self-test
     path = tmp_path / "results.jsonl"
-    parts = "attention,layers,models,engine-1b,transfer,cluster,tune"
+    parts = "attention,layers,models,engine-1b,transfer"
     assert gpu_suite.main(["--self-test", "--part", parts, "--seed", "7", "--output", str(path)]) == 0
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert launched == _kernels()
     _check_records(read_records(path), parts, capsys.readouterr().out)
+
+
+def test_self_test_of_nodes_and_variants(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    assert gpu_suite.main(["--self-test", "--part", "cluster,tune", "--seed", "7", "--output", str(path)]) == 0
+    results = {result.name: result for result in read_records(path).results}
+    assert all(result.error <= 1.0 and result.seconds > 0 and not result.problem for result in results.values())
+    assert list(results)[:2] == ["1P+1D tiny staged: tokens", "1P+1D tiny staged, second token of 20"]
+    for kind, variants in (("decode 1 x 40", tuning.DECODE), ("prefill 9 after 0", tuning.PREFILL)):
+        assert results[f"variants of {kind}"].parts.keys() == {str(variant) for variant in variants}
+
+
+def test_a_variant_that_fails_or_differs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails, differs, works = tuning.DECODE[:3]
+
+    def varied(call: AttentionCall, variant: tuning.Variant, traits: GpuTraits) -> list[KernelCall]:
+        if variant is fails:
+            raise RuntimeError("out of shared memory")
+        return [] if variant is differs else plan_attention(call, traits)
+
+    monkeypatch.setattr(tuning, "DECODE", (fails, differs, works))
+    monkeypatch.setattr(tuning, "varied", varied)
+    watch = Stopwatch(torch.device("cpu"), 1)
+    (task,) = tuning.tuning_tasks([(1, 15, 1)], torch.float16, watch, Rates(1.0, 1.0))
+    assert task.run().parts.keys() == {str(works)}
+
+
+@pytest.mark.parametrize(("num_seqs", "splits"), [(1, 1), (1, 8), (16, 2), (64, 4)])
+def test_variants_of_decodes_are_launched_as_they_say(num_seqs: int, splits: int) -> None:
+    call, traits = call_of(num_seqs, 4095, 1), GpuTraits(132, 227 << 10)
+    first, *merge = tuning.varied(call, tuning.Variant(32, 8, 5, splits=splits), traits)
+    assert first.grid == (num_seqs, 8, splits) and len(merge) == (splits > 1)
+    assert (first.constants["TILE"], first.num_warps, first.num_stages) == (32, 8, 5)
+
+
+def test_variants_of_prefill_are_launched_as_they_say() -> None:
+    (prefill,) = tuning.varied(call_of(1, 0, 512), tuning.Variant(128, 4, 2, rows=64), GpuTraits(132, 227 << 10))
+    assert prefill.grid == (512 // 16 + 1, 8)
+    assert (prefill.constants["ROWS"], prefill.constants["TOKENS"], prefill.constants["TILE"]) == (64, 16, 128)
+
+
+def call_of(num_seqs: int, prefix: int, new: int) -> AttentionCall:
+    device = torch.device("meta")
+    metadata = even_batch(num_seqs, prefix, new, block_size=16, device=device)
+    query = torch.empty(num_seqs * new, 32, 128, device=device)
+    pool = torch.empty(metadata.block_tables.numel(), 8, 1, 2, 16, 128, device=device)
+    return AttentionCall(query, query, pool, 0, metadata, 1.0, None, None)
 
 
 @dataclass(frozen=True, slots=True)
