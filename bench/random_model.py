@@ -3,8 +3,7 @@
     python -m bench.random_model OUT_DIR --shape qwen2-0.5b
 
 writes a Hugging Face directory: bfloat16 safetensors, `config.json`, and a byte-level tokenizer in which every id
-decodes to text. With `--quantization awq` or `gptq` the layers' matrices are random codes of 4 bits in that format, in
-groups of 128.
+decodes to text. With `--quantization` the layers' matrices are random codes of 4 bits in that format, in groups of 128.
 """
 
 import argparse
@@ -25,11 +24,14 @@ from transformers import (
     Qwen2Config,
 )
 
-PrequantizedMethod = Literal["awq", "gptq"]
+PrequantizedMethod = Literal["awq", "gptq", "gptq_v2", "gptq_desc_act"]
 GROUP_SIZE = 128
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "sym": True, "desc_act": False}
 QUANTIZATION_CONFIGS: Mapping[PrequantizedMethod, Mapping[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "zero_point": True, "version": "gemm"},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "sym": True, "desc_act": False},
+    "gptq": _GPTQ,
+    "gptq_v2": {**_GPTQ, "checkpoint_format": "gptq_v2"},
+    "gptq_desc_act": {**_GPTQ, "desc_act": True},
 }
 
 BOS_TOKEN, EOS_TOKEN, PAD_TOKEN = "<|begin|>", "<|end|>", "<|pad|>"
@@ -213,13 +215,17 @@ def _random_codes(
     num_groups = num_inputs // GROUP_SIZE
     code_shape = (num_inputs, num_outputs // 8) if method == "awq" else (num_inputs // 8, num_outputs)
     codes = torch.empty(code_shape, dtype=torch.int32).random_(-(2**31), 2**31 - 1, generator=generator)
-    middle = -0x77777778 if method == "awq" else 0x77777777  # eights; GPTQ's first format stores one less
+    # Eights; GPTQ's first format stores one less.
+    middle = -0x77777778 if method in ("awq", "gptq_v2") else 0x77777777
     zeros = torch.full((num_groups, num_outputs // 8), middle, dtype=torch.int32)
     spread = 0.02 / (16**2 / 12) ** 0.5
     scales = torch.empty(num_groups, num_outputs).uniform_(0.8 * spread, 1.2 * spread, generator=generator)
     tensors = {"qweight": codes, "qzeros": zeros, "scales": scales.half()}
-    if method == "gptq":
-        tensors["g_idx"] = (torch.arange(num_inputs) // GROUP_SIZE).int()
+    if method != "awq":
+        order = torch.arange(num_inputs)
+        if method == "gptq_desc_act":  # the same for all layers of as many inputs: some of them are joined
+            order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
+        tensors["g_idx"] = (order // GROUP_SIZE).int()
     return {prefix + kind: tensor for kind, tensor in tensors.items()}
 
 

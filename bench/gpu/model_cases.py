@@ -45,6 +45,8 @@ KINDS = (
     }),
     Kind("AWQ", 0.02, prequantized="awq", options={"dtype": "float32", "num_blocks": 64}),
     Kind("GPTQ", 0.02, prequantized="gptq", options={"dtype": "float32", "num_blocks": 64}),
+    Kind("GPTQ, second format", 0.02, prequantized="gptq_v2", options={"dtype": "float32", "num_blocks": 64}),
+    Kind("GPTQ, desc_act", 0.02, prequantized="gptq_desc_act", options={"dtype": "float32", "num_blocks": 64}),
 )  # fmt: skip
 
 

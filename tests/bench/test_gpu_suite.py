@@ -18,12 +18,14 @@ from bench.gpu.case import Case, deviation
 from bench.gpu.cluster_cases import ClusterLoad, cluster_tasks
 from bench.gpu.greedy import greedy_error
 from bench.gpu.measure import Rates, Stopwatch, measure_rates, never_waiting, poisoned
+from bench.gpu.model_cases import KINDS, model_tasks
 from bench.gpu.report import Record, Result, read_records, table
 from bench.gpu.task import Task, run_tasks
 from bench.random_model import write_random_model
 from kvrelay.cli.local_cluster import ClusterAddress
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.offline.llm import LLM
 
 SUITE = Path(__file__).parents[2] / "bench" / "gpu_suite.py"
@@ -182,6 +184,18 @@ def test_nodes_are_compared_with_one_process(tmp_path: Path, monkeypatch: pytest
     assert verdicts(right, right) == [True, True, True, True]
     assert verdicts(wrong, wrong) == [False, False, False, False]
     assert verdicts(right, wrong) == [True, True, False, False]
+
+
+def test_quantised_models_are_what_they_are_called(tmp_path: Path) -> None:
+    kinds = [kind for kind in KINDS if kind.prequantized]
+    assert all(task.run().is_right for task in model_tasks(kinds, CPU.device, tmp_path))
+    found = {path.name: load_model_config(path).quantization for path in tmp_path.iterdir()}
+    assert {name: one and (one.format.value, one.group_index) for name, one in found.items()} == {
+        "awq": ("awq", False),
+        "gptq": ("gptq", False),
+        "gptq_v2": ("gptq_v2", False),
+        "gptq_desc_act": ("gptq", True),
+    }
 
 
 def test_bars_are_judged() -> None:
