@@ -184,6 +184,8 @@ def test_nodes_are_compared_with_one_process(tmp_path: Path, monkeypatch: pytest
     assert verdicts(right, right) == [True, True, True, True]
     assert verdicts(wrong, wrong) == [False, False, False, False]
     assert verdicts(right, wrong) == [True, True, False, False]
+    monkeypatch.setattr(cluster_cases, "greedy_error", lambda found, dtype: 0.5)
+    assert verdicts(right, wrong) == [True, True, False, True]  # as likely, and yet another way gave others
 
 
 def test_quantised_models_are_what_they_are_called(tmp_path: Path) -> None:
