@@ -1,4 +1,4 @@
-"""Every kernel, as it is launched, compiles ahead of time for three kinds of cards; none is needed for that."""
+"""Every kernel, as it is launched, compiles ahead of time for four kinds of cards; none is needed for that."""
 
 import importlib
 import pkgutil
@@ -31,22 +31,22 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """`every_kind` of tensors; otherwise each kernel is compiled once, for its last launch, which needs most memory."""
+    """`only`: a part of the names of the launches that are compiled for it."""
 
     target: Any
     traits: GpuTraits
-    every_kind: bool
+    only: str = ""
 
     def launches(self) -> dict[str, KernelCall]:
-        found = dict(all_launches(self.traits))
-        last = {call.kernel.__name__: name for name, call in found.items()}
-        return found if self.every_kind else {name: found[name] for name in last.values()}
+        return {name: call for name, call in all_launches(self.traits) if self.only in name}
 
 
 CARDS = {
-    "sm_80": Card(GPUTarget("cuda", 80, 32), GpuTraits(num_sms=108, shared_bytes=163 << 10), every_kind=False),
-    "sm_90": Card(GPUTarget("cuda", 90, 32), GpuTraits(num_sms=132, shared_bytes=227 << 10), every_kind=True),
-    "gfx942": Card(GPUTarget("hip", "gfx942", 64), GpuTraits(num_sms=304, shared_bytes=64 << 10), every_kind=True),
+    "sm_80": Card(GPUTarget("cuda", 80, 32), GpuTraits(num_sms=108, shared_bytes=163 << 10)),
+    # Of sm_80 with less shared memory, by which attention alone is launched differently.
+    "sm_89": Card(GPUTarget("cuda", 89, 32), GpuTraits(num_sms=142, shared_bytes=99 << 10), only="attention_kernel"),
+    "sm_90": Card(GPUTarget("cuda", 90, 32), GpuTraits(num_sms=132, shared_bytes=227 << 10)),
+    "gfx942": Card(GPUTarget("hip", "gfx942", 64), GpuTraits(num_sms=304, shared_bytes=64 << 10)),
 }
 LAUNCHES = [(card, name) for card in CARDS for name in CARDS[card].launches()]
 
@@ -101,8 +101,9 @@ def test_compiles(card: str, name: str, tmp_path: Path) -> None:
     compiled = compile_for(call, CARDS[card].target)
     assert compiled.asm["cubin" if card.startswith("sm") else "hsaco"]
     assert compiled.metadata.shared <= CARDS[card].traits.shared_bytes
-    if card == "sm_90":
-        assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") == 0, "registers spill"
+    if card.startswith("sm"):  # float32 spills a little on older cards
+        most = 0 if card == "sm_90" else 32
+        assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") <= most, "registers spill"
 
 
 def test_no_kernel_is_forgotten() -> None:

@@ -9,12 +9,13 @@ from paged_kernels import triton_attention
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend, num_splits
-from paged_kernels.triton_launch import GpuTraits
+from paged_kernels.triton_launch import GpuTraits, KernelCall, launch
 
 from tests.kernels.batch import Heads, Lengths, make_batch
 
 DECODE: Lengths = tuple((length - 1, 1) for length in (1, 16, 17, 63, 65, 130))
 PREFIX: Lengths = ((16, 16), (0, 70), (130, 2), (63, 1))
+CHUNKS: Lengths = ((40, 70), (0, 33), (150, 1), (3, 129))
 MIXED: Lengths = ((20, 1), (0, 33), (150, 1), (0, 1), (5, 7))
 
 HEAD_DIMS = [Heads(4, 2, 64), Heads(4, 2, 80), Heads(2, 1, 96), Heads(2, 1, 128, 32), Heads(2, 1, 256)]
@@ -43,6 +44,22 @@ def test_any_heads(heads: Heads, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("lengths", [DECODE, PREFIX, MIXED], ids=["decode", "prefix", "mixed"])
 def test_sliding_window(lengths: Lengths, window: int) -> None:
     make_batch(Heads(4, 2, 64), torch.float16, lengths, sliding_window=window).check(TritonBackend())
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("heads", [Heads(8, 2, 128), Heads(3, 1, 80)], ids=str)
+def test_as_many_rows_as_a_large_card_takes(heads: Heads, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[KernelCall] = []
+
+    def record(calls: list[KernelCall]) -> None:
+        launched.extend(calls)
+        launch(calls)
+
+    card = GpuTraits(num_sms=132, shared_bytes=227 << 10)
+    monkeypatch.setattr(triton_attention, "traits_of", lambda device: card)
+    monkeypatch.setattr(triton_attention, "launch", record)
+    make_batch(heads, torch.float16, CHUNKS, sliding_window=window).check(TritonBackend())
+    assert [call.constants["ROWS"] for call in launched if "TOKENS" in call.constants] == [128]
 
 
 @pytest.mark.parametrize("window", [None, 40])
