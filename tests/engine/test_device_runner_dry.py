@@ -4,7 +4,7 @@ collect, or mixes devices, raises. Shapes are those of a real model; nothing is 
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,10 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from bench.gpu.eager_recorder import EagerRecorder
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvrelay.engine.gpu import runner as gpu_runner
+from kvrelay.engine.gpu import sampler as gpu_sampler
+from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.memory_profile import largest_step, smaller_steps
 from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
 from kvrelay.engine.gpu.sampler import DeviceSampler
@@ -28,7 +31,8 @@ from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
-from kvrelay.engine.sampling.sampler import SamplingRow
+from kvrelay.engine.sampling.penalties import changes_logits
+from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS, SamplingRow
 
 META = torch.device("meta")
 LIMITS = StepLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)
@@ -126,6 +130,32 @@ def test_the_largest_step(model: DecoderForCausalLM, launched: Counter[str]) -> 
     make_runner(model, None).launch(largest_step(LIMITS, 16))
     assert launched["sample_kernel"] == 1
     assert launched["prefill_attention_kernel"] == CONFIG.num_layers, "prompts that want log-probabilities need most"
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 64, 512])
+def test_the_largest_step_has_as_many_log_probabilities_as_may_be(
+    model: DecoderForCausalLM, launched: Counter[str], max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sampled tokens, and of a prompt, whose rows are as many at a time as there are tokens."""
+    taken: list[tuple[str, int, int]] = []
+
+    def recorder(of: str) -> Callable[[Tensor, Tensor, Sequence[int]], LaunchedLogprobs]:
+        def record(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> LaunchedLogprobs:
+            assert len(logits) == len(token_ids) == len(num_top)
+            taken.append((of, len(num_top), min(num_top)))
+            return launch_logprobs(logits, token_ids, num_top)
+
+        return record
+
+    monkeypatch.setattr(gpu_sampler, "launch_logprobs", recorder("output"))
+    monkeypatch.setattr(gpu_runner, "launch_logprobs", recorder("prompt"))
+    limits = replace(LIMITS, max_num_seqs=max_num_seqs)
+    plan = largest_step(limits, 16)
+    make_runner(model, None, limits).launch(plan)
+    prompts = {("prompt", PROMPT_LOGPROB_ROWS, MAX_LOGPROBS)} if max_num_seqs < 512 else set()
+    assert {("output", max_num_seqs, MAX_LOGPROBS), *prompts} <= set(taken)
+    [params] = {row.params for entry in plan.scheduled for row in entry.rows}
+    assert params.top_k and params.top_p < 1.0 and changes_logits(params, 0)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 64])

@@ -8,6 +8,8 @@ import torch
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine import startup as engine_startup
+from kvrelay.engine.device import Card, Machine
 from kvrelay.engine.gpu import startup
 from kvrelay.engine.gpu.memory_profile import MemoryProfile
 from kvrelay.engine.options import EngineOptions
@@ -38,6 +40,14 @@ def test_decode_steps_are_recorded_where_they_can_be_and_are_wanted(
     assert profile.call_args.kwargs == {"graphs": records}
     assert startup.device_runner(options, LOADED, torch.empty(0), 4096) is runner.return_value
     assert runner.call_args.args[-1] == (recorder.return_value if records else None)
+
+
+def test_no_room_for_the_weights_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card("a card", 24 * GIB, (8, 9))
+    monkeypatch.setattr(engine_startup, "look_at_machine", lambda: Machine(True, True, card))
+    monkeypatch.setattr(engine_startup, "load_model", mock.Mock(side_effect=torch.OutOfMemoryError("3 GiB")))
+    with pytest.raises(ConfigurationError, match=r"weights of m do not fit on cuda:0: end what else.*AWQ.*3 GiB"):
+        engine_startup.prepare_engine(OPTIONS)
 
 
 def test_no_room_for_a_step_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

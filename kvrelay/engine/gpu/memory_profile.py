@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.errors import ConfigurationError, KVRelayError, ModelLoadError
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.engine.gpu.decode_graphs import batch_sizes
 from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
 from kvrelay.engine.gpu.sampler import DeviceSampler
@@ -25,6 +25,7 @@ DEFAULT_UTILIZATION = 0.9
 _logger = logging.getLogger(__name__)
 _GRAPH_BYTES = 8 << 20  # an estimate of what the driver keeps for one recorded step
 _GIB = 1 << 30
+_ALL_THAT_CAN_BE_ASKED_FOR = SamplingParams(seed=0, top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 _SHORTER_PROMPTS = (256, 64, 32, 2)  # by their rows products with quantised weights are launched differently
 
 
@@ -75,13 +76,14 @@ def graph_bytes(step_bytes: int, limits: StepLimits) -> int:
 
 
 def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
-    """As many tokens and as many sampled rows as a step may have, all of them in block 0; no token leaves it before its
-    end."""
+    """As many tokens and as many sampled rows as a step may have, all of them in block 0, with all log-probabilities.
+    Those of a prompt are computed many at a time, which its length decides: the first prompts are as long as may be."""
     num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    num_tokens = min(limits.max_num_batched_tokens, num_seqs * (limits.max_model_len - 1))
+    num_left = limits.max_num_batched_tokens
     entries = []
-    for index in range(num_seqs):
-        length = num_tokens // num_seqs + (index < num_tokens % num_seqs)
+    for others in reversed(range(num_seqs)):
+        length = min(num_left - others, limits.max_model_len - 1)
+        num_left -= length
         entries.append(_prompt(length, length, block_size, is_sampled=True, all_stay=True))
     return SchedulerOutput(tuple(entries), ())
 
@@ -106,31 +108,45 @@ def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
 
 
 def _prompt(num_new: int, length: int, block_size: int, *, is_sampled: bool, all_stay: bool) -> ScheduledSequence:
-    """The last `num_new` of `length` tokens. `all_stay`: as with log-probabilities of the prompt."""
-    row = SamplingRow(SamplingParams(seed=0, top_p=0.9), 0, length, 0, (), ())
+    """The last `num_new` of `length` tokens. `all_stay`: with log-probabilities of the prompt, no token leaves the step
+    before its end."""
+    row = SamplingRow(_ALL_THAT_CAN_BE_ASKED_FOR, 0, length, 0, (0,), ())
     return ScheduledSequence(
         token_ids=(0,) * num_new,
         start=length - num_new,
         block_table=(0,) * -(-length // block_size),
         rows=(row,) if is_sampled else (),
-        prompt_logprobs=(0, ()) if all_stay else None,
+        prompt_logprobs=(MAX_LOGPROBS, (0,) * (num_new - 1)) if all_stay else None,
     )
 
 
 def profile_memory(
     model: DecoderForCausalLM, sampler: DeviceSampler, layout: KVLayout, limits: StepLimits, *, graphs: bool
 ) -> MemoryProfile:
-    """Runs the largest step once, and smaller ones that compile the kernels it does not need."""
+    """Runs the largest step once, and smaller ones that compile the kernels it does not need. Raises ModelLoadError
+    when a step has no result, KVRelayError or OutOfMemoryError when there is no memory for it."""
     device = model.device
     torch.cuda.empty_cache()
     resident = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     runner = DeviceRunner(model, sampler, allocate_pool(layout, 1, device), limits)
-    runner.launch(largest_step(limits, layout.block_size)).collect()
+    _run(runner, largest_step(limits, layout.block_size))
     step = torch.cuda.max_memory_reserved(device) - resident
     for plan in smaller_steps(limits, layout.block_size):
-        runner.launch(plan).collect()
+        _run(runner, plan)
     del runner
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return MemoryProfile(total, free, resident, step, graph_bytes(step, limits) if graphs else 0)
+
+
+def _run(runner: DeviceRunner, plan: SchedulerOutput) -> None:
+    launched = runner.launch(plan)
+    try:
+        launched.collect()
+    except KVRelayError as error:
+        raise ModelLoadError(
+            f"a step of {plan.num_scheduled_tokens} tokens, run to measure its memory, failed: {error}; the checkpoint "
+            "is damaged, its activations overflow its dtype (--dtype bfloat16 has the range of float32), or a kernel "
+            "is wrong on this card (--attention-backend reference avoids those of attention)"
+        ) from error

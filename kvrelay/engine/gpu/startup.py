@@ -9,7 +9,7 @@ import time
 import torch
 from torch import Tensor
 
-from kvrelay.core.errors import ConfigurationError, KVRelayError
+from kvrelay.core.errors import ConfigurationError, KVRelayError, ModelLoadError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
 from kvrelay.engine.gpu.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
@@ -24,7 +24,8 @@ _logger = logging.getLogger(__name__)
 
 
 def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout) -> PoolSize:
-    """Raises ConfigurationError when too little of the card is left."""
+    """Raises ConfigurationError when too little of the card is left, ModelLoadError when the model computes nothing of
+    use."""
     _logger.info("profiling a step of %d tokens", options.max_num_batched_tokens)
     start = time.monotonic()
     try:
@@ -35,6 +36,8 @@ def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayo
             _limits(options, loaded.max_model_len),
             graphs=_records(options),
         )
+    except ModelLoadError:
+        raise
     except (KVRelayError, torch.OutOfMemoryError) as error:
         raise ConfigurationError(
             f"after the weights, the card has no memory for a step of {options.max_num_batched_tokens} tokens: end "

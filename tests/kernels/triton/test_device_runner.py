@@ -3,6 +3,8 @@ padded, mixed, shared or known only on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from bench.gpu.eager_recorder import EagerRecorder
 from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.errors import KVRelayError
+from kvrelay.core.errors import KVRelayError, ModelLoadError
+from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
@@ -21,11 +24,13 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.gpu.memory_profile import largest_step
 from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
 from kvrelay.engine.gpu.sampler import DeviceSampler
+from kvrelay.engine.gpu.startup import size_device_pool
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters
 from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig
+from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
 from kvrelay.engine.request import EngineRequest
 from kvrelay.engine.runner import Runner
@@ -241,3 +246,17 @@ def test_the_largest_step_runs_in_one_block() -> None:
     plan = largest_step(StepLimits(max_num_seqs=2, max_num_batched_tokens=21, max_model_len=64), 16)
     assert plan.num_scheduled_tokens == 21
     assert len(make_runner(None, make_pool(1)).launch(plan).collect().results) == 2
+
+
+def test_a_profiled_step_without_a_result_is_not_called_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    model = make_model(TritonBackend())
+    model.norm.fill_(float("nan"))
+    config = Mock(vocab_size=VOCAB_SIZE, eos_token_ids=())
+    loaded: Any = Mock(model=model, config=config, max_model_len=LIMITS.max_model_len)
+    options = EngineOptions("m", max_num_seqs=LIMITS.max_num_seqs, max_num_batched_tokens=LIMITS.max_num_batched_tokens)
+    layout = KVLayout(num_kv_heads=1, num_layers=2, block_size=16, head_dim=CONFIG.head_dim, dtype="float32")
+    with pytest.raises(ModelLoadError, match=r"24 tokens.*not finite.*the checkpoint is damaged.*kernel") as raised:
+        size_device_pool(options, loaded, layout)
+    assert "memory for" not in str(raised.value)
