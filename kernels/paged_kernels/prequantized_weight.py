@@ -50,6 +50,14 @@ class PrequantizedWeight:
         return self.scales.shape[1]
 
 
+def dequantise(weight: PrequantizedWeight) -> Tensor:
+    """`[num_inputs, num_outputs]` float64, exactly."""
+    groups = weight.group_of_input
+    if groups is None:
+        groups = torch.arange(weight.num_inputs, device=weight.codes.device) // weight.group_size
+    return (unpack_codes(weight) - unpack_zeros(weight)[groups]).double() * weight.scales.double()[groups]
+
+
 def unpack_codes(weight: PrequantizedWeight) -> Tensor:
     """`[num_inputs, num_outputs]` uint8."""
     if weight.format is PrequantizedFormat.AWQ:

@@ -24,6 +24,7 @@ from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, prepare_engine
 from tests.demo_model import DEMO_MODEL
 from tests.engine.paged_run import PagedRun
+from tests.engine.prequantized_models import make_prequantized_model
 from tests.engine.tiny_models import make_tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -118,18 +119,31 @@ def test_a_head_that_is_always_zero_has_a_scale_of_one(with_scales: Path) -> Non
     assert calculate_kv_scales(loaded.checkpoint, loaded.config).value[1, 1] == 1
 
 
-@pytest.mark.parametrize(("bad", "message"), [(True, "v_proj.weight is not finite"), (False, "leave out --calculate")])
-def test_weights_that_give_no_scales(bad: bool, message: str, with_scales: Path) -> None:
+def test_weights_that_give_no_scales(with_scales: Path) -> None:
     loaded = _load(with_scales)
-    weight = "model.layers.1.self_attn.v_proj.weight"
-    stored = load_file(with_scales / WEIGHTS)
-    if bad:
-        stored[weight][0, 0] = float("nan")
-    else:
-        stored[weight.replace("weight", "qweight")] = stored.pop(weight)
-    save_file(stored, with_scales / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=message):
+    weight = load_file(with_scales / WEIGHTS)["model.layers.1.self_attn.v_proj.weight"]
+    weight[0, 0] = float("nan")
+    _add(with_scales, {"1.self_attn.v_proj.weight": weight})
+    with pytest.raises(ModelLoadError, match=r"v_proj.weight is not finite"):
         calculate_kv_scales(open_checkpoint(with_scales), loaded.config)
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "leave"),
+    [
+        ("qwen2", "awq-64", ()),
+        ("llama", "awq-no-zeros", ("v_proj",)),
+        ("mistral", "awq-all", ()),
+        ("llama", "gptq-32-orders", ()),
+        ("llama", "gptq-64-8-bits", ()),
+    ],
+)
+def test_a_quantised_checkpoint_has_the_scales_of_what_it_means(
+    family: str, recipe: str, leave: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = make_prequantized_model(family, recipe, tmp_path, leave=leave)
+    fp8 = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
+    assert _prepare(model.directory, **fp8).layout == _prepare(model.meant, **fp8).layout
 
 
 # The checkpoint's scales

@@ -195,6 +195,14 @@ class PrequantizedLinear:
                 )
 
 
+def layer_weight(
+    tensors: dict[str, Tensor], quantization: CheckpointQuantization, num_inputs: int
+) -> PrequantizedWeight:
+    """Of one layer of the checkpoint by itself; `tensors` by the last word of their names."""
+    part = _Part("", tensors["scales"].shape[1], tensors)
+    return _join([part], quantization, quantization.group_size or num_inputs)
+
+
 def _joinable(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Neighbours whose inputs are grouped alike."""
 

@@ -12,9 +12,12 @@ import math
 
 import torch
 from paged_kernels.kv_scales import LARGEST_FP8, KVScales
+from paged_kernels.prequantized_weight import dequantise
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.engine.layers.prequantized_linear import layer_weight
+from kvrelay.engine.layers.weight_format import PrequantizedTensors
 from kvrelay.engine.models.checkpoint import Checkpoint, StoredTensor, read_tensor
 from kvrelay.engine.models.model_config import ModelConfig
 
@@ -22,7 +25,7 @@ _MARGIN = 1.25  # for roundings of weights and activations on the way
 
 
 def calculate_kv_scales(checkpoint: Checkpoint, config: ModelConfig) -> KVScales:
-    """On the CPU. Raises ModelLoadError where the weights of K or V are not finite, or are stored quantised."""
+    """On the CPU, of a checkpoint that has been loaded. Raises ModelLoadError where weights are not finite."""
     tensors = checkpoint.tensors()
     layers = range(config.num_layers)
     key = torch.stack([largest_keys(tensors, config, layer) for layer in layers])
@@ -51,20 +54,28 @@ def _largest_projected(tensors: dict[str, StoredTensor], config: ModelConfig, la
     of the hidden size before it multiplies with its weight."""
     norm = _read(tensors, f"model.layers.{layer}.input_layernorm.weight")
     name = f"model.layers.{layer}.self_attn.{projection}"
-    rows = _read(tensors, f"{name}.weight") * norm
+    rows = _read_weight(tensors, config, name) * norm
     bounds: Tensor = torch.linalg.vector_norm(rows, dim=1) * math.sqrt(config.hidden_size)
     if config.qkv_bias:
         bounds = bounds + _read(tensors, f"{name}.bias").abs()
     return bounds.view(config.num_kv_heads, config.head_dim)
 
 
+def _read_weight(tensors: dict[str, StoredTensor], config: ModelConfig, name: str) -> Tensor:
+    """`[num_outputs, num_inputs]`, dequantised where the checkpoint is quantised."""
+    quantization = config.quantization
+    if quantization is None or not PrequantizedTensors(quantization, frozenset(tensors)).quantizes(name):
+        return _read(tensors, f"{name}.weight")
+    kinds = [kind for kind in ("qweight", "qzeros", "scales", "g_idx") if f"{name}.{kind}" in tensors]
+    stored = {kind: read_tensor(tensors[f"{name}.{kind}"]) for kind in kinds}
+    return _finite(dequantise(layer_weight(stored, quantization, config.hidden_size)).T, f"{name}.scales")
+
+
 def _read(tensors: dict[str, StoredTensor], name: str) -> Tensor:
-    if name not in tensors:
-        raise ModelLoadError(
-            f"tensor {name} is missing: scales for an FP8 KV cache cannot be calculated from quantised weights; "
-            "leave out --calculate-kv-scales"
-        )
-    weights = read_tensor(tensors[name]).double()
+    return _finite(read_tensor(tensors[name]).double(), name)
+
+
+def _finite(weights: Tensor, name: str) -> Tensor:
     if not bool(weights.isfinite().all()):
         raise ModelLoadError(f"tensor {name} is not finite: no scales can be calculated for an FP8 KV cache")
     return weights
