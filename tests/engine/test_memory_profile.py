@@ -52,6 +52,8 @@ def test_recorded_steps_get_their_share_of_the_largest_step() -> None:
 def test_the_largest_step_is_as_large_as_may_be(limits: StepLimits, num_seqs: int, num_tokens: int) -> None:
     plan = largest_step(limits, 16)
     assert (len(plan.scheduled), plan.num_scheduled_tokens) == (num_seqs, num_tokens)
+    assert sum(len(entry.rows) for entry in plan.scheduled) == limits.max_num_seqs
+    assert all(0 < entry.num_scheduled_tokens < limits.max_model_len for entry in plan.scheduled)
     assert all(len(entry.block_table) * 16 >= entry.num_scheduled_tokens for entry in plan.scheduled)
 
 

@@ -77,14 +77,16 @@ def graph_bytes(step_bytes: int, limits: StepLimits) -> int:
 
 def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
     """As many tokens and as many sampled rows as a step may have, all of them in block 0, with all log-probabilities.
-    Those of a prompt are computed many at a time, which its length decides: the first prompts are as long as may be."""
+    Those of a prompt are computed many at a time, which its length decides: the first prompts are as long as may be.
+    One with parallel outputs samples more than one row."""
     num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     num_left = limits.max_num_batched_tokens
-    entries = []
+    entries: list[ScheduledSequence] = []
     for others in reversed(range(num_seqs)):
         length = min(num_left - others, limits.max_model_len - 1)
         num_left -= length
-        entries.append(_prompt(length, length, block_size, is_sampled=True, all_stay=True))
+        num_rows = 1 if entries else 1 + limits.max_num_seqs - num_seqs
+        entries.append(_prompt(length, length, block_size, num_rows=num_rows, all_stay=True))
     return SchedulerOutput(tuple(entries), ())
 
 
@@ -96,18 +98,18 @@ def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
     longest = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
     plans = []
     for length in sorted({min(length, longest) for length in (*_SHORTER_PROMPTS, longest)}, reverse=True):
-        prompt = _prompt(length, length, block_size, is_sampled=False, all_stay=True)
+        prompt = _prompt(length, length, block_size, num_rows=0, all_stay=True)
         plans.append(SchedulerOutput((prompt,), ()))
         if min(limits.max_num_seqs, limits.max_num_batched_tokens) > 1:
             plans.append(SchedulerOutput((ScheduledSequence((0,), 0, (0,), ()), prompt), ()))
     end = limits.max_model_len - 1
     while limits.max_num_batched_tokens > 1 < end:
-        plans.append(SchedulerOutput((_prompt(2, end, block_size, is_sampled=True, all_stay=False),), ()))
+        plans.append(SchedulerOutput((_prompt(2, end, block_size, num_rows=1, all_stay=False),), ()))
         end //= 2
     return plans
 
 
-def _prompt(num_new: int, length: int, block_size: int, *, is_sampled: bool, all_stay: bool) -> ScheduledSequence:
+def _prompt(num_new: int, length: int, block_size: int, *, num_rows: int, all_stay: bool) -> ScheduledSequence:
     """The last `num_new` of `length` tokens. `all_stay`: with log-probabilities of the prompt, no token leaves the step
     before its end."""
     row = SamplingRow(_ALL_THAT_CAN_BE_ASKED_FOR, 0, length, 0, (0,), ())
@@ -115,7 +117,7 @@ def _prompt(num_new: int, length: int, block_size: int, *, is_sampled: bool, all
         token_ids=(0,) * num_new,
         start=length - num_new,
         block_table=(0,) * -(-length // block_size),
-        rows=(row,) if is_sampled else (),
+        rows=(row,) * num_rows,
         prompt_logprobs=(MAX_LOGPROBS, (0,) * (num_new - 1)) if all_stay else None,
     )
 
