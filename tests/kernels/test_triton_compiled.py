@@ -67,11 +67,12 @@ def is_divisible(value: Argument) -> bool:
 
 
 def compile_for(call: KernelCall, target: Any) -> Any:
-    signature = {name: type_name(value) for name, value in call.arguments.items()}
-    signature |= dict.fromkeys(call.constants, "constexpr")
     names: list[str] = call.kernel.arg_names
-    constants = dict(call.constants) | {name: None for name, value in call.arguments.items() if value is None}
     free = {name: value for name, value in call.arguments.items() if name not in call.kernel.do_not_specialize}
+    known = {name: value for name, value in free.items() if isinstance(value, int) and value == 1}
+    constants = dict(call.constants) | known | {name: None for name, value in call.arguments.items() if value is None}
+    signature = {name: type_name(value) for name, value in call.arguments.items()}
+    signature |= dict.fromkeys(constants, "constexpr")
     attributes = {
         (names.index(name),): [["tt.divisibility", 16]] for name, value in free.items() if is_divisible(value)
     }
