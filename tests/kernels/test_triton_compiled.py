@@ -48,6 +48,7 @@ CARDS = {
     "sm_90": Card(GPUTarget("cuda", 90, 32), GpuTraits(num_sms=132, shared_bytes=227 << 10)),
     "gfx942": Card(GPUTarget("hip", "gfx942", 64), GpuTraits(num_sms=304, shared_bytes=64 << 10)),
 }
+LEAST_SHARED_BYTES = min(card.traits.shared_bytes for card in CARDS.values())
 LAUNCHES = [(card, name) for card in CARDS for name in CARDS[card].launches()]
 
 
@@ -101,10 +102,11 @@ def test_compiles(card: str, name: str, tmp_path: Path) -> None:
     call = CARDS[card].launches()[name]
     compiled = compile_for(call, CARDS[card].target)
     assert compiled.asm["cubin" if card.startswith("sm") else "hsaco"]
-    assert compiled.metadata.shared <= CARDS[card].traits.shared_bytes
-    if card.startswith("sm"):  # float32 spills a little on older cards
-        most = 0 if card == "sm_90" else 32
-        assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") <= most, "registers spill"
+    is_attention = "attention_kernel" in name  # all else is launched the same whatever shared memory there is
+    assert compiled.metadata.shared <= (CARDS[card].traits.shared_bytes if is_attention else LEAST_SHARED_BYTES)
+    if card.startswith("sm"):
+        a_little = 0 if card == "sm_90" else 32  # by prefill in float32
+        assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") <= a_little, "registers spill"
 
 
 def test_no_kernel_is_forgotten() -> None:
