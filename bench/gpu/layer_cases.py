@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from paged_kernels import fused_reference, triton_rowwise
 from paged_kernels.kv_scales import FP8, KVScales
-from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight, unpack_codes, unpack_zeros
+from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight, dequantise
 from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import TritonBackend
 from paged_kernels.triton_digest import BlockDigests, key_table, plan_digests
@@ -185,14 +185,6 @@ def _prequantized(
         num_flops=2 * len(x) * num_inputs * num_outputs,
         peers={"dense matmul": lambda: x @ dense},
     )
-
-
-def dequantise(weight: PrequantizedWeight) -> Tensor:
-    """`[num_inputs, num_outputs]` float32."""
-    groups = weight.group_of_input
-    if groups is None:
-        groups = torch.arange(weight.num_inputs, device=weight.codes.device) // weight.group_size
-    return (unpack_codes(weight) - unpack_zeros(weight)[groups]).float() * weight.scales.float()[groups]
 
 
 def _digests(sizes: Sizes, device: torch.device) -> Case:

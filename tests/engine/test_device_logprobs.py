@@ -12,6 +12,8 @@ def test_they_are_the_hosts(k: int) -> None:
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(3))
     logits[1, 10:20] = 3.0  # equals
     logits[2, 5:] = -torch.inf
+    logits[3] = -logits[3].abs()
+    logits[3, 30:34] = torch.tensor([0.0, -0.0, 0.0, -0.0])
     targets = [4, 15, 2, 49, 0]
     expected = prompt_logprobs(logits, targets, k)
     found = launch_logprobs(logits, torch.tensor(targets), [k] * 5).collect()
