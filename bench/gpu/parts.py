@@ -60,7 +60,7 @@ def _attention(suite: Suite) -> Iterable[Task]:
         )
     else:
         decode = ((64, 4096), (1, 4096), (16, 4096), (256, 1024), (1, 32768))
-        prefill = ((0, 512), (0, 2048), (0, 8192), (8192, 512))
+        prefill = ((0, 512), (0, 2048), (0, 8192), (8192, 512), (32_768, 12))
         shapes = Shapes(32, 8, 128, 16, decode=decode, prefill=prefill, flex=((64, 4096), (0, 8192)))
         decodes = ((0, 1), (1, 1), (15, 1), (16, 1), (63, 1), (64, 1), (999, 1), (5000, 1), (0, 0), (0, 0))
         mixed = ((0, 700), (300, 129), (77, 1), (4000, 1), (16, 17), (0, 1), (1000, 64), (31, 33))
@@ -139,7 +139,7 @@ def _cluster(suite: Suite) -> Iterable[Task]:
 def _tune(suite: Suite) -> Iterable[Task]:
     from bench.gpu.tuning import tuning_tasks
 
-    shapes = ((1, 39, 1), (1, 0, 9)) if suite.tiny else ((64, 4095, 1), (1, 0, 8192), (1, 0, 2048), (16, 4095, 1))
+    shapes = ((1, 39, 1), (1, 0, 33)) if suite.tiny else ((64, 4095, 1), (1, 0, 8192), (1, 0, 2048), (16, 4095, 1))
     return tuning_tasks(shapes, suite.dtype, suite.watch, suite.rates)
 
 

@@ -29,6 +29,7 @@ _MIN_ROWS = 16  # of a matrix product
 _MAX_SPLITS = 64
 _MIN_SPLIT_TOKENS = 256
 _PROGRAMS_PER_SM = 4
+_FEW_TOKENS = 16  # a step with no more of any sequence, as after KV from elsewhere, keeps the split of its decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +102,24 @@ class TritonBackend:
 
 
 def plan_attention(call: AttentionCall, traits: GpuTraits) -> list[KernelCall]:
-    """A step of decodes takes the decode kernel, one prompt the prefill kernel, a mixture both."""
+    """A step of decodes, or of so few tokens that prefill would leave the card half idle, splits what they see; other
+    prompts take the prefill kernel, and in a mixture decodes are split."""
     if call.query.shape[1] % call.kv_pool.shape[1] or call.query.stride(-1) != 1:
         raise ValueError("query heads must be a multiple of KV heads, with a contiguous last axis")
-    if call.metadata.max_query_len == 1:
-        return _plan_decode(call, traits)
+    if _is_short(call, traits):
+        return _plan_split(call, traits, call.metadata.max_query_len)
     if len(call.metadata.seq_lens) == 1:
         return [_plan_prefill(call, traits, skip_decodes=False)]
-    return [*_plan_decode(call, traits), _plan_prefill(call, traits, skip_decodes=True)]
+    return [*_plan_split(call, traits, 1), _plan_prefill(call, traits, skip_decodes=True)]
+
+
+def _is_short(call: AttentionCall, traits: GpuTraits) -> bool:
+    longest_query = call.metadata.max_query_len
+    if longest_query <= _FEW_TOKENS:
+        return True
+    tiles = ceil_divide(longest_query, _prompt_rows(call) // call.group)
+    num_programs = len(call.metadata.seq_lens) * tiles * call.kv_pool.shape[1]
+    return 2 * num_programs <= traits.num_sms and num_splits(num_programs, call.longest, traits) > 1
 
 
 def num_splits(num_programs: int, longest: int, traits: GpuTraits) -> int:
@@ -117,32 +128,43 @@ def num_splits(num_programs: int, longest: int, traits: GpuTraits) -> int:
     return max(1, min(wanted, ceil_divide(longest, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
 
 
-def _plan_decode(call: AttentionCall, traits: GpuTraits) -> list[KernelCall]:
+def _plan_split(call: AttentionCall, traits: GpuTraits, longest_query: int) -> list[KernelCall]:
+    """Of the sequences with at most so many new tokens."""
     num_seqs, num_kv_heads = len(call.metadata.seq_lens), call.kv_pool.shape[1]
     num_heads, head_dim = call.query.shape[1:]
-    splits = num_splits(max(1, num_seqs * num_kv_heads), call.longest, traits)
+    if longest_query == 1:
+        rows, tokens, num_warps = max(_MIN_ROWS, next_power_of_two(call.group)), 1, 4
+    else:
+        rows = _prompt_rows(call)
+        tokens, num_warps = rows // call.group, 8  # fewer would overflow registers before sm_90
+    num_tiles = ceil_divide(longest_query, tokens)
+    splits = num_splits(max(1, num_seqs * num_tiles * num_kv_heads), call.longest, traits)
     partial_output = partial_weight = None
     if splits > 1:
-        shape = (num_seqs, num_heads, splits)
+        shape = (num_seqs * num_tiles * tokens, num_heads, splits)
         partial_output = torch.empty((*shape, head_dim), dtype=torch.float32, device=call.query.device)
         partial_weight = torch.empty(shape, dtype=torch.float32, device=call.query.device)
-    tile, num_stages = _tile(call, traits, largest=64)
-    arguments = {"output": call.output, "partial_output": partial_output, "partial_weight": partial_weight}
-    constants = {"ROWS": max(_MIN_ROWS, next_power_of_two(call.group)), "TILE": tile, "SPLIT": splits > 1}
+    tile, num_stages = _tile(call, traits, largest=64 if longest_query == 1 else _prompt_tile(call, traits))
+    partials = {"output": call.output, "partial_output": partial_output, "partial_weight": partial_weight}
     decode = KernelCall(
         decode_attention_kernel,
-        (num_seqs, num_kv_heads, splits),
-        arguments | _inputs(call) | _strides(call),
-        constants | _shared_constants(call),
-        num_warps=4,
+        (num_seqs * num_tiles, num_kv_heads, splits),
+        {**partials, "num_tiles": num_tiles, **_inputs(call), **_strides(call)},
+        {"ROWS": rows, "TOKENS": tokens, "TILE": tile, "SPLIT": splits > 1} | _shared_constants(call),
+        num_warps=num_warps,
         num_stages=num_stages,
     )
     if splits == 1:
         return [decode]
     merge = KernelCall(
         merge_splits_kernel,
-        (num_seqs, num_heads),
-        arguments | {"query_start_loc": call.metadata.query_start_loc, "num_splits": splits},
+        (num_seqs * num_tiles * tokens, num_heads),
+        {
+            **partials,
+            "query_start_loc": call.metadata.query_start_loc,
+            "num_tokens": num_tiles * tokens,
+            "num_splits": splits,
+        },
         {
             "HEAD_DIM": head_dim,
             "HEAD_DIM_PADDED": next_power_of_two(head_dim),
@@ -153,34 +175,51 @@ def _plan_decode(call: AttentionCall, traits: GpuTraits) -> list[KernelCall]:
 
 
 def _plan_prefill(call: AttentionCall, traits: GpuTraits, *, skip_decodes: bool) -> KernelCall:
-    num_tokens, _, head_dim = call.query.shape
-    num_seqs = len(call.metadata.seq_lens)
-    exact = call.query.dtype == torch.float32  # its products hold their operands in registers, which few rows have
-    big = next_power_of_two(head_dim) > 128  # 128 such rows overflow registers
-    few = call.metadata.max_query_len * call.group <= 64
-    rows = 32 if exact else 64 if big or few or traits.shared_bytes < 128 << 10 else 128
-    rows = max(rows, next_power_of_two(call.group))
+    num_tokens, num_seqs = len(call.query), len(call.metadata.seq_lens)
+    rows = _prompt_rows(call)
+    few = call.metadata.max_query_len * call.group <= rows
+    if not (_is_exact(call) or _is_big(call) or few or traits.shared_bytes < 128 << 10):
+        rows = max(rows, 128)
     tokens = rows // call.group
-    # Widening 64 FP8 tokens overflows registers before sm_90, which is told by its shared memory.
-    narrow = call.kv_pool.dtype is FP8 and traits.shared_bytes < 200 << 10
-    tile, num_stages = _tile(call, traits, largest=32 if narrow else 64)
-    inputs = _inputs(call)
-    before_layer = ("query", "kv_pool", "block_tables", "query_start_loc", "seq_lens", "key_scale", "value_scale")
-    arguments = {"output": call.output, **{name: inputs.pop(name) for name in before_layer}, "num_seqs": num_seqs}
+    tile, num_stages = _tile(call, traits, largest=_prompt_tile(call, traits))
     return KernelCall(
         prefill_attention_kernel,
         (num_tokens // tokens + num_seqs, call.kv_pool.shape[1]),
-        arguments | inputs | _strides(call),
+        {"output": call.output, "num_seqs": num_seqs, **_inputs(call), **_strides(call)},
         {"ROWS": rows, "TOKENS": tokens, "TILE": tile, "SKIP_DECODES": skip_decodes} | _shared_constants(call),
-        num_warps=8 if exact or big or rows >= 128 else 4,
+        num_warps=_prompt_warps(call, rows),
         num_stages=num_stages,
     )
 
 
+def _is_exact(call: AttentionCall) -> bool:
+    """Products in float32 hold their operands in registers, which few rows have."""
+    return call.query.dtype == torch.float32
+
+
+def _is_big(call: AttentionCall) -> bool:
+    """128 rows of such heads overflow registers."""
+    return next_power_of_two(call.query.shape[2]) > 128
+
+
+def _prompt_rows(call: AttentionCall) -> int:
+    """Of a program with more than one token of a sequence, at least."""
+    return max(32 if _is_exact(call) else 64, next_power_of_two(call.group))
+
+
+def _prompt_warps(call: AttentionCall, rows: int) -> int:
+    return 8 if _is_exact(call) or _is_big(call) or rows >= 128 else 4
+
+
+def _prompt_tile(call: AttentionCall, traits: GpuTraits) -> int:
+    """At most. Widening 64 FP8 tokens overflows registers before sm_90, which is told by its shared memory."""
+    return 32 if call.kv_pool.dtype is FP8 and traits.shared_bytes < 200 << 10 else 64
+
+
 def _tile(call: AttentionCall, traits: GpuTraits, *, largest: int) -> tuple[int, int]:
     """Tokens of a KV tile and pipeline stages, such that the tiles in flight take at most half of shared memory."""
-    if call.query.dtype == torch.float32:
-        return 16, 2  # operands are in registers: see `_plan_prefill`
+    if _is_exact(call):
+        return 16, 2  # operands are in registers: see `_is_exact`
     row_bytes = 2 * next_power_of_two(call.query.shape[2]) * call.query.element_size()  # K and V
     for tile, stages in ((64, 3), (64, 2), (32, 2), (16, 2)):
         if tile <= largest and tile * row_bytes * stages <= traits.shared_bytes // 2:

@@ -105,7 +105,7 @@ def test_compiles(card: str, name: str, tmp_path: Path) -> None:
     is_attention = "attention_kernel" in name  # all else is launched the same whatever shared memory there is
     assert compiled.metadata.shared <= (CARDS[card].traits.shared_bytes if is_attention else LEAST_SHARED_BYTES)
     if card.startswith("sm"):
-        a_little = 0 if card == "sm_90" else 32  # by prefill in float32
+        a_little = 32 if "torch.float32" in name else 0  # its operands are in registers
         assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") <= a_little, "registers spill"
 
 

@@ -36,7 +36,8 @@ class Step:
 
 
 MIXED = Step("of three sequences", 400, 3, 398)  # decode in splits, their merge, prefill that leaves decodes out
-STEPS = (MIXED, Step("of decodes", 256, 256, 1), Step("of one prompt", 2048, 1, 2048))
+FEW = Step("of few tokens", 400, 100, 16)
+STEPS = (MIXED, FEW, Step("of decodes", 256, 256, 1), Step("of one prompt", 2048, 1, 2048))
 
 # (heads, dtype of queries, dtype of the pool, sliding window)
 ATTENTION = [
@@ -57,7 +58,7 @@ def all_launches(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
     """Each with a name that says what it is for."""
     for heads, dtype, pool_dtype, window in ATTENTION:
         label = f"{heads.num_heads}x{heads.num_kv_heads}x{heads.head_dim} {dtype} {pool_dtype} window {window}"
-        for step in STEPS if heads.head_dim == 128 else (MIXED,):
+        for step in STEPS if heads.head_dim == 128 else (MIXED, FEW):
             for call in _attention(heads, dtype, pool_dtype, window, step, traits):
                 yield f"{call.kernel.__name__} {label} {step.name}", call
         if window is None:

@@ -28,6 +28,7 @@ def sequence_of_tile(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
 @triton.jit(do_not_specialize=["layer", "window", "num_seqs", "table_stride"])
 def prefill_attention_kernel(
     output,  # [num_tokens, num_heads, HEAD_DIM], contiguous
+    num_seqs,
     query,
     kv_pool,
     block_tables,
@@ -35,7 +36,6 @@ def prefill_attention_kernel(
     seq_lens,
     key_scale,  # [num_kv_heads] float32, read with FP8 only
     value_scale,
-    num_seqs,
     layer,
     scale,
     window,

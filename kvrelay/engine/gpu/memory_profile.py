@@ -93,8 +93,8 @@ def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
 def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
     """Every way in which a prompt's attention and products are launched, so that it is compiled before somebody waits
     for it: prompts of several lengths, each alone and together with a decode, of which no token leaves the step; and
-    ends of ever longer prompts, of which the last layer attends with one token. Decode steps are compiled when they are
-    recorded."""
+    ends of ever longer prompts, of which the last layer attends with one token or with all. Decode steps are compiled
+    when they are recorded."""
     longest = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
     plans = []
     for length in sorted({min(length, longest) for length in (*_SHORTER_PROMPTS, longest)}, reverse=True):
@@ -104,7 +104,8 @@ def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
             plans.append(SchedulerOutput((ScheduledSequence((0,), 0, (0,), ()), prompt), ()))
     end = limits.max_model_len - 1
     while limits.max_num_batched_tokens > 1 < end:
-        plans.append(SchedulerOutput((_prompt(2, end, block_size, num_rows=1, all_stay=False),), ()))
+        for all_stay in (False, True):
+            plans.append(SchedulerOutput((_prompt(2, end, block_size, num_rows=1, all_stay=all_stay),), ()))
         end //= 2
     return plans
 

@@ -8,7 +8,8 @@ import torch
 from paged_kernels import triton_attention
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.reference import ReferenceBackend
-from paged_kernels.triton_attention import TritonBackend, num_splits
+from paged_kernels.triton_attention import AttentionCall, TritonBackend, num_splits, plan_attention
+from paged_kernels.triton_device.prefill import prefill_attention_kernel
 from paged_kernels.triton_launch import GpuTraits, KernelCall, launch
 
 from tests.kernels.batch import Heads, Lengths, make_batch
@@ -17,6 +18,7 @@ DECODE: Lengths = tuple((length - 1, 1) for length in (1, 16, 17, 63, 65, 130))
 PREFIX: Lengths = ((16, 16), (0, 70), (130, 2), (63, 1))
 CHUNKS: Lengths = ((40, 70), (0, 33), (150, 1), (3, 129))
 MIXED: Lengths = ((20, 1), (0, 33), (150, 1), (0, 1), (5, 7))
+FEW: Lengths = ((300, 7), (20, 1), (0, 16), (150, 2), (130, 1), (64, 15))
 
 HEAD_DIMS = [Heads(4, 2, 64), Heads(4, 2, 80), Heads(2, 1, 96), Heads(2, 1, 128, 32), Heads(2, 1, 256)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,7 +30,7 @@ def always_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attention, "_MIN_SPLIT_TOKENS", 16)
 
 
-@pytest.mark.parametrize("lengths", [DECODE, PREFIX, MIXED], ids=["decode", "prefix", "mixed"])
+@pytest.mark.parametrize("lengths", [DECODE, PREFIX, MIXED, FEW], ids=["decode", "prefix", "mixed", "few"])
 def test_agrees_with_reference(lengths: Lengths, dtype: torch.dtype) -> None:
     make_batch(Heads(4, 2, 64), dtype, lengths).check(TritonBackend())
 
@@ -41,7 +43,7 @@ def test_any_heads(heads: Heads, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 16, 100, 1000])
-@pytest.mark.parametrize("lengths", [DECODE, PREFIX, MIXED], ids=["decode", "prefix", "mixed"])
+@pytest.mark.parametrize("lengths", [DECODE, PREFIX, MIXED, FEW], ids=["decode", "prefix", "mixed", "few"])
 def test_sliding_window(lengths: Lengths, window: int) -> None:
     make_batch(Heads(4, 2, 64), torch.float16, lengths, sliding_window=window).check(TritonBackend())
 
@@ -59,13 +61,32 @@ def test_as_many_rows_as_a_large_card_takes(heads: Heads, window: int | None, mo
     monkeypatch.setattr(triton_attention, "traits_of", lambda device: card)
     monkeypatch.setattr(triton_attention, "launch", record)
     make_batch(heads, torch.float16, CHUNKS, sliding_window=window).check(TritonBackend())
-    assert [call.constants["ROWS"] for call in launched if "TOKENS" in call.constants] == [128]
+    assert [call.constants["ROWS"] for call in launched if call.kernel is prefill_attention_kernel] == [128]
 
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_split_sequences_are_merged(always_split: None, window: int | None, dtype: torch.dtype) -> None:
     """Also where splits have nothing to do: 1 token for 8 programs."""
     make_batch(Heads(3, 1, 80), dtype, ((0, 1), (299, 1), (16, 1)), sliding_window=window).check(TritonBackend())
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("heads", [Heads(3, 1, 80), Heads(14, 2, 64, 32), Heads(20, 1, 64)], ids=str)
+def test_few_tokens_are_split_and_merged(
+    always_split: None, heads: Heads, window: int | None, dtype: torch.dtype
+) -> None:
+    """Also in several tiles of rows, where as many as 16 times the heads do not fit into one."""
+    make_batch(heads, dtype, FEW, sliding_window=window).check(TritonBackend())
+
+
+def test_a_prompt_that_leaves_the_card_idle_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = GpuTraits(num_sms=132, shared_bytes=227 << 10)
+    monkeypatch.setattr(triton_attention, "traits_of", lambda device: card)
+    batch = make_batch(Heads(4, 2, 64), torch.float16, ((500, 40),))
+    call = AttentionCall(batch.query, batch.query, batch.pool, 0, batch.metadata, 0.1, None, None)
+    first, _merge = plan_attention(call, card)
+    assert first.grid == (2, 2, 3)
+    batch.check(TritonBackend())
 
 
 def test_padding_of_a_batch_gives_zeros(always_split: None) -> None:

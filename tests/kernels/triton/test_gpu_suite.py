@@ -59,7 +59,7 @@ def test_self_test_of_nodes_and_variants(tmp_path: Path) -> None:
     results = {result.name: result for result in read_records(path).results}
     assert all(result.error <= 1.0 and result.seconds > 0 and not result.problem for result in results.values())
     assert list(results)[:2] == ["1P+1D tiny staged: tokens", "1P+1D tiny staged, second token of 20"]
-    for kind, variants in (("decode 1 x 40", tuning.DECODE), ("prefill 9 after 0", tuning.PREFILL)):
+    for kind, variants in (("decode 1 x 40", tuning.DECODE), ("prefill 33 after 0", tuning.PREFILL)):
         assert results[f"variants of {kind}"].parts.keys() == {str(variant) for variant in variants}
 
 
