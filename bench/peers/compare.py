@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.base import Engine, PeerError, Server
-from bench.peers.processes import PeakMemory
+from bench.peers.processes import PeakMemory, await_rest
 from bench.peers.workloads import Figure, figures_of, settings_of
 from kvrelay.bench.measure import measure
 
@@ -31,6 +31,8 @@ class Measurement:
 
 
 Report = Callable[[str], None]
+
+_REST_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Comparison:
 
     def run_together(self, rounds: int, seed: int, report: Report) -> list[Measurement]:
         """Both are started once and take turns at every workload, so that what else the machine does meets both; for
-        engines that rest when they have no request. Raises as `run`."""
+        engines that rest soon after their last request. Raises as `run`."""
         measurements: list[Measurement] = []
         with ExitStack() as stack:
             servers = {
@@ -67,6 +69,7 @@ class Comparison:
             for number in range(rounds):
                 for workload in self.workloads:
                     for engine in self._turns(number):
+                        await_rest(_REST_SECONDS)
                         figures = self._figures(engine, servers[engine.name], workload, seed + number)
                         for measurement in (Measurement(engine.name, number, workload, figure) for figure in figures):
                             report(str(measurement))

@@ -21,6 +21,8 @@ STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.25
 _SAMPLE_SECONDS = 2.0
 _TAIL_LINES = 25
+_REST_SECONDS = 0.5
+_REST_SHARE = 0.1  # of a core
 
 
 def run(command: Sequence[str], log: Path) -> None:
@@ -121,6 +123,33 @@ class PeakMemory:
     def _sample(self) -> None:
         while not self._ended.wait(self._sample_seconds):
             self.bytes = max(self.bytes, sum(map(_memory_bytes, descendants(os.getpid())[1:])))
+
+
+def await_rest(seconds: float) -> None:
+    """Until the descendants of this process compute nothing to speak of: after the last request, threads that wait for
+    another may spin for a while. Raises PeerError when they still do after `seconds`."""
+    end = time.monotonic() + seconds
+    before = _processor_seconds()
+    while True:
+        time.sleep(_REST_SECONDS)
+        now = _processor_seconds()
+        if now - before < _REST_SHARE * _REST_SECONDS:
+            return
+        if time.monotonic() > end:
+            raise PeerError(f"the servers are busy {seconds:g} s after the last request: measure without --together")
+        before = now
+
+
+def _processor_seconds() -> float:
+    """Of all descendants of this process."""
+    ticks = 0
+    for process in descendants(os.getpid())[1:]:
+        try:
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        except (OSError, ProcessLookupError):
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _memory_bytes(process: int) -> int:

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench.peers.__main__ import PeersSettings, render
-from bench.peers.base import Server
+from bench.peers.base import PeerError, Server
 from bench.peers.compare import Measurement, ratios
-from bench.peers.processes import started
+from bench.peers.processes import await_rest, started
 from bench.peers.vllm_nixl import FEW_CORES
 from bench.peers.worker_kvrelay import figures_of_job
 from bench.peers.workloads import Figure, settings_of, vocabulary_settings
@@ -87,6 +87,16 @@ def test_servers_of_a_peer_share_our_session_and_end_with_what_they_started(tmp_
     while _runs(grandchild):  # SIGKILL was sent; it takes effect when the process is scheduled
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_turn_begins_when_servers_rest(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = "import time\nwhile time.process_time() < 2: pass\nprint('rests', flush=True); time.sleep(60)"
+    with started([sys.executable, "-c", script], log):
+        await_rest(60.0)
+        assert log.read_text() == "rests\n"
+    with started([sys.executable, "-c", "while True: pass"], log), pytest.raises(PeerError, match="--together"):
+        await_rest(0.0)
 
 
 def _runs(process: int) -> bool:
