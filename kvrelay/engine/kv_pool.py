@@ -8,8 +8,8 @@ import mmap
 import torch
 from torch import Tensor
 
-from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.device_memory import no_room
 
 _CPU = torch.device("cpu")
 
@@ -30,14 +30,8 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device = _CPU
     ConfigurationError when a card has not got so much."""
     if device.type == "cpu":
         return pool_over(memoryview(mmap.mmap(-1, num_blocks * layout.block_bytes)), layout, num_blocks)
-    try:
+    with no_room(
+        f"{device} has no room for {num_blocks} KV blocks ({num_blocks * layout.block_bytes / 2**30:.1f} GiB): end "
+        "what else uses the card, or lower --gpu-memory-utilization or --num-blocks"
+    ):
         return torch.zeros(num_blocks, *layout.block_shape, dtype=pool_dtype(layout), device=device)
-    except torch.OutOfMemoryError as error:
-        raise ConfigurationError(
-            f"{device} has no room for {num_blocks} KV blocks ({num_blocks * layout.block_bytes / 2**30:.1f} GiB): end "
-            f"what else uses the card, or lower --gpu-memory-utilization or --num-blocks ({_first_line(error)})"
-        ) from error
-
-
-def _first_line(error: torch.OutOfMemoryError) -> str:
-    return str(error).partition("\n")[0]

@@ -25,6 +25,7 @@ from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.device import choose_device, look_at_machine
+from kvrelay.engine.device_memory import no_room
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout
 from kvrelay.engine.model_runner import ModelRunner
@@ -148,7 +149,10 @@ def _prepare(options: EngineOptions) -> PreparedEngine:
 
 
 def _load(options: EngineOptions, device: torch.device, attention: AttentionBackend) -> LoadedModel:
-    try:
+    with no_room(
+        f"the weights of {options.model} do not fit on {device}: end what else uses the card, or take a smaller or a "
+        "quantised (AWQ, GPTQ) model"
+    ):
         return load_model(
             options.model,
             dtype=options.dtype,
@@ -159,11 +163,6 @@ def _load(options: EngineOptions, device: torch.device, attention: AttentionBack
             weight_store=None if options.weight_store is None else WeightStore(options.weight_store),
             progress=_progress_logger(),
         )
-    except torch.OutOfMemoryError as error:
-        raise ConfigurationError(
-            f"the weights of {options.model} do not fit on {device}: end what else uses the card, or take a smaller or "
-            f"a quantised (AWQ, GPTQ) model ({error})"
-        ) from error
 
 
 def _gpu_startup() -> ModuleType:

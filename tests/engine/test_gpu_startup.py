@@ -1,5 +1,6 @@
 """The start of an engine on a card, with stand-ins for what needs one."""
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine import startup as engine_startup
 from kvrelay.engine.device import Card, Machine
+from kvrelay.engine.device_memory import DeviceMemoryError, no_room
 from kvrelay.engine.gpu import startup
 from kvrelay.engine.gpu.memory_profile import MemoryProfile
 from kvrelay.engine.options import EngineOptions
@@ -40,6 +42,26 @@ def test_decode_steps_are_recorded_where_they_can_be_and_are_wanted(
     assert profile.call_args.kwargs == {"graphs": records}
     assert startup.device_runner(options, LOADED, torch.empty(0), 4096) is runner.return_value
     assert runner.call_args.args[-1] == (recorder.return_value if records else None)
+
+
+FULL = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB\nand much more to say"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    DeviceMemoryError("the device has no memory for a step of 64 tokens"),
+)
+
+
+@pytest.mark.parametrize("error", FULL, ids=lambda error: str(error)[:30])
+def test_a_full_card_is_recognised_whoever_says_so(error: Exception) -> None:
+    expected = f"lower something ({str(error).splitlines()[0]})"
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(expected)}$"), no_room("lower something"):
+        raise error
+
+
+def test_other_errors_of_a_card_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"), no_room("lower something"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_no_room_for_the_weights_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

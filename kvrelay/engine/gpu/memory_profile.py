@@ -127,7 +127,7 @@ def profile_memory(
     model: DecoderForCausalLM, sampler: DeviceSampler, layout: KVLayout, limits: StepLimits, *, graphs: bool
 ) -> MemoryProfile:
     """Runs the largest step once, and smaller ones that compile the kernels it does not need. Raises ModelLoadError
-    when a step has no result, KVRelayError or OutOfMemoryError when there is no memory for it."""
+    when a step has no result, what `no_room` knows when there is no memory for it."""
     device = model.device
     torch.cuda.empty_cache()
     resident = torch.cuda.memory_reserved(device)

@@ -15,7 +15,7 @@ import torch
 from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
-from kvrelay.core.errors import KVRelayError
+from kvrelay.engine.device_memory import DeviceMemoryError, is_out_of_memory
 from kvrelay.engine.gpu.decode_graphs import DecodeGraphs, Step, StepRecorder, batch_sizes
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
@@ -70,11 +70,13 @@ class DeviceRunner:
     def launch(self, plan: SchedulerOutput) -> "DeviceStep":
         try:
             return self._launch(plan)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             if self._kv_pool.is_cuda:
                 # What was enqueued of it may still write to its blocks.
                 torch.cuda.current_stream(self._kv_pool.device).synchronize()
-            raise KVRelayError(
+            raise DeviceMemoryError(
                 f"the device has no memory for a step of {plan.num_scheduled_tokens} tokens; lower "
                 f"--gpu-memory-utilization or --max-num-batched-tokens ({error})"
             ) from error

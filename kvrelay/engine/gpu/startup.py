@@ -6,11 +6,10 @@ Imported only where the engine runs on a card.
 import logging
 import time
 
-import torch
 from torch import Tensor
 
-from kvrelay.core.errors import ConfigurationError, KVRelayError, ModelLoadError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.engine.device_memory import no_room
 from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
 from kvrelay.engine.gpu.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
 from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
@@ -28,7 +27,10 @@ def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayo
     use."""
     _logger.info("profiling a step of %d tokens", options.max_num_batched_tokens)
     start = time.monotonic()
-    try:
+    with no_room(
+        f"after the weights, the card has no memory for a step of {options.max_num_batched_tokens} tokens: end what "
+        "else uses it, or lower --max-num-batched-tokens or --max-num-seqs"
+    ):
         profile = profile_memory(
             loaded.model,
             DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids),
@@ -36,13 +38,6 @@ def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayo
             _limits(options, loaded.max_model_len),
             graphs=_records(options),
         )
-    except ModelLoadError:
-        raise
-    except (KVRelayError, torch.OutOfMemoryError) as error:
-        raise ConfigurationError(
-            f"after the weights, the card has no memory for a step of {options.max_num_batched_tokens} tokens: end "
-            f"what else uses it, or lower --max-num-batched-tokens or --max-num-seqs ({error})"
-        ) from error
     _logger.info("profiled in %.1f s", time.monotonic() - start)
     utilization = options.gpu_memory_utilization or DEFAULT_UTILIZATION / options.nodes_per_device
     num_blocks = blocks_that_fit(profile, layout, utilization=utilization, num_blocks=options.num_blocks)
@@ -54,13 +49,11 @@ def device_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, 
     start = time.monotonic()
     recorder = CudaGraphRecorder() if _records(options) else None
     sampler = DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
-    try:
+    with no_room(
+        "the card has no memory left for recorded decode steps: lower --gpu-memory-utilization or --max-num-seqs, or "
+        "record none with --enforce-eager"
+    ):
         runner = DeviceRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
-    except torch.OutOfMemoryError as error:
-        raise ConfigurationError(
-            "the card has no memory left for recorded decode steps: lower --gpu-memory-utilization or --max-num-seqs, "
-            f"or record none with --enforce-eager ({error})"
-        ) from error
     if recorder is not None:
         _logger.info("recorded decode steps in %.1f s", time.monotonic() - start)
     return runner
