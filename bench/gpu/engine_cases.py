@@ -118,6 +118,7 @@ class EngineBench:
         return tuple(ids)
 
     def decode_step(self, batch: int, context: int) -> Measured:
+        self._forget()
         for _ in range(batch):
             self._add(context, self._plan.sampling_for(batch, context))
         while self._engine.load().num_requests_decoding < batch:
@@ -128,9 +129,7 @@ class EngineBench:
         num_tokens = sum(self._step() for _ in range(self._plan.steps))
         seconds = time.perf_counter() - start
         parts = time_by_kernel(self._step, _PROFILED_STEPS) if self._device.type == "cuda" else {}
-        for name in self._answers:
-            self._engine.abort(name)
-        self._finish()
+        self._end_all()
         assert num_tokens == batch * self._plan.steps, "a timed step did something else than decoding"
         return Measured(seconds / self._plan.steps, self._answers_error(), parts)
 
@@ -140,6 +139,7 @@ class EngineBench:
         return Measured(min(run.seconds for run in runs), max(run.error for run in runs))
 
     def batch(self, count: int, length: int, new: int) -> Measured:
+        self._forget()
         sampling = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=new)
         for _ in range(count):
             self._add(length, sampling)
@@ -148,7 +148,8 @@ class EngineBench:
         while num_tokens < count * new:
             num_tokens += self._step()
         seconds = time.perf_counter() - start
-        self._finish()
+        self._end_all()
+        assert all(len(output) == new for _, output in self._answers.values()), "a timed step did something else"
         return Measured(seconds, self._answers_error())
 
     def launch(self) -> Measured:
@@ -229,7 +230,14 @@ class EngineBench:
             self._answers[item.request_id][1].extend(item.output.token_ids)
         return sum(len(item.output.token_ids) for item in result.outputs)
 
-    def _finish(self) -> None:
+    def _forget(self) -> None:
+        """What a measurement that failed has left."""
+        self._end_all()
+        self._answers = {}
+
+    def _end_all(self) -> None:
+        for name in self._answers:
+            self._engine.abort(name)
         while self._engine.step()[1]:
             pass
         self._engine.check_idle()

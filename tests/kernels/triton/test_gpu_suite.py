@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import paged_kernels.triton_device
 import pytest
@@ -160,6 +161,14 @@ def test_each_row_of_the_engine_is_checked(engine_rows: Iterator[Task], monkeypa
     monkeypatch.setattr(TritonBackend, "attend", lambda self, query, *others, **options: torch.zeros_like(query))
     results = [task.run() for task in engine_rows]
     assert len(results) == 3 and not any(result.is_right for result in results)
+
+
+def test_a_row_that_fails_spoils_no_other(engine_rows: Iterator[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    _launch, decode, *others = engine_rows
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no result"):
+        patch.setattr(engine_cases.EngineBench, "_step", mock.Mock(side_effect=RuntimeError("no result")))
+        decode.run()
+    assert others and all(task.run().is_right for task in others)
 
 
 def test_launches_may_not_wait(engine_rows: Iterator[Task], monkeypatch: pytest.MonkeyPatch) -> None:
