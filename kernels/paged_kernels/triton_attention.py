@@ -135,8 +135,8 @@ def _plan_split(call: AttentionCall, traits: GpuTraits, longest_query: int) -> l
     if longest_query == 1:
         rows, tokens, num_warps = max(_MIN_ROWS, next_power_of_two(call.group)), 1, 4
     else:
-        rows = _prompt_rows(call)
-        tokens, num_warps = rows // call.group, 8  # fewer would overflow registers before sm_90
+        rows = max(_MIN_ROWS if _is_exact(call) else 64, next_power_of_two(call.group))
+        tokens, num_warps = rows // call.group, 8  # fewer warps would overflow registers before sm_90
     num_tiles = ceil_divide(longest_query, tokens)
     splits = num_splits(max(1, num_seqs * num_tiles * num_kv_heads), call.longest, traits)
     partial_output = partial_weight = None
