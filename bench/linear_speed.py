@@ -1,6 +1,7 @@
 """Products of rows with packed bfloat16 weights: our kernel beside oneDNN, where that has any for this processor.
 
     python -m bench.linear_speed --threads 2
+    python -m bench.linear_speed --threads 2 --instruction-set avx512_bf16    # whether the one in use is the fastest
 
 Every round multiplies `--copies` weights of a shape with each of the two in turn, so that weights come from
 memory as those of a model do. What is printed is the median over rounds; ratios are medians of the rounds' ratios.
@@ -11,7 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
-from paged_kernels import _native, packed
+from paged_kernels import _native, native, packed
 from paged_kernels.packed import PackedWeight
 from paged_kernels.threads import num_threads, use_threads
 from torch import Tensor
@@ -29,7 +30,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--copies", type=int, default=8, help="weights that are used in turn")
+    available = native.available_instruction_sets()
+    parser.add_argument("--instruction-set", choices=available, default=available[0], help="of our kernel")
     arguments = parser.parse_args()
+    native.set_instruction_set(arguments.instruction_set)
     use_threads(arguments.threads)
     for num_outputs, num_inputs in SHAPES:
         weights = [packed.pack(torch.randn(num_outputs, num_inputs).bfloat16()) for _ in range(arguments.copies)]

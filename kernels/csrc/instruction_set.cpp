@@ -33,6 +33,12 @@ bool request_amx() {
 }
 #endif
 
+#if defined(__x86_64__)
+// Intel's processors with a matrix unit have pairs of bfloat16 multiplied by half of what multiplies floats: without that unit, which
+// virtual machines often lack, floats are twice as fast. Elsewhere, also in the one of Intel's before them, pairs are.
+bool multiplies_pairs_slowly() { return __builtin_cpu_is("intel") && !__builtin_cpu_is("cooperlake"); }
+#endif
+
 std::vector<const KernelTable*> find_tables() {
   std::vector<const KernelTable*> tables;
 #if defined(__x86_64__)
@@ -40,11 +46,14 @@ std::vector<const KernelTable*> find_tables() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
 #if PAGED_WITH_AMX
   if (avx512_bf16 && request_amx()) tables.push_back(&amx_bf16_kernels());
 #endif
-  if (avx512_bf16) tables.push_back(&avx512_bf16_kernels());
+  if (avx512_bf16 && !multiplies_pairs_slowly()) tables.push_back(&avx512_bf16_kernels());
+  if (avx512_vnni) tables.push_back(&avx512_vnni_kernels());
+  if (avx512_bf16 && multiplies_pairs_slowly()) tables.push_back(&avx512_bf16_kernels());
   if (avx512) tables.push_back(&avx512_kernels());
   if (avx2) tables.push_back(&avx2_kernels());
 #endif

@@ -220,6 +220,7 @@ const KernelTable& portable_kernels();
 #if defined(__x86_64__)
 const KernelTable& avx2_kernels();
 const KernelTable& avx512_kernels();
+const KernelTable& avx512_vnni_kernels();
 const KernelTable& avx512_bf16_kernels();
 const KernelTable& amx_bf16_kernels();
 const KernelTable& amx_emulated_kernels();

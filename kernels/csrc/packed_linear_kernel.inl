@@ -3,9 +3,10 @@
 
 inline constexpr int kPackedRegs = kPackedOutputs / kWidth;
 // A block of rows with a part of a panel, as many as registers hold the sums of. Each sum is one chain of additions, in the same order for
-// any number of rows; to wait for memory alone, those of a single row suffice.
+// any number of rows; to wait for memory alone, those of a single row suffice. Where weights have to become floats, several rows are
+// better off with blocks of those (packed_part_wide.inl), unless registers are so short that a block reads the weights twice.
 inline constexpr int kPartRegs = kPackedRegs == 2 ? 2 : 4;
-inline constexpr int kMostPartRows = kPackedRegs == 2 ? 12 : 2;
+inline constexpr int kMostPartRows = kPackedRegs > 2 ? 2 : PAGED_BF16_DOT ? 12 : 1;
 // Bytes from the weights in use to those asked for. The processor's own prefetching ends at every page, this does not.
 inline constexpr int kPackedAhead = 1024;
 

@@ -78,7 +78,7 @@ class NativeBackend:
 
 
 def instruction_set() -> str:
-    """The instruction set in use: `amx_bf16`, `avx512_bf16`, `avx512`, `avx2` or `portable`."""
+    """The instruction set in use: `amx_bf16`, `avx512_bf16`, `avx512_vnni`, `avx512`, `avx2` or `portable`."""
     return _native.instruction_set()
 
 

@@ -26,7 +26,7 @@ def assert_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = Non
     rounding = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[x.dtype]
     # Widened weights of a large product are rounded once more, and 16-bit inputs count against their group's largest.
     share = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[x.dtype]
-    if not may_be_widened(x.shape[0]) and x.dtype != torch.float32:
+    if not may_be_widened(x) and x.dtype != torch.float32:
         largest = x.double().abs().amax(dim=1, keepdim=True).expand_as(x)
         terms = torch.nn.functional.linear(largest, wide.abs())
         share = 2.0**-16

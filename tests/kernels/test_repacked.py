@@ -49,7 +49,7 @@ def assert_product(x: Tensor, layer: Layer, packed: RepackedWeight, bias: Tensor
     expected = torch.nn.functional.linear(x.double(), exact, bias.double())
     terms = torch.nn.functional.linear(x.double().abs(), exact.abs(), bias.double().abs())
     share = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[x.dtype]
-    if not may_be_widened(x.shape[0]) and x.dtype != torch.float32:
+    if not may_be_widened(x) and x.dtype != torch.float32:
         terms = x.double().abs().amax(dim=1, keepdim=True) * exact.abs().sum(dim=1) + bias.double().abs()
         share = 2.0**-16
     rounding = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[x.dtype]
