@@ -22,6 +22,7 @@ MAY_IMPORT = {
     # Nothing but settings, so that `kvrelay serve` can offer them.
     "kvrelay.node.settings": {"kvrelay.core"},
     "router.settings": {"kvrelay.core"},
+    "kvrelay.__main__": {"kvrelay.cli"},
     "kvrelay.cli": {
         *("kvrelay", "kvrelay.node.settings", "router.settings", "kvrelay.bench", "kvrelay.core", "kvrelay.v1")
     },

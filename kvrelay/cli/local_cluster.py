@@ -30,7 +30,7 @@ def local_cluster(model: str, arguments: Sequence[str] = (), *, stop_timeout: fl
 
     Its log goes to our standard error. Raises UnavailableError when it ends before it is ready, or does not end well.
     """
-    command = [sys.executable, "-P", "-m", "kvrelay.cli", "serve", model]
+    command = [sys.executable, "-P", "-m", "kvrelay", "serve", model]
     command += ["--port", "0", "--grpc-port", "0", "--json-ready", "--supervised", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:  # waits, and closes the pipes

@@ -13,7 +13,7 @@ from kvrelay.cli.main import PROCESS_MODULES, run
 async def kvrelay(*argv: str, cwd: Path | None = None) -> tuple[int, str, str]:
     """Exit status, standard output, standard error."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "kvrelay.cli", *argv),
+        *(sys.executable, "-P", "-m", "kvrelay", *argv),
         cwd=cwd,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

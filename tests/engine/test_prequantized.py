@@ -208,12 +208,12 @@ def test_the_fingerprint_covers_how_weights_are_read(tmp_path: Path) -> None:
     assert len(found) == 3
 
 
-def test_a_random_model_of_the_benchmarks_loads(tmp_path: Path) -> None:
+# Refusals
+
+
+def test_a_random_model_needs_whole_groups(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the sizes of the shape tiny are no multiples of 128"):
         write_random_model(tmp_path / "tiny", "tiny", quantization="awq")
-
-
-# Refusals
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

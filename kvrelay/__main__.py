@@ -1,0 +1,5 @@
+"""`python -m kvrelay` is `kvrelay`."""
+
+from kvrelay.cli.main import main
+
+main()

@@ -1,5 +1,0 @@
-"""`python -m kvrelay.cli` is `kvrelay`."""
-
-from kvrelay.cli.main import main
-
-main()
