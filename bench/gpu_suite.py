@@ -89,13 +89,17 @@ def _run_process(part: str, output: Path, args: argparse.Namespace, deadline: fl
     command += ["--seed", str(args.seed)]
     path = os.pathsep.join([*map(str, sys.path[:2]), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     environment = os.environ | {"PYTHONPATH": path}  # for the processes that parts start
+    # Inductor would set one of its own, and what is compiled behind it would be compiled once more by the next part.
+    environment.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
     with subprocess.Popen(command, cwd=_ROOT, env=environment) as process:
         try:
             status = process.wait(left + 2 * _END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
-    if status != 0:
+    if status != 0 and time.monotonic() >= deadline:
+        Record(output, part).add(Result.failed(part, "cut off: time is up", is_wrong=False))
+    elif status != 0:
         Record(output, part).add(Result.failed(part, f"its process ended with status {status}; what it said is above"))
 
 
@@ -120,7 +124,8 @@ def _run_part(part: str, args: argparse.Namespace, deadline: float) -> None:
             return
         record.begin(suite.rates, device, args.seed)
         run_tasks(tasks, record, deadline=deadline, on_begin=look_out)
-    faulthandler.cancel_dump_traceback_later()
+    if args.in_this_process:
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True)  # what others' threads take to end
 
 
 def _show(path: Path) -> int:

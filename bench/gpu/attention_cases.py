@@ -29,8 +29,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """`decode`: (batch, context); `prefill`: (prefix, new tokens) of one sequence. `flex`: which of both FlexAttention
-    is compiled for, which takes long."""
+    """`decode`: (batch, context); `prefill`: (prefix, new tokens) of one sequence."""
 
     num_heads: int
     num_kv_heads: int
@@ -38,7 +37,6 @@ class Shapes:
     block_size: int
     decode: tuple[tuple[int, int], ...]
     prefill: tuple[tuple[int, int], ...]
-    flex: tuple[tuple[int, int], ...] = ()
 
 
 def attention_tasks(shapes: Shapes, dtype: torch.dtype, watch: Stopwatch, rates: Rates) -> Iterator[Task]:
@@ -46,14 +44,22 @@ def attention_tasks(shapes: Shapes, dtype: torch.dtype, watch: Stopwatch, rates:
         kind = f"{str(pool_dtype).removeprefix('torch.')} KV"
         for batch, context in shapes.decode:
             name = f"decode {batch} x {context}, {kind}"
-            flex = (batch, context) in shapes.flex
-            case = partial(_case, name, shapes, dtype, pool_dtype, batch, context - 1, 1, watch.device, flex=flex)
+            case = partial(_case, name, shapes, dtype, pool_dtype, batch, context - 1, 1, watch.device)
             yield Task(name, partial(_measure, case, watch, rates))
         for prefix, new in shapes.prefill:
             name = f"prefill {new} after {prefix}, {kind}"
-            flex = (prefix, new) in shapes.flex
-            case = partial(_case, name, shapes, dtype, pool_dtype, 1, prefix, new, watch.device, flex=flex)
+            case = partial(_case, name, shapes, dtype, pool_dtype, 1, prefix, new, watch.device)
             yield Task(name, partial(_measure, case, watch, rates))
+
+
+def flex_tasks(shapes: Shapes, dtype: torch.dtype, watch: Stopwatch, rates: Rates) -> Iterator[Task]:
+    """Beside FlexAttention, compiled for each shape."""
+    decode = ((f"decode {batch} x {context}", batch, context - 1, 1) for batch, context in shapes.decode)
+    prefill = ((f"prefill {new} after {prefix}", 1, prefix, new) for prefix, new in shapes.prefill)
+    for what, batch, prefix, new in (*decode, *prefill):
+        name = f"{what}, beside FlexAttention"
+        case = partial(_case, name, shapes, dtype, dtype, batch, prefix, new, watch.device, by_flex=True)
+        yield Task(name, partial(_measure, case, watch, rates))
 
 
 def _measure(case: Callable[[], Case], watch: Stopwatch, rates: Rates) -> Result:
@@ -70,7 +76,7 @@ def _case(
     new: int,
     device: torch.device,
     *,
-    flex: bool,
+    by_flex: bool = False,
 ) -> Case:
     metadata = even_batch(batch, prefix, new, block_size=shapes.block_size, device=device)
     shape = (metadata.block_tables.numel(), shapes.num_kv_heads, 1, 2, shapes.block_size, shapes.head_dim)
@@ -85,7 +91,7 @@ def _case(
         lambda: ReferenceBackend().attend(query.double(), exact_pool(pool, scales), 0, metadata, scale=scale),
         num_bytes=pool.numel() * pool.element_size() + 2 * query.numel() * query.element_size(),
         num_flops=4 * batch * seen * shapes.num_heads * shapes.head_dim,
-        peers={} if pool_dtype == FP8 else _peers(shapes, query, batch, prefix, new, flex=flex),
+        peers={} if pool_dtype == FP8 else _peers(shapes, query, batch, prefix, new, by_flex=by_flex),
     )
 
 
@@ -111,14 +117,17 @@ def exact_pool(pool: Tensor, scales: KVScales | None) -> Tensor:
 
 
 def _peers(
-    shapes: Shapes, query: Tensor, batch: int, prefix: int, new: int, *, flex: bool
+    shapes: Shapes, query: Tensor, batch: int, prefix: int, new: int, *, by_flex: bool
 ) -> dict[str, Callable[[], object]]:
-    """Over contiguous KV. Each is made when it is first called: one that is not there takes no other with it."""
+    """Over contiguous KV: FlexAttention, which is compiled when it is first called, or the others."""
     length = prefix + new
     q = query.view(batch, new, shapes.num_heads, shapes.head_dim).transpose(1, 2).contiguous()
     kv = torch.randn(2, batch, shapes.num_kv_heads, length, shapes.head_dim, device=query.device, dtype=query.dtype)
     key, value = kv.unbind()
     causal = new > 1 and not prefix
+    if by_flex:
+        made = cache(partial(_flex, q, key, value, prefix))
+        return {"flex": lambda: made()()} if query.device.type == "cuda" else {}
 
     def sdpa() -> Tensor:
         mask = causal_lower_right(new, length) if new > 1 and prefix else None
@@ -131,9 +140,6 @@ def _peers(
     peers: dict[str, Callable[[], object]] = {"sdpa": sdpa}
     if query.device.type == "cuda":
         peers[FLASH] = flash
-    if flex and query.device.type == "cuda":
-        made = cache(partial(_flex, q, key, value, prefix))
-        peers["flex"] = lambda: made()()
     return peers
 
 

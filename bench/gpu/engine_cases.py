@@ -117,7 +117,7 @@ class EngineBench:
         ids: list[int] = torch.randint(self.model.config.vocab_size, (length,), generator=self._generator).tolist()
         return tuple(ids)
 
-    def decode_step(self, batch: int, context: int) -> Measured:
+    def decode_step(self, batch: int, context: int, *, by_kernel: bool = False) -> Measured:
         self._forget()
         for _ in range(batch):
             self._add(context, self._plan.sampling_for(batch, context))
@@ -128,7 +128,7 @@ class EngineBench:
         start = time.perf_counter()
         num_tokens = sum(self._step() for _ in range(self._plan.steps))
         seconds = time.perf_counter() - start
-        parts = time_by_kernel(self._step, _PROFILED_STEPS) if self._device.type == "cuda" else {}
+        parts = time_by_kernel(self._step, _PROFILED_STEPS) if by_kernel and self._device.type == "cuda" else {}
         self._end_all()
         assert num_tokens == batch * self._plan.steps, "a timed step did something else than decoding"
         return Measured(seconds / self._plan.steps, self._answers_error(), parts)
@@ -272,6 +272,19 @@ def engine_tasks(plan: EnginePlan, dtype: torch.dtype, device: torch.device, rat
     if ours and device.type == "cuda":
         peer = partial(generate_with_transformers, plan.config, prompts, new)
         yield Task(name, lambda: replace(ours[0], peers=attempt({"transformers continuous batching": peer})))
+
+
+def kernel_tasks(plan: EnginePlan, dtype: torch.dtype, device: torch.device, rates: Rates, seed: int) -> Iterator[Task]:
+    """Where the time of the decode steps goes."""
+    made: list[EngineBench] = []
+    yield Task(f"{plan.name} start: weights, recorded steps", partial(_start, made, plan, dtype, device, seed))
+    if not made:
+        return
+    bench, work = made.pop(), _Work(plan.config, dtype)
+    for batch, context in plan.decode:
+        name = f"{plan.name} decode step {batch} x {context}, by kernel"
+        floor = rates.floor_seconds(work.decode_bytes(batch, context), work.flops(batch))
+        yield Task(name, partial(_measured, name, partial(bench.decode_step, batch, context, by_kernel=True), floor))
 
 
 def _start(made: list[EngineBench], plan: EnginePlan, dtype: torch.dtype, device: torch.device, seed: int) -> Result:

@@ -61,7 +61,7 @@ def _attention(suite: Suite) -> Iterable[Task]:
     else:
         decode = ((64, 4096), (1, 4096), (16, 4096), (256, 1024), (1, 32768))
         prefill = ((0, 512), (0, 2048), (0, 8192), (8192, 512), (32_768, 12))
-        shapes = Shapes(32, 8, 128, 16, decode=decode, prefill=prefill, flex=((64, 4096), (0, 8192)))
+        shapes = Shapes(32, 8, 128, 16, decode=decode, prefill=prefill)
         decodes = ((0, 1), (1, 1), (15, 1), (16, 1), (63, 1), (64, 1), (999, 1), (5000, 1), (0, 0), (0, 0))
         mixed = ((0, 700), (300, 129), (77, 1), (4000, 1), (16, 17), (0, 1), (1000, 64), (31, 33))
         kinds = (
@@ -82,6 +82,15 @@ def _attention(suite: Suite) -> Iterable[Task]:
     )
 
 
+def _flex(suite: Suite) -> Iterable[Task]:
+    from bench.gpu.attention_cases import Shapes, flex_tasks
+
+    shapes = Shapes(32, 8, 128, 16, decode=((64, 4096),), prefill=((0, 8192),))
+    if suite.tiny:
+        shapes = Shapes(4, 2, 64, 16, decode=((2, 40),), prefill=((0, 33),))
+    return flex_tasks(shapes, suite.dtype, suite.watch, suite.rates)
+
+
 def _layers(suite: Suite) -> Iterable[Task]:
     from bench.gpu.layer_cases import Sizes, layer_tasks
 
@@ -97,23 +106,24 @@ def _models(suite: Suite) -> Iterable[Task]:
     return model_tasks(KINDS[:1] if suite.tiny else KINDS, suite.device, suite.directory)
 
 
-def _engine(shape: str) -> Callable[[Suite], Iterable[Task]]:
+def _engine(shape: str, *, by_kernel: bool = False) -> Callable[[Suite], Iterable[Task]]:
     def tasks(suite: Suite) -> Iterable[Task]:
-        from bench.gpu.engine_cases import EnginePlan, engine_tasks
+        from bench.gpu.engine_cases import EnginePlan, engine_tasks, kernel_tasks
         from bench.random_model import SHAPES
         from kvrelay.engine.gpu.runner import StepLimits
 
+        measured = kernel_tasks if by_kernel else engine_tasks
         config = SHAPES[shape]()
         if suite.tiny:
             config.update({"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1})
             config.update({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
             limits = StepLimits(max_num_seqs=3, max_num_batched_tokens=24, max_model_len=64)
             plan = EnginePlan("tiny", config, ((3, 6),), (20,), (2, 6, 2), 1, 1, limits)
-            return engine_tasks(plan, torch.float32, suite.device, suite.rates, suite.seed)
+            return measured(plan, torch.float32, suite.device, suite.rates, suite.seed)
         limits = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=9216)
         decode = ((64, 1024), (1, 1024), (16, 1024), (256, 1024))
         plan = EnginePlan(shape, config, decode, (512, 2048, 8192), (64, 512, 128), 64, 3, limits)
-        return engine_tasks(plan, suite.dtype, suite.device, suite.rates, suite.seed)
+        return measured(plan, suite.dtype, suite.device, suite.rates, suite.seed)
 
     return tasks
 
@@ -145,14 +155,17 @@ def _tune(suite: Suite) -> Iterable[Task]:
 
 PARTS: Mapping[str, Callable[[Suite], Iterable[Task]]] = MappingProxyType(
     {
+        "engine-8b": _engine("llama-8b"),
         "attention": _attention,
         "layers": _layers,
         "models": _models,
-        "engine-8b": _engine("llama-8b"),
         "engine-1b": _engine("llama-1b"),
         "transfer": _transfer,
         "cluster": _cluster,
+        "kernels-8b": _engine("llama-8b", by_kernel=True),
+        "flex": _flex,
         "tune": _tune,
     }
 )
-"""The order is that in which they run: what matters most first."""
+"""The order is that in which they run: what matters most first. The profiler and Inductor have processes of their own,
+since both may hang, and what is timed behind them is slower."""

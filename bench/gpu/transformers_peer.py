@@ -20,7 +20,8 @@ def generate_with_transformers(config: PreTrainedConfig, prompts: Sequence[Seque
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     inputs = [list(prompt) for prompt in prompts]
-    model.generate_batch(inputs=inputs[:2], generation_config=greedy, persistent_manager=True)  # captures its graphs
+    # Captures its graphs, and is given all of the requests: how many it runs at a time follows from the first call.
+    model.generate_batch(inputs=inputs, generation_config=greedy, persistent_manager=True)
     torch.cuda.synchronize()
     start = time.perf_counter()
     outputs = model.generate_batch(inputs=inputs, generation_config=greedy, persistent_manager=True)

@@ -7,8 +7,12 @@ import torch
 
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 
-# Of the driver, when torch has no allocator yet, and of cuBLAS, which allocates by itself.
-_OTHERS = ("CUDA error: out of memory", "HIP error: out of memory", "BLAS_STATUS_ALLOC_FAILED")
+# Of the driver, when torch has no allocator yet; of Triton, which loads kernels; of cuBLAS, which allocates by itself.
+_OTHERS = (
+    *("CUDA error: out of memory", "HIP error: out of memory"),
+    *("Triton Error [CUDA]: out of memory", "Triton Error [HIP]: out of memory"),
+    "BLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class DeviceMemoryError(KVRelayError):

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,7 +44,7 @@ def test_says_what_is_missing() -> None:
 def test_an_unknown_part_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_suite.main(["--part", "attention,engines"])
-    assert "--part: unknown: engines; there are: all, attention, layers, models, engine-8b" in capsys.readouterr().err
+    assert "--part: unknown: engines; there are: all, engine-8b, attention, layers, models" in capsys.readouterr().err
 
 
 def test_wrong_results_are_seen() -> None:
@@ -142,6 +144,22 @@ def test_a_part_that_could_not_run_once_may_run_later(tmp_path: Path) -> None:
     record.begin(Rates(1.0, 2.0), torch.device("cpu"), 3)
     record.add(Result("good", 0.5, 1.0, 1.0))
     assert [result.name for result in read_records(path).results] == ["good"]
+
+
+@pytest.mark.parametrize(("ends_at", "is_right"), [(99.0, False), (101.0, True)])
+def test_a_part_that_time_cuts_off_is_not_wrong(
+    ends_at: float, is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results.jsonl"
+    clock = iter([0.0, ends_at])
+    monkeypatch.setattr(gpu_suite, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(sys, "executable", "false")  # stands for Python, and ends with 1
+    gpu_suite._run_process("layers", path, Namespace(repeats=1, seed=0), 100.0)
+    (found,) = read_records(path).results
+    assert found.is_right == is_right
+    assert found.problem == (
+        "cut off: time is up" if is_right else "its process ended with status 1; what it said is above"
+    )
 
 
 def test_a_part_whose_package_is_missing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def test_decode_steps_are_recorded_where_they_can_be_and_are_wanted(
 FULL = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB\nand much more to say"),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     DeviceMemoryError("the device has no memory for a step of 64 tokens"),
 )

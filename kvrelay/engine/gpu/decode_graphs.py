@@ -37,13 +37,16 @@ class CudaGraphRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One of its own: with torch's default two recorders would share what libraries keep for a stream in the pool of
+        # one of them, whose end is not the other's.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, step: Step) -> RecordedStep:
         step()  # compiles kernels and lets libraries allocate, neither of which may happen while recording
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process, which move KV, may use the card meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = step()
         return _CudaGraph(graph, result)
 

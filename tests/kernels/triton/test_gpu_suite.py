@@ -56,10 +56,14 @@ def test_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_self_test_of_nodes_and_variants(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    assert gpu_suite.main(["--self-test", "--part", "cluster,tune", "--seed", "7", "--output", str(path)]) == 0
+    assert (
+        gpu_suite.main(["--self-test", "--part", "cluster,kernels-8b,flex,tune", "--seed", "7", "--output", str(path)])
+        == 0
+    )
     results = {result.name: result for result in read_records(path).results}
     assert all(result.error <= 1.0 and result.seconds > 0 and not result.problem for result in results.values())
     assert list(results)[:2] == ["1P+1D tiny staged: tokens", "1P+1D tiny staged, second token of 20"]
+    assert {"tiny decode step 3 x 6, by kernel", "prefill 33 after 0, beside FlexAttention"} < results.keys()
     for kind, variants in (("decode 1 x 40", tuning.DECODE), ("prefill 33 after 0", tuning.PREFILL)):
         assert results[f"variants of {kind}"].parts.keys() == {str(variant) for variant in variants}
 
