@@ -29,6 +29,7 @@ _MIN_ROWS = 16  # the smallest matrix product that Triton has
 _MAX_SPLITS = 64
 _MIN_SPLIT_TOKENS = 256
 _PROGRAMS_PER_SM = 4
+_NEARLY_FULL = 0.9
 _FEW_TOKENS = 16  # new tokens of a sequence whose step is split like one of decodes: a prompt's end after a fetch
 
 
@@ -123,8 +124,10 @@ def _is_short(call: AttentionCall, traits: GpuTraits) -> bool:
 
 
 def num_splits(num_programs: int, longest: int, traits: GpuTraits) -> int:
-    """Returns how many programs share one sequence and KV head: enough to fill the GPU, none with too little to do."""
-    wanted = ceil_divide(_PROGRAMS_PER_SM * traits.num_sms, num_programs)
+    """Returns how many programs share one sequence and KV head: enough to fill the GPU, none with too little to do.
+    One, if that nearly fills it: a second would mean another wave of programs, and partial results to merge."""
+    room = _PROGRAMS_PER_SM * traits.num_sms
+    wanted = 1 if num_programs >= _NEARLY_FULL * room else ceil_divide(room, num_programs)
     return max(1, min(wanted, ceil_divide(longest, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
 
 
