@@ -32,7 +32,7 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.wire import output_from_wire, source_from_wire
 from kvrelay.engine.request import Admission, KVRole, StepResult
-from kvrelay.node.convert import engine_request, report_to_wire
+from kvrelay.node.convert import engine_request_from_wire, report_to_wire
 from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
@@ -141,7 +141,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             self._node.require_accepting()
             if admit.request_id in self._active:
                 raise InvalidRequestError(f"another router runs a request {admit.request_id}", field="request_id")
-            request = engine_request(
+            request = engine_request_from_wire(
                 admit,
                 KVRole.LOCAL if admit.local_prefill else KVRole.CONSUME,
                 vocab_size=self._node.identity.vocab_size,

@@ -27,7 +27,7 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.wire import logprobs_to_wire, output_to_wire, source_from_wire
 from kvrelay.engine.request import Admission, KVRole, PromptOutput, StepResult
-from kvrelay.node.convert import engine_request, report_to_wire
+from kvrelay.node.convert import engine_request_from_wire, report_to_wire
 from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
@@ -85,7 +85,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncGenerator[pb.PrefillEvent, None]:
         self._node.require_accepting()
-        asked = engine_request(
+        asked = engine_request_from_wire(
             request,
             KVRole.PRODUCE,
             vocab_size=self._node.identity.vocab_size,

@@ -43,12 +43,12 @@ from router.nodes.kv_index import KVIndex
 from router.nodes.node_metrics import NodeMetrics
 from router.nodes.registry import Registry
 from router.policy import make_policy
-from router.relay.migration_metrics import MigrationMetrics
+from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from router.settings import RouterSettings
 
 _logger = logging.getLogger(__name__)
-_LAST_WORDS_SECONDS = 1.0  # for the errors of requests that a stop has failed
+_SHUTDOWN_GRACE_SECONDS = 1.0  # for the errors of requests that a stop has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _relay(settings: RouterSettings, registry: Registry, collectors: CollectorRe
     return ClusterRelay(
         registry,
         policy,
-        metrics=MigrationMetrics(served_model_name(settings), collectors),
+        metrics=RecoveryMetrics(served_model_name(settings), collectors),
         max_concurrent_requests=settings.max_concurrent_requests,
         max_attempts=settings.max_attempts,
         node_wait=settings.node_wait,
@@ -163,7 +163,7 @@ async def _serve_grpc(settings: RouterSettings, edge: Edge) -> AsyncIterator[_Gr
     try:
         yield _GrpcServer(port, servicer)
     finally:
-        await server.stop(_LAST_WORDS_SECONDS)
+        await server.stop(_SHUTDOWN_GRACE_SECONDS)
 
 
 @asynccontextmanager
@@ -231,7 +231,7 @@ def _http_config(app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=round(_LAST_WORDS_SECONDS),
+        timeout_graceful_shutdown=round(_SHUTDOWN_GRACE_SECONDS),
     )
 
 

@@ -21,10 +21,6 @@ class RequestFacts:
     num_outputs: int
     block_size: int
 
-    @property
-    def num_prompt_blocks(self) -> int:
-        return -(-self.num_prompt_tokens // self.block_size)
-
     def uncached_tokens(self, num_held_blocks: int) -> int:
         """Prompt tokens to compute where this many leading blocks are held: at least one, for its logits."""
         return max(1, self.num_prompt_tokens - num_held_blocks * self.block_size)
@@ -82,21 +78,21 @@ class PlacementReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`prefill` None: the decode node computes the prompt. `sources`: nodes that hold more of the prompt than
-    `prefill`, best first, for it to fetch from; `decode_sources` are those with more than `decode`, beside `prefill`.
-    `decode_holds_all`: nothing needs to move."""
+    """The node ids that a policy chose. With `prefill` None the decode node computes the prompt.
+
+    `sources`: nodes that hold more of the prompt than `prefill` does, best first; it may fetch from them.
+    `decode_sources`: nodes other than `prefill` that hold more of the prompt than `decode` does, best first."""
 
     prefill: str | None
     decode: str
     reason: PlacementReason
     sources: tuple[SourceHint, ...] = ()
     decode_sources: tuple[SourceHint, ...] = ()
-    decode_holds_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Refill:
-    """A second prefill node for blocks that did not arrive from the first, and nodes for it to fetch from."""
+class RefillPlacement:
+    """A second prefill node for blocks that did not arrive from the first, and the nodes it may fetch from."""
 
     prefill: str
     sources: tuple[SourceHint, ...]
@@ -110,7 +106,7 @@ class Policy(Protocol):
         """Same arguments, same placement. Cheap: called once per request on the router's loop."""
         ...
 
-    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
         """A prefill node among the candidates, for blocks of so many tokens that a decode node was to fetch and nobody
         has; None when it shall compute them by itself."""
         ...
@@ -126,7 +122,7 @@ class RoundRobin:
         prefill = candidates.prefill[facts.number % len(candidates.prefill)]
         return _disaggregated(facts, prefill, decode, candidates)
 
-    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
         if not candidates.prefill:
             return None
         return _refill(facts, candidates.prefill[facts.number % len(candidates.prefill)], candidates)
@@ -143,7 +139,7 @@ class LeastLoaded:
         prefill = min(candidates.prefill, key=lambda node: node.num_queued_tokens)
         return _disaggregated(facts, prefill, decode, candidates)
 
-    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
         if not candidates.prefill:
             return None
         return _refill(facts, min(candidates.prefill, key=lambda node: node.num_queued_tokens), candidates)
@@ -199,7 +195,7 @@ class PrefixAware:
         prefill = _cheapest(facts, candidates.prefill, costs)
         return _disaggregated(facts, prefill, decode, candidates)
 
-    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
         """The cheapest prefill node, unless so few tokens are missing that they would be computed by the decode node in
         the first place."""
         if not candidates.prefill or num_missing_tokens <= self._local_prefill_max_tokens:
@@ -244,7 +240,7 @@ def _cheapest(facts: RequestFacts, nodes: Sequence[_NodeT], costs: Sequence[floa
 
 def _local(facts: RequestFacts, decode: DecodeCandidate, reason: PlacementReason, candidates: Candidates) -> Placement:
     sources = () if reason is PlacementReason.SHORT_SUFFIX else _sources(facts, decode, candidates)
-    return Placement(None, decode.node_id, reason, decode_sources=sources, decode_holds_all=_holds_all(facts, decode))
+    return Placement(None, decode.node_id, reason, decode_sources=sources)
 
 
 def _disaggregated(
@@ -256,16 +252,11 @@ def _disaggregated(
         PlacementReason.DISAGGREGATED,
         sources=_sources(facts, prefill, candidates),
         decode_sources=_decode_sources(decode, prefill, candidates),
-        decode_holds_all=_holds_all(facts, decode),
     )
 
 
-def _refill(facts: RequestFacts, prefill: PrefillCandidate, candidates: Candidates) -> Refill:
-    return Refill(prefill.node_id, _sources(facts, prefill, candidates))
-
-
-def _holds_all(facts: RequestFacts, decode: DecodeCandidate) -> bool:
-    return decode.num_held_blocks >= facts.num_prompt_blocks
+def _refill(facts: RequestFacts, prefill: PrefillCandidate, candidates: Candidates) -> RefillPlacement:
+    return RefillPlacement(prefill.node_id, _sources(facts, prefill, candidates))
 
 
 def _sources(

@@ -8,19 +8,19 @@ from kvrelay.node.ladder import FetchReport
 from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
 
 
-def engine_request(
-    asked: decode_node_pb2.Admit | prefill_node_pb2.PrefillRequest, role: KVRole, *, vocab_size: int, has_store: bool
+def engine_request_from_wire(
+    message: decode_node_pb2.Admit | prefill_node_pb2.PrefillRequest, role: KVRole, *, vocab_size: int, has_store: bool
 ) -> EngineRequest:
     """Routers validate; a node still does not let a request that could hurt others past its own edge. `has_store`: the
     node's connector reaches a store that all nodes share. Raises InvalidRequestError naming the field."""
-    given = tuple(asked.prompt_token_ids)
-    if not asked.request_id:
+    given = tuple(message.prompt_token_ids)
+    if not message.request_id:
         raise InvalidRequestError("request_id is empty", field="request_id")
     if given and max(given) >= vocab_size:
         raise InvalidRequestError(f"token id {max(given)} is outside the vocabulary of {vocab_size}", field="prompt")
-    sampling = sampling_from_wire(asked.sampling_params)
+    sampling = sampling_from_wire(message.sampling_params)
     sampling.validate(vocab_size=vocab_size)
-    num_prior = asked.num_prior_output_tokens
+    num_prior = message.num_prior_output_tokens
     if num_prior >= len(given) > 0:
         raise InvalidRequestError("there is no prompt before the prior output tokens", field="num_prior_output_tokens")
     if num_prior >= sampling.max_tokens:
@@ -28,18 +28,18 @@ def engine_request(
     if num_prior > 0 and sampling.n != 1:
         raise InvalidRequestError("with prior output tokens n must be 1", field="n")
     # A prompt whose log-probabilities are wanted is computed whole.
-    may_fetch = (bool(asked.sources) or has_store) and sampling.prompt_logprobs is None
+    may_fetch = (bool(message.sources) or has_store) and sampling.prompt_logprobs is None
     num_prompt_tokens = len(given) - num_prior
     return EngineRequest(
-        request_id=asked.request_id,
+        request_id=message.request_id,
         prompt_token_ids=given[:num_prompt_tokens],
         sampling=sampling,
-        priority=asked.priority,
-        cache_salt=asked.cache_salt,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
         role=role,
         receive=role is KVRole.CONSUME or may_fetch,
         prior_output_token_ids=given[num_prompt_tokens:],
-        first_choice_index=asked.first_choice_index,
+        first_choice_index=message.first_choice_index,
     )
 
 

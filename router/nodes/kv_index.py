@@ -38,9 +38,9 @@ class KVIndex:
         """`node_id` now holds these blocks."""
         bit = self._bits.get(node_id) or self._new_bit(node_id)
         holders = self._holders
-        for name in reversed(hashes):  # a prefix outlives what hangs on it
-            holders[name] = holders.get(name, 0) | self._take_unswept(name) | bit
-            holders.move_to_end(name)
+        for block_hash in reversed(hashes):  # a prefix outlives what hangs on it
+            holders[block_hash] = holders.get(block_hash, 0) | self._take_unswept(block_hash) | bit
+            holders.move_to_end(block_hash)
         while len(self) > self._capacity:
             (self._unswept or holders).popitem(last=False)
         self._sweep()
@@ -48,11 +48,11 @@ class KVIndex:
     def removed(self, node_id: str, hashes: Sequence[BlockHash]) -> None:
         """`node_id` holds these blocks no more; unknown ones are ignored."""
         bit = self._bits.get(node_id, 0)
-        for name in hashes:
-            for names in (self._holders, self._unswept):
-                mask = names.get(name, 0)
+        for block_hash in hashes:
+            for masks in (self._holders, self._unswept):
+                mask = masks.get(block_hash, 0)
                 if mask & bit:
-                    _keep(names, name, mask & ~bit)
+                    _keep(masks, block_hash, mask & ~bit)
         self._sweep()
 
     def drop(self, node_id: str) -> None:
@@ -66,8 +66,8 @@ class KVIndex:
         remaining = ~(self._dropped | self._sweeping)
         counts: list[tuple[int, int]] = []  # (bits of the nodes that end here, number of blocks)
         num_found = 0
-        for name in hashes:
-            mask = (holders.get(name, 0) or unswept.get(name, 0)) & remaining
+        for block_hash in hashes:
+            mask = (holders.get(block_hash, 0) or unswept.get(block_hash, 0)) & remaining
             if mask != remaining:
                 if num_found:
                     counts.append((remaining & ~mask, num_found))
@@ -79,11 +79,11 @@ class KVIndex:
             if num_found:
                 counts.append((remaining, num_found))
         for index in range(num_found - 1, -1, -1):
-            name = hashes[index]
-            if name in holders:
-                holders.move_to_end(name)
+            block_hash = hashes[index]
+            if block_hash in holders:
+                holders.move_to_end(block_hash)
             else:
-                holders[name] = self._take_unswept(name)
+                holders[block_hash] = self._take_unswept(block_hash)
         return {node_id: count for bits, count in counts for node_id, bit in self._bits.items() if bits & bit}
 
     def check_integrity(self) -> None:
@@ -93,8 +93,8 @@ class KVIndex:
         assert len(set(self._bits.values())) == len(self._bits)
         known = sum(self._bits.values())
         assert not known & (self._dropped | self._sweeping)
-        for names, bits in ((self._holders, known | self._dropped), (self._unswept, self._taken())):
-            assert all(mask and not mask & ~bits for mask in names.values())
+        for masks, bits in ((self._holders, known | self._dropped), (self._unswept, self._taken())):
+            assert all(mask and not mask & ~bits for mask in masks.values())
 
     def _taken(self) -> int:
         """Bits that some name may have."""
@@ -106,9 +106,9 @@ class KVIndex:
         self._bits[node_id] = bit
         return bit
 
-    def _take_unswept(self, name: BlockHash) -> int:
-        """Its holders if it was not swept yet, swept; 0 otherwise. It is not in `_unswept` afterwards."""
-        return self._unswept.pop(name, 0) & ~self._sweeping
+    def _take_unswept(self, block_hash: BlockHash) -> int:
+        """Removes a block from `_unswept` and returns its holders without those being swept; 0 if it was not there."""
+        return self._unswept.pop(block_hash, 0) & ~self._sweeping
 
     def _sweep(self) -> None:
         """The next few names."""
@@ -118,14 +118,14 @@ class KVIndex:
                 return
             self._holders, self._unswept = self._unswept, self._holders
         for _ in range(min(_SWEPT_PER_CALL, len(self._unswept))):
-            name, mask = self._unswept.popitem()
+            block_hash, mask = self._unswept.popitem()
             if mask & ~self._sweeping:
-                self._holders[name] = mask & ~self._sweeping
-                self._holders.move_to_end(name, last=False)
+                self._holders[block_hash] = mask & ~self._sweeping
+                self._holders.move_to_end(block_hash, last=False)
 
 
-def _keep(names: OrderedDict[BlockHash, int], name: BlockHash, mask: int) -> None:
+def _keep(masks: OrderedDict[BlockHash, int], block_hash: BlockHash, mask: int) -> None:
     if mask:
-        names[name] = mask
+        masks[block_hash] = mask
     else:
-        del names[name]
+        del masks[block_hash]

@@ -30,7 +30,6 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.outputs import TokenOutput
 from router.nodes.node import NodeHandle
 from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
-from router.relay.placed import Placed, PrefillPlacement
 from router.relay.prefill_client import (
     PrefillAccepted,
     PrefillEnded,
@@ -40,6 +39,7 @@ from router.relay.prefill_client import (
     PrefillSession,
 )
 from router.relay.refill import Refill
+from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
 from router.request import NodeRequest, PromptLogprobs
 
@@ -66,7 +66,9 @@ class PlaceRefill(Protocol):
     """The choice of another prefill node than `source`, for blocks of so many tokens that nobody has; None when D shall
     compute them."""
 
-    def __call__(self, asked: NodeRequest, source: KVSource, *, num_missing_tokens: int) -> PrefillPlacement | None: ...
+    def __call__(
+        self, node_request: NodeRequest, source: KVSource, *, num_missing_tokens: int
+    ) -> PrefillPlacement | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +86,22 @@ class Attempt:
     `unfinished`: its outputs that the client still waits for."""
 
     def __init__(
-        self, asked: NodeRequest, wire_id: str, placed: Placed, tally: Tally, *, place_refill: PlaceRefill
+        self,
+        node_request: NodeRequest,
+        wire_id: str,
+        placement: ResolvedPlacement,
+        tally: Tally,
+        *,
+        place_refill: PlaceRefill,
     ) -> None:
         self.closed = False
-        self.unfinished = set(asked.choices)
+        self.unfinished = set(node_request.choices)
         self.prefill_node: str | None = None  # that gave the first new tokens
-        self.decode_node = placed.decode.source.node_id
-        self._asked = asked
+        self.decode_node = placement.decode.source.node_id
+        self._node_request = node_request
         self._wire_id = wire_id
-        self._decode = placed.decode
-        self._prefill = placed.prefill
+        self._decode = placement.decode
+        self._prefill = placement.prefill
         self._tally = tally
         self._place_refill = place_refill
         self._sink: Callable[[AttemptEvent], None] = lambda event: None
@@ -111,18 +119,18 @@ class Attempt:
         """`timeout` in seconds: of the prefill, and what the request has left."""
         self._sink = sink
         self._timeout = timeout
-        self._decode.node.num_sequences += self._asked.sampling.n
+        self._decode.node.num_sequences += self._node_request.sampling.n
         self._session = self._decode.client.open(self._wire_id, sink)
         self._session.admit(
-            self._asked, local_prefill=self._prefill is None, timeout=timeout, sources=self._decode.sources
+            self._node_request, local_prefill=self._prefill is None, timeout=timeout, sources=self._decode.sources
         )
         if self._prefill is None:
-            self._decoding = set(self._asked.choices)
+            self._decoding = set(self._node_request.choices)
             self._charge(self._decode.node, self._decode.num_uncached_tokens)
             return
         self._charge(self._prefill.node, self._prefill.num_uncached_tokens)
         self._prefilling = self._prefill.client.prefill(
-            self._wire_id, self._asked, self._prefill.sources, timeout=timeout, sink=sink
+            self._wire_id, self._node_request, self._prefill.sources, timeout=timeout, sink=sink
         )
 
     def finish(self, index: int) -> None:
@@ -136,7 +144,7 @@ class Attempt:
         self.closed = True
         self._uncharge()
         if self._session is not None:
-            self._decode.node.num_sequences -= self._asked.sampling.n
+            self._decode.node.num_sequences -= self._node_request.sampling.n
             self._session.close(finished=self._decode_is_done)
         if self._prefilling is not None:
             self._prefilling.close()
@@ -182,7 +190,7 @@ class Attempt:
         self._tally.accepted()
         if self._prefill is None:
             self._tally.computed(
-                self._asked,
+                self._node_request,
                 num_cached_tokens=admitted.num_cached_tokens,
                 num_fetched_tokens=admitted.num_fetched_tokens,
                 fetches=admitted.fetches,
@@ -204,7 +212,7 @@ class Attempt:
 
     def _on_first_tokens(self, finished: PrefillFinished) -> Sequence[ClientEvent]:
         assert self._session is not None and self._prefill is not None
-        if {output.index for output in finished.first_tokens} != set(self._asked.choices):
+        if {output.index for output in finished.first_tokens} != set(self._node_request.choices):
             raise self._prefill_lost(KVRelayError("the prefill node did not answer with a token of every output"))
         self._uncharge()
         self._has_first_tokens = True
@@ -212,7 +220,7 @@ class Attempt:
         self.prefill_node = self._prefill.source.node_id
         self._tally.first_token()
         self._tally.computed(
-            self._asked,
+            self._node_request,
             num_cached_tokens=finished.num_cached_tokens,
             num_fetched_tokens=finished.num_fetched_tokens,
             fetches=finished.fetches,
@@ -221,7 +229,7 @@ class Attempt:
         self.unfinished &= self._decoding
         if self._decoding:
             self._session.start(finished.first_tokens)
-        if self._asked.sampling.prompt_logprobs is None:
+        if self._node_request.sampling.prompt_logprobs is None:
             return finished.first_tokens
         return (PromptLogprobs(finished.prompt_logprobs), *finished.first_tokens)
 
@@ -241,19 +249,21 @@ class Attempt:
             return  # the answer is on its way
         placement = None
         if self._refill is None and self._prefill is not None:
-            placement = self._place_refill(self._asked, self._prefill.source, num_missing_tokens=num_missing_tokens)
+            placement = self._place_refill(
+                self._node_request, self._prefill.source, num_missing_tokens=num_missing_tokens
+            )
         if placement is None:
             _logger.warning("request %s: %d tokens have no source", self._wire_id, num_missing_tokens)
             self._session.pull_no_more()
             return
         self._tally.refilling()
-        self._refill = Refill(self._asked, f"{self._wire_id}.refill", placement, self._session, self._tally)
+        self._refill = Refill(self._node_request, f"{self._wire_id}.refill", placement, self._session, self._tally)
         self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._timeout)
 
     def _on_kv_ready(self, ready: KVReady) -> None:
         self._tally.accepted()
         self._tally.decode_ready(
-            self._asked,
+            self._node_request,
             num_fetched_tokens=ready.num_fetched_tokens,
             num_recomputed_tokens=ready.num_recomputed_tokens,
             fetches=ready.fetches,

@@ -137,18 +137,18 @@ class DecodeSession:
         self._wire_id = wire_id
 
     def admit(
-        self, asked: NodeRequest, *, local_prefill: bool, timeout: float, sources: Sequence[HeldBlocks] = ()
+        self, node_request: NodeRequest, *, local_prefill: bool, timeout: float, sources: Sequence[HeldBlocks] = ()
     ) -> None:
         """`timeout`: seconds that the request has left."""
         admit = pb.Admit(
             request_id=self._wire_id,
-            prompt_token_ids=asked.token_ids,
-            sampling_params=sampling_to_wire(asked.sampling),
-            priority=asked.priority,
-            cache_salt=asked.cache_salt,
+            prompt_token_ids=node_request.token_ids,
+            sampling_params=sampling_to_wire(node_request.sampling),
+            priority=node_request.priority,
+            cache_salt=node_request.cache_salt,
             local_prefill=local_prefill,
-            num_prior_output_tokens=asked.num_prior_output_tokens,
-            first_choice_index=asked.first_choice_index,
+            num_prior_output_tokens=node_request.num_prior_output_tokens,
+            first_choice_index=node_request.first_choice_index,
             sources=[held_to_wire(held) for held in sources],
             timeout_ms=max(1, round(timeout * 1000)),
         )

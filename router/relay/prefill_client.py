@@ -110,7 +110,7 @@ class PrefillClient:
     def prefill(
         self,
         wire_id: str,
-        asked: NodeRequest,
+        node_request: NodeRequest,
         sources: Sequence[HeldBlocks],
         *,
         timeout: float,
@@ -119,14 +119,14 @@ class PrefillClient:
         """Start a prefill; `sink` gets its events, `PrefillEnded` last. `wire_id` is used once only."""
         message = pb.PrefillRequest(
             request_id=wire_id,
-            prompt_token_ids=asked.token_ids,
-            sampling_params=sampling_to_wire(asked.sampling),
-            priority=asked.priority,
+            prompt_token_ids=node_request.token_ids,
+            sampling_params=sampling_to_wire(node_request.sampling),
+            priority=node_request.priority,
             lease_ttl_ms=self._lease_ttl_ms,
-            cache_salt=asked.cache_salt,
+            cache_salt=node_request.cache_salt,
             sources=[held_to_wire(held) for held in sources],
-            num_prior_output_tokens=asked.num_prior_output_tokens,
-            first_choice_index=asked.first_choice_index,
+            num_prior_output_tokens=node_request.num_prior_output_tokens,
+            first_choice_index=node_request.first_choice_index,
             timeout_ms=max(1, round(timeout * 1000)),
         )
         session = PrefillSession(self)

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from router.relay.decode_client import DecodeSession
 from router.relay.fetch_report import NO_FETCHES
-from router.relay.placed import PrefillPlacement
 from router.relay.prefill_client import (
     PrefillEnded,
     PrefillEvent,
@@ -19,6 +18,7 @@ from router.relay.prefill_client import (
     PrefillProgress,
     PrefillSession,
 )
+from router.relay.resolved_placement import PrefillPlacement
 from router.relay.tally import Tally
 from router.request import NodeRequest
 
@@ -30,11 +30,13 @@ class Refill:
     say."""
 
     def __init__(
-        self, asked: NodeRequest, wire_id: str, placement: PrefillPlacement, session: DecodeSession, tally: Tally
+        self, node_request: NodeRequest, wire_id: str, placement: PrefillPlacement, session: DecodeSession, tally: Tally
     ) -> None:
         self.over = False
         self.node_id = placement.source.node_id
-        self._asked = replace(asked, sampling=replace(asked.sampling, n=1, logprobs=None, prompt_logprobs=None))
+        self._node_request = replace(
+            node_request, sampling=replace(node_request.sampling, n=1, logprobs=None, prompt_logprobs=None)
+        )
         self._wire_id = wire_id
         self._placement = placement
         self._session = session
@@ -51,7 +53,7 @@ class Refill:
         self._num_charged_tokens = placement.num_uncached_tokens
         placement.node.num_queued_tokens += self._num_charged_tokens
         self._prefilling = placement.client.prefill(
-            self._wire_id, self._asked, placement.sources, timeout=timeout, sink=sink
+            self._wire_id, self._node_request, placement.sources, timeout=timeout, sink=sink
         )
 
     def take(self, event: PrefillEvent) -> None:
@@ -64,7 +66,7 @@ class Refill:
                 self._uncharge()
                 self._placement.node.outlier.succeeded()
                 self._tally.refilled(
-                    self._asked,
+                    self._node_request,
                     num_cached_tokens=event.num_cached_tokens,
                     num_fetched_tokens=event.num_fetched_tokens,
                     fetches=event.fetches,
@@ -81,7 +83,7 @@ class Refill:
 
     @property
     def _has_published_all(self) -> bool:
-        return self._num_published_blocks >= self._tally.num_blocks(len(self._asked.token_ids))
+        return self._num_published_blocks >= self._tally.num_blocks(len(self._node_request.token_ids))
 
     def enough(self) -> None:
         """D needs no more. A node that has published everything is about to finish: it says then what it has cost. A
@@ -96,9 +98,9 @@ class Refill:
         self._uncharge()
         if self._is_enough and self._has_published_all and not self._has_finished:
             self._has_finished = True
-            num_found_tokens = len(self._asked.token_ids) - self._placement.num_uncached_tokens
+            num_found_tokens = len(self._node_request.token_ids) - self._placement.num_uncached_tokens
             self._tally.refilled(
-                self._asked, num_cached_tokens=num_found_tokens, num_fetched_tokens=0, fetches=NO_FETCHES
+                self._node_request, num_cached_tokens=num_found_tokens, num_fetched_tokens=0, fetches=NO_FETCHES
             )
         if self._prefilling is not None:
             self._prefilling.close()

@@ -27,9 +27,9 @@ from router.policy import (
     SourceHint,
 )
 from router.relay.decode_client import DecodeClient
-from router.relay.migration_metrics import MigrationMetrics
-from router.relay.placed import DecodePlacement, Placed, PrefillPlacement
 from router.relay.prefill_client import PrefillClient
+from router.relay.recovery_metrics import RecoveryMetrics
+from router.relay.resolved_placement import DecodePlacement, PrefillPlacement, ResolvedPlacement
 from router.relay.supervisor import RequestSupervisor
 from router.relay.tally import Tally
 from router.request import NodeRequest, RequestEvent, RoutedRequest, ServedModel
@@ -48,7 +48,7 @@ class ClusterRelay:
         registry: Registry,
         policy: Policy,
         *,
-        metrics: MigrationMetrics | None = None,
+        metrics: RecoveryMetrics | None = None,
         max_concurrent_requests: int = 1024,
         max_attempts: int = 3,
         node_wait: float = 120.0,
@@ -59,7 +59,7 @@ class ClusterRelay:
     ) -> None:
         self._registry = registry
         self._policy = policy
-        self._metrics = metrics or MigrationMetrics("", CollectorRegistry())
+        self._metrics = metrics or RecoveryMetrics("", CollectorRegistry())
         self._max_concurrent_requests = max_concurrent_requests
         self._max_attempts = max_attempts
         self._node_wait = node_wait
@@ -167,26 +167,26 @@ class ClusterRelay:
 
     def _decode_node_came(self) -> None:
         for supervisor in self._running.values():
-            supervisor.decode_node_came()
+            supervisor.on_decode_node_live()
 
-    def place(self, asked: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> Placed:
+    def place(self, node_request: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> ResolvedPlacement:
         """As `Place`."""
-        usable = self._usable(asked, lost)
+        usable = self._usable(node_request, lost)
         if not _has_decode_node(usable) and last_resort:
-            everyone = self._usable(asked, frozenset())
+            everyone = self._usable(node_request, frozenset())
             usable |= {name: node for name, node in everyone.items() if node.role is NodeRole.DECODE}
         if not _has_decode_node(usable):
             raise UnavailableError("no decode node lives" + ("" if last_resort else " that this request has not lost"))
-        facts, held = self._facts(asked)
+        facts, held = self._facts(node_request)
         placement = self._policy.choose(facts, _candidates(usable.values(), held))
-        _logger.debug("%d tokens: %s", len(asked.token_ids), placement)
+        _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
         decode = usable[placement.decode]
         prefill = None
         if placement.prefill is not None:
             prefill = self._prefill_placement(placement.prefill, placement.sources, facts, usable, held)
         sources = _held_blocks(placement.decode_sources, usable)
         most_held = max([held.get(placement.decode, 0), *(source.num_blocks for source in sources)])
-        return Placed(
+        return ResolvedPlacement(
             DecodePlacement(
                 decode,
                 self._decode_clients[decode.address],
@@ -197,30 +197,32 @@ class ClusterRelay:
             prefill,
         )
 
-    def refill(self, asked: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int) -> PrefillPlacement | None:
+    def refill(
+        self, node_request: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int
+    ) -> PrefillPlacement | None:
         """As `Place`."""
-        usable = self._usable(asked, lost)
-        facts, held = self._facts(asked)
+        usable = self._usable(node_request, lost)
+        facts, held = self._facts(node_request)
         refill = self._policy.refill(facts, _candidates(usable.values(), held), num_missing_tokens)
         if refill is None:
             return None
         return self._prefill_placement(refill.prefill, refill.sources, facts, usable, held)
 
-    def _usable(self, asked: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
+    def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
         """Live nodes by id, prefill nodes first. When all nodes were away another model may have come, which must not
         go on with what the first one began."""
         return {
             _node_id(node): node
             for role in NodeRole
             for node in self._registry.live(role)
-            if _source(node) not in lost and _description(node).kv_namespace == asked.kv_namespace
+            if _source(node) not in lost and _description(node).kv_namespace == node_request.kv_namespace
         }
 
-    def _facts(self, asked: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
+    def _facts(self, node_request: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
         """And how many leading blocks each node holds."""
-        block_size = asked.kv_namespace.block_size
-        facts = RequestFacts(next(self._numbers), len(asked.token_ids), asked.sampling.n, block_size)
-        return facts, self._registry.index.leading(_names(asked))
+        block_size = node_request.kv_namespace.block_size
+        facts = RequestFacts(next(self._numbers), len(node_request.token_ids), node_request.sampling.n, block_size)
+        return facts, self._registry.index.leading(_names(node_request))
 
     def _prefill_placement(
         self,
@@ -238,13 +240,13 @@ class ClusterRelay:
         )
 
 
-def _names(asked: NodeRequest) -> Sequence[BlockHash]:
+def _names(node_request: NodeRequest) -> Sequence[BlockHash]:
     """Of the given tokens' blocks, the partial tail included. A request for prompt logprobs computes its whole prompt,
     so for it no block counts as held."""
-    if asked.sampling.prompt_logprobs is not None:
+    if node_request.sampling.prompt_logprobs is not None:
         return ()
-    root = asked.kv_namespace.root(cache_salt=asked.cache_salt)
-    return block_hashes(root, asked.token_ids, asked.kv_namespace.block_size, include_partial=True)
+    root = node_request.kv_namespace.root(cache_salt=node_request.cache_salt)
+    return block_hashes(root, node_request.token_ids, node_request.kv_namespace.block_size, include_partial=True)
 
 
 def _has_decode_node(nodes: Mapping[str, NodeHandle]) -> bool:

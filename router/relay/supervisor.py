@@ -37,7 +37,7 @@ from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayErro
 from kvrelay.core.kv_source import KVSource
 from router.backoff import Backoff
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
-from router.relay.placed import Placed, PrefillPlacement
+from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
 from router.request import NodeRequest, PromptLogprobs, RequestEvent, RoutedRequest
 
@@ -47,13 +47,13 @@ _logger = logging.getLogger(__name__)
 class Place(Protocol):
     """The relay's choice of nodes for some outputs of a request."""
 
-    def place(self, asked: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> Placed:
+    def place(self, node_request: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> ResolvedPlacement:
         """None of the `lost` nodes is chosen, unless as `last_resort` when no other decode node lives. Raises
         UnavailableError when there is no decode node; a prefill node is never missed."""
         ...
 
     def refill(
-        self, asked: NodeRequest, *, lost: AbstractSet[KVSource], num_missing_tokens: int
+        self, node_request: NodeRequest, *, lost: AbstractSet[KVSource], num_missing_tokens: int
     ) -> PrefillPlacement | None:
         """A prefill node, none of the `lost` ones, for blocks of so many tokens that a decode node waits for in vain;
         None when it shall compute them."""
@@ -142,7 +142,7 @@ class RequestSupervisor:
         """As `Relay.finish`."""
         self._inbox.put_nowait(partial(self._on_satisfied, index))
 
-    def decode_node_came(self) -> None:
+    def on_decode_node_live(self) -> None:
         """One has become live."""
         self._inbox.put_nowait(self._on_search)
 
@@ -236,20 +236,22 @@ class RequestSupervisor:
         share.wait_no_more()
         if share.num_attempts >= self._max_attempts:
             raise UnavailableError(f"given up after {share.num_attempts} more placements: {lost}") from lost
-        asked = self._asked(share.choices, is_replay=True)
+        node_request = self._node_request(share.choices, is_replay=True)
         try:
-            placed = self._place.place(asked, lost=self._lost, last_resort=last_resort)
+            placement = self._place.place(node_request, lost=self._lost, last_resort=last_resort)
         except UnavailableError as error:
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
             share.wait = self._wait(share, none_lives=last_resort)
             return
-        _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, placed.decode.source.node_id)
+        _logger.info(
+            "request %s: outputs %s go on at %s", self._wire_id, share.choices, placement.decode.source.node_id
+        )
         share.num_attempts += 1
-        self._tally.migrated(asked, lost.cause.value)
-        self._start(share, asked, placed)
+        self._tally.migrated(node_request, lost.cause.value)
+        self._start(share, node_request, placement)
 
     def _wait(self, share: _Share, *, none_lives: bool) -> asyncio.TimerHandle:
-        """When a wait for a decode node ends, unless `decode_node_came` does it before."""
+        """When a wait for a decode node ends, unless `on_decode_node_live` does it before."""
         react: _Reaction
         if none_lives:
             seconds, react = share.lost_at + self._node_wait - self._clock.now(), partial(self._on_waited, share)
@@ -257,7 +259,7 @@ class RequestSupervisor:
             seconds, react = share.backoff.next(), self._on_search
         return asyncio.get_running_loop().call_later(max(0.0, seconds), self._inbox.put_nowait, react)
 
-    def _asked(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
+    def _node_request(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
         tokens = self._tokens[choices[0]]
         sampling = replace(self._request.sampling, n=len(choices))
         if self._has_prompt_logprobs:
@@ -273,11 +275,11 @@ class RequestSupervisor:
             is_replay=is_replay,
         )
 
-    def _start(self, share: _Share, asked: NodeRequest, placed: Placed) -> None:
+    def _start(self, share: _Share, node_request: NodeRequest, placement: ResolvedPlacement) -> None:
         suffix = f".{self._num_attempts}" if self._num_attempts else ""
         self._num_attempts += 1
         attempt = share.attempt = Attempt(
-            asked, f"{self._wire_id}{suffix}", placed, self._tally, place_refill=self._refill
+            node_request, f"{self._wire_id}{suffix}", placement, self._tally, place_refill=self._refill
         )
 
         def sink(event: AttemptEvent) -> None:
@@ -285,8 +287,10 @@ class RequestSupervisor:
 
         attempt.open(sink, timeout=max(0.0, self._expires_at - self._clock.now()))
 
-    def _refill(self, asked: NodeRequest, source: KVSource, *, num_missing_tokens: int) -> PrefillPlacement | None:
-        return self._place.refill(asked, lost=self._lost | {source}, num_missing_tokens=num_missing_tokens)
+    def _refill(
+        self, node_request: NodeRequest, source: KVSource, *, num_missing_tokens: int
+    ) -> PrefillPlacement | None:
+        return self._place.refill(node_request, lost=self._lost | {source}, num_missing_tokens=num_missing_tokens)
 
     # -- opening and closing -------------------------------------------------------------------------------------------
 
@@ -294,12 +298,12 @@ class RequestSupervisor:
         """Raises UnavailableError when no node lives: a request that has not begun does not wait for one."""
         timeout = self._request.timeout
         share = _Share(tuple(self._tokens), Backoff(self._random))
-        asked = self._asked(share.choices, is_replay=False)
-        placed = self._place.place(asked, lost=self._lost, last_resort=False)
+        node_request = self._node_request(share.choices, is_replay=False)
+        placement = self._place.place(node_request, lost=self._lost, last_resort=False)
         error = DeadlineError(f"the request took longer than {timeout:g} seconds")
         self._deadline = asyncio.get_running_loop().call_later(timeout, self.abort, error)
         self._shares.append(share)
-        self._start(share, asked, placed)
+        self._start(share, node_request, placement)
 
     def _close(self) -> None:
         """In every ending. Nothing here waits or fails."""

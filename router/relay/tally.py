@@ -9,14 +9,14 @@ from collections.abc import Mapping
 
 from kvrelay.core.clock import Clock
 from router.relay.fetch_report import NO_FETCHES, FetchReport
-from router.relay.migration_metrics import MigrationMetrics
+from router.relay.recovery_metrics import RecoveryMetrics
 from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 
 
 class Tally:
     """One per request; times from `clock`, in seconds since it was made."""
 
-    def __init__(self, request: RoutedRequest, block_size: int, clock: Clock, metrics: MigrationMetrics) -> None:
+    def __init__(self, request: RoutedRequest, block_size: int, clock: Clock, metrics: RecoveryMetrics) -> None:
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._block_size = block_size
         self._clock = clock
@@ -46,14 +46,14 @@ class Tally:
         """Another prefill node was asked for blocks that did not arrive."""
         self._metrics.refilled()
 
-    def migrated(self, asked: NodeRequest, cause: str) -> None:
+    def migrated(self, node_request: NodeRequest, cause: str) -> None:
         """Outputs were placed again."""
         self._num_migrations += 1
-        self._metrics.migrated(cause, num_tokens=len(asked.token_ids))
+        self._metrics.migrated(cause, num_tokens=len(node_request.token_ids))
 
     def computed(
         self,
-        asked: NodeRequest,
+        node_request: NodeRequest,
         *,
         num_cached_tokens: int,
         num_fetched_tokens: int = 0,
@@ -64,25 +64,25 @@ class Tally:
         num_found_tokens = num_cached_tokens + num_fetched_tokens
         self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
         self._came_from(reader, fetches, {})
-        if asked.is_replay:
-            self._recompute("migration", len(asked.token_ids) - num_found_tokens)
-        if asked.num_prior_output_tokens == 0:
+        if node_request.is_replay:
+            self._recompute("migration", len(node_request.token_ids) - num_found_tokens)
+        if node_request.num_prior_output_tokens == 0:
             self._num_found_tokens = num_found_tokens
 
     def refilled(
-        self, asked: NodeRequest, *, num_cached_tokens: int, num_fetched_tokens: int, fetches: FetchReport
+        self, node_request: NodeRequest, *, num_cached_tokens: int, num_fetched_tokens: int, fetches: FetchReport
     ) -> None:
         """By a second prefill node, as the first one's blocks did not arrive."""
         self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
         self._came_from("prefill", fetches, {})
-        num_tokens = len(asked.token_ids) - num_cached_tokens - num_fetched_tokens
+        num_tokens = len(node_request.token_ids) - num_cached_tokens - num_fetched_tokens
         self._recompute("refill", num_tokens)
-        if asked.num_prior_output_tokens == 0:
+        if node_request.num_prior_output_tokens == 0:
             self._num_recomputed_tokens += num_tokens
 
     def decode_ready(
         self,
-        asked: NodeRequest,
+        node_request: NodeRequest,
         *,
         num_fetched_tokens: int,
         num_recomputed_tokens: int,
@@ -90,13 +90,13 @@ class Tally:
         rungs: Mapping[str, str],
     ) -> None:
         """By a decode node that did not prefill. `rungs`: of the nodes that prefilled for it."""
-        if self._first_token_after is not None and asked.num_prior_output_tokens == 0:
+        if self._first_token_after is not None and node_request.num_prior_output_tokens == 0:
             self._handover_seconds = self._clock.now() - self._began - self._first_token_after
         self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
         self._came_from("decode", fetches, rungs)
         self._metrics.came_from("decode", "local", num_blocks=self.num_blocks(num_recomputed_tokens))
         self._recompute("transfer", num_recomputed_tokens)
-        if asked.num_prior_output_tokens == 0:
+        if node_request.num_prior_output_tokens == 0:
             self._num_recomputed_tokens += num_recomputed_tokens
 
     def trace(self, *, prefill_node: str | None, decode_node: str) -> RequestTrace:

@@ -24,7 +24,7 @@ from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeRole
 from router.nodes.registry import Registry
 from router.policy import Policy, make_policy
-from router.relay.migration_metrics import MigrationMetrics
+from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from router.request import PromptLogprobs, RequestTrace, RoutedRequest
 
@@ -140,7 +140,7 @@ async def cluster(
     policy: Policy | None = None,
     lease_ttl: float = 30.0,
     decode_settings: Mapping[str, Any] = MappingProxyType({}),
-    metrics: MigrationMetrics | None = None,
+    metrics: RecoveryMetrics | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
     """`settings` are those of every node, `decode_settings` of decode nodes alone. Nothing is prefilled on decode nodes

@@ -20,7 +20,7 @@ from kv_connector.tiered import TieredConnector
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.node.node import Node
-from router.relay.migration_metrics import MigrationMetrics
+from router.relay.recovery_metrics import RecoveryMetrics
 from tests.cluster.cluster import cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
 from tests.engine.reference import Reference
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def serve_with(damage: Damage, model: Path, **settings: Any) -> None:
     """A request whose blocks are damaged while its decode node stands still, between publication and fetch."""
     counted = CollectorRegistry()
-    async with cluster(model, metrics=MigrationMetrics("m", counted), **settings) as running:
+    async with cluster(model, metrics=RecoveryMetrics("m", counted), **settings) as running:
         prefill, decode = running.node("prefill-0"), running.node("decode-0")
         names = block_hashes(prefill.identity.kv_namespace.root(), PROMPT, BLOCK_SIZE, include_partial=True)
         gate = running.hold("decode-0")

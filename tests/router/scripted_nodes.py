@@ -26,7 +26,7 @@ from kvrelay.v1 import (
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import PrefixAware
-from router.relay.migration_metrics import MigrationMetrics
+from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 
 BLOCK_SIZE = 4
@@ -337,7 +337,7 @@ async def cluster(
         relay = ClusterRelay(
             registry,
             PrefixAware(local_prefill_max_tokens),
-            metrics=MigrationMetrics("m", collectors),
+            metrics=RecoveryMetrics("m", collectors),
             max_concurrent_requests=max_concurrent_requests,
             max_attempts=max_attempts,
             node_wait=node_wait,

@@ -113,7 +113,7 @@ PLANTED: list[tuple[type, str, Callable[..., Any], str]] = [
     (LoopCalls, "_interval_over", _forgets_what_waited, "output 0 is"),
     (Engine, "deliver", _names_too_early, "WrongKVError"),
     (RequestSupervisor, "_remember", _forgets_a_token, "output 0 is"),
-    (RequestSupervisor, "decode_node_came", _hears_of_no_node, "no decode node came"),
+    (RequestSupervisor, "on_decode_node_live", _hears_of_no_node, "no decode node came"),
     (PrefillClient, "release", _forgets_to_release, "leases"),
     (LeaseTable, "sweep", _never_expires, "leases left"),
     (Receiver, "discard", _keeps_blocks_pinned, "are still held"),

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter
 
 
-class MigrationMetrics:
+class RecoveryMetrics:
     """Registered with the router's CollectorRegistry, labelled with the served model's name."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:

@@ -33,8 +33,9 @@ class PrefillPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """Without `prefill` the decode node prefills by itself."""
+class ResolvedPlacement:
+    """A policy's `Placement` with node handles and clients in the place of node ids. Without `prefill` the decode node
+    prefills by itself."""
 
     decode: DecodePlacement
     prefill: PrefillPlacement | None
