@@ -1,11 +1,9 @@
-"""Requests from the wire to the engine's values, and what nodes report back, for both node kinds."""
+"""A router's request to the engine's value, checked, for both kinds of node."""
 
-from kv_connector.base import FetchOutcome
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.wire import sampling_from_wire
 from kvrelay.engine.request import EngineRequest, KVRole
-from kvrelay.node.ladder import FetchReport
-from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
+from kvrelay.v1 import decode_node_pb2, prefill_node_pb2
 
 
 def engine_request_from_wire(
@@ -40,14 +38,4 @@ def engine_request_from_wire(
         receive=role is KVRole.CONSUME or may_fetch,
         prior_output_token_ids=given[num_prompt_tokens:],
         first_choice_index=message.first_choice_index,
-    )
-
-
-def report_to_wire(report: FetchReport) -> common_pb2.FetchReport:
-    in_vain = dict(report.in_vain)
-    return common_pb2.FetchReport(
-        fetched=[common_pb2.FetchedBlocks(node_id=node_id, num_blocks=count) for node_id, count in report.fetched],
-        num_missing=in_vain.get(FetchOutcome.MISSING, 0),
-        num_refused=in_vain.get(FetchOutcome.REFUSED, 0),
-        num_failed=in_vain.get(FetchOutcome.FAILED, 0),
     )

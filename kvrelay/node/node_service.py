@@ -1,8 +1,9 @@
 """The `Node` gRPC service: who this node is, what it holds, how busy it is."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import fields
+from itertools import starmap
 from typing import Any
 
 import grpc
@@ -11,8 +12,8 @@ from kv_connector.stats import ConnectorStats
 from kvrelay import __version__
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.kv_source import KVSource
-from kvrelay.core.wire import namespace_to_wire, source_to_wire
-from kvrelay.engine.request import EngineLoad
+from kvrelay.core.node_report import ConnectorCounters, NodeDescription, NodeRole, NodeStats
+from kvrelay.core.wire import description_to_wire, load_to_wire, stats_to_wire
 from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node
 from kvrelay.v1 import node_pb2, node_pb2_grpc
@@ -28,7 +29,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     def __init__(
         self,
         node: Node,
-        role: "node_pb2.NodeRole.ValueType",
+        role: NodeRole,
         *,
         heartbeat: float = _HEARTBEAT_SECONDS,
         clock: Clock | None = None,
@@ -43,19 +44,20 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.DescribeResponse:
         self._node.require_alive()
         identity, config = self._node.identity, self._node.engine_config
-        return node_pb2.DescribeResponse(
+        description = NodeDescription(
             role=self._role,
-            source=source_to_wire(KVSource(identity.node_id, identity.epoch, self._node.connector.endpoint)),
-            kv_namespace=namespace_to_wire(identity.kv_namespace),
+            source=KVSource(identity.node_id, identity.epoch, self._node.connector.endpoint),
+            kv_namespace=identity.kv_namespace,
             connector=self._node.connector.name,
             model=identity.model,
             max_model_len=config.max_model_len,
             num_blocks=self._node.event_log.load.num_blocks,
             block_bytes=identity.block_bytes,
             vocab_size=identity.vocab_size,
-            version=__version__,
             max_num_seqs=config.max_num_seqs,
+            version=__version__,
         )
+        return description_to_wire(description)
 
     async def Watch(
         self, request: node_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -72,7 +74,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             messages = _messages(epoch, update, draining=self._node.draining)
             if self._clock.now() >= stats_due_at:
                 stats_due_at = self._clock.now() + self._heartbeat
-                messages[-1].stats.CopyFrom(self._stats())
+                messages[-1].stats.CopyFrom(stats_to_wire(self._stats()))
             for message in messages:
                 yield message
             await asyncio.sleep(_WATCH_INTERVAL_SECONDS)
@@ -85,13 +87,13 @@ class NodeService(node_pb2_grpc.NodeServicer):
         except TimeoutError:
             return version
 
-    def _stats(self) -> node_pb2.NodeStats:
+    def _stats(self) -> NodeStats:
         counts = self._node.lease_counts
-        return node_pb2.NodeStats(
+        return NodeStats(
             num_leases_released=counts.released,
             num_leases_expired=counts.expired,
             num_leases_ended_early=counts.ended_early,
-            connectors=_connectors_to_wire(self._node.connector.all_stats()),
+            connectors=tuple(starmap(_connector_counters, self._node.connector.all_stats().items())),
         )
 
 
@@ -111,35 +113,17 @@ def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2
             reset=update.reset and not messages,
             stored=stored,
             removed=update.removed,
-            load=_load_to_wire(update.load),
+            load=load_to_wire(update.load),
             draining=draining,
         )
     )
     return messages
 
 
-def _load_to_wire(load: EngineLoad) -> node_pb2.NodeLoad:
-    return node_pb2.NodeLoad(
-        num_requests_running=load.num_requests_running,
-        num_requests_decoding=load.num_requests_decoding,
-        num_requests_waiting=load.num_requests_waiting,
-        num_queued_tokens=load.num_queued_tokens,
-        num_free_blocks=load.num_free_blocks,
-        num_blocks=load.num_blocks,
-        num_preemptions=load.num_preemptions,
-        num_leases=load.num_leases,
-        num_steps=load.num_steps,
-        num_lent_steps=load.num_lent_steps,
-    )
-
-
-def _connectors_to_wire(all_stats: Mapping[str, ConnectorStats]) -> list[node_pb2.ConnectorStats]:
+def _connector_counters(connector: str, stats: ConnectorStats) -> ConnectorCounters:
     names = [counter.name for counter in fields(ConnectorStats) if counter.name != "refused"]
-    return [
-        node_pb2.ConnectorStats(
-            connector=connector,
-            counters={name: getattr(stats, name) for name in names},
-            refused={mismatch.value: count for mismatch, count in stats.refused.items()},
-        )
-        for connector, stats in all_stats.items()
-    ]
+    return ConnectorCounters(
+        connector,
+        counters={name: getattr(stats, name) for name in names},
+        refused={mismatch.value: count for mismatch, count in stats.refused.items()},
+    )

@@ -8,7 +8,8 @@ cluster over while it restarts, and not for ever, so that those who are gone for
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router.nodes.node import NodeDescription, NodeHandle, NodeRole
+from kvrelay.core.node_report import NodeDescription, NodeRole
+from router.nodes.node import NodeHandle
 
 VOTE_SECONDS = 120.0  # after its last word; a large model takes that long to load
 

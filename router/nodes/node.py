@@ -9,18 +9,12 @@ from enum import Enum
 
 import grpc
 
-from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv_source import KVSource
-from kvrelay.core.wire import namespace_from_wire, source_from_wire, source_to_wire
-from kvrelay.v1 import common_pb2, node_pb2
-from router.nodes.node_stats import NodeStats
+from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
+from kvrelay.core.wire import source_to_wire
+from kvrelay.v1 import common_pb2
 from router.nodes.outlier import Outlier
-
-
-class NodeRole(Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class NodeState(Enum):
@@ -38,42 +32,6 @@ class HeldBlocks:
 
     source: KVSource
     num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeDescription:
-    """What a node answers to Describe; fixed for its epoch. `role` is None when the node is of a kind we do not
-    know."""
-
-    role: NodeRole | None
-    source: KVSource
-    kv_namespace: KVNamespace
-    connector: str
-    max_model_len: int
-    num_blocks: int
-    vocab_size: int
-    max_num_seqs: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeLoad:
-    """As the node reported it last; lags behind by a step and the network."""
-
-    num_requests_running: int = 0
-    num_requests_decoding: int = 0
-    num_requests_waiting: int = 0
-    num_queued_tokens: int = 0
-    num_free_blocks: int = 0
-    num_blocks: int = 0
-    num_preemptions: int = 0
-    num_leases: int = 0
-    num_steps: int = 0
-    num_lent_steps: int = 0  # with cores of other nodes
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of the blocks that cannot be taken now."""
-        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
 def _nothing_to_lose(error: KVRelayError) -> None:
@@ -102,7 +60,7 @@ class NodeHandle:
     outlier: Outlier
     state: NodeState = NodeState.CONNECTING
     description: NodeDescription | None = None
-    load: NodeLoad = NodeLoad()
+    load: NodeLoad = field(default_factory=NodeLoad)
     stats: NodeStats = field(default_factory=NodeStats)
     complaint: str = ""
     heard_at: float | None = None
@@ -118,36 +76,5 @@ class NodeHandle:
         return self.address if self.description is None else f"{self.description.source.node_id} ({self.address})"
 
 
-_ROLES = {node_pb2.NODE_ROLE_PREFILL: NodeRole.PREFILL, node_pb2.NODE_ROLE_DECODE: NodeRole.DECODE}
-
-
 def held_to_wire(held: HeldBlocks) -> common_pb2.BlockSource:
     return common_pb2.BlockSource(source=source_to_wire(held.source), num_blocks=held.num_blocks)
-
-
-def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription:
-    return NodeDescription(
-        role=_ROLES.get(message.role),
-        source=source_from_wire(message.source),
-        kv_namespace=namespace_from_wire(message.kv_namespace),
-        connector=message.connector,
-        max_model_len=message.max_model_len,
-        num_blocks=message.num_blocks,
-        vocab_size=message.vocab_size,
-        max_num_seqs=message.max_num_seqs,
-    )
-
-
-def load_from_wire(message: node_pb2.NodeLoad) -> NodeLoad:
-    return NodeLoad(
-        num_requests_running=message.num_requests_running,
-        num_requests_decoding=message.num_requests_decoding,
-        num_requests_waiting=message.num_requests_waiting,
-        num_queued_tokens=message.num_queued_tokens,
-        num_free_blocks=message.num_free_blocks,
-        num_blocks=message.num_blocks,
-        num_preemptions=message.num_preemptions,
-        num_leases=message.num_leases,
-        num_steps=message.num_steps,
-        num_lent_steps=message.num_lent_steps,
-    )

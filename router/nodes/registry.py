@@ -24,22 +24,15 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.connectors import can_exchange
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
+from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.rpc import channel_options, error_from_rpc
 from kvrelay.core.tasks import end_tasks
+from kvrelay.core.wire import description_from_wire, load_from_wire, stats_from_wire
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.backoff import Backoff
 from router.nodes.election import elect
 from router.nodes.kv_index import KVIndex
-from router.nodes.node import (
-    NodeDescription,
-    NodeHandle,
-    NodeLoad,
-    NodeRole,
-    NodeState,
-    description_from_wire,
-    load_from_wire,
-)
-from router.nodes.node_stats import NodeStats, stats_from_wire
+from router.nodes.node import NodeHandle, NodeState
 from router.nodes.outlier import Outlier
 from router.nodes.silence import Silence
 from router.request import ServedModel

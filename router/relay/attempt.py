@@ -192,7 +192,6 @@ class Attempt:
             self._tally.computed(
                 self._node_request,
                 num_cached_tokens=admitted.num_cached_tokens,
-                num_fetched_tokens=admitted.num_fetched_tokens,
                 fetches=admitted.fetches,
                 reader="decode",
             )
@@ -222,7 +221,6 @@ class Attempt:
         self._tally.computed(
             self._node_request,
             num_cached_tokens=finished.num_cached_tokens,
-            num_fetched_tokens=finished.num_fetched_tokens,
             fetches=finished.fetches,
         )
         self._decoding = {output.index for output in finished.first_tokens if output.finish_reason is None}
@@ -264,7 +262,6 @@ class Attempt:
         self._tally.accepted()
         self._tally.decode_ready(
             self._node_request,
-            num_fetched_tokens=ready.num_fetched_tokens,
             num_recomputed_tokens=ready.num_recomputed_tokens,
             fetches=ready.fetches,
             rungs=self._rungs(),

@@ -14,14 +14,21 @@ import grpc
 
 from kvrelay.core.errors import KVRelayError, UnavailableError, error_from_grpc
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.wire import logprobs_from_wire, output_from_wire, output_to_wire, sampling_to_wire, source_to_wire
+from kvrelay.core.wire import (
+    fetch_report_from_wire,
+    logprobs_from_wire,
+    output_from_wire,
+    output_to_wire,
+    sampling_to_wire,
+    source_to_wire,
+)
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
 from router.nodes.node import HeldBlocks, held_to_wire
-from router.relay.fetch_report import NO_FETCHES, FetchReport, report_from_wire
 from router.request import NodeRequest, PromptLogprobs
 
 _logger = logging.getLogger(__name__)
@@ -33,16 +40,14 @@ class Admitted:
     """By a node that prefills by itself it is said once the prompt is computed, with what was fetched for it."""
 
     num_cached_tokens: int
-    num_fetched_tokens: int = 0
-    fetches: FetchReport = NO_FETCHES
+    fetches: FetchReport = NOTHING_FETCHED
 
 
 @dataclass(frozen=True, slots=True)
 class KVReady:
     num_cached_tokens: int
-    num_fetched_tokens: int
     num_recomputed_tokens: int
-    fetches: FetchReport = NO_FETCHES
+    fetches: FetchReport = NOTHING_FETCHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +208,12 @@ def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
             return output_from_wire(message.tokens)
         case "admitted":
             admitted = message.admitted
-            return Admitted(admitted.num_cached_tokens, admitted.num_fetched_tokens, report_from_wire(admitted.fetches))
+            fetches = fetch_report_from_wire(admitted.fetches, num_tokens=admitted.num_fetched_tokens)
+            return Admitted(admitted.num_cached_tokens, fetches)
         case "kv_ready":
             ready = message.kv_ready
-            return KVReady(
-                ready.num_cached_tokens,
-                ready.num_fetched_tokens,
-                ready.num_recomputed_tokens,
-                report_from_wire(ready.fetches),
-            )
+            fetches = fetch_report_from_wire(ready.fetches, num_tokens=ready.num_fetched_tokens)
+            return KVReady(ready.num_cached_tokens, ready.num_recomputed_tokens, fetches)
         case "kv_missing":
             return KVMissing(message.kv_missing.num_missing_tokens)
         case "prompt_logprobs":

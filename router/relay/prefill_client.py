@@ -15,14 +15,14 @@ from typing import cast
 import grpc
 
 from kvrelay.core.errors import DeadlineError, KVRelayError
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.wire import logprobs_from_wire, output_from_wire, sampling_to_wire
+from kvrelay.core.wire import fetch_report_from_wire, logprobs_from_wire, output_from_wire, sampling_to_wire
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
 from router.nodes.node import HeldBlocks, held_to_wire
-from router.relay.fetch_report import NO_FETCHES, FetchReport, report_from_wire
 from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
@@ -47,8 +47,7 @@ class PrefillFinished:
     first_tokens: tuple[TokenOutput, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
     num_cached_tokens: int
-    num_fetched_tokens: int
-    fetches: FetchReport = NO_FETCHES
+    fetches: FetchReport = NOTHING_FETCHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +250,5 @@ def _finished_from_wire(message: pb.PrefillFinished) -> PrefillFinished:
         first_tokens=tuple(output_from_wire(output) for output in message.first_tokens),
         prompt_logprobs=tuple(logprobs_from_wire(entry) for entry in message.prompt_logprobs),
         num_cached_tokens=message.num_cached_tokens,
-        num_fetched_tokens=message.num_fetched_tokens,
-        fetches=report_from_wire(message.fetches),
+        fetches=fetch_report_from_wire(message.fetches, num_tokens=message.num_fetched_tokens),
     )

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvrelay.core.node_report import NOTHING_FETCHED
 from router.relay.decode_client import DecodeSession
-from router.relay.fetch_report import NO_FETCHES
 from router.relay.prefill_client import (
     PrefillEnded,
     PrefillEvent,
@@ -68,7 +68,6 @@ class Refill:
                 self._tally.refilled(
                     self._node_request,
                     num_cached_tokens=event.num_cached_tokens,
-                    num_fetched_tokens=event.num_fetched_tokens,
                     fetches=event.fetches,
                 )
                 if self._is_enough:
@@ -99,9 +98,7 @@ class Refill:
         if self._is_enough and self._has_published_all and not self._has_finished:
             self._has_finished = True
             num_found_tokens = len(self._node_request.token_ids) - self._placement.num_uncached_tokens
-            self._tally.refilled(
-                self._node_request, num_cached_tokens=num_found_tokens, num_fetched_tokens=0, fetches=NO_FETCHES
-            )
+            self._tally.refilled(self._node_request, num_cached_tokens=num_found_tokens, fetches=NOTHING_FETCHED)
         if self._prefilling is not None:
             self._prefilling.close()
 

@@ -16,7 +16,8 @@ from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from kvrelay.core.kv_source import KVSource
-from router.nodes.node import HeldBlocks, NodeDescription, NodeHandle, NodeRole
+from kvrelay.core.node_report import NodeDescription, NodeRole
+from router.nodes.node import HeldBlocks, NodeHandle
 from router.nodes.registry import Registry
 from router.policy import (
     Candidates,

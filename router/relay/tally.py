@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvrelay.core.clock import Clock
-from router.relay.fetch_report import NO_FETCHES, FetchReport
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 
@@ -56,26 +56,23 @@ class Tally:
         node_request: NodeRequest,
         *,
         num_cached_tokens: int,
-        num_fetched_tokens: int = 0,
-        fetches: FetchReport = NO_FETCHES,
+        fetches: FetchReport = NOTHING_FETCHED,
         reader: str = "prefill",
     ) -> None:
         """By the node that prefills. Tokens it held, and tokens it fetched from others."""
-        num_found_tokens = num_cached_tokens + num_fetched_tokens
-        self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
+        num_found_tokens = num_cached_tokens + fetches.num_tokens
+        self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
         self._came_from(reader, fetches, {})
         if node_request.is_replay:
             self._recompute("migration", len(node_request.token_ids) - num_found_tokens)
         if node_request.num_prior_output_tokens == 0:
             self._num_found_tokens = num_found_tokens
 
-    def refilled(
-        self, node_request: NodeRequest, *, num_cached_tokens: int, num_fetched_tokens: int, fetches: FetchReport
-    ) -> None:
+    def refilled(self, node_request: NodeRequest, *, num_cached_tokens: int, fetches: FetchReport) -> None:
         """By a second prefill node, as the first one's blocks did not arrive."""
-        self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
+        self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
         self._came_from("prefill", fetches, {})
-        num_tokens = len(node_request.token_ids) - num_cached_tokens - num_fetched_tokens
+        num_tokens = len(node_request.token_ids) - num_cached_tokens - fetches.num_tokens
         self._recompute("refill", num_tokens)
         if node_request.num_prior_output_tokens == 0:
             self._num_recomputed_tokens += num_tokens
@@ -84,7 +81,6 @@ class Tally:
         self,
         node_request: NodeRequest,
         *,
-        num_fetched_tokens: int,
         num_recomputed_tokens: int,
         fetches: FetchReport,
         rungs: Mapping[str, str],
@@ -92,7 +88,7 @@ class Tally:
         """By a decode node that did not prefill. `rungs`: of the nodes that prefilled for it."""
         if self._first_token_after is not None and node_request.num_prior_output_tokens == 0:
             self._handover_seconds = self._clock.now() - self._began - self._first_token_after
-        self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
+        self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
         self._came_from("decode", fetches, rungs)
         self._metrics.came_from("decode", "local", num_blocks=self.num_blocks(num_recomputed_tokens))
         self._recompute("transfer", num_recomputed_tokens)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from decode_node.service import DecodeService
+from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.node.node import Node
@@ -21,7 +22,6 @@ from kvrelay.node.settings import NodeSettings
 from kvrelay.node.startup import build_node
 from prefill_node.service import PrefillService
 from router.nodes.kv_index import KVIndex
-from router.nodes.node import NodeRole
 from router.nodes.registry import Registry
 from router.policy import Policy, make_policy
 from router.relay.recovery_metrics import RecoveryMetrics

@@ -11,11 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, OverloadedError, UnavailableError
+from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import node_pb2
 from router.nodes.kv_index import KVIndex
-from router.nodes.node import NodeRole, NodeState
+from router.nodes.node import NodeState
 from router.nodes.node_metrics import NodeMetrics
 from router.nodes.registry import Registry
 from router.request import RequestEvent, RoutedRequest

@@ -7,8 +7,9 @@ import pytest
 
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, UnavailableError
+from kvrelay.core.node_report import NodeRole
 from router.nodes.kv_index import KVIndex
-from router.nodes.node import NodeRole, NodeState
+from router.nodes.node import NodeState
 from router.nodes.registry import Registry
 from tests.router.scripted_nodes import (
     NAMESPACE,
