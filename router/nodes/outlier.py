@@ -4,8 +4,9 @@ Invariant: only failures that another node might not repeat count; one success m
 """
 
 import logging
-from random import Random, SystemRandom
+from random import Random
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import (
     CancelledByPeerError,
@@ -37,12 +38,9 @@ class Outlier:
         self._name = name
         self._clock = clock
         self._max_failures = max_failures
-        self._first = first
-        self._longest = longest
         self._num_failures = 0
-        self._next = first
+        self._backoff = Backoff(first=first, longest=longest, jitter=0.25, random=random)
         self._ejected_until = clock.now()
-        self._random = random or SystemRandom()
 
     @property
     def is_ejected(self) -> bool:
@@ -55,8 +53,7 @@ class Outlier:
         self._num_failures += 1
         if self._num_failures < self._max_failures:
             return
-        wait = self._next * self._random.uniform(0.75, 1.0)
-        self._next = min(2 * self._next, self._longest)
+        wait = self._backoff.next()
         self._ejected_until = self._clock.now() + wait
         self.num_ejections += 1
         _logger.warning(
@@ -72,5 +69,5 @@ class Outlier:
     def reset(self) -> None:
         """Another process, or a new connection to it."""
         self._num_failures = 0
-        self._next = self._first
+        self._backoff.reset()
         self._ejected_until = self._clock.now()

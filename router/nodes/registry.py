@@ -20,6 +20,7 @@ from typing import cast
 
 import grpc
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.connectors import can_exchange
@@ -29,7 +30,6 @@ from kvrelay.core.rpc import channel_options, error_from_rpc
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import description_from_wire, load_from_wire, stats_from_wire
 from kvrelay.v1 import node_pb2, node_pb2_grpc
-from router.backoff import Backoff
 from router.nodes.election import elect
 from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeHandle, NodeState
@@ -135,7 +135,7 @@ class Registry:
 
     async def _follow(self, node: NodeHandle) -> None:
         """Connect, watch, connect again, for ever."""
-        backoff = Backoff(self._random)
+        backoff = Backoff(random=self._random)
         while True:
             try:
                 await self._describe(node)

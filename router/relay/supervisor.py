@@ -31,11 +31,11 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
-from router.backoff import Backoff
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
@@ -297,7 +297,7 @@ class RequestSupervisor:
     def _open(self) -> None:
         """Raises UnavailableError when no node lives: a request that has not begun does not wait for one."""
         timeout = self._request.timeout
-        share = _Share(tuple(self._tokens), Backoff(self._random))
+        share = _Share(tuple(self._tokens), Backoff(random=self._random))
         node_request = self._node_request(share.choices, is_replay=False)
         placement = self._place.place(node_request, lost=self._lost, last_resort=False)
         error = DeadlineError(f"the request took longer than {timeout:g} seconds")
