@@ -43,6 +43,7 @@ from router.nodes.kv_index import KVIndex
 from router.nodes.node_metrics import NodeMetrics
 from router.nodes.registry import Registry
 from router.policy import make_policy
+from router.relay.limits import RelayLimits
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from router.settings import RouterSettings
@@ -125,16 +126,14 @@ def served_model_name(settings: RouterSettings) -> str:
 
 def _relay(settings: RouterSettings, registry: Registry, collectors: CollectorRegistry) -> ClusterRelay:
     policy = make_policy(settings.policy, local_prefill_max_tokens=settings.local_prefill_max_tokens)
-    return ClusterRelay(
-        registry,
-        policy,
-        metrics=RecoveryMetrics(served_model_name(settings), collectors),
+    limits = RelayLimits(
         max_concurrent_requests=settings.max_concurrent_requests,
         max_attempts=settings.max_attempts,
         node_wait=settings.node_wait,
         lease_ttl=settings.lease_ttl,
         node_timeout=settings.node_timeout,
     )
+    return ClusterRelay(registry, policy, limits, RecoveryMetrics(served_model_name(settings), collectors))
 
 
 def _edge(settings: RouterSettings, relay: ClusterRelay, tokenizer: Tokenizer, collectors: CollectorRegistry) -> Edge:

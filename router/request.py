@@ -22,9 +22,9 @@ class RoutedRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    timeout: float
     priority: int = 0
     cache_salt: bytes = b""
-    timeout: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class NodeRequest:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     kv_namespace: KVNamespace
-    priority: int = 0
-    cache_salt: bytes = b""
-    num_prior_output_tokens: int = 0
-    first_choice_index: int = 0
-    is_replay: bool = False
+    priority: int
+    cache_salt: bytes
+    num_prior_output_tokens: int
+    first_choice_index: int
+    is_replay: bool
 
     @property
     def choices(self) -> range:

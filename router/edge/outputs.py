@@ -30,7 +30,7 @@ class Edge:
         metrics: RouterMetrics,
         clock: Clock,
         *,
-        default_timeout: float = 600.0,
+        default_timeout: float,
     ) -> None:
         self.relay = relay
         self.tokenizer = tokenizer

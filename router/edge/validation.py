@@ -61,7 +61,7 @@ class ClientRequest:
 class RequestValidator:
     """Checks against the model that the live nodes agree on; `default_timeout` in seconds."""
 
-    def __init__(self, relay: Relay, tokenizer: Tokenizer, model_name: str, *, default_timeout: float = 600.0) -> None:
+    def __init__(self, relay: Relay, tokenizer: Tokenizer, model_name: str, *, default_timeout: float) -> None:
         self._relay = relay
         self._tokenizer = tokenizer
         self._model_name = model_name

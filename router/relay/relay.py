@@ -10,8 +10,6 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence, Set
 from contextlib import aclosing
 from random import Random, SystemRandom
 
-from prometheus_client import CollectorRegistry
-
 from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
@@ -28,6 +26,7 @@ from router.policy import (
     SourceHint,
 )
 from router.relay.decode_client import DecodeClient
+from router.relay.limits import RelayLimits
 from router.relay.prefill_client import PrefillClient
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.resolved_placement import DecodePlacement, PrefillPlacement, ResolvedPlacement
@@ -41,33 +40,28 @@ _ABORT_SECONDS = 1.0  # for consumers to take the error of an aborted request
 
 class ClusterRelay:
     """Implements `Relay`, and `Place` for its supervisors, over the nodes of a registry, which it does not own.
-    `node_wait`, `lease_ttl` and `node_timeout` in seconds. `random` spreads retries and tells this router's requests
-    from those of others."""
+    `random` spreads retries, and draws the part of wire ids that tells this router's requests from those of others."""
 
     def __init__(
         self,
         registry: Registry,
         policy: Policy,
+        limits: RelayLimits,
+        metrics: RecoveryMetrics,
         *,
-        metrics: RecoveryMetrics | None = None,
-        max_concurrent_requests: int = 1024,
-        max_attempts: int = 3,
-        node_wait: float = 120.0,
-        lease_ttl: float = 30.0,
-        node_timeout: float = 5.0,
         clock: Clock | None = None,
         random: Random | None = None,
     ) -> None:
         self._registry = registry
         self._policy = policy
-        self._metrics = metrics or RecoveryMetrics("", CollectorRegistry())
-        self._max_concurrent_requests = max_concurrent_requests
-        self._max_attempts = max_attempts
-        self._node_wait = node_wait
+        self._limits = limits
+        self._metrics = metrics
         self._clock = clock or MonotonicClock()
         self._random = random or SystemRandom()
         self._prefill_clients = {
-            node.address: PrefillClient(node.channel, node.address, lease_ttl=lease_ttl, timeout=node_timeout)
+            node.address: PrefillClient(
+                node.channel, node.address, lease_ttl=limits.lease_ttl, timeout=limits.node_timeout
+            )
             for node in registry.prefill
         }
         self._decode_clients = {node.address: DecodeClient(node.channel, node.address) for node in registry.decode}
@@ -91,7 +85,7 @@ class ClusterRelay:
         return self._registry.served_model()
 
     def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
-        limit = self._max_concurrent_requests
+        limit = self._limits.max_concurrent_requests
         if num_wanted > limit:
             raise InvalidRequestError(
                 f"prompt has {num_wanted} entries, more than the {limit} requests that may run at a time; send fewer",
@@ -160,8 +154,7 @@ class ClusterRelay:
             self,
             Tally(request, namespace.block_size, self._clock, self._metrics),
             kv_namespace=namespace,
-            max_attempts=self._max_attempts,
-            node_wait=self._node_wait,
+            limits=self._limits,
             clock=self._clock,
             random=self._random,
         )

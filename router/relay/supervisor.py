@@ -37,6 +37,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
+from router.relay.limits import RelayLimits
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
 from router.request import NodeRequest, PromptLogprobs, RequestEvent, RoutedRequest
@@ -89,8 +90,8 @@ _Reaction = Callable[[], Sequence[RequestEvent]]
 
 
 class RequestSupervisor:
-    """One request, one `run`. `wire_id` is the stem of its names at the nodes and is never used twice; `node_wait` in
-    seconds; times are read from `clock`; `random` spreads retries."""
+    """One request, one `run`. `wire_id` is the stem of its names at the nodes and is never used twice;
+    times are read from `clock`; `random` spreads retries."""
 
     def __init__(
         self,
@@ -100,8 +101,7 @@ class RequestSupervisor:
         tally: Tally,
         *,
         kv_namespace: KVNamespace,
-        max_attempts: int,
-        node_wait: float,
+        limits: RelayLimits,
         clock: Clock,
         random: Random,
     ) -> None:
@@ -110,8 +110,8 @@ class RequestSupervisor:
         self._place = place
         self._tally = tally
         self._kv_namespace = kv_namespace
-        self._max_attempts = max_attempts
-        self._node_wait = node_wait
+        self._max_attempts = limits.max_attempts
+        self._node_wait = limits.node_wait
         self._clock = clock
         self._random = random
         self._expires_at = clock.now() + request.timeout

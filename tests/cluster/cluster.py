@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from decode_node.service import DecodeService
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenLogprobs
@@ -24,6 +26,7 @@ from prefill_node.service import PrefillService
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import Policy, make_policy
+from router.relay.limits import RelayLimits
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from router.request import PromptLogprobs, RequestTrace, RoutedRequest
@@ -55,7 +58,17 @@ class Cluster:
     registry: Registry
     nodes: list[Node]
     servers: dict[str, NodeServer]
+    collectors: CollectorRegistry
     _number: int = 0
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        return sum(
+            sample.value
+            for family in self.collectors.collect()
+            for sample in family.samples
+            if sample.name == f"kvrelay:{name}" and labels.items() <= sample.labels.items()
+        )
 
     async def kill(self, node_id: str) -> None:
         """Its streams and its port are gone without a word, as when its process is killed."""
@@ -140,7 +153,6 @@ async def cluster(
     policy: Policy | None = None,
     lease_ttl: float = 30.0,
     decode_settings: Mapping[str, Any] = MappingProxyType({}),
-    metrics: RecoveryMetrics | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
     """`settings` are those of every node, `decode_settings` of decode nodes alone. Nothing is prefilled on decode nodes
@@ -166,14 +178,24 @@ async def cluster(
                 servers[node.identity.node_id] = server
                 nodes.append(node)
                 addresses[role].append(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
-        registry = Registry(addresses["prefill"], addresses["decode"], KVIndex(capacity=100_000))
+        registry = Registry(
+            addresses["prefill"], addresses["decode"], KVIndex(capacity=100_000), timeout=5.0, silence=5.0
+        )
         registry.start()
         assert await registry.wait_settled(timeout=20.0)
         assert len(registry.live(NodeRole.PREFILL)) == prefill_nodes
         assert len(registry.live(NodeRole.DECODE)) == decode_nodes
         policy = policy or make_policy("prefix_aware", local_prefill_max_tokens=0)
-        relay = ClusterRelay(registry, policy, node_wait=_NODE_WAIT_SECONDS, lease_ttl=lease_ttl, metrics=metrics)
-        running = Cluster(relay, registry, nodes, servers)
+        limits = RelayLimits(
+            max_concurrent_requests=1024,
+            max_attempts=3,
+            node_wait=_NODE_WAIT_SECONDS,
+            lease_ttl=lease_ttl,
+            node_timeout=5.0,
+        )
+        collectors = CollectorRegistry()
+        relay = ClusterRelay(registry, policy, limits, RecoveryMetrics("m", collectors))
+        running = Cluster(relay, registry, nodes, servers, collectors)
         try:
             yield running
             await running.wait_idle()

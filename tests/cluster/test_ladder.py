@@ -2,6 +2,7 @@
 and nothing is left (which `cluster` checks)."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,15 @@ def undisturbed(model: Path) -> dict[str, Served]:
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def private_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server for this module alone: its tests count, damage and flush whatever the server holds."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
 
 
 def num_refused(running: Cluster) -> float:
-    return sum(
-        sample.value
-        for family in running.relay._metrics._ladder_failures.collect()
-        for sample in family.samples
-        if sample.name.endswith("_total") and sample.labels["cause"] == "refused"
-    )
+    return running.metric("kv_ladder_failures_total", cause="refused")
 
 
 async def generate_late(running: Cluster, decode_node: str, **sampling: Any) -> Served:
@@ -203,14 +200,14 @@ async def test_a_replay_climbs_the_ladder_too(model: Path, undisturbed: dict[str
 
 @pytest.mark.parametrize("wiped", [True, False])
 async def test_blocks_lost_in_redis_are_prefilled_by_another_node(
-    model: Path, undisturbed: dict[str, Served], redis_server: RedisServer, wiped: bool
+    model: Path, undisturbed: dict[str, Served], private_redis: RedisServer, wiped: bool
 ) -> None:
     """With `redis` every block that is fetched comes from the store. One that is corrupted there is not written again:
     the decode node computes from it on."""
-    async with nodes(model, 2, 1, connector="redis", redis_url=redis_server.url) as running:
+    async with nodes(model, 2, 1, connector="redis", redis_url=private_redis.url) as running:
         gate = running.hold("decode-0")
         serving = asyncio.create_task(running.generate(PROMPT, **SAMPLINGS["sampled"]))
-        with Redis.from_url(redis_server.url) as client:
+        with Redis.from_url(private_redis.url) as client:
             async with asyncio.timeout(20.0):
                 while len(client.keys("*")) < NUM_BLOCKS:
                     await asyncio.sleep(0.002)
@@ -263,12 +260,12 @@ async def test_a_decode_node_alone_computes_what_another_holds_damaged(
 
 
 async def test_a_store_outlives_all_decode_nodes(
-    model: Path, undisturbed: dict[str, Served], redis_server: RedisServer
+    model: Path, undisturbed: dict[str, Served], private_redis: RedisServer
 ) -> None:
-    with Redis.from_url(redis_server.url) as client:
+    with Redis.from_url(private_redis.url) as client:
         client.flushall()
     for num_store_blocks in (0, len(PROMPT) // 16):
-        async with nodes(model, 0, 1, connector="redis", redis_url=redis_server.url) as running:
+        async with nodes(model, 0, 1, connector="redis", redis_url=private_redis.url) as running:
             served = await running.generate(PROMPT, **SAMPLINGS["greedy"])
             await running.wait_idle()
         check_same(served, undisturbed["greedy"])

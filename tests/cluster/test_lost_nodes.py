@@ -91,14 +91,7 @@ async def test_replays_find_blocks_by_name(model: Path) -> None:
     async with nodes(model, 1, 2) as running:
         served = await killed_after(running, PROMPT, 5, **GREEDY)
         assert served.how.num_migrations == 1
-        metrics = running.relay._metrics
-        recomputed = sum(
-            sample.value
-            for family in metrics._recomputed.collect()
-            for sample in family.samples
-            if sample.name.endswith("_total") and sample.labels["cause"] == "migration"
-        )
-        assert 0 < recomputed < len(PROMPT)
+        assert 0 < running.metric("recomputed_tokens_total", cause="migration") < len(PROMPT)
 
 
 async def test_a_prefill_node_that_dies_before_its_first_token_is_replaced(

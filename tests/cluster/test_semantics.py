@@ -163,7 +163,10 @@ async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
     async with cluster(model) as running:
         for stop_after in (1, 5):
             request = RoutedRequest(
-                f"gone{stop_after}", tuple(prompt_of(300)), SamplingParams(max_tokens=500, temperature=0.0, seed=0)
+                f"gone{stop_after}",
+                tuple(prompt_of(300)),
+                SamplingParams(max_tokens=500, temperature=0.0, seed=0),
+                timeout=120.0,
             )
             seen = 0
             async with aclosing(running.relay.run(request)) as events:
@@ -173,7 +176,10 @@ async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
                         break
             await running.wait_idle()
         aborted = RoutedRequest(
-            "aborted", tuple(prompt_of(50)), SamplingParams(max_tokens=2000, temperature=0.0, seed=0)
+            "aborted",
+            tuple(prompt_of(50)),
+            SamplingParams(max_tokens=2000, temperature=0.0, seed=0),
+            timeout=120.0,
         )
         with pytest.raises(CancelledByPeerError):
             async for _ in running.relay.run(aborted):
@@ -182,7 +188,8 @@ async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
 
 async def test_outputs_that_the_client_has_enough_of_end_with_a_trace(model: Path) -> None:
     """What a stop string does: one of two outputs is finished early, then the other."""
-    request = RoutedRequest("stop", tuple(prompt_of(50)), SamplingParams(n=2, max_tokens=900, temperature=0.9, seed=3))
+    sampling = SamplingParams(n=2, max_tokens=900, temperature=0.9, seed=3)
+    request = RoutedRequest("stop", tuple(prompt_of(50)), sampling, timeout=120.0)
     counts = {0: 0, 1: 0}
     traces = []
     async with cluster(model) as running:

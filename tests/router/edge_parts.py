@@ -109,7 +109,7 @@ def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
 
 def make_edge(relay: ScriptedRelay) -> Edge:
     metrics = RouterMetrics(MODEL, CollectorRegistry())
-    return Edge(relay, relay.tokenizer, MODEL, metrics, MonotonicClock())
+    return Edge(relay, relay.tokenizer, MODEL, metrics, MonotonicClock(), default_timeout=60.0)
 
 
 @asynccontextmanager

@@ -26,6 +26,7 @@ from kvrelay.v1 import (
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import PrefixAware
+from router.relay.limits import RelayLimits
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 
@@ -311,7 +312,7 @@ async def registered(
             await late.stop()
         prefill = [node.address for node in everyone if isinstance(node, ScriptedPrefill)]
         decode = [node.address for node in everyone if isinstance(node, ScriptedDecode)]
-        registry = Registry(prefill, decode, KVIndex(1000), silence=silence)
+        registry = Registry(prefill, decode, KVIndex(1000), timeout=PATIENCE, silence=silence)
         stack.push_async_callback(registry.close)
         registry.start()
         yield registry
@@ -334,15 +335,15 @@ async def cluster(
     decodes = tuple(ScriptedDecode(f"decode-{index}") for index in range(num_decode_nodes))
     collectors = CollectorRegistry()
     async with registered(*prefills, *decodes, silence=silence) as registry:
-        relay = ClusterRelay(
-            registry,
-            PrefixAware(local_prefill_max_tokens),
-            metrics=RecoveryMetrics("m", collectors),
+        limits = RelayLimits(
             max_concurrent_requests=max_concurrent_requests,
             max_attempts=max_attempts,
             node_wait=node_wait,
             lease_ttl=lease_ttl,
+            node_timeout=PATIENCE,
         )
+        policy = PrefixAware(local_prefill_max_tokens)
+        relay = ClusterRelay(registry, policy, limits, RecoveryMetrics("m", collectors))
         try:
             assert await registry.wait_settled(PATIENCE)
             yield Cluster(prefills, decodes, registry, relay, collectors)

@@ -33,7 +33,7 @@ from tests.router.scripted_nodes import (
     token,
 )
 
-REQUEST = RoutedRequest("r", tuple(range(200, 210)), SamplingParams(seed=1))
+REQUEST = RoutedRequest("r", tuple(range(200, 210)), SamplingParams(seed=1), timeout=60.0)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -267,7 +267,7 @@ async def test_two_addresses_of_one_id_are_two_series() -> None:
         for node in (one, two):
             await node.start()
             stack.push_async_callback(node.stop)
-        registry = Registry([], [one.address, two.address], KVIndex(10))
+        registry = Registry([], [one.address, two.address], KVIndex(10), timeout=PATIENCE, silence=5.0)
         stack.push_async_callback(registry.close)
         registry.start()
         assert await registry.wait_settled(PATIENCE)

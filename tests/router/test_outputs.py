@@ -35,7 +35,8 @@ TRACE = RequestTrace(None, "decode-0", 1, 1, 0, 0, 0.0, 0.0, 0.0)
 
 
 def request(**sampling: object) -> RoutedRequest:
-    return RoutedRequest("id", (5, 6), SamplingParams(seed=1, max_tokens=100, **sampling))  # type: ignore[arg-type]
+    params = SamplingParams(seed=1, max_tokens=100, **sampling)  # type: ignore[arg-type]
+    return RoutedRequest("id", (5, 6), params, timeout=60.0)
 
 
 async def tokens(tokenizer: Tokenizer, index: int, text: str, reason: FinishReason | None = None) -> TokenOutput:

@@ -173,7 +173,7 @@ async def test_a_node_that_is_not_there_is_found_when_it_comes() -> None:
 
 
 async def test_waiting_for_nodes_is_bounded() -> None:
-    registry = Registry([], ["127.0.0.1:1"], KVIndex(10))
+    registry = Registry([], ["127.0.0.1:1"], KVIndex(10), timeout=5.0, silence=5.0)
     registry.start()
     assert not await registry.wait_settled(0.05)
     assert registry.decode[0].state is NodeState.CONNECTING
@@ -182,4 +182,4 @@ async def test_waiting_for_nodes_is_bounded() -> None:
 
 async def test_an_address_is_listed_once() -> None:
     with pytest.raises(ConfigurationError, match="listed twice"):
-        Registry(["127.0.0.1:1"], ["127.0.0.1:1"], KVIndex(10))
+        Registry(["127.0.0.1:1"], ["127.0.0.1:1"], KVIndex(10), timeout=5.0, silence=5.0)

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, TypeVar, cast
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from decode_node.service import DecodeService
 from kv_connector.faulty import DamagingCopy, FaultyConnector
@@ -28,6 +29,8 @@ from prefill_node.service import PrefillService
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import make_policy
+from router.relay.limits import RelayLimits
+from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from tests.engine.late_runner import LateRunner, WatchedPool
 from tests.simulation.engine import DigestRunner, VirtualEngineThread
@@ -41,6 +44,7 @@ T = TypeVar("T")
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=SLOT_BYTES // 8, dtype="float32")
+_MAX_CONCURRENT_REQUESTS = 1024  # more than any scenario has
 NAMESPACE = KVNamespace(b"simulated", LAYOUT.dtype, LAYOUT.layout_id, BLOCK_SIZE)
 
 
@@ -60,6 +64,7 @@ class ClusterConfig:
     node_wait: float = 120.0
     lease_ttl: float = 6.0
     node_timeout: float = 2.0
+    node_silence: float = 5.0
     fetch_timeout: float = 3.0
     longest_step: float = 0.02
     stream_interval: float = 0.01
@@ -203,17 +208,23 @@ class Cluster:
             config.decode_addresses,
             KVIndex(capacity=10_000),
             timeout=config.node_timeout,
+            silence=config.node_silence,
             connect=lambda address: cast("grpc.aio.Channel", Channel(self.network, self._servers, process, address)),
             random=Random(self.random.getrandbits(64)),
         )
         registry.start()
-        relay = ClusterRelay(
-            registry,
-            make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens),
+        limits = RelayLimits(
+            max_concurrent_requests=_MAX_CONCURRENT_REQUESTS,
             max_attempts=config.max_attempts,
             node_wait=config.node_wait,
             lease_ttl=config.lease_ttl,
             node_timeout=config.node_timeout,
+        )
+        relay = ClusterRelay(
+            registry,
+            make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens),
+            limits,
+            RecoveryMetrics("simulated", CollectorRegistry()),
             clock=VirtualClock(),
             random=Random(self.random.getrandbits(64)),
         )
