@@ -1,8 +1,8 @@
 """The router's side of a prefill node: its streams, and the leases that outlive them.
 
-Invariant: a lease is renewed from the moment we hear of it until its session releases it, also when nobody has taken
-note of it by then; a release is tried twice, each time with a deadline, and is not undone by whoever is cancelled
-meanwhile. What fails is left to the lease's own expiry.
+Invariant: a lease is renewed from when the router hears of it until its session releases it, even if the session is
+cancelled in between. A release is tried twice, each time with a deadline, in a task of its own, which no cancellation
+of the session ends. If both fail, the lease expires at the node.
 """
 
 import asyncio
@@ -44,6 +44,9 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFinished:
+    """The prompt is computed, and the first token of every output is sampled. Blocks may still be published after
+    it."""
+
     first_tokens: tuple[TokenOutput, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
     num_cached_tokens: int
@@ -52,7 +55,7 @@ class PrefillFinished:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The stream is over; without an error, everything is published."""
+    """The stream is over. Without an error, all blocks are published. This is the last event."""
 
     error: KVRelayError | None
 
@@ -61,7 +64,7 @@ PrefillEvent = PrefillAccepted | PrefillProgress | PrefillFinished | PrefillEnde
 
 
 class PrefillSession:
-    """One request on a prefill node: its stream, and its lease. All methods return at once."""
+    """One request on a prefill node: its stream and its lease. All methods return at once."""
 
     def __init__(self, client: "PrefillClient") -> None:
         self._client = client
@@ -74,27 +77,27 @@ class PrefillSession:
         return self._lease_id is not None
 
     def granted(self, lease_id: str) -> None:
-        """By the stream. A session that is over by then does not want it."""
+        """Takes the lease that the node has granted, and releases it at once if the session is already over."""
         self._lease_id = lease_id
         self._client.hold(lease_id)
         if self._released:
             self._client.release(lease_id)
 
     def release(self) -> None:
-        """The blocks are no longer needed. Idempotent."""
+        """Releases the lease, because the blocks are no longer needed. Idempotent."""
         self._released = True
         if self._lease_id is not None:
             self._client.release(self._lease_id)
 
     def close(self) -> None:
-        """Gives the prefill up if it is under way; nothing more is reported. Idempotent."""
+        """Ends the session's events, cancels the prefill if it is under way, and releases the lease. Idempotent."""
         if self.task is not None:
             self.task.cancel()
         self.release()
 
 
 class PrefillClient:
-    """One per prefill node. `lease_ttl` and `timeout` (of a single small call) in seconds."""
+    """One per prefill node. `lease_ttl` in seconds; `timeout`: seconds that a call about leases may take."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str, *, lease_ttl: float, timeout: float) -> None:
         self._stub = cast("prefill_node_pb2_grpc.PrefillNodeAsyncStub", prefill_node_pb2_grpc.PrefillNodeStub(channel))
@@ -115,7 +118,8 @@ class PrefillClient:
         timeout: float,
         sink: Callable[[PrefillEvent], None],
     ) -> PrefillSession:
-        """Start a prefill; `sink` gets its events, `PrefillEnded` last. `wire_id` is used once only."""
+        """Starts a prefill, whose events go to `sink`, `PrefillEnded` last. A `wire_id` is used only once. `sources`:
+        holders of leading blocks, best first. `timeout`: seconds that the request has left."""
         message = pb.PrefillRequest(
             request_id=wire_id,
             prompt_token_ids=node_request.token_ids,
@@ -135,7 +139,7 @@ class PrefillClient:
         return session
 
     def lose(self, error: KVRelayError) -> None:
-        """The node is lost although its streams have not broken: all that are under way end with this error at once."""
+        """Ends all streams with `error` at once, because the node is lost although they have not broken."""
         streams, self._streams = self._streams, {}
         for task, sink in streams.items():
             if not task.done() and not task.cancelling():
@@ -143,19 +147,19 @@ class PrefillClient:
                 sink(PrefillEnded(error))
 
     def hold(self, lease_id: str) -> None:
-        """Renew this lease from now on, until `release`."""
+        """Renews a lease from now on, until `release`."""
         self._held.add(lease_id)
         if self._heartbeat is None:
             self._heartbeat = asyncio.get_running_loop().create_task(self._renew_forever(), name="lease-heartbeat")
 
     def release(self, lease_id: str) -> None:
-        """Returns at once; the release goes on by itself. Only the first call for a lease has an effect."""
+        """Releases a lease in a task of its own, and returns at once. Only the first call for a lease has an effect."""
         if lease_id in self._held:
             self._held.remove(lease_id)
             self._spawn(self._release(lease_id), name=f"release {lease_id}")
 
     async def close(self) -> None:
-        """Releases what is held, in bounded time, and ends everything."""
+        """Releases all leases, for which it waits at most `timeout` seconds, and ends all tasks."""
         for lease_id in list(self._held):
             self.release(lease_id)
         if self._tasks:
@@ -175,7 +179,7 @@ class PrefillClient:
                 async for event in events:
                     sink(event)
         except asyncio.CancelledError:
-            # The node may have finished, and its word of that be on its way. Its leases have their requests' ids.
+            # The node may have finished and granted a lease of which we have not heard yet; its id is the request's.
             if not session.has_lease:
                 session.granted(message.request_id)
             raise
@@ -204,7 +208,7 @@ class PrefillClient:
                     case "progress":
                         yield PrefillProgress(event.progress.num_published_blocks)
                     case "finished":
-                        patience = self._lease_ttl_ms / 1000  # then it is no longer worth waiting for the rest
+                        patience = self._lease_ttl_ms / 1000  # after that time, waiting for the rest is of no use
                         yield _finished_from_wire(event.finished)
         finally:
             call.cancel()

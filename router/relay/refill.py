@@ -1,8 +1,9 @@
-"""A second prefill of what an attempt's decode node D waits for, on another node, because it did not arrive from the
-first one and nobody else has it.
+"""A second prefill, on another node, of blocks that an attempt's decode node D waits for: they did not arrive from the
+first prefill node, and no other node has them.
 
-The same given tokens make the same blocks, so D fetches them under the same names; the first tokens are those that the
-client has, and are ignored. Invariant: once closed, the stream is over and its lease released; nothing here waits.
+The same tokens make the same blocks, so D fetches them under the same names. The first token is one that the client
+already has; it is ignored. Invariant: once a refill is closed, its stream is over and its lease released. Nothing here
+waits.
 """
 
 import logging
@@ -26,8 +27,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Refill:
-    """`open` it, `take` what its sink is given, `close` it. `session` is D's. `over`: the node has nothing more to
-    say."""
+    """One refill: the owner calls `open`, then `take` with each event that the sink is given, then `close`. `session`
+    is that of D. `over`: the node will announce no more blocks."""
 
     def __init__(
         self, node_request: NodeRequest, wire_id: str, placement: PrefillPlacement, session: DecodeSession, tally: Tally
@@ -85,14 +86,15 @@ class Refill:
         return self._num_published_blocks >= self._tally.num_blocks(len(self._node_request.token_ids))
 
     def enough(self) -> None:
-        """D needs no more. A node that has published everything is about to finish: it says then what it has cost. A
-        request that ends before counts what was to be expected."""
+        """Closes the refill because D needs no more blocks, unless the node has published everything. Then it is about
+        to finish, and its last event says how many tokens it has computed. If the request ends before that event,
+        `close` counts the tokens that were expected."""
         self._is_enough = True
         if self._has_finished or not self._has_published_all:
             self.close()
 
     def close(self) -> None:
-        """In every ending. Idempotent."""
+        """Ends the prefill. Must be called however the attempt ends. Idempotent."""
         self.over = True
         self._uncharge()
         if self._is_enough and self._has_published_all and not self._has_finished:

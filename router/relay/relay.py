@@ -1,6 +1,6 @@
-"""The router's inside as one object: places each request, as often as it must, and runs its supervisor.
+"""The router's core: places each request, as often as necessary, and runs its supervisor.
 
-Invariant: at most `max_concurrent_requests` supervisors, one per request id, and none outlives its generator.
+Invariant: there are at most `max_concurrent_requests` supervisors, one per request id, and none outlives its generator.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from router.relay.tally import Tally
 from router.request import NodeRequest, RequestEvent, RoutedRequest, ServedModel
 
 _logger = logging.getLogger(__name__)
-_ABORT_SECONDS = 1.0  # for consumers to take the error of an aborted request
+_ABORT_SECONDS = 1.0  # for consumers to take the errors of requests that a stop has aborted
 
 
 class ClusterRelay:
@@ -76,7 +76,7 @@ class ClusterRelay:
         self._draining = False
         self._numbers = itertools.count()  # of placements
         self._wire_numbers = itertools.count()
-        # Request ids are the clients'; at the nodes they must differ over all routers and over time.
+        # Clients choose request ids. At the nodes the ids must be unique over all routers and over time.
         self._tag = f"{self._random.getrandbits(32):08x}"
 
     def served_model(self) -> ServedModel:
@@ -122,8 +122,8 @@ class ClusterRelay:
             supervisor.abort()
 
     async def close(self, *, timeout: float) -> None:
-        """Refuses new requests, ends those without a node, lets what runs end for at most `timeout` seconds, fails the
-        rest, closes the clients."""
+        """Refuses new requests, ends those that wait for a node, gives the others at most `timeout` seconds to end,
+        fails the rest, and closes the clients of the nodes."""
         self._draining = True
         for supervisor in self._running.values():
             supervisor.wait_no_more()
@@ -138,6 +138,7 @@ class ClusterRelay:
         )
 
     async def _idle_within(self, timeout: float) -> bool:
+        """Waits for at most `timeout` seconds. Returns whether no request runs any more."""
         if not self._idle.is_set():
             waiting = asyncio.create_task(self._idle.wait())
             await asyncio.wait({waiting}, timeout=timeout)
@@ -164,7 +165,7 @@ class ClusterRelay:
             supervisor.on_decode_node_live()
 
     def place(self, node_request: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> ResolvedPlacement:
-        """As `Place`."""
+        """Implements `Place.place`."""
         usable = self._usable(node_request, lost)
         if not _has_decode_node(usable) and last_resort:
             everyone = self._usable(node_request, frozenset())
@@ -194,7 +195,7 @@ class ClusterRelay:
     def refill(
         self, node_request: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int
     ) -> PrefillPlacement | None:
-        """As `Place`."""
+        """Implements `Place.refill`."""
         usable = self._usable(node_request, lost)
         facts, held = self._facts(node_request)
         refill = self._policy.refill(facts, _candidates(usable.values(), held), num_missing_tokens)
@@ -203,8 +204,9 @@ class ClusterRelay:
         return self._prefill_placement(refill.prefill, refill.sources, facts, usable, held)
 
     def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
-        """Live nodes by id, prefill nodes first. When all nodes were away another model may have come, which must not
-        go on with what the first one began."""
+        """Returns the live nodes that are not among the lost ones, by id, prefill nodes first. Nodes with another
+        namespace are left out: after all nodes were away, they may have come back with another model, which must not
+        continue what the first one began."""
         return {
             _node_id(node): node
             for role in NodeRole
@@ -213,7 +215,7 @@ class ClusterRelay:
         }
 
     def _facts(self, node_request: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
-        """And how many leading blocks each node holds."""
+        """Returns what the policy has to know of the request, and how many of its leading blocks each node holds."""
         block_size = node_request.kv_namespace.block_size
         facts = RequestFacts(next(self._numbers), len(node_request.token_ids), node_request.sampling.n, block_size)
         return facts, self._registry.index.leading(_names(node_request))
@@ -235,8 +237,8 @@ class ClusterRelay:
 
 
 def _names(node_request: NodeRequest) -> Sequence[BlockHash]:
-    """Of the given tokens' blocks, the partial tail included. A request for prompt logprobs computes its whole prompt,
-    so for it no block counts as held."""
+    """Returns the names of the blocks of the given tokens, including the partial tail. A request with prompt
+    log-probabilities computes its whole prompt, so it gets no names: for it, no block counts as held."""
     if node_request.sampling.prompt_logprobs is not None:
         return ()
     root = node_request.kv_namespace.root(cache_salt=node_request.cache_salt)
@@ -252,7 +254,8 @@ def _held_blocks(hints: Sequence[SourceHint], nodes: Mapping[str, NodeHandle]) -
 
 
 def _candidates(nodes: Collection[NodeHandle], held: Mapping[str, int]) -> Candidates:
-    """A node's own report lags, ours knows nothing of other routers: the larger of the two is nearer to the truth."""
+    """Returns the nodes as the policy sees them. A node's own counts lag behind, and ours know nothing of other
+    routers: the larger of the two is nearer to the truth."""
     return Candidates(
         prefill=tuple(
             PrefillCandidate(

@@ -1,24 +1,24 @@
-"""The supervisor of one request: what its outputs are so far, and which attempts bring the rest. Life of a request
-here:
+"""The supervisor of one request: it keeps the outputs so far, and makes the attempts that bring the rest. The life of a
+request here:
 
-1. The relay places all outputs together; an `Attempt` (see there) serves them from the nodes it chose.
-2. Tokens go to the client in the order in which they come, and are remembered: they are what another node needs.
-3. A node is lost (`NodeLostError`): its attempt is closed, and every output that is not finished is placed again on
-   nodes that this request has not lost, with the prompt and all tokens the client has. An output with tokens is placed
-   alone, since from its first token on it differs from the others.
-4. No such node lives: after a wait, growing and jittered, those that it has lost are tried, too: not all that breaks
-   is a node's end.
-5. No decode node lives at all: the request waits for the next one that does, `node_wait` seconds from the loss.
-6. An output is placed at most `max_attempts` times again without a new token. With that, or with the wait, the request
-   ends with UnavailableError.
-7. Every output has a finish reason, or the client has enough of it. The trace follows.
+1. The relay places all outputs together. An `Attempt` (see attempt.py) serves them at the nodes that were chosen.
+2. Tokens go to the client in the order in which they come. They are kept, because another node would need them.
+3. If a node is lost (`NodeLostError`), its attempt is closed, and every output that is not finished is placed again on
+   nodes that this request has not lost, with the prompt and all tokens that the client has. An output with tokens is
+   placed alone, since it differs from the others from its first token on.
+4. If no such decode node is live, the nodes that the request has lost are tried as well, after a wait that grows: a
+   broken stream does not always mean that the node has ended.
+5. If no decode node is live at all, the request waits for the next one, at most `node_wait` seconds from the loss.
+6. If that wait is over, or an output was placed again `max_attempts` times without a new token, the request ends with
+   UnavailableError.
+7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
-A token is a function of seed, output index and all tokens before it, never of where it is sampled: so the client sees
-neither gap nor repeat, and the tokens it would have had.
+A token is a function of the seed, the output index and all tokens before it, never of the node that samples it. So the
+client gets the tokens it would have had without the loss, with no gap and no repetition.
 
-Everything that happens, the deadline and an abort included, is put into one inbox as the call that deals with it, and
-taken in order. Invariant: the events end with exactly one of RequestTrace, a KVRelayError, or the consumer's close;
-after each of them every attempt is closed. The clean-up waits for nothing, so that no cancellation can interrupt it.
+Everything that happens, including the deadline and an abort, is put into one inbox as the call that handles it, and
+handled in order. Invariant: the events end with exactly one of RequestTrace, a KVRelayError, or the consumer's close,
+and then every attempt is closed. The clean-up does not wait, so no cancellation can interrupt it.
 """
 
 import asyncio
@@ -46,25 +46,27 @@ _logger = logging.getLogger(__name__)
 
 
 class Place(Protocol):
-    """The relay's choice of nodes for some outputs of a request."""
+    """Chooses the nodes for some outputs of a request. The relay implements it."""
 
     def place(self, node_request: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> ResolvedPlacement:
-        """None of the `lost` nodes is chosen, unless as `last_resort` when no other decode node lives. Raises
-        UnavailableError when there is no decode node; a prefill node is never missed."""
+        """Returns nodes that are not among the `lost` ones; a lost decode node only as `last_resort`, if no other one
+        is live. Raises UnavailableError if there is no decode node; without a prefill node, the decode node
+        prefills."""
         ...
 
     def refill(
         self, node_request: NodeRequest, *, lost: AbstractSet[KVSource], num_missing_tokens: int
     ) -> PrefillPlacement | None:
-        """A prefill node, none of the `lost` ones, for blocks of so many tokens that a decode node waits for in vain;
-        None when it shall compute them."""
+        """Returns a prefill node that is not among the `lost` ones, for blocks of so many tokens that a decode node
+        waits for in vain; None if the decode node shall compute them."""
         ...
 
 
 @dataclass(slots=True)
 class _Share:
-    """Outputs that are placed together. `num_attempts`: since their last token and beyond the first. `lost`: why they
-    have to be placed again, if they have, and `lost_at` when. `wait` is the end of their wait for a node."""
+    """Outputs that are placed together. `num_attempts` counts the placements beyond the first since their last token.
+    `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `wait`: the timer that ends their
+    wait for a node."""
 
     choices: tuple[int, ...]
     backoff: Backoff
@@ -75,23 +77,23 @@ class _Share:
     wait: asyncio.TimerHandle | None = None
 
     def has_new_tokens(self) -> None:
-        """It has not been placed in vain."""
+        """Starts the count of placements and the waits anew, because the last placement has brought tokens."""
         self.num_attempts = 0
         self.backoff.reset()
 
-    def wait_no_more(self) -> None:
+    def stop_waiting(self) -> None:
         if self.wait is not None:
             self.wait.cancel()
             self.wait = None
 
 
 _Reaction = Callable[[], Sequence[RequestEvent]]
-"""To something that happened: gives what that means for the client, or raises the error that ends the request."""
+"""Handles something that happened: returns the events for the client, or raises the error that ends the request."""
 
 
 class RequestSupervisor:
-    """One request, one `run`. `wire_id` is the stem of its names at the nodes and is never used twice;
-    times are read from `clock`; `random` spreads retries."""
+    """Serves one request by one call of `run`. `wire_id` is never used twice; the names of the request's attempts at
+    the nodes begin with it. `random` spreads retries."""
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class RequestSupervisor:
         self._deadline: asyncio.TimerHandle | None = None
 
     async def run(self) -> AsyncGenerator[RequestEvent, None]:
-        """As `Relay.run`."""
+        """Serves the request as `Relay.run` describes."""
         try:
             self._open()
             while self._unfinished:
@@ -139,21 +141,21 @@ class RequestSupervisor:
             self._close()
 
     def finish(self, index: int) -> None:
-        """As `Relay.finish`."""
+        """Marks an output as finished, as `Relay.finish` describes."""
         self._inbox.put_nowait(partial(self._on_satisfied, index))
 
     def on_decode_node_live(self) -> None:
-        """One has become live."""
+        """Lets outputs that wait for a decode node look for one, because one has become live."""
         self._inbox.put_nowait(self._on_search)
 
     def wait_no_more(self) -> None:
-        """The router stops: without a living decode node the request ends, now or when it comes to that."""
+        """Lets the request end, from now on, instead of waiting for a decode node, because the router stops."""
         self._node_wait = 0.0
         self._inbox.put_nowait(self._on_search)
 
     def abort(self, error: KVRelayError | None = None) -> None:
-        """End the request with an error; by default that the client gave it up. The nodes are let go at once: a client
-        that takes nothing does not let us come to what is in the inbox."""
+        """Ends the request with an error, by default CancelledByPeerError. Its attempts are closed at once: while the
+        client takes no events, the inbox is not read."""
         self._close()
         error = error or CancelledByPeerError(f"request {self._request.request_id} was aborted")
         self._inbox.put_nowait(partial(_end, error))
@@ -162,7 +164,7 @@ class RequestSupervisor:
 
     def _on_event(self, share: _Share, attempt: Attempt, event: AttemptEvent) -> Sequence[RequestEvent]:
         if attempt.closed:
-            return ()  # was in the inbox already when the attempt was given up
+            return ()  # it was in the inbox already when the attempt was closed
         try:
             events = attempt.take(event)
         except NodeLostError as lost:
@@ -194,18 +196,18 @@ class RequestSupervisor:
                 if not share.attempt.unfinished:
                     share.attempt.close()
             if not self._unfinished.intersection(share.choices):
-                share.wait_no_more()
+                share.stop_waiting()
         return ()
 
     def _on_search(self) -> Sequence[RequestEvent]:
-        """Those that wait for a node may find one now."""
+        """Places again the outputs that wait for a node."""
         for share in self._shares:
             if share.wait is not None:
                 self._migrate(share, last_resort=True)
         return ()
 
     def _on_waited(self, share: _Share) -> Sequence[RequestEvent]:
-        """The share has waited long enough, unless it has a node by now."""
+        """Ends the request if the share still has no node at the end of its wait."""
         if share.wait is None:
             return ()
         waited = self._clock.now() - share.lost_at
@@ -224,16 +226,16 @@ class RequestSupervisor:
             self._migrate(again, last_resort=False)
 
     def _split(self, choices: Sequence[int]) -> list[tuple[int, ...]]:
-        """What can be placed together: all outputs while none has a token, otherwise each by itself."""
+        """Returns which outputs are placed together: all of them while none has a token, otherwise each alone."""
         if len(choices) == self._request.sampling.n and not any(self._tokens.values()):
             return [tuple(choices)]
         return [(choice,) for choice in choices]
 
     def _migrate(self, share: _Share, *, last_resort: bool) -> None:
-        """Places a share again, or lets it wait for a node. Raises UnavailableError when it was tried often enough."""
+        """Places a share again, or lets it wait for a node. Raises UnavailableError after `max_attempts` placements."""
         lost = share.lost
         assert lost is not None
-        share.wait_no_more()
+        share.stop_waiting()
         if share.num_attempts >= self._max_attempts:
             raise UnavailableError(f"given up after {share.num_attempts} more placements: {lost}") from lost
         node_request = self._node_request(share.choices, is_replay=True)
@@ -251,7 +253,7 @@ class RequestSupervisor:
         self._start(share, node_request, placement)
 
     def _wait(self, share: _Share, *, none_lives: bool) -> asyncio.TimerHandle:
-        """When a wait for a decode node ends, unless `on_decode_node_live` does it before."""
+        """Sets the timer that ends a wait for a decode node, unless `on_decode_node_live` ends it before."""
         react: _Reaction
         if none_lives:
             seconds, react = share.lost_at + self._node_wait - self._clock.now(), partial(self._on_waited, share)
@@ -295,7 +297,8 @@ class RequestSupervisor:
     # -- opening and closing -------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Raises UnavailableError when no node lives: a request that has not begun does not wait for one."""
+        """Places all outputs. Raises UnavailableError if no decode node is live: a new request does not wait for
+        one."""
         timeout = self._request.timeout
         share = _Share(tuple(self._tokens), Backoff(random=self._random))
         node_request = self._node_request(share.choices, is_replay=False)
@@ -306,15 +309,15 @@ class RequestSupervisor:
         self._start(share, node_request, placement)
 
     def _close(self) -> None:
-        """In every ending. Nothing here waits or fails."""
+        """Closes all attempts, however the request has ended. Neither waits nor fails."""
         if self._deadline is not None:
             self._deadline.cancel()
         for share in self._shares:
-            share.wait_no_more()
+            share.stop_waiting()
             if share.attempt is not None:
                 share.attempt.close()
 
 
 def _end(error: KVRelayError) -> Sequence[RequestEvent]:
-    """Deadline or abort: the request is over from outside."""
+    """Ends the request from outside: by its deadline or by an abort."""
     raise error

@@ -1,7 +1,7 @@
-"""What a request cost so far, and where its KV came from: counted as it happens, summed up in its trace.
+"""What a request has cost so far, and where its KV came from: counted as it happens, summed up in its trace.
 
-Invariant: computed and cached tokens together are the prompt, whatever nodes report. What placements after a lost node
-compute once more is no part of that; it is counted as recomputed.
+Invariant: computed and cached tokens together are the prompt, whatever nodes report. Tokens that a placement after a
+lost node computes once more are no part of that; they are counted as recomputed.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 
 
 class Tally:
-    """One per request; times from `clock`, in seconds since it was made."""
+    """The counts and times of one request. Times are in seconds since the tally was made."""
 
     def __init__(self, request: RoutedRequest, block_size: int, clock: Clock, metrics: RecoveryMetrics) -> None:
         self._num_prompt_tokens = len(request.prompt_token_ids)
@@ -33,21 +33,22 @@ class Tally:
         self._recomputed: Counter[str] = Counter()  # tokens by cause
 
     def accepted(self) -> None:
-        """A node has taken the request."""
+        """Notes that a node has taken the request."""
         if self._accepted_after is None:
             self._accepted_after = self._clock.now() - self._began
 
     def first_token(self) -> None:
+        """Notes that the first token of any output has come."""
         self.accepted()
         if self._first_token_after is None:
             self._first_token_after = self._clock.now() - self._began
 
     def refilling(self) -> None:
-        """Another prefill node was asked for blocks that did not arrive."""
+        """Counts that another prefill node was asked for blocks that did not arrive."""
         self._metrics.refilled()
 
     def migrated(self, node_request: NodeRequest, cause: str) -> None:
-        """Outputs were placed again."""
+        """Counts that outputs were placed again, for the reason `cause`."""
         self._num_migrations += 1
         self._metrics.migrated(cause, num_tokens=len(node_request.token_ids))
 
@@ -59,7 +60,7 @@ class Tally:
         fetches: FetchReport = NOTHING_FETCHED,
         reader: str = "prefill",
     ) -> None:
-        """By the node that prefills. Tokens it held, and tokens it fetched from others."""
+        """Counts what the prefilling node held (`num_cached_tokens`), fetched from others, and computed."""
         num_found_tokens = num_cached_tokens + fetches.num_tokens
         self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
         self._came_from(reader, fetches, {})
@@ -69,7 +70,8 @@ class Tally:
             self._num_found_tokens = num_found_tokens
 
     def refilled(self, node_request: NodeRequest, *, num_cached_tokens: int, fetches: FetchReport) -> None:
-        """By a second prefill node, as the first one's blocks did not arrive."""
+        """Counts what a second prefill node held, fetched and computed, because the first one's blocks did not
+        arrive."""
         self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
         self._came_from("prefill", fetches, {})
         num_tokens = len(node_request.token_ids) - num_cached_tokens - fetches.num_tokens
@@ -85,7 +87,8 @@ class Tally:
         fetches: FetchReport,
         rungs: Mapping[str, str],
     ) -> None:
-        """By a decode node that did not prefill. `rungs`: of the nodes that prefilled for it."""
+        """Counts what a decode node that did not prefill has fetched and computed. `rungs`: the rungs of the failure
+        ladder, by the ids of the nodes that prefilled for it."""
         if self._first_token_after is not None and node_request.num_prior_output_tokens == 0:
             self._handover_seconds = self._clock.now() - self._began - self._first_token_after
         self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
@@ -124,7 +127,7 @@ class Tally:
         )
 
     def _came_from(self, reader: str, fetches: FetchReport, rungs: Mapping[str, str]) -> None:
-        """A node that is on no rung of its own is another holder."""
+        """Counts fetched blocks by rung. A node without an entry in `rungs` is on the rung `holder`."""
         for node_id, num_blocks in fetches.fetched:
             rung = rungs.get(node_id, "holder") if node_id else "store"
             self._rungs[rung] += num_blocks
@@ -138,5 +141,5 @@ class Tally:
         self._metrics.recomputed(cause, num_tokens=num_tokens)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """So many tokens fill, the last one perhaps in part."""
+        """Returns how many blocks so many tokens need, the last one perhaps filled in part."""
         return -(-num_tokens // self._block_size)
