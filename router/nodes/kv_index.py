@@ -1,9 +1,9 @@
 """Which nodes hold which KV blocks, by name, within a hard memory bound.
 
-Built from the nodes' own events; what it says may lag, so it only ever guides a choice. A node that is dropped is
-forgotten at once; its traces are swept a few names at a time, so that no call takes long. Invariant: at most `capacity`
-names are remembered, each with at least one holder that was not dropped or is not swept yet; the names looked up or
-stored longest ago are forgotten first.
+It is built from the nodes' events, which come late, so its answers only guide a choice. A dropped node is left out of
+answers at once; its bits are removed a few names per call, so that no call takes long. Invariant: at most `capacity`
+names are remembered, each with at least one holder that was not dropped or whose bit is not removed yet. The names that
+were looked up or stored longest ago are forgotten first.
 """
 
 from collections import OrderedDict
@@ -15,10 +15,11 @@ _SWEPT_PER_CALL = 512  # names: well below a millisecond
 
 
 class KVIndex:
-    """name -> set of holders, as one integer with a bit per node: a lookup is a dictionary access and an AND.
+    """A map from a block's name to its holders, as an integer with a bit per node: a lookup is one access and one AND.
 
-    A sweep begins by setting the whole dictionary aside as `_unswept`. Names move from its end to the front of the new
-    one, which keeps their order; those that are used meanwhile move to the end as always.
+    A sweep removes the bits of dropped nodes. It begins by setting the whole map aside as `_unswept`. Names then move
+    from its end to the front of the new map, which keeps their order; those that are used meanwhile move to the end as
+    always.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -27,18 +28,18 @@ class KVIndex:
         self._holders: OrderedDict[BlockHash, int] = OrderedDict()
         self._unswept: OrderedDict[BlockHash, int] = OrderedDict()  # all older than those in `_holders`
         self._bits: dict[str, int] = {}
-        self._sweeping = 0  # bits of dropped nodes that names in `_unswept` may have
-        self._dropped = 0  # bits of those dropped since this sweep began; any name may have them
+        self._sweeping = 0  # bits that this sweep removes; only names in `_unswept` may have them
+        self._dropped = 0  # bits of nodes dropped since this sweep began; any name may have them
 
     def __len__(self) -> int:
-        """Names remembered, those not swept yet included."""
+        """Returns how many names are remembered, including those not swept yet."""
         return len(self._holders) + len(self._unswept)
 
     def stored(self, node_id: str, hashes: Sequence[BlockHash]) -> None:
-        """`node_id` now holds these blocks."""
+        """Notes that `node_id` now holds these blocks."""
         bit = self._bits.get(node_id) or self._new_bit(node_id)
         holders = self._holders
-        for block_hash in reversed(hashes):  # a prefix outlives what hangs on it
+        for block_hash in reversed(hashes):  # so that a prefix is forgotten after its continuations
             holders[block_hash] = holders.get(block_hash, 0) | self._take_unswept(block_hash) | bit
             holders.move_to_end(block_hash)
         while len(self) > self._capacity:
@@ -46,7 +47,7 @@ class KVIndex:
         self._sweep()
 
     def removed(self, node_id: str, hashes: Sequence[BlockHash]) -> None:
-        """`node_id` holds these blocks no more; unknown ones are ignored."""
+        """Notes that `node_id` no longer holds these blocks. Unknown ones are ignored."""
         bit = self._bits.get(node_id, 0)
         for block_hash in hashes:
             for masks in (self._holders, self._unswept):
@@ -56,12 +57,12 @@ class KVIndex:
         self._sweep()
 
     def drop(self, node_id: str) -> None:
-        """Forget everything known of a node. Its traces are swept during the calls that follow."""
+        """Forgets everything known of a node. The calls that follow remove its bits."""
         self._dropped |= self._bits.pop(node_id, 0)
         self._sweep()
 
     def leading(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """For each node that holds the first block: how many of the first blocks it holds without a gap."""
+        """Returns, for each node that holds the first block, how many of the first blocks it holds without a gap."""
         holders, unswept = self._holders, self._unswept
         remaining = ~(self._dropped | self._sweeping)
         counts: list[tuple[int, int]] = []  # (bits of the nodes that end here, number of blocks)
@@ -97,7 +98,7 @@ class KVIndex:
             assert all(mask and not mask & ~bits for mask in masks.values())
 
     def _taken(self) -> int:
-        """Bits that some name may have."""
+        """Returns the bits that some name may have."""
         return sum(self._bits.values()) | self._dropped | self._sweeping
 
     def _new_bit(self, node_id: str) -> int:
@@ -111,7 +112,7 @@ class KVIndex:
         return self._unswept.pop(block_hash, 0) & ~self._sweeping
 
     def _sweep(self) -> None:
-        """The next few names."""
+        """Sweeps the next few names, or begins a sweep if there are nodes to remove."""
         if not self._unswept:
             self._sweeping, self._dropped = self._dropped, 0
             if not self._sweeping:

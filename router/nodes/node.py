@@ -1,4 +1,4 @@
-"""A node as the router knows it: what it said of itself, how busy it is, and what this router has under way on it.
+"""A node as the router knows it: its description, its load, and what this router has under way on it.
 
 Invariant: what a handle says of a node belongs to one epoch; a new epoch replaces all of it.
 """
@@ -20,15 +20,15 @@ from router.nodes.outlier import Outlier
 class NodeState(Enum):
     CONNECTING = "connecting"  # not reached yet
     LIVE = "live"  # described, accepted, watched
-    EJECTED = "ejected"  # live, but requests failed on it; gets none for a while, unless it is the last one
-    DRAINING = "draining"  # sees its requests through, takes no new ones
+    EJECTED = "ejected"  # live, but requests failed on it: gets none for a while, unless no other of its role is live
+    DRAINING = "draining"  # finishes its requests, takes no new ones
     REFUSED = "refused"  # reached, but does not fit the others
     LOST = "lost"  # was live, then its stream broke or fell silent; tried again
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
-    """`source` holds the prompt's first `num_blocks` blocks."""
+    """A source that holds the prompt's first `num_blocks` blocks."""
 
     source: KVSource
     num_blocks: int
@@ -44,14 +44,16 @@ def _nobody_waits() -> None:
 
 @dataclass(slots=True)
 class NodeHandle:
-    """One configured address. The registry writes state, description, load and stats; supervisors count what they have
-    under way, and tell `outlier` how it went.
+    """One configured address. The registry writes state, description, load and stats; attempts count what they have
+    under way, and report to `outlier` how it went.
 
-    `complaint`: why it is not live, empty while it is. `heard_at`: when it last said anything, on the registry's clock.
-    `on_lost`: fails what this router has under way there. `on_live`: it takes requests from now on.
+    `complaint`: why the node is not live; empty while it is. `heard_at`: when the last message of the node came, on the
+    registry's clock. The registry calls `on_lost`, which fails what this router has under way at the node, and
+    `on_live` when the node takes requests from now on.
 
-    `num_queued_tokens`: prompt tokens this router sent that are not known to be computed. `num_sequences`: outputs this
-    router has on the node. Both are ahead of `load`, which knows of other routers but lags.
+    `num_queued_tokens`: prompt tokens that this router sent and that, as far as it knows, are not computed yet.
+    `num_sequences`: outputs that this router has on the node. Both are ahead of `load`, which counts the requests of
+    all routers but comes late.
     """
 
     address: str
@@ -66,13 +68,13 @@ class NodeHandle:
     heard_at: float | None = None
     on_lost: Callable[[KVRelayError], None] = _nothing_to_lose
     on_live: Callable[[], None] = _nobody_waits
-    watched: tuple[int, int] | None = None  # epoch and sequence number up to which its events are in the index
+    watched: tuple[int, int] | None = None  # epoch and sequence number of the last event that the index has
     num_queued_tokens: int = 0
     num_sequences: int = 0
 
     @property
     def name(self) -> str:
-        """For messages: the node's id once it is known."""
+        """The node as messages name it: by its address, and by its id once that is known."""
         return self.address if self.description is None else f"{self.description.source.node_id} ({self.address})"
 
 
