@@ -1,4 +1,4 @@
-"""Our values to protobuf and back, for the messages that router and nodes both speak."""
+"""Our values to protobuf and back, for the messages that router and nodes exchange."""
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_source import KVSource
@@ -35,7 +35,8 @@ def finish_reason_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReas
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Stop strings stay with the router: nodes see tokens only. The seed must have been drawn."""
+    """Converts the parameters that nodes need: not the stop strings, since nodes know only tokens. The seed must have
+    been drawn."""
     assert params.seed is not None
     return common_pb2.SamplingParams(
         n=params.n,
@@ -103,7 +104,8 @@ def output_to_wire(output: TokenOutput) -> common_pb2.TokenOutput:
 
 
 def fill_output(message: common_pb2.TokenOutput, output: TokenOutput) -> None:
-    """As `output_to_wire`, into a `message` that is new or has the tokens before; it may be part of another one."""
+    """Appends `output` to `message`, which is empty or has the tokens that came before. With a message that is part of
+    another one this saves a copy."""
     message.index = output.index
     message.token_ids.extend(output.token_ids)
     message.stop_token_id = -1 if output.stop_token_id is None else output.stop_token_id
@@ -119,7 +121,7 @@ def output_from_wire(message: common_pb2.TokenOutput) -> TokenOutput:
         index=message.index,
         token_ids=tuple(message.token_ids),
         logprobs=tuple(map(logprobs_from_wire, logprobs)) if logprobs else (),
-        # A reason of a newer protocol: over it is, and in no way that we know.
+        # A reason that only a newer protocol has still ends the output.
         finish_reason=_FINISH_FROM_WIRE.get(message.finish_reason, FinishReason.ERROR),
         stop_token_id=None if message.stop_token_id < 0 else message.stop_token_id,
     )

@@ -9,8 +9,9 @@ from kvrelay.v1 import decode_node_pb2, prefill_node_pb2
 def engine_request_from_wire(
     message: decode_node_pb2.Admit | prefill_node_pb2.PrefillRequest, role: KVRole, *, vocab_size: int, has_store: bool
 ) -> EngineRequest:
-    """Routers validate; a node still does not let a request that could hurt others past its own edge. `has_store`: the
-    node's connector reaches a store that all nodes share. Raises InvalidRequestError naming the field."""
+    """Converts a request and checks it once more, although routers validate, so that none can harm the node's other
+    requests. `has_store`: the node's connector reaches a store that all nodes share. Raises InvalidRequestError naming
+    the field."""
     given = tuple(message.prompt_token_ids)
     if not message.request_id:
         raise InvalidRequestError("request_id is empty", field="request_id")
@@ -25,7 +26,7 @@ def engine_request_from_wire(
         raise InvalidRequestError("max_tokens is reached already", field="num_prior_output_tokens")
     if num_prior > 0 and sampling.n != 1:
         raise InvalidRequestError("with prior output tokens n must be 1", field="n")
-    # A prompt whose log-probabilities are wanted is computed whole.
+    # With prompt log-probabilities the whole prompt is computed.
     may_fetch = (bool(message.sources) or has_store) and sampling.prompt_logprobs is None
     num_prompt_tokens = len(given) - num_prior
     return EngineRequest(

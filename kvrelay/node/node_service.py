@@ -1,4 +1,4 @@
-"""The `Node` gRPC service: who this node is, what it holds, how busy it is."""
+"""The gRPC service `Node`: it tells routers who this node is, what it holds, and how busy it is."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,13 +18,14 @@ from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 
-_WATCH_INTERVAL_SECONDS = 0.02  # changes within one interval travel in one message
-_HEARTBEAT_SECONDS = 1.0  # a watcher that hears nothing for longer than a few of these may take the node for stopped
-_NAMES_PER_MESSAGE = 16384  # a full snapshot is cut, so that no message comes near the size limit
+_WATCH_INTERVAL_SECONDS = 0.02  # changes within one interval are sent in one message
+_HEARTBEAT_SECONDS = 1.0  # a watcher may count the node as stopped after several of these without a message
+_NAMES_PER_MESSAGE = 16384  # a long snapshot is split, so that no message comes near the size limit
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """Read-only views of a Node. `heartbeat` in seconds."""
+    """The service of one node; it changes nothing in it. `heartbeat`: most seconds between two messages to a
+    watcher."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             await asyncio.sleep(_WATCH_INTERVAL_SECONDS)
 
     async def _changed_or_due(self, log: EventLog, version: int) -> int:
-        """As `EventLog.changed`, but returns after a heartbeat at the latest."""
+        """Waits as `EventLog.changed` does, but at most for a heartbeat. Returns the version now."""
         try:
             async with asyncio.timeout(self._heartbeat):
                 return await log.changed(version)
@@ -98,8 +99,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
 
 def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2.WatchResponse]:
-    """Cut into messages of bounded size; only the last one carries the sequence, so that a cut stream is replayed from
-    before.
+    """Splits an update into messages of bounded size. Only the last one has the sequence number: if the stream breaks
+    before it, the whole update is sent again.
     """
     messages: list[node_pb2.WatchResponse] = []
     stored = list(update.stored)
