@@ -58,7 +58,7 @@ async def serve_with(damage: Damage, model: Path, **settings: Any) -> None:
         assert running.metric("recomputed_tokens_total", cause="transfer") >= BLOCK_SIZE
 
 
-async def test_a_byte_in_redis(model: Path, redis_server: RedisServer) -> None:
+async def test_a_byte_flipped_in_redis_changes_no_token(model: Path, redis_server: RedisServer) -> None:
     def damage(holder: Node, name: BlockHash) -> None:
         with redis.Redis.from_url(redis_server.url) as store:
             key = f"kvrelay:{name.hex()}"
@@ -69,7 +69,7 @@ async def test_a_byte_in_redis(model: Path, redis_server: RedisServer) -> None:
     await serve_with(damage, model, connector="redis", redis_url=redis_server.url)
 
 
-async def test_a_byte_in_the_shared_segment(model: Path, tmp_path: Path) -> None:
+async def test_a_byte_flipped_in_the_shared_segment_changes_no_token(model: Path, tmp_path: Path) -> None:
     def damage(holder: Node, name: BlockHash) -> None:
         [path] = tmp_path.glob("kvrelay-prefill-0-*.kv")
         segment = PeerSegment(tmp_path, path.name)
@@ -85,7 +85,7 @@ async def test_a_byte_in_the_shared_segment(model: Path, tmp_path: Path) -> None
     await serve_with(damage, model, connector="shared_memory", shared_memory_dir=str(tmp_path))
 
 
-async def test_a_byte_in_a_ucx_reply(model: Path) -> None:
+async def test_a_byte_flipped_in_a_ucx_reply_changes_no_token(model: Path) -> None:
     def damage(holder: Node, name: BlockHash) -> None:
         assert isinstance(holder.connector, TieredConnector)
         [ucx] = holder.connector.tiers

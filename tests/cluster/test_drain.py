@@ -46,7 +46,7 @@ async def test_a_draining_node_ends_what_it_has_and_the_others_take_over(role: s
         await drained
 
 
-async def test_draining_is_cut_off_in_time(model: Path) -> None:
+async def test_the_drain_timeout_ends_a_drain(model: Path) -> None:
     async with cluster(model) as running:
         stream = asyncio.create_task(running.generate(prompt_of(60), max_tokens=3000))
         async with asyncio.timeout(20):

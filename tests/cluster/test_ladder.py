@@ -147,7 +147,7 @@ async def test_a_prefill_node_takes_from_the_store_what_no_node_holds(
 
 
 @pytest.mark.parametrize("prefill_nodes", [1, 2])
-async def test_a_prefill_node_that_dies_after_its_first_token_before_it_published(
+async def test_a_prefill_node_that_dies_before_it_published_is_replaced_or_done_without(
     model: Path, undisturbed: dict[str, Served], prefill_nodes: int
 ) -> None:
     killing: list[asyncio.Task[None]] = []
@@ -171,7 +171,9 @@ async def test_a_prefill_node_that_dies_after_its_first_token_before_it_publishe
         assert served.how.kv == KVOrigins(num_refill_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
 
 
-async def test_a_prefill_node_that_dies_after_it_published(model: Path, undisturbed: dict[str, Served]) -> None:
+async def test_published_blocks_of_a_prefill_node_that_died_are_prefilled_by_another(
+    model: Path, undisturbed: dict[str, Served]
+) -> None:
     async with nodes(model, 2, 1) as running:
         dying = running.node("prefill-0")
         interference = Interference(dying)
@@ -189,7 +191,7 @@ async def test_a_prefill_node_that_dies_after_it_published(model: Path, undistur
     assert served.how.kv == KVOrigins(num_refill_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
 
 
-async def test_a_replay_climbs_the_ladder_too(model: Path, undisturbed: dict[str, Served]) -> None:
+async def test_corrupted_blocks_of_a_replay_change_no_token(model: Path, undisturbed: dict[str, Served]) -> None:
     """The decode node dies, and the next prefill node's blocks are corrupted."""
     async with nodes(model, 2, 2) as running:
         Interference(running.node("prefill-1"), corrupt=True)

@@ -151,7 +151,7 @@ async def test_blocks_move_and_are_counted(model: Path) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
-async def test_requests_that_end_at_once(model: Path, max_tokens: int) -> None:
+async def test_requests_of_one_or_two_tokens_give_transformers_tokens(model: Path, max_tokens: int) -> None:
     reference = Reference(model)
     async with cluster(model) as running:
         served = await running.generate(prompt_of(30), max_tokens=max_tokens)
@@ -186,7 +186,7 @@ async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
                 running.relay.abort("aborted")
 
 
-async def test_outputs_that_the_client_has_enough_of_end_with_a_trace(model: Path) -> None:
+async def test_finishing_every_output_early_ends_the_request_with_a_trace(model: Path) -> None:
     """What a stop string does: one of two outputs is finished early, then the other."""
     sampling = SamplingParams(n=2, max_tokens=900, temperature=0.9, seed=3)
     request = RoutedRequest("stop", tuple(prompt_of(50)), sampling, timeout=120.0)

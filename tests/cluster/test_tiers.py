@@ -111,7 +111,9 @@ async def test_nodes_of_different_tiers_serve_together(model: Path, reference: R
         assert running.node("decode-0").connector.all_stats()["ucx"].blocks_fetched == 1 + NUM_BLOCKS
 
 
-async def test_a_redis_that_stops_and_goes_on(model: Path, reference: Reference, tmp_path: Path) -> None:
+async def test_requests_go_on_while_redis_is_stopped_and_use_it_again_afterwards(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
     """Requests that run are not held up, new ones are computed where they are decoded, and then it is used again."""
     server = RedisServer(tmp_path)
     try:

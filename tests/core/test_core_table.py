@@ -73,7 +73,7 @@ def start_node(descriptor: int, entry: int, cores: int) -> subprocess.Popen[str]
     return process
 
 
-def test_a_node_that_dies_and_starts_again(descriptor: int) -> None:
+def test_a_dead_nodes_claim_is_released_and_its_successor_claims_again(descriptor: int) -> None:
     table = CoreTable(descriptor)
     ours = CoreShare(2, table, 0)
     ours.claim()

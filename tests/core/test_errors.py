@@ -40,7 +40,7 @@ def test_status_is_that_of_the_nearest_ancestor() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), MemoryError()])
-def test_anything_else_is_internal(error: BaseException) -> None:
+def test_an_exception_that_is_not_ours_is_internal(error: BaseException) -> None:
     assert status_of(error) == status_of(KVRelayError("x"))
 
 
@@ -54,7 +54,7 @@ def test_anything_else_is_internal(error: BaseException) -> None:
         errors.UnavailableError,
     ],
 )
-def test_round_trip_over_grpc(cls: type[KVRelayError]) -> None:
+def test_every_error_keeps_its_class_over_its_grpc_code(cls: type[KVRelayError]) -> None:
     error = error_from_grpc(status_of(cls("x")).grpc_code, "what happened")
     assert type(error) is cls
     assert str(error) == "what happened"

@@ -44,7 +44,7 @@ def test_a_write_that_takes_too_long_is_cancelled_when_its_time_is_over() -> Non
     assert run(write()) == pytest.approx(9.0 + 100.0 + 9.5 + 10.0 + 1.0)
 
 
-def test_a_cancellation_from_outside_stays_one() -> None:
+def test_a_cancellation_from_outside_is_not_taken_for_an_expired_deadline() -> None:
     async def write() -> None:
         with closing(WriteDeadline(10.0)) as deadline, deadline:
             await asyncio.sleep(1000.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
@@ -19,6 +20,11 @@ def a_request(request_id: str = "r", *, n: int = 1, timeout: float = 60.0) -> Ro
 async def take(events: AsyncGenerator[RequestEvent, None]) -> RequestEvent:
     async with asyncio.timeout(PATIENCE):
         return await anext(events)
+
+
+async def collected(nodes: Cluster, request: RoutedRequest) -> list[RequestEvent]:
+    async with aclosing(nodes.relay.run(request)) as events:
+        return [event async for event in events]
 
 
 async def take_trace(events: AsyncGenerator[RequestEvent, None]) -> RequestTrace:

@@ -75,7 +75,7 @@ def relay(gateway: Gateway) -> ScriptedRelay:
     return gateway.relay
 
 
-async def test_openai_completion(gateway: Gateway) -> None:
+async def test_the_openai_client_gets_a_completion_with_usage(gateway: Gateway) -> None:
     answer = await gateway.openai.completions.create(model=MODEL, prompt="The capital", max_tokens=50, n=2)
     assert [choice.text for choice in answer.choices] == [REPLY] * 2
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -86,7 +86,7 @@ async def test_openai_completion(gateway: Gateway) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
 
 
-async def test_openai_completion_streamed(gateway: Gateway) -> None:
+async def test_the_openai_client_streams_a_completion_with_usage_and_trace(gateway: Gateway) -> None:
     stream = await gateway.openai.completions.create(
         model=MODEL, prompt="The capital", max_tokens=50, stream=True, stream_options={"include_usage": True}
     )
@@ -100,7 +100,7 @@ async def test_openai_completion_streamed(gateway: Gateway) -> None:
     assert chunks[-1].model_extra["kvrelay"]["kv"]["num_holder_blocks"] == 1
 
 
-async def test_openai_chat(gateway: Gateway) -> None:
+async def test_the_openai_client_gets_a_chat_answer_with_logprobs(gateway: Gateway) -> None:
     answer = await gateway.openai.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "hello"}], logprobs=True, top_logprobs=2
     )
@@ -114,7 +114,7 @@ async def test_openai_chat(gateway: Gateway) -> None:
     assert all(len(entry.top_logprobs) == 2 for entry in shown)
 
 
-async def test_openai_chat_streamed(gateway: Gateway) -> None:
+async def test_the_openai_client_streams_several_chat_choices(gateway: Gateway) -> None:
     stream = await gateway.openai.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
@@ -132,7 +132,7 @@ async def test_openai_chat_streamed(gateway: Gateway) -> None:
         assert sum(len(choice.logprobs.content or ()) for choice in choices if choice.logprobs) == 3
 
 
-async def test_openai_errors(gateway: Gateway, relay: ScriptedRelay) -> None:
+async def test_the_openai_client_raises_its_own_error_classes(gateway: Gateway, relay: ScriptedRelay) -> None:
     with pytest.raises(openai.NotFoundError, match=MODEL):
         await gateway.openai.completions.create(model="gpt-5", prompt="x")
     with pytest.raises(openai.BadRequestError, match="max_tokens") as caught:
@@ -182,7 +182,7 @@ async def test_several_prompts_run_together_and_are_numbered(gateway: Gateway, r
     assert list(texts.values()) == [choice["text"] for choice in answer["choices"]]
 
 
-async def test_prompts_as_token_ids(gateway: Gateway, relay: ScriptedRelay) -> None:
+async def test_prompts_may_be_token_ids(gateway: Gateway, relay: ScriptedRelay) -> None:
     await gateway.post("/v1/completions", {**COMPLETION, "prompt": [5, 6, 7]})
     await gateway.post("/v1/completions", {**COMPLETION, "prompt": [[8], [9, 10]]})
     assert {request.prompt_token_ids for request in relay.requests} == {(5, 6, 7), (8,), (9, 10)}
@@ -213,7 +213,7 @@ async def test_completion_logprobs_and_prompt_logprobs(gateway: Gateway, relay: 
     assert len(choice["prompt_logprobs"]) == len(relay.requests[0].prompt_token_ids)
 
 
-async def test_extras_arrive(gateway: Gateway, relay: ScriptedRelay) -> None:
+async def test_vllms_extra_fields_reach_the_request(gateway: Gateway, relay: ScriptedRelay) -> None:
     extras = {
         "top_k": -1,
         "min_p": 0.1,
@@ -274,7 +274,9 @@ async def test_extras_arrive(gateway: Gateway, relay: ScriptedRelay) -> None:
         ({"stream": "yes"}, "stream"),
     ],
 )
-async def test_bad_completions(gateway: Gateway, change: dict[str, object], param: str) -> None:
+async def test_a_bad_completion_request_names_its_field(
+    gateway: Gateway, change: dict[str, object], param: str
+) -> None:
     await expect_refusal(gateway, "/v1/completions", COMPLETION | change, param)
 
 
@@ -297,7 +299,7 @@ async def test_bad_completions(gateway: Gateway, change: dict[str, object], para
         ({"echo": True}, "echo"),
     ],
 )
-async def test_bad_chats(gateway: Gateway, change: dict[str, object], param: str) -> None:
+async def test_a_bad_chat_request_names_its_field(gateway: Gateway, change: dict[str, object], param: str) -> None:
     await expect_refusal(gateway, "/v1/chat/completions", CHAT | change, param)
 
 
@@ -312,7 +314,7 @@ async def expect_refusal(gateway: Gateway, path: str, body: dict[str, object], p
     assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
 
 
-async def test_harmless_values_of_fields_that_are_not_supported(gateway: Gateway) -> None:
+async def test_harmless_values_of_unsupported_fields_are_accepted(gateway: Gateway) -> None:
     body = {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": None}
     assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
 
@@ -331,7 +333,7 @@ async def test_harmless_values_of_fields_that_are_not_supported(gateway: Gateway
         (b"\x00junk" * 400_000, {}, 413, "1048576"),
     ],
 )
-async def test_bodies_that_are_no_requests(
+async def test_a_body_that_is_no_request_is_refused_with_the_reason(
     gateway: Gateway, data: bytes, headers: dict[str, str], status: int, words: str
 ) -> None:
     response = await gateway.http.post(
@@ -377,7 +379,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
     ],
     ids=["a header", "headers", "a path", "trailers"],
 )
-async def test_what_is_no_body_has_an_end(gateway: Gateway, start: bytes, more: bytes, answer: bytes) -> None:
+async def test_endless_headers_paths_and_trailers_are_cut_off(
+    gateway: Gateway, start: bytes, more: bytes, answer: bytes
+) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(start)
 
@@ -454,7 +458,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_its_last_event(gateway: Gat
     assert last["error"]["message"] == "internal error"
 
 
-async def test_an_unexpected_failure_keeps_its_insides(gateway: Gateway, relay: ScriptedRelay) -> None:
+async def test_an_unexpected_failure_does_not_show_its_message(gateway: Gateway, relay: ScriptedRelay) -> None:
     relay.fail_with = ZeroDivisionError("secret")
     response = await gateway.post("/v1/completions", COMPLETION)
     assert response.status_code == 500
@@ -462,7 +466,7 @@ async def test_an_unexpected_failure_keeps_its_insides(gateway: Gateway, relay: 
     assert response.headers["x-request-id"]
 
 
-async def test_paths_methods_and_the_small_endpoints(gateway: Gateway, relay: ScriptedRelay) -> None:
+async def test_unknown_paths_wrong_methods_and_model_cards_are_answered(gateway: Gateway, relay: ScriptedRelay) -> None:
     assert (await gateway.http.get("/nowhere")).json()["error"]["message"] == "Not Found: GET /nowhere"
     assert (await gateway.http.get("/v1/completions")).status_code == 405
     assert (await gateway.http.get("/version")).json() == {"version": "1.2.3"}
@@ -483,7 +487,7 @@ async def test_live_and_ready_are_told_apart(gateway: Gateway, relay: ScriptedRe
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
 
 
-async def test_overload_is_told_before_any_work(gateway: Gateway, relay: ScriptedRelay) -> None:
+async def test_overload_is_reported_before_any_work(gateway: Gateway, relay: ScriptedRelay) -> None:
     relay.has_capacity = False
     refused = await gateway.post("/v1/completions", COMPLETION)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
@@ -499,7 +503,7 @@ async def test_token_ids_are_counted_before_they_are_looked_at(gateway: Gateway,
     assert (too_long in refused.json()["error"]["message"]) is (len(prompt) != 3)
 
 
-async def test_metrics(tokenizer: Tokenizer) -> None:
+async def test_metrics_count_requests_by_ending_tokens_and_latencies(tokenizer: Tokenizer) -> None:
     async with serving(ScriptedRelay(tokenizer)) as gateway:
         await gateway.post("/v1/completions", COMPLETION)
         await gateway.post("/v1/completions", COMPLETION | {"max_tokens": 2})

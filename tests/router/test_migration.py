@@ -264,7 +264,7 @@ async def test_a_request_waits_for_a_decode_node_while_none_lives(epoch: int) ->
         assert_idle(nodes)
 
 
-async def test_every_output_waits_for_itself() -> None:
+async def test_every_output_waits_for_a_node_on_its_own() -> None:
     """The client has had enough of one of them meanwhile."""
     async with cluster(local_prefill_max_tokens=64) as nodes, aclosing(nodes.relay.run(a_request(n=3))) as events:
         first = asyncio.create_task(take(events))

@@ -180,6 +180,6 @@ async def test_waiting_for_nodes_is_bounded() -> None:
     await registry.close()
 
 
-async def test_an_address_is_listed_once() -> None:
+async def test_an_address_listed_twice_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match="listed twice"):
         Registry(["127.0.0.1:1"], ["127.0.0.1:1"], KVIndex(10), timeout=5.0, silence=5.0)

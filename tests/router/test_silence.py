@@ -10,14 +10,14 @@ from router.nodes.silence import Silence
 PATIENCE = 10.0
 
 
-async def test_silence_ends_the_wait() -> None:
+async def test_silence_beyond_the_limit_raises() -> None:
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(TimeoutError):
             async with Silence(0.05):
                 await asyncio.Event().wait()
 
 
-async def test_whoever_speaks_is_waited_for() -> None:
+async def test_a_stream_with_messages_is_waited_for() -> None:
     async with Silence(0.4) as silence:
         for _ in range(60):
             await asyncio.sleep(0.01)

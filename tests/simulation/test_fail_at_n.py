@@ -61,20 +61,20 @@ def _is_of_a_request(message: Message) -> bool:
 
 @pytest.mark.parametrize("fate", [fate for fate in Fate if fate not in (Fate.DELIVER, Fate.DUPLICATE)])
 @pytest.mark.parametrize("shape", ["greedy", "decode nodes only"])
-def test_each_message_fails(shape: str, fate: Fate) -> None:
+def test_whichever_message_fails_the_client_has_the_right_tokens(shape: str, fate: Fate) -> None:
     places = _fail_each(SCENARIOS[shape], lambda n: NthFault(n, fate=fate, counts=_is_of_a_request))
     assert {"/kvrelay.v1.DecodeNode/Serve request", "/kvrelay.v1.DecodeNode/Serve response"} <= places
 
 
 @pytest.mark.parametrize("shape", ["parallel", "logprobs", "prefix"])
-def test_each_message_is_lost_with_its_connection(shape: str) -> None:
+def test_whichever_message_is_lost_with_its_connection_the_client_has_the_right_tokens(shape: str) -> None:
     places = _fail_each(SCENARIOS[shape], lambda n: NthFault(n, fate=Fate.LOSE, counts=_is_of_a_request))
     assert "/kvrelay.v1.PrefillNode/Prefill response" in places
     assert "/kvrelay.v1.PrefillNode/ReleaseLeases open" in places
 
 
 @pytest.mark.parametrize("earlier", [8, 21])
-def test_each_message_of_a_replay_is_lost_with_its_connection(earlier: int) -> None:
+def test_whichever_message_of_a_replay_is_lost_the_client_has_the_right_tokens(earlier: int) -> None:
     """The connection that broke first was lost during the prefill, or when the client had tokens."""
     scenario = SCENARIOS["parallel"]
     places = _fail_each(
@@ -87,7 +87,7 @@ def test_each_message_of_a_replay_is_lost_with_its_connection(earlier: int) -> N
 
 @pytest.mark.parametrize("fault", ConnectorFault)
 @pytest.mark.parametrize("shape", ["greedy", "parallel", "prefix"])
-def test_each_connector_call_fails(shape: str, fault: ConnectorFault) -> None:
+def test_whichever_connector_call_fails_the_client_has_the_right_tokens(shape: str, fault: ConnectorFault) -> None:
     places = _fail_each(SCENARIOS[shape], lambda n: NthFault(n, connector=fault))
     assert places == {"publish", "fetch"}
 

@@ -92,7 +92,9 @@ async def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None
         ("STOP at once", ("STOP",)),
     ],
 )
-async def test_stop_strings(tokenizer: Tokenizer, text: str, stop: tuple[str, ...], include_stop: bool) -> None:
+async def test_text_is_cut_at_the_stop_string_that_is_complete_first(
+    tokenizer: Tokenizer, text: str, stop: tuple[str, ...], include_stop: bool
+) -> None:
     for token_ids in (await tokenizer.encode(text, add_special_tokens=False), one_token_per_byte(tokenizer, text)):
         pieces, stopped_by = run(tokenizer.backend, token_ids, stop=stop, include_stop=include_stop)
         assert ("".join(pieces), stopped_by) == expected(text, stop, include_stop)
@@ -103,7 +105,7 @@ async def test_only_what_may_become_a_stop_string_is_held_back(tokenizer: Tokeni
     assert pieces == ["a", "b", "", "", "STx", "", "", "", ""]
 
 
-async def test_without_check_a_stop_string_passes(tokenizer: Tokenizer) -> None:
+async def test_without_check_stop_a_stop_string_is_text(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer.backend, stop=("ab",))
     first, *rest = one_token_per_byte(tokenizer, "abab")
     text = detokenizer.push(first, check_stop=False) + detokenizer.push(rest[0], check_stop=False)
@@ -113,7 +115,7 @@ async def test_without_check_a_stop_string_passes(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_tokens_with_any_stop_strings(tokenizer: Tokenizer, seed: int) -> None:
+def test_random_tokens_with_random_stop_strings_are_cut_as_defined(tokenizer: Tokenizer, seed: int) -> None:
     """Random ids give invalid UTF-8 most of the time; random substrings of the text are stop strings that occur."""
     rng = random.Random(seed)
     for _ in range(10):
@@ -139,7 +141,7 @@ def sentencepiece_like() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def test_sentencepiece_decoding() -> None:
+def test_sentencepiece_spaces_and_byte_tokens_decode_to_the_text() -> None:
     tokenizer = sentencepiece_like()
     token_ids = [1, 2, *(5 + byte for byte in "你\U0001f389".encode()), 3, 1]
     pieces, _ = run(tokenizer, token_ids)
