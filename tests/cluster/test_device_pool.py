@@ -25,7 +25,8 @@ from tests.kv_connector.slow_device import SlowDevice
 
 
 def on_device(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
-    """Makes a pool as `make_pool` does on a GPU. The engine's tensor is the device's memory; the connector has only the device."""
+    """Makes a pool as `make_pool` does on a GPU. The engine's tensor is the device's memory; the connector has only the
+    device."""
     memory = SlowDevice(plan.num_blocks, plan.layout.block_bytes)
     memory.starting = True
     connector = stage(backend, plan, memory)
