@@ -37,7 +37,7 @@ _NODE_WAIT_SECONDS = 1.0  # who is killed here stays away
 
 @dataclass(slots=True)
 class Served:
-    """All that a request brought."""
+    """Everything that a request brought."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Served:
 
 @dataclass(slots=True)
 class Cluster:
-    """`nodes` are those that live."""
+    """A running cluster. `nodes` are those that live."""
 
     relay: ClusterRelay
     registry: Registry
@@ -62,7 +62,7 @@ class Cluster:
     _number: int = 0
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels."""
+        """Returns the sum of a metric's samples that have these labels."""
         return sum(
             sample.value
             for family in self.collectors.collect()
@@ -71,7 +71,7 @@ class Cluster:
         )
 
     async def kill(self, node_id: str) -> None:
-        """Its streams and its port are gone without a word, as when its process is killed."""
+        """Ends a node's streams and its port at once, as the death of its process does."""
         self.nodes.remove(self.node(node_id))
         await self.servers[node_id]._server.stop(grace=None)
 
@@ -79,7 +79,7 @@ class Cluster:
         return next(node for node in self.nodes if node.identity.node_id == node_id)
 
     def hold(self, node_id: str) -> threading.Event:
-        """The node's engine does nothing from its next step on, until the event is set."""
+        """Holds up the node's engine before its next step, until the returned event is set."""
         gate = threading.Event()
         self.node(node_id).engine.post(lambda engine: _wait(gate))
         return gate
@@ -99,7 +99,7 @@ class Cluster:
         on_tokens: Callable[[int], None] = lambda num_tokens: None,
         **sampling: Any,
     ) -> Served:
-        """`on_tokens` hears how many have come, over all outputs."""
+        """Serves a request. `on_tokens` is called with the number of tokens so far, over all outputs."""
         params = SamplingParams(**{"temperature": 0.0, "seed": 0, "ignore_eos": True, **sampling})
         self._number += 1
         request = RoutedRequest(f"r{self._number}", tuple(prompt), params, cache_salt=cache_salt, timeout=120.0)
@@ -118,7 +118,8 @@ class Cluster:
         return served
 
     async def wait_idle(self) -> None:
-        """Returns once nothing is left of any request; fails with what is left when that does not come about."""
+        """Returns once nothing is left of any request; raises an error that says what is left if that does not
+        happen."""
         async with asyncio.timeout(_IDLE_SECONDS):
             for node in self.nodes:
                 await self._wait_node_idle(node)
@@ -155,8 +156,8 @@ async def cluster(
     decode_settings: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """`settings` are those of every node, `decode_settings` of decode nodes alone. Nothing is prefilled on decode nodes
-    unless `policy` says so."""
+    """Runs a cluster. `settings` are those of every node, `decode_settings` those of decode nodes alone. Nothing is
+    prefilled on decode nodes unless `policy` says so."""
     servers: dict[str, NodeServer] = {}
     nodes: list[Node] = []
     addresses: dict[str, list[str]] = {"prefill": [], "decode": []}

@@ -1,8 +1,6 @@
-"""One byte of one published block is flipped where it lies, before the decode node fetches it: the block is refused and
-counted, what is missing is computed again, and the client's tokens are right.
-
-In Redis the value is written back, in shared memory the holder's file is changed, over UCX the memory it answers from.
-"""
+"""A byte of a published block is flipped before the decode node fetches it: the block is refused and counted, the
+missing KV is computed again, and the client's tokens are right. In Redis the value is changed, in shared memory the
+holder's file, over UCX the memory from which it answers."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def serve_with(damage: Damage, model: Path, **settings: Any) -> None:
-    """A request whose blocks are damaged while its decode node stands still, between publication and fetch."""
+    """Serves a request whose blocks are damaged between publication and fetch, while its decode node is held up."""
     async with cluster(model, **settings) as running:
         prefill, decode = running.node("prefill-0"), running.node("decode-0")
         names = block_hashes(prefill.identity.kv_namespace.root(), PROMPT, BLOCK_SIZE, include_partial=True)

@@ -1,4 +1,5 @@
-"""Nodes whose KV lies on a device, where connectors only reach it by copies: the same tokens, and pools whole."""
+"""Nodes whose KV is in the memory of a device, which connectors reach only by copies: the tokens are the same, and the
+pools are whole afterwards."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,8 +51,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_transfers_staged_through_the_host_change_no_token(
     connector: str, slots: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 16 slots the staging holds a fraction of a prompt of 44 blocks: what peers find there no more is computed
-    again."""
+    """With 16 slots the staging area holds only a part of a prompt of 44 blocks. What peers do not find there any more
+    is computed again."""
 
     def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
         return on_device(backend, replace(plan, staging_bytes=slots * plan.layout.block_bytes), device)
@@ -92,7 +93,7 @@ def device_of(connector: object) -> SlowDevice:
 
 
 class Forgetful(SlowDevice):
-    """Takes nothing in."""
+    """A device that stores nothing."""
 
     def from_host(self, copies: Sequence[BlockCopy]) -> None:
         return

@@ -1,4 +1,5 @@
-"""Tokens from the cluster are transformers' tokens: every family, every way a prompt's KV can come about."""
+"""The tokens of a cluster are those of transformers: for every model family, and every way in which a prompt's KV can
+come about."""
 
 import asyncio
 import itertools
@@ -25,7 +26,8 @@ PAIRS = sorted({*zip(FAMILIES, itertools.cycle(CONNECTORS), strict=False), *(("l
 async def test_every_model_family_gives_transformers_tokens_over_a_connector(
     family: str, connector: str, tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """Short prompts, exact multiples of the block size, many chunks; then all of them again as prefix hits."""
+    """Prompts are short, exact multiples of the block size, or several chunks long; then all of them come again as
+    prefix hits."""
     model = make_tiny_model(family, tmp_path, vocab_size=VOCAB_SIZE)
     reference = Reference(model)
     prompts = [prompt_of(length) for length in (1, 15, 16, 17, 48, 100, 700)]
@@ -72,7 +74,7 @@ async def test_the_demo_model_gives_transformers_tokens() -> None:
 
 
 async def test_the_reference_backend_serves_the_same_tokens(model: Path, reference: Reference) -> None:
-    """What a machine without a compiler runs."""
+    """A machine without a compiler uses this backend."""
     async with cluster(model, attention_backend="reference") as started:
         await check_agrees(started, reference, [prompt_of(length) for length in (1, 16, 77)], 8)
 

@@ -1,5 +1,5 @@
-"""KV that does not arrive, in clusters of real nodes: every rung of the ladder gives the tokens of an undisturbed run,
-and nothing is left (which `cluster` checks)."""
+"""KV that does not arrive, in clusters of real nodes: every rung of the failure ladder gives the tokens of an
+undisturbed run, and nothing is left afterwards (`cluster` checks this)."""
 
 import asyncio
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def undisturbed(model: Path) -> dict[str, Served]:
 
 @pytest.fixture(scope="module")
 def private_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server for this module alone: its tests count, damage and flush whatever the server holds."""
+    """A server for this module alone, because its tests count, damage and flush whatever the server holds."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
@@ -52,7 +52,7 @@ def num_refused(running: Cluster) -> float:
 
 
 async def generate_late(running: Cluster, decode_node: str, **sampling: Any) -> Served:
-    """The decode node takes the request only when it was told that the prefill node has published everything."""
+    """Holds the decode node up until it was told that the prefill node has published everything."""
     gate = running.hold(decode_node)
     serving = asyncio.create_task(running.generate(PROMPT, **sampling))
     service = running.servers[decode_node]._service
@@ -133,7 +133,7 @@ async def test_corrupted_blocks_come_from_the_store(model: Path, undisturbed: di
 async def test_a_prefill_node_takes_from_the_store_what_no_node_holds(
     model: Path, undisturbed: dict[str, Served]
 ) -> None:
-    """KV outlives the nodes that computed it."""
+    """KV in the store outlives the nodes that computed it."""
     store: dict[BlockHash, bytes] = {}
     for expected in (KVOrigins(num_prefill_node_blocks=NUM_BLOCKS), None):
         async with nodes(model, 1, 1) as running:
@@ -192,7 +192,7 @@ async def test_published_blocks_of_a_prefill_node_that_died_are_prefilled_by_ano
 
 
 async def test_corrupted_blocks_of_a_replay_change_no_token(model: Path, undisturbed: dict[str, Served]) -> None:
-    """The decode node dies, and the next prefill node's blocks are corrupted."""
+    """The decode node dies, and the blocks of the next prefill node are corrupted."""
     async with nodes(model, 2, 2) as running:
         Interference(running.node("prefill-1"), corrupt=True)
         served = await killed_after(running, PROMPT, 5, **SAMPLINGS["sampled"])
@@ -204,8 +204,8 @@ async def test_corrupted_blocks_of_a_replay_change_no_token(model: Path, undistu
 async def test_blocks_lost_in_redis_are_prefilled_by_another_node(
     model: Path, undisturbed: dict[str, Served], private_redis: RedisServer, wiped: bool
 ) -> None:
-    """With `redis` every block that is fetched comes from the store. One that is corrupted there is not written again:
-    the decode node computes from it on."""
+    """With `redis`, every fetched block comes from the store. A block that is corrupted there is not written again: the
+    decode node computes from that block on."""
     async with nodes(model, 2, 1, connector="redis", redis_url=private_redis.url) as running:
         gate = running.hold("decode-0")
         serving = asyncio.create_task(running.generate(PROMPT, **SAMPLINGS["sampled"]))

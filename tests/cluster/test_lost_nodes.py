@@ -1,4 +1,4 @@
-"""Nodes die at any moment of a request; the client has exactly the tokens of an undisturbed run."""
+"""Nodes die at any moment of a request, and the client gets exactly the tokens of an undisturbed run."""
 
 import asyncio
 from collections.abc import Callable
@@ -54,7 +54,7 @@ async def test_parallel_outputs_are_placed_again_one_by_one(
 async def test_a_decode_node_that_dies_before_any_token_changes_no_token(
     model: Path, undisturbed: dict[str, Served]
 ) -> None:
-    """Before any token: its prefill node is held meanwhile."""
+    """The prefill node is held up meanwhile."""
     async with nodes(model, 2, 2) as running:
         gate = running.hold("prefill-0")
         serving = asyncio.create_task(running.generate(PROMPT, **SAMPLED))
@@ -91,7 +91,7 @@ async def test_eight_streams_survive_their_decode_node(model: Path) -> None:
 
 
 async def test_a_replay_computes_only_what_no_node_holds(model: Path) -> None:
-    """The prefill node holds the prompt's: of three blocks and a bit, only the output is computed again."""
+    """The prefill node holds the prompt's three blocks, so little more than the output is computed again."""
     async with nodes(model, 1, 2) as running:
         served = await killed_after(running, PROMPT, 5, **GREEDY)
         assert served.how.num_migrations == 1

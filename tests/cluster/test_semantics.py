@@ -1,4 +1,5 @@
-"""What a split over nodes must not change: sampling, parallel outputs, log-probabilities, prefix reuse, leases."""
+"""What must not change if a request is split over nodes: sampling, parallel outputs, log-probabilities, prefix reuse,
+leases."""
 
 import asyncio
 from contextlib import aclosing
@@ -159,7 +160,8 @@ async def test_requests_of_one_or_two_tokens_give_transformers_tokens(model: Pat
 
 
 async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
-    """At the first token, in the middle, and by an abort; `cluster` checks that pools are whole and leases gone."""
+    """The client leaves at the first token, in the middle, or by an abort. `cluster` checks that pools are whole and
+    leases gone."""
     async with cluster(model) as running:
         for stop_after in (1, 5):
             request = RoutedRequest(
@@ -187,7 +189,7 @@ async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
 
 
 async def test_finishing_every_output_early_ends_the_request_with_a_trace(model: Path) -> None:
-    """What a stop string does: one of two outputs is finished early, then the other."""
+    """As stop strings do, one of two outputs is finished early, then the other."""
     sampling = SamplingParams(n=2, max_tokens=900, temperature=0.9, seed=3)
     request = RoutedRequest("stop", tuple(prompt_of(50)), sampling, timeout=120.0)
     counts = {0: 0, 1: 0}
@@ -206,7 +208,7 @@ async def test_finishing_every_output_early_ends_the_request_with_a_trace(model:
 
 
 async def test_a_lease_that_nobody_renews_expires(model: Path) -> None:
-    """The router is told nothing of it: the node's own sweeper gives the blocks back."""
+    """The router is not told: the node's own sweeper frees the blocks."""
     async with cluster(model, lease_ttl=0.2) as running:
         for client in running.relay._prefill_clients.values():
             client.hold = client.release = lambda lease_id: None  # type: ignore[method-assign]

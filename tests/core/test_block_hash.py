@@ -1,4 +1,4 @@
-"""The block hash against its specification: vectors for any language, recomputed with hashlib and struct alone."""
+"""The block hash against its specification: test vectors for any language, recomputed with hashlib and struct alone."""
 
 import hashlib
 import json

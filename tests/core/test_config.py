@@ -1,4 +1,4 @@
-"""Settings: which source wins, and what a person reads when something is wrong."""
+"""Settings: which source wins, and what users read if something is wrong."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Errors and their statuses: every error has one, and what a peer reported comes back as the error it was."""
+"""Errors and their statuses: every error has one, and an error that a peer reports keeps its class."""
 
 import inspect
 import re
@@ -33,7 +33,7 @@ def test_client_faults_are_4xx_and_ours_are_5xx(cls: type[KVRelayError]) -> None
 
 def test_status_is_that_of_the_nearest_ancestor() -> None:
     class TooLongError(errors.InvalidRequestError):
-        """As a later module might add."""
+        """An error that a later module might add."""
 
     assert status_of(TooLongError("x")) == status_of(errors.InvalidRequestError("x"))
     assert status_of(errors.UnknownModelError("x")).http_status == 404

@@ -13,7 +13,7 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[None]:
-    """The root logger is as before afterwards."""
+    """Restores the root logger afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield

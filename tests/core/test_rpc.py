@@ -1,4 +1,4 @@
-"""Errors cross a real gRPC connection and come back as what they were; streams end with their calls."""
+"""Errors cross a real gRPC connection and keep their class; streams end with their calls."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ from kvrelay.v1 import decode_node_pb2, decode_node_pb2_grpc, router_pb2, router
 
 
 class FailingRouter(router_pb2_grpc.RouterServicer):
-    """Yields one message, then raises what it was made with; or waits for ever when that is None."""
+    """A router that yields one message and then raises the given error, or waits for ever if that is None."""
 
     def __init__(self, error: Exception | None) -> None:
         self._error = error
@@ -206,7 +206,7 @@ async def test_a_refused_connection_is_unavailable_and_a_taken_port_is_a_configu
 
 
 class EndlessRouter(FailingRouter):
-    """Streams more than any window holds."""
+    """A router that streams more than any window holds."""
 
     async def GenerateStream(
         self, request: router_pb2.GenerateRequest, context: object

@@ -1,4 +1,4 @@
-"""Turns at a store between real processes, and what the next one finds when one has died within its turn."""
+"""Turns at a store between real processes, and what the next process finds if one dies during its turn."""
 
 import os
 import signal
@@ -60,7 +60,7 @@ def start_node(store: WeightStore, nodes: list[subprocess.Popen[str]]) -> subpro
 def first_and_next(
     store: WeightStore, nodes: list[subprocess.Popen[str]]
 ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """One in its turn at an empty store, and one that waits for it."""
+    """Yields a process in its turn at an empty store, and one that waits for its turn."""
     first = start_node(store, nodes)
     assert says(first) == "turn without a note"
     second = start_node(store, nodes)
@@ -95,7 +95,7 @@ def test_a_node_that_dies_within_its_turn_leaves_no_note(
 
 
 def test_a_store_that_cannot_be_opened_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without /proc, as in a sandbox."""
+    """In a sandbox without /proc nothing can be opened again."""
 
     def open_nothing(path: str, flags: int) -> int:
         raise FileNotFoundError(path)

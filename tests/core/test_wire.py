@@ -1,4 +1,4 @@
-"""What crosses the wire comes back as it was; what a newer protocol may say does not break the reader."""
+"""What crosses the wire keeps its value; unknown values of a newer protocol do not break the reader."""
 
 from dataclasses import fields
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Under virtual time: sleeps take none."""
+    """Runs a coroutine under virtual time, in which sleeping takes no real time."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(main)

@@ -1,4 +1,4 @@
-"""The tokenizer that the edge's tests share: built once, never changed."""
+"""The tokenizer that the tests of the edge share. It is built once and never changed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A request on its way through the relay, between scripted nodes, and what it tells."""
+"""A request that goes through the relay to scripted nodes, and the events it brings."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -38,7 +38,8 @@ async def take_trace(events: AsyncGenerator[RequestEvent, None]) -> RequestTrace
 async def opened(
     nodes: Cluster, events: AsyncGenerator[RequestEvent, None]
 ) -> "tuple[asyncio.Task[RequestEvent], PrefillCall, str]":
-    """Both legs of a request are open, P has granted a lease; its first event is being waited for."""
+    """Returns once both nodes have the request and the prefill node has granted a lease: the task that waits for the
+    first event, the open Prefill call, and the request's name at the nodes."""
     first = asyncio.create_task(take(events))
     call = await soon(nodes.prefill.calls)
     admit = await nodes.decode.admit()

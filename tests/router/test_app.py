@@ -1,4 +1,4 @@
-"""The router as a process: ready line, both ports, an orderly end, and all of it where torch cannot be imported."""
+"""The router as a process: its ready line, both ports, and an orderly end, also where torch cannot be imported."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ runpy.run_module("router", run_name="__main__", alter_sys=True)
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tokenizer of a few whole words; there is no model in it."""
+    """A directory with a tokenizer of a few whole words, and no model."""
     path = tmp_path_factory.mktemp("models") / "tiny-words"
     path.mkdir()
     words = {word: number for number, word in enumerate(("[UNK]", "hello", "world", "again"))}

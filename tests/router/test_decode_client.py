@@ -1,4 +1,4 @@
-"""The router's stream to a decode node, by itself."""
+"""The router's stream to a decode node, without the rest of the router."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Who is in the right when nodes do not fit together."""
+"""Which node the others have to fit, if they do not all fit together."""
 
 from dataclasses import replace
 from random import Random

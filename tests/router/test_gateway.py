@@ -1,4 +1,4 @@
-"""The HTTP gateway over real sockets: the official client unmodified, raw bytes for what it would never send."""
+"""The HTTP gateway over real sockets: the unmodified official client, and raw bytes for what that never sends."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,8 @@ class Gateway:
         return await self.http.post(path, json=body)
 
     async def events(self, path: str, body: dict[str, object]) -> list[Any]:
-        """The decoded events of a streamed answer, checked to be well-formed; `[DONE]` as None."""
+        """Returns the decoded events of a streamed answer, after checking that they are well-formed; `[DONE]` is
+        None."""
         response = await self.http.post(path, json=body | {"stream": True})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")

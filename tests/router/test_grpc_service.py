@@ -1,4 +1,4 @@
-"""`kvrelay.v1.Router` over a real connection: every method, deadlines, cancellation, errors with their fields."""
+"""The service `kvrelay.v1.Router` over a real connection: every method, deadlines, cancellation, errors with fields."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What the router makes of nodes that fall silent, fail, restart, or do not fit."""
+"""What the router does about nodes that fall silent, fail, restart, or do not fit."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ def fall_silent(node: ScriptedNode) -> None:
 
 
 async def test_a_decode_node_that_falls_silent_loses_its_requests_to_another() -> None:
-    """Its connection and its streams stay open, as those of a stopped process do."""
+    """The connection and the streams of a silent node stay open, as those of a stopped process do."""
     async with cluster(num_prefill_nodes=0, num_decode_nodes=2, silence=1.0) as nodes:
         serving = asyncio.create_task(collected(nodes, REQUEST))
         async with asyncio.timeout(PATIENCE):
@@ -89,7 +89,7 @@ async def test_a_prefill_node_that_falls_silent_is_replaced() -> None:
 
 
 async def test_a_router_that_was_held_up_loses_no_node() -> None:
-    """Silence is counted in its own ticks."""
+    """Silence is counted in ticks of the router's own loop."""
     async with cluster(silence=1.0) as nodes:
         asyncio.get_running_loop().call_soon(time.sleep, 2.0)
         for _ in range(20):
@@ -144,7 +144,7 @@ async def test_a_restart_ends_an_ejection() -> None:
 
 
 async def states(*nodes: ScriptedNode) -> tuple[list[NodeState], str]:
-    """Of the nodes as the router sees them, and what it says when nothing can serve."""
+    """Returns the states in which the router sees these nodes, and its error if nothing can be served."""
     async with registered(*nodes) as registry:
         assert await registry.wait_settled(PATIENCE)
         try:

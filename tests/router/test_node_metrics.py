@@ -47,7 +47,7 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
 
 
 async def test_two_addresses_of_one_id_are_two_series() -> None:
-    """A scrape with the same series twice would be refused as a whole."""
+    """Prometheus refuses a whole scrape in which a series occurs twice."""
     one, two = ScriptedDecode(), ScriptedDecode()
     async with AsyncExitStack() as stack:
         for node in (one, two):

@@ -1,4 +1,4 @@
-"""When a node gets no more requests for failing them, and for how long."""
+"""When a node is ejected for failing its requests, and for how long."""
 
 import pytest
 

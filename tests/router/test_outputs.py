@@ -1,4 +1,4 @@
-"""Choices that end at different times, and what is counted however a request ends."""
+"""Choices that end at different times, and what is counted, however a request ends."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -18,7 +18,7 @@ from tests.router.edge_parts import MODEL, ScriptedRelay, make_edge
 
 @dataclass
 class EventRelay(ScriptedRelay):
-    """Yields exactly these events."""
+    """A relay that yields exactly these events."""
 
     events: Sequence[RequestEvent] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""The node table against real gRPC servers: who is let in, what is remembered, and what a restart does."""
+"""The node table against real gRPC servers: which nodes are let in, what is remembered, and what a restart changes."""
 
 import logging
 from dataclasses import replace
@@ -139,7 +139,7 @@ async def test_two_nodes_of_one_id_are_not_both_let_in(caplog: pytest.LogCapture
 async def refused(
     first: ScriptedNode, stranger: ScriptedNode, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The stranger comes when `first` is live."""
+    """Asserts that a node that comes when `first` is live is refused with this complaint."""
     with caplog.at_level(logging.WARNING):
         async with registered(first, late=stranger) as registry:
             await until(lambda: registry.decode[0].state is NodeState.LIVE)

@@ -1,4 +1,4 @@
-"""From a request to its placement: what the nodes were told follows from what they hold."""
+"""From a request to its placement: what nodes are told follows from what they hold."""
 
 import asyncio
 from collections.abc import AsyncIterator

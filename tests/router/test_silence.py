@@ -1,4 +1,4 @@
-"""Silence ends what waits; a loop that was held up does not."""
+"""Silence ends a wait; the delays of a loop that was held up do not."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ async def test_a_stream_with_messages_is_waited_for() -> None:
 
 
 async def test_a_loop_that_was_held_up_blames_nobody() -> None:
-    """As after SIGSTOP and SIGCONT of this process: what was said meanwhile is read before the next tick."""
+    """After SIGSTOP and SIGCONT of this process, messages that came meanwhile are read before the next tick."""
     async with Silence(0.2) as silence:
         await asyncio.sleep(0.05)
         asyncio.get_running_loop().call_soon(time.sleep, 0.5)

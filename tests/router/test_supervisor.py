@@ -1,4 +1,4 @@
-"""The life of a request against nodes whose every move the test decides: order, failures, and that nothing is left."""
+"""The life of a request: order, failures, and that nothing is left. The test decides each answer of the nodes."""
 
 import asyncio
 from contextlib import aclosing
@@ -292,7 +292,7 @@ async def test_closing_the_relay_fails_what_still_runs() -> None:
 
 
 async def test_a_client_that_takes_nothing_holds_no_node_beyond_the_deadline() -> None:
-    """Nobody reads the inbox then, and the deadline is a message in it."""
+    """Nobody reads the inbox then, in which the deadline is a message."""
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request(timeout=0.3))) as events:
         first, call, wire_id = await opened(nodes, events)
         call.finish(token(7))

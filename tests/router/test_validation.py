@@ -1,4 +1,4 @@
-"""The one path to a RoutedRequest: what it lets through is complete, what it refuses is named."""
+"""The one path to a RoutedRequest: a request that passes is complete, and a refusal names its field."""
 
 import subprocess
 import sys
