@@ -1,8 +1,8 @@
-"""A whole cluster in one virtual process tree: the real router core, services, nodes, engines and connectors; a model
-of digests; a simulated network.
+"""A whole cluster in one virtual process tree: the real router core, services, nodes, engines and connectors; digests
+in the place of a model; a simulated network.
 
 Nodes can be killed, started again, stopped (SIGSTOP) and drained. Invariant: a killed process does nothing more, not
-even its clean-up; what the others still see of it is what they would see of a dead one.
+even its clean-up. The others see of it what they would see of a dead process.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ NAMESPACE = KVNamespace(b"simulated", LAYOUT.dtype, LAYOUT.layout_id, BLOCK_SIZE
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """`damage`: probability that a copied payload loses a bit. `run_ahead`: engines plan the next step while the device
-    has not begun the one before. Times in seconds."""
+    """The size and the settings of a cluster. `damage`: probability that a copied payload loses a bit. `run_ahead`:
+    engines plan the next step while the device has not begun the one before. Times are in seconds."""
 
     num_prefill_nodes: int = 2
     num_decode_nodes: int = 2
@@ -91,7 +91,7 @@ class VirtualClock:
 
 @dataclass(slots=True)
 class RunningNode:
-    """One life of a node: a process, and all that runs in it."""
+    """One life of a node: a process, and everything that runs in it."""
 
     address: str
     process: Process
@@ -114,7 +114,8 @@ class Router:
 
 @dataclass(slots=True)
 class Cluster:
-    """`nodes` by address are those that live; `failures` are faults of ours, whatever else happens."""
+    """A running cluster. `nodes` are those that live, by address. `failures` are errors of the code under test,
+    whatever else happens."""
 
     loop: VirtualLoop
     config: ClusterConfig
@@ -153,7 +154,7 @@ class Cluster:
         self._router = process.run(self._make_router, process)
 
     def start_node(self, address: str) -> None:
-        """Again at the same address; a new epoch."""
+        """Starts a node again at the same address, with a new epoch."""
         assert address not in self.nodes
         process = Process(address)
         running = self.nodes[address] = process.run(self._make_node, address, process)
@@ -185,14 +186,14 @@ class Cluster:
         self.loop.call_later(seconds, self._resume, process, context=self.network.context)
 
     async def stop_node(self, address: str, *, drain_seconds: float) -> None:
-        """As `NodeServer` does on SIGTERM."""
+        """Stops a node as `NodeServer` does on SIGTERM."""
         running = self.nodes.pop(address)
         self.trace(f"{address} drains")
         await process_task(running.process, self._stop_node(running, drain_seconds))
         self.trace(f"{address} has ended")
 
     async def close(self) -> None:
-        """Everything ends in an orderly way."""
+        """Ends everything in an orderly way."""
         router = self.router
         await process_task(router.process, router.relay.close(timeout=5.0))
         await process_task(router.process, router.registry.close())
@@ -297,5 +298,5 @@ class Cluster:
 
 
 def process_task(process: Process, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """`work` as a task of the process."""
+    """Runs `work` as a task of the process."""
     return asyncio.get_running_loop().create_task(work, context=process.context)

@@ -1,6 +1,5 @@
-"""One request, with its first message or connector call failing, then its second, and so on until a run meets none that
-fails: whatever fails, the client has the right tokens and nothing is left.
-"""
+"""One request whose first message or connector call fails, then its second, and so on until a run has none that fails:
+the client always has the right tokens, and nothing is left."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +40,7 @@ SCENARIOS = {
 
 
 def _fail_each(scenario: Scenario, make: Callable[[int], NthFault], *, first: int = 1) -> set[str]:
-    """Returns where it failed."""
+    """Runs the scenario for each n until nothing fails any more; returns which messages or calls have failed."""
     places: set[str] = set()
     for number in range(first, _MOST_CALLS):
         faults = make(number)
@@ -55,7 +54,7 @@ def _fail_each(scenario: Scenario, make: Callable[[int], NthFault], *, first: in
 
 
 def _is_of_a_request(message: Message) -> bool:
-    """The watch streams go on for ever; the seeds break them."""
+    """Returns False for the watch streams, which go on for ever; the seeds break them."""
     return not message.method.startswith("/kvrelay.v1.Node/")
 
 
@@ -75,7 +74,7 @@ def test_whichever_message_is_lost_with_its_connection_the_client_has_the_right_
 
 @pytest.mark.parametrize("earlier", [8, 21])
 def test_whichever_message_of_a_replay_is_lost_the_client_has_the_right_tokens(earlier: int) -> None:
-    """The connection that broke first was lost during the prefill, or when the client had tokens."""
+    """An earlier connection was lost during the prefill, or when the client had tokens."""
     scenario = SCENARIOS["parallel"]
     places = _fail_each(
         scenario,
@@ -93,7 +92,7 @@ def test_whichever_connector_call_fails_the_client_has_the_right_tokens(shape: s
 
 
 def test_a_prompt_of_one_token_has_logprobs_too() -> None:
-    """None at all, but the client is told so, wherever the prompt was computed."""
+    """There is none to report, but the client gets an empty list, wherever the prompt was computed."""
     plan = _plan("r", replace(_GREEDY, prompt_logprobs=1), prompt=(5,))
     for num_prefill_nodes in (0, 1):
         scenario = Scenario(replace(_CONFIG, num_prefill_nodes=num_prefill_nodes), (plan,))

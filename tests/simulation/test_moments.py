@@ -1,6 +1,5 @@
-"""A single request, with one disaster at every moment of its life: its client has the right tokens, or has left, and
-nothing remains.
-"""
+"""A single request, with one disaster at every moment of its life: its client has the right tokens or has left, and
+nothing is left."""
 
 from dataclasses import replace
 from random import Random
@@ -41,7 +40,7 @@ def test_a_node_struck_at_any_moment_changes_no_token(disaster: Disaster, addres
 def test_the_only_node_of_a_kind_struck_at_any_moment_changes_no_token(
     disaster: Disaster, struck: tuple[str, ...]
 ) -> None:
-    """However long it takes to come back, the request is not placed in vain."""
+    """However long the node takes to come back, no placement is counted in vain."""
     config = replace(_CONFIG, num_prefill_nodes=1, num_decode_nodes=1, max_attempts=len(struck))
     migrations = 0
     for moment in _MOMENTS:
@@ -71,7 +70,7 @@ def test_a_wait_for_a_node_ends_without_one(plan: Plan, node_wait: float, ending
 
 
 def test_a_stream_outlives_more_restarts_than_it_has_attempts() -> None:
-    """Every node is restarted twice, one after the other: each time the stream goes on elsewhere, with new tokens."""
+    """Every node is restarted twice, one after the other. Each time the stream goes on elsewhere, with new tokens."""
     config = replace(_CONFIG, num_prefill_nodes=0, num_decode_nodes=3, max_attempts=3, longest_step=0.3)
     sampling = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
     plan = replace(_PLAN, request=replace(_PLAN.request, sampling=sampling))
