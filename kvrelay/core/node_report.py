@@ -39,7 +39,8 @@ class NodeDescription:
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """How busy a node's engine is. A router has it as it was some steps and one way through the network ago."""
+    """How busy a node's engine is. What a router knows is older than the node's own counts, by a few steps and the
+    network's delay."""
 
     num_requests_running: int = 0
     num_requests_decoding: int = 0  # of the running ones, those that have their first token
@@ -54,7 +55,7 @@ class NodeLoad:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that cannot be taken now."""
+        """The share of the blocks that cannot be taken now."""
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 

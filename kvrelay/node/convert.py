@@ -1,4 +1,4 @@
-"""A router's request to the engine's value, checked, for both kinds of node."""
+"""Converts a router's request to an engine's, and checks it, for both kinds of node."""
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.wire import sampling_from_wire

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from kvrelay.core.tasks import end_tasks
 
-# Items that wait for a slow client; then its sources wait, so that they do not fill the memory.
+# At most this many items wait for a slow client. Then its sources wait, instead of filling the memory.
 QUEUE_ITEMS = 64
 
 T = TypeVar("T")

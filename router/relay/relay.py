@@ -74,7 +74,7 @@ class ClusterRelay:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._numbers = itertools.count()  # of placements
+        self._numbers = itertools.count()  # numbers placements
         self._wire_numbers = itertools.count()
         # Clients choose request ids. At the nodes the ids must be unique over all routers and over time.
         self._tag = f"{self._random.getrandbits(32):08x}"

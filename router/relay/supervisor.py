@@ -123,9 +123,9 @@ class RequestSupervisor:
         self._shares: list[_Share] = []
         self._has_prompt_logprobs = False
         self._lost: set[KVSource] = set()
-        self._num_attempts = 0  # of all shares
-        self._prefill_node: str | None = None  # of the first tokens of all
-        self._decode_node = ""  # of the last tokens of all
+        self._num_attempts = 0  # of all shares together
+        self._prefill_node: str | None = None  # the one that sampled the first token of any output
+        self._decode_node = ""  # the one that sampled the latest token of any output
         self._deadline: asyncio.TimerHandle | None = None
 
     async def run(self) -> AsyncGenerator[RequestEvent, None]:

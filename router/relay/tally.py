@@ -25,12 +25,12 @@ class Tally:
         self._accepted_after: float | None = None
         self._first_token_after: float | None = None
         self._handover_seconds = 0.0
-        self._num_found_tokens = 0  # of the prompt, held or fetched where it was computed
-        self._num_recomputed_tokens = 0  # of the prompt, could not be fetched by the decode node
+        self._num_found_tokens = 0  # prompt tokens that the prefilling node held or fetched
+        self._num_recomputed_tokens = 0  # prompt tokens that were computed once more, since blocks did not arrive
         self._num_transferred_blocks = 0
         self._num_migrations = 0
-        self._rungs: Counter[str] = Counter()  # blocks of all nodes
-        self._recomputed: Counter[str] = Counter()  # tokens by cause
+        self._rungs: Counter[str] = Counter()  # fetched blocks of all nodes, by rung
+        self._recomputed: Counter[str] = Counter()  # tokens computed once more, by cause
 
     def accepted(self) -> None:
         """Notes that a node has taken the request."""
