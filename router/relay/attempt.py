@@ -115,7 +115,7 @@ class Attempt:
         self._has_first_tokens = False
         self._decoding: set[int] = set()  # outputs that D computes, whether or not the client still waits for them
         self._decode_is_done = False
-        self._charged: tuple[NodeHandle, int] | None = None  # the node that computes the prompt, and how many tokens of it
+        self._charged: tuple[NodeHandle, int] | None = None  # who computes the prompt, and how many tokens
 
     def open(self, sink: Callable[[AttemptEvent], None], *, timeout: float) -> None:
         """Sends the request to the nodes, whose events go to `sink` from now on. `timeout`: seconds that the request
