@@ -194,7 +194,7 @@ async def test_what_a_given_up_prefill_still_had_to_say_is_ignored() -> None:
         supervisor = nodes.relay._running["r"]
         [share] = supervisor._shares
         assert share.attempt is not None
-        for message in (PrefillFinished((token(7),), (), 0, 0), PrefillProgress(3), PrefillEnded(None)):
+        for message in (PrefillFinished((token(7),), (), 0), PrefillProgress(3), PrefillEnded(None)):
             share.attempt._sink(message)
         await nodes.decode.aborted()
         admit = await nodes.decode.admit()
