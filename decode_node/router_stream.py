@@ -8,11 +8,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from kvrelay.core.errors import KVRelayError, status_of
+from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.wire import fill_output, logprobs_to_wire
+from kvrelay.core.wire import fetch_report_to_wire, fill_output, logprobs_to_wire
 from kvrelay.engine.request import PromptOutput
-from kvrelay.node.convert import report_to_wire
-from kvrelay.node.ladder import FetchReport
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 
@@ -47,7 +46,7 @@ class RouterStream:
         admitted = pb.Admitted(
             num_cached_tokens=prompt.num_cached_tokens,
             num_fetched_tokens=fetches.num_tokens,
-            fetches=report_to_wire(fetches),
+            fetches=fetch_report_to_wire(fetches),
         )
         self.send(pb.DecodeEvent(request_id=prompt.request_id, admitted=admitted))
         if with_logprobs:

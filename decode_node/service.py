@@ -29,15 +29,15 @@ import grpc
 from decode_node.router_stream import RouterStream
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.wire import output_from_wire, source_from_wire
+from kvrelay.core.wire import fetch_report_to_wire, output_from_wire, source_from_wire
 from kvrelay.engine.request import Admission, KVRole, StepResult
-from kvrelay.node.convert import engine_request, report_to_wire
-from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
+from kvrelay.node.convert import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
 from kvrelay.v1 import decode_node_pb2 as pb
-from kvrelay.v1 import decode_node_pb2_grpc, node_pb2
+from kvrelay.v1 import decode_node_pb2_grpc
 
 _logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     """One per node. Everything here runs on the node's loop."""
 
     name = "kvrelay.v1.DecodeNode"
-    role = node_pb2.NODE_ROLE_DECODE
+    role = NodeRole.DECODE
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -141,7 +141,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             self._node.require_accepting()
             if admit.request_id in self._active:
                 raise InvalidRequestError(f"another router runs a request {admit.request_id}", field="request_id")
-            request = engine_request(
+            request = engine_request_from_wire(
                 admit,
                 KVRole.LOCAL if admit.local_prefill else KVRole.CONSUME,
                 vocab_size=self._node.identity.vocab_size,
@@ -266,7 +266,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             num_cached_tokens=admission.num_cached_tokens,
             num_fetched_tokens=fetches.num_tokens,
             num_recomputed_tokens=decode.num_given_tokens - admission.num_cached_tokens - fetches.num_tokens,
-            fetches=report_to_wire(fetches),
+            fetches=fetch_report_to_wire(fetches),
         )
         decode.stream.send(pb.DecodeEvent(request_id=request_id, kv_ready=ready))
 

@@ -24,15 +24,15 @@ import grpc
 
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.wire import logprobs_to_wire, output_to_wire, source_from_wire
+from kvrelay.core.wire import fetch_report_to_wire, logprobs_to_wire, output_to_wire, source_from_wire
 from kvrelay.engine.request import Admission, KVRole, PromptOutput, StepResult
-from kvrelay.node.convert import engine_request, report_to_wire
-from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
+from kvrelay.node.convert import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
-from kvrelay.v1 import node_pb2, prefill_node_pb2_grpc
 from kvrelay.v1 import prefill_node_pb2 as pb
+from kvrelay.v1 import prefill_node_pb2_grpc
 from prefill_node.leases import LeaseTable
 
 _logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     """One per node. Everything here runs on the node's loop."""
 
     name = "kvrelay.v1.PrefillNode"
-    role = node_pb2.NODE_ROLE_PREFILL
+    role = NodeRole.PREFILL
 
     def __init__(self, node: Node, *, clock: Clock | None = None) -> None:
         self._node = node
@@ -85,7 +85,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncGenerator[pb.PrefillEvent, None]:
         self._node.require_accepting()
-        asked = engine_request(
+        asked = engine_request_from_wire(
             request,
             KVRole.PRODUCE,
             vocab_size=self._node.identity.vocab_size,
@@ -166,7 +166,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             prompt_logprobs=[logprobs_to_wire(entry) for entry in prefill.prompt.prompt_logprobs],
             num_cached_tokens=prefill.prompt.num_cached_tokens,
             num_fetched_tokens=prefill.fetches.num_tokens,
-            fetches=report_to_wire(prefill.fetches),
+            fetches=fetch_report_to_wire(prefill.fetches),
         )
         prefill.finished = True
         prefill.events.put_nowait(pb.PrefillEvent(finished=event))

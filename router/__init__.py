@@ -1,4 +1,4 @@
-"""The router: validates, names blocks, chooses nodes, and supervises each request to its one terminal message.
+"""The router: it validates requests, names their blocks, chooses nodes, and supervises each request to its end.
 
 No torch here.
 """

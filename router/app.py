@@ -1,6 +1,6 @@
-"""The router process: HTTP gateway and gRPC service over one relay, in one asyncio loop, started and ended in order.
+"""The router process: HTTP gateway and gRPC service over one relay, in one asyncio loop.
 
-Invariant: a stop takes bounded time, and lets running requests end or fails them with UNAVAILABLE.
+Invariant: a stop takes bounded time; running requests either end within it or fail with UNAVAILABLE.
 """
 
 import asyncio
@@ -43,17 +43,18 @@ from router.nodes.kv_index import KVIndex
 from router.nodes.node_metrics import NodeMetrics
 from router.nodes.registry import Registry
 from router.policy import make_policy
-from router.relay.migration_metrics import MigrationMetrics
+from router.relay.limits import RelayLimits
+from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from router.settings import RouterSettings
 
 _logger = logging.getLogger(__name__)
-_LAST_WORDS_SECONDS = 1.0  # for the errors of requests that a stop has failed
+_SHUTDOWN_GRACE_SECONDS = 1.0  # for sending their errors to requests that a stop has failed
 
 
 @dataclass(frozen=True, slots=True)
 class ServedAddresses:
-    """`host:port` of both servers."""
+    """The addresses of both servers, each as `host:port`."""
 
     http: str
     grpc: str
@@ -89,8 +90,8 @@ async def _run(settings: RouterSettings) -> None:
 
 @asynccontextmanager
 async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[ServedAddresses]:
-    """A whole router, serving while the context is open. `stop` ends the wait for nodes early, and is set when the HTTP
-    server ends by itself."""
+    """Runs a whole router while the context is open. `stop` ends the wait for nodes early, and is set when the HTTP
+    server ends by itself. Raises ConfigurationError for settings with which nothing can be served."""
     if not settings.decode_nodes:
         raise ConfigurationError("--decode-nodes is empty: without a decode node nothing can be served")
     index = KVIndex(settings.kv_index_capacity)
@@ -119,22 +120,20 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[
 
 
 def served_model_name(settings: RouterSettings) -> str:
-    """The setting; else the model as the operator wrote it."""
+    """Returns the setting `served_model_name` or, without one, the model as the operator wrote it."""
     return settings.served_model_name or settings.model
 
 
 def _relay(settings: RouterSettings, registry: Registry, collectors: CollectorRegistry) -> ClusterRelay:
     policy = make_policy(settings.policy, local_prefill_max_tokens=settings.local_prefill_max_tokens)
-    return ClusterRelay(
-        registry,
-        policy,
-        metrics=MigrationMetrics(served_model_name(settings), collectors),
+    limits = RelayLimits(
         max_concurrent_requests=settings.max_concurrent_requests,
         max_attempts=settings.max_attempts,
         node_wait=settings.node_wait,
         lease_ttl=settings.lease_ttl,
         node_timeout=settings.node_timeout,
     )
+    return ClusterRelay(registry, policy, limits, RecoveryMetrics(served_model_name(settings), collectors))
 
 
 def _edge(settings: RouterSettings, relay: ClusterRelay, tokenizer: Tokenizer, collectors: CollectorRegistry) -> Edge:
@@ -144,7 +143,7 @@ def _edge(settings: RouterSettings, relay: ClusterRelay, tokenizer: Tokenizer, c
 
 
 async def _wait_for_nodes(settings: RouterSettings, registry: Registry, stop: asyncio.Event) -> None:
-    """Bounded: a router without nodes still answers, with what is missing."""
+    """Waits for at most `start_timeout` seconds: a router without nodes still answers, and says what is missing."""
     settled = asyncio.create_task(registry.wait_settled(settings.start_timeout))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({settled, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,12 +162,12 @@ async def _serve_grpc(settings: RouterSettings, edge: Edge) -> AsyncIterator[_Gr
     try:
         yield _GrpcServer(port, servicer)
     finally:
-        await server.stop(_LAST_WORDS_SECONDS)
+        await server.stop(_SHUTDOWN_GRACE_SECONDS)
 
 
 @asynccontextmanager
 async def _reporting(servicer: health.aio.HealthServicer, registry: Registry) -> AsyncIterator[None]:
-    """The service's health says whether a decode node can serve, and NOT_SERVING from the end of the context on."""
+    """Reports by the service's gRPC health whether a decode node can serve; NOT_SERVING once the context has ended."""
 
     async def report() -> None:
         registry.changed.clear()
@@ -189,7 +188,7 @@ async def _reporting(servicer: health.aio.HealthServicer, registry: Registry) ->
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn as a library: signals are the process's, and `started_event` tells when it listens."""
+    """uvicorn as a library: it leaves signals to our process, and sets `started_event` when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -206,7 +205,7 @@ class _HttpServer(uvicorn.Server):
 
 @asynccontextmanager
 async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event) -> AsyncIterator[int]:
-    """The port. `stop` is set when the server ends, whatever the reason."""
+    """Serves HTTP while the context is open, and yields the port. Sets `stop` when the server ends for any reason."""
     listener = listen(settings.host, settings.port)
     port: int = listener.getsockname()[1]
     server = _HttpServer(_http_config(create_app(edge, version=__version__, max_body_bytes=settings.max_body_bytes)))
@@ -231,18 +230,18 @@ def _http_config(app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=round(_LAST_WORDS_SECONDS),
+        timeout_graceful_shutdown=round(_SHUTDOWN_GRACE_SECONDS),
     )
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """For the HTTP server. Raises ConfigurationError when the port is taken."""
+    """Returns a listening socket for the HTTP server. Raises ConfigurationError when the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}; try --port 0") from error
-    # Accepted connections inherit it. asyncio sets it only on sockets it made itself, and without it an event waits for
-    # the client to acknowledge the one before: up to 40 ms each.
+    # Accepted connections inherit the option; asyncio sets it only on sockets that it made itself. Without it each
+    # event waits until the client has acknowledged the one before, up to 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

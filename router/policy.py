@@ -1,6 +1,6 @@
 """Which nodes serve a request: pure functions from frozen facts to a placement.
 
-Nothing in here reads a clock, a socket or a random number, so that a decision can be repeated from its facts.
+Nothing in here reads a clock, a socket or a random number, so a decision can be repeated from its facts.
 Invariant: the nodes of a placement are among the candidates.
 """
 
@@ -14,26 +14,24 @@ MAX_SOURCES = 4
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """`number` counts this router's requests. `num_outputs` is the request's n."""
+    """What a policy knows of a request. `number` counts the placements of this router; `num_outputs` is the
+    request's n."""
 
     number: int
     num_prompt_tokens: int
     num_outputs: int
     block_size: int
 
-    @property
-    def num_prompt_blocks(self) -> int:
-        return -(-self.num_prompt_tokens // self.block_size)
-
     def uncached_tokens(self, num_held_blocks: int) -> int:
-        """Prompt tokens to compute where this many leading blocks are held: at least one, for its logits."""
+        """Returns how many prompt tokens a node that holds so many leading blocks has to compute: at least one, for the
+        logits."""
         return max(1, self.num_prompt_tokens - num_held_blocks * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCandidate:
-    """`num_held_blocks`: leading blocks of this prompt it holds, as far as is known. `num_queued_tokens`: not computed
-    yet."""
+    """A prefill node that may be chosen. `num_held_blocks`: leading blocks of this prompt that it holds, as far as is
+    known. `num_queued_tokens`: prompt tokens of other requests that it has not computed yet."""
 
     node_id: str
     num_held_blocks: int
@@ -42,8 +40,9 @@ class PrefillCandidate:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCandidate:
-    """As PrefillCandidate; `num_sequences` run or wait there, `num_decoding` of them have their first token;
-    `num_free_blocks` are free or evictable."""
+    """A decode node that may be chosen, described as a `PrefillCandidate` is. In addition, `num_sequences` sequences
+    run or wait there, of which `num_decoding` have their first token; `num_free_blocks` blocks are free or
+    evictable."""
 
     node_id: str
     num_held_blocks: int
@@ -55,7 +54,7 @@ class DecodeCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Live nodes, in a stable order; `decode` is not empty."""
+    """The live nodes, in an order that does not change between requests; `decode` is not empty."""
 
     prefill: tuple[PrefillCandidate, ...]
     decode: tuple[DecodeCandidate, ...]
@@ -67,7 +66,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class SourceHint:
-    """This node holds the prompt's first `num_blocks` blocks."""
+    """A node that holds the prompt's first `num_blocks` blocks."""
 
     node_id: str
     num_blocks: int
@@ -77,26 +76,26 @@ class PlacementReason(Enum):
     DISAGGREGATED = "disaggregated"
     NO_PREFILL_NODE = "no_prefill_node"
     SHORT_SUFFIX = "short_suffix"  # cheaper to compute where it is decoded than to move it
-    PREFILL_BUSY = "prefill_busy"  # the queue there is longer than the delay that computing it here would cause
+    PREFILL_BUSY = "prefill_busy"  # its queue takes longer than the delay that computing at the decode node causes
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`prefill` None: the decode node computes the prompt. `sources`: nodes that hold more of the prompt than
-    `prefill`, best first, for it to fetch from; `decode_sources` are those with more than `decode`, beside `prefill`.
-    `decode_holds_all`: nothing needs to move."""
+    """The node ids that a policy chose. With `prefill` None the decode node computes the prompt.
+
+    `sources`: nodes that hold more of the prompt than `prefill` does, best first; it may fetch from them.
+    `decode_sources`: nodes other than `prefill` that hold more of the prompt than `decode` does, best first."""
 
     prefill: str | None
     decode: str
     reason: PlacementReason
     sources: tuple[SourceHint, ...] = ()
     decode_sources: tuple[SourceHint, ...] = ()
-    decode_holds_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Refill:
-    """A second prefill node for blocks that did not arrive from the first, and nodes for it to fetch from."""
+class RefillPlacement:
+    """A second prefill node for blocks that did not arrive from the first, and the nodes it may fetch from."""
 
     prefill: str
     sources: tuple[SourceHint, ...]
@@ -107,17 +106,18 @@ _NodeT = TypeVar("_NodeT", PrefillCandidate, DecodeCandidate)
 
 class Policy(Protocol):
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
-        """Same arguments, same placement. Cheap: called once per request on the router's loop."""
+        """Returns the nodes for a request; the same ones for the same arguments. Must be cheap: it is called once per
+        placement, on the router's loop."""
         ...
 
-    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
-        """A prefill node among the candidates, for blocks of so many tokens that a decode node was to fetch and nobody
-        has; None when it shall compute them by itself."""
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
+        """Returns a prefill node for blocks that a decode node should have fetched and that no node has, of
+        `num_missing_tokens` tokens in all; None if the decode node shall compute them by itself."""
         ...
 
 
 class RoundRobin:
-    """Every node in turn."""
+    """The policy that gives requests to all nodes in turn."""
 
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = candidates.decode[facts.number % len(candidates.decode)]
@@ -126,15 +126,15 @@ class RoundRobin:
         prefill = candidates.prefill[facts.number % len(candidates.prefill)]
         return _disaggregated(facts, prefill, decode, candidates)
 
-    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
         if not candidates.prefill:
             return None
         return _refill(facts, candidates.prefill[facts.number % len(candidates.prefill)], candidates)
 
 
 class LeastLoaded:
-    """The prefill node with the fewest queued tokens, the decode node with the fewest sequences; blind to what they
-    hold."""
+    """The policy that takes the prefill node with the fewest queued tokens and the decode node with the fewest
+    sequences, whatever blocks they hold."""
 
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = min(candidates.decode, key=lambda node: (node.num_sequences, -node.num_free_blocks))
@@ -143,7 +143,7 @@ class LeastLoaded:
         prefill = min(candidates.prefill, key=lambda node: node.num_queued_tokens)
         return _disaggregated(facts, prefill, decode, candidates)
 
-    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
         if not candidates.prefill:
             return None
         return _refill(facts, min(candidates.prefill, key=lambda node: node.num_queued_tokens), candidates)
@@ -151,33 +151,38 @@ class LeastLoaded:
 
 @dataclass(frozen=True, slots=True)
 class CostWeights:
-    """Everything in units of computing one prompt token."""
+    """What things cost, in units of computing one prompt token."""
 
     moved_token: float = 0.1  # fetch one token's KV from another node
     sequence: float = 16.0  # one more output in a decode node's running batch
-    missing_token: float = 8.0  # one token for which a decode node has no free slot now: the request waits or preempts
+    missing_token: float = 8.0  # one token without a free slot at the decode node: the request waits or preempts
 
 
 class PrefixAware:
-    """The cheapest nodes, by what they hold and how busy they are.
+    """The policy that takes the cheapest nodes, by what they hold and how busy they are.
 
-    Costs are counted in computed prompt tokens. With h leading tokens held by a node and H the most held by any node:
+    Costs are in units of computing one prompt token. With h leading tokens held by a node and H the most that any
+    holds:
 
         prefill node = (prompt - max(h, H)) + moved_token * max(0, H - h) + queued tokens
         decode node  = moved_token * (prompt - h) + queued tokens + sequence * (its sequences + n)
                        + missing_token * max(0, prompt - h + n * block_size - free tokens)
 
-    The two legs are independent, so each takes its own minimum; ties go to the node that holds more, then in turn.
+    The two choices are independent, so each takes its own minimum. Among equally cheap nodes the one that holds more
+    wins, and equal ones take turns.
 
-    The decode node prefills by itself (conditional disaggregation) when no prefill node lives; what others hold of the
-    prompt it fetches, and the rest costs every node the same. Also when it misses at most `local_prefill_max_tokens`:
-    moving would cost a round trip and save one small chunk. And when the prefill node's queue is longer than the delay
-    that a prefill beside decodes inflicts, which is its own length for each sequence that decodes there:
+    The decode node prefills by itself (conditional disaggregation) in three cases:
+
+    - No prefill node is live. The decode node fetches what others hold of the prompt and computes the rest.
+    - It misses at most `local_prefill_max_tokens` tokens: moving them would cost a round trip and save one small chunk.
+    - The prefill node's queue takes longer than the delay that a prefill causes beside decodes, which is the prefill's
+      own length once for each sequence that decodes there:
 
         (tokens it misses) * (1 + sequences that decode there) + its queued tokens  <  cost of the prefill node
 
-    so an idle decode node helps with a burst, and a busy one is left alone. `local_prefill_max_tokens` 0 switches the
-    last two off. (Cf. DistServe, OSDI 2024, on interference; Mooncake, FAST 2025, on cache-aware prefill scheduling.)
+    So an idle decode node helps with a burst, and a busy one is left alone. `local_prefill_max_tokens` 0 switches the
+    last two cases off. (Cf. DistServe, OSDI 2024, on interference; Mooncake, FAST 2025, on cache-aware prefill
+    scheduling.)
     """
 
     def __init__(self, local_prefill_max_tokens: int = 64, weights: CostWeights | None = None) -> None:
@@ -199,9 +204,9 @@ class PrefixAware:
         prefill = _cheapest(facts, candidates.prefill, costs)
         return _disaggregated(facts, prefill, decode, candidates)
 
-    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> Refill | None:
-        """The cheapest prefill node, unless so few tokens are missing that they would be computed by the decode node in
-        the first place."""
+    def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
+        """Returns the cheapest prefill node, unless so few tokens are missing that `choose` would have left them to the
+        decode node."""
         if not candidates.prefill or num_missing_tokens <= self._local_prefill_max_tokens:
             return None
         most_held = max(node.num_held_blocks for node in candidates.all)
@@ -225,7 +230,7 @@ class PrefixAware:
 
 
 def make_policy(name: str, *, local_prefill_max_tokens: int) -> Policy:
-    """The policy of the setting `policy`."""
+    """Returns the policy that the setting `policy` names."""
     policies: dict[str, Policy] = {
         "round_robin": RoundRobin(),
         "least_loaded": LeastLoaded(),
@@ -235,7 +240,7 @@ def make_policy(name: str, *, local_prefill_max_tokens: int) -> Policy:
 
 
 def _cheapest(facts: RequestFacts, nodes: Sequence[_NodeT], costs: Sequence[float]) -> _NodeT:
-    """Equal nodes take turns, so that an idle cluster is used evenly."""
+    """Returns the node with the lowest cost. Equal nodes take turns, so that an idle cluster is used evenly."""
     count = len(nodes)
     order = range(count)
     best = min(order, key=lambda i: (costs[i], -nodes[i].num_held_blocks, (i - facts.number) % count))
@@ -244,7 +249,7 @@ def _cheapest(facts: RequestFacts, nodes: Sequence[_NodeT], costs: Sequence[floa
 
 def _local(facts: RequestFacts, decode: DecodeCandidate, reason: PlacementReason, candidates: Candidates) -> Placement:
     sources = () if reason is PlacementReason.SHORT_SUFFIX else _sources(facts, decode, candidates)
-    return Placement(None, decode.node_id, reason, decode_sources=sources, decode_holds_all=_holds_all(facts, decode))
+    return Placement(None, decode.node_id, reason, decode_sources=sources)
 
 
 def _disaggregated(
@@ -256,22 +261,18 @@ def _disaggregated(
         PlacementReason.DISAGGREGATED,
         sources=_sources(facts, prefill, candidates),
         decode_sources=_decode_sources(decode, prefill, candidates),
-        decode_holds_all=_holds_all(facts, decode),
     )
 
 
-def _refill(facts: RequestFacts, prefill: PrefillCandidate, candidates: Candidates) -> Refill:
-    return Refill(prefill.node_id, _sources(facts, prefill, candidates))
-
-
-def _holds_all(facts: RequestFacts, decode: DecodeCandidate) -> bool:
-    return decode.num_held_blocks >= facts.num_prompt_blocks
+def _refill(facts: RequestFacts, prefill: PrefillCandidate, candidates: Candidates) -> RefillPlacement:
+    return RefillPlacement(prefill.node_id, _sources(facts, prefill, candidates))
 
 
 def _sources(
     facts: RequestFacts, computing: PrefillCandidate | DecodeCandidate, candidates: Candidates
 ) -> tuple[SourceHint, ...]:
-    """Only full blocks are fetched for a prefill: the rest is computed to get the logits."""
+    """Returns the best nodes for `computing` to fetch from before it prefills. Only full blocks count: the tail is
+    computed in any case, for the logits."""
     num_full_blocks = facts.num_prompt_tokens // facts.block_size
     return _most_held(
         SourceHint(node.node_id, min(node.num_held_blocks, num_full_blocks))
@@ -283,7 +284,8 @@ def _sources(
 def _decode_sources(
     decode: DecodeCandidate, prefill: PrefillCandidate, candidates: Candidates
 ) -> tuple[SourceHint, ...]:
-    """The prefill node announces by itself what it has."""
+    """Returns the best nodes for `decode` to fetch from, without the prefill node, which announces by itself what it
+    has."""
     return _most_held(
         SourceHint(node.node_id, node.num_held_blocks)
         for node in candidates.all

@@ -1,7 +1,7 @@
-"""A request inside the router, after validation: nothing in here can be wrong any more.
+"""A request inside the router, after validation: nothing in here can be invalid any more.
 
-The edge (HTTP gateway, gRPC service) makes a `RoutedRequest` and reads `RequestEvent`s; the supervisor turns one into
-the other.
+The edge (HTTP gateway, gRPC service) makes a `RoutedRequest`; the request's supervisor serves it and answers with
+`RequestEvent`s.
 """
 
 from collections.abc import AsyncGenerator
@@ -15,54 +15,54 @@ from kvrelay.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """`sampling.seed` is drawn, `max_tokens` fits the model. `timeout` in seconds is what is left of the client's
-    patience.
-    """
+    """A valid request: its seed is drawn, and `max_tokens` fits the model's length. `timeout`: seconds that the request
+    may take from now on."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    timeout: float
     priority: int = 0
     cache_salt: bytes = b""
-    timeout: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRequest:
-    """What one placement asks of its nodes: all outputs of a request, or, after a node was lost (`is_replay`), one of
-    them from where it stopped.
+    """What one placement asks of its nodes: all outputs of a request or, after a node was lost (`is_replay`), those
+    that are placed again.
 
-    `token_ids`: the prompt and `num_prior_output_tokens` tokens the client has already; with any of these
-    `sampling.n` is 1. The outputs asked for are those from index `first_choice_index` on. `kv_namespace`: of the model
-    that the request began with.
+    `token_ids` is the prompt, followed by the `num_prior_output_tokens` tokens that the client already has; if there
+    are any, `sampling.n` is 1. The outputs have the indices from `first_choice_index` on. `kv_namespace` is that of the
+    model with which the request began.
     """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     kv_namespace: KVNamespace
-    priority: int = 0
-    cache_salt: bytes = b""
-    num_prior_output_tokens: int = 0
-    first_choice_index: int = 0
-    is_replay: bool = False
+    priority: int
+    cache_salt: bytes
+    num_prior_output_tokens: int
+    first_choice_index: int
+    is_replay: bool
 
     @property
     def choices(self) -> range:
-        """Indices of the outputs."""
+        """The indices of the outputs asked for."""
         return range(self.first_choice_index, self.first_choice_index + self.sampling.n)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """For prompt tokens 1.., in order; comes before the first token when asked for."""
+    """Log-probabilities of the prompt tokens from the second on, in order. If requested, they come before the first
+    output token."""
 
     logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KVOrigins:
-    """Blocks that no node had to compute where they were needed, by where they came from; and tokens that were computed
-    more than once: by a second prefill node, by the decode node, after a node was lost."""
+    """Where the KV of a request came from: blocks that were fetched, by source, and tokens that were computed more than
+    once: by a second prefill node (refilled), by the decode node (recomputed), or after a node was lost (replayed)."""
 
     num_prefill_node_blocks: int = 0
     num_holder_blocks: int = 0
@@ -75,10 +75,11 @@ class KVOrigins:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """How the request was served; always the last event. Times in seconds.
+    """How a request was served; always its last event. Times are in seconds, from when the router began it unless
+    stated otherwise.
 
-    `prefill_node` gave the first token, `decode_node` the last one; `num_migrations` counts the placements beyond the
-    first, because a node was lost.
+    `prefill_node` sampled the first token, `decode_node` the last one. `num_migrations` counts the placements beyond
+    the first, each made because a node was lost.
     """
 
     prefill_node: str | None
@@ -100,7 +101,7 @@ RequestEvent = TokenOutput | PromptLogprobs | RequestTrace
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the live nodes agree on. Raised limits would need other nodes."""
+    """What every live node can serve: the smallest `max_model_len` of all, and what they all have in common."""
 
     max_model_len: int
     vocab_size: int
@@ -108,28 +109,29 @@ class ServedModel:
 
 
 class Relay(Protocol):
-    """The router's inside, as its edge sees it."""
+    """What the edge uses of the router: it serves requests on nodes that the edge does not know."""
 
     def served_model(self) -> ServedModel:
-        """Raises UnavailableError while no node that can decode is known."""
+        """Returns what the live nodes serve. Raises UnavailableError while no decode node is live."""
         ...
 
     def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
-        """Raises OverloadedError when not all of `num_wanted` requests may run beside those that do, waiting ones
-        included, and `num_admitting` more; InvalidRequestError when so many never may."""
+        """Raises OverloadedError if `num_wanted` more requests would exceed the limit, together with those that run or
+        wait and with `num_admitting` others; InvalidRequestError if `num_wanted` alone exceeds it."""
         ...
 
     def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
-        """Serve one request: PromptLogprobs (if asked), TokenOutputs of every choice until each has a finish reason,
-        RequestTrace.
+        """Serves one request. Yields PromptLogprobs (if requested), then TokenOutputs of every choice until each has a
+        finish reason, then the RequestTrace.
 
-        Raises a KVRelayError instead when it cannot. Closing the generator early aborts the request on every node;
-        whoever stops iterating must close it (`contextlib.aclosing`)."""
+        Raises a KVRelayError if the request fails. Closing the generator early aborts the request on every node; a
+        caller that stops iterating must close it (`contextlib.aclosing`)."""
         ...
 
     def finish(self, request_id: str, index: int) -> None:
-        """The client has all it wants of this output (a stop string): it counts as finished, and when all are, the
-        nodes are told to stop and the trace follows. What was under way may still come; unknown ids are ignored."""
+        """Marks an output as finished because the client needs no more of it (a stop string matched). When all outputs
+        are finished, the nodes are told to stop and the trace follows. Tokens that were already under way may still
+        come. Unknown ids are ignored."""
         ...
 
     def abort(self, request_id: str) -> None:

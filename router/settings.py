@@ -10,7 +10,7 @@ from kvrelay.core.logs import LogLevel
 
 
 class RouterOptions(ProcessSettings):
-    """What the router has wherever its nodes are; `kvrelay serve` takes it too."""
+    """Settings of a router that do not depend on where its nodes are; `kvrelay serve` takes them, too."""
 
     served_model_name: str | None = Field(
         default=None, description="What clients call the model; unset: MODEL as given."

@@ -8,6 +8,7 @@ of it; a success closes it. Invariant: whoever was admitted reports `succeeded`,
 import logging
 import random
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
 
 _logger = logging.getLogger(__name__)
@@ -29,11 +30,8 @@ class CircuitBreaker:
         self._name = name
         self._clock = clock
         self._threshold = threshold
-        self._first_wait = first_wait
-        self._longest_wait = longest_wait
-        self._random = rng or random.Random()  # noqa: S311  (only spreads those who try again)
+        self._backoff = Backoff(first=first_wait, longest=longest_wait, random=rng)
         self._failures = 0
-        self._wait = first_wait
         self._retry_at: float | None = None  # None: closed
         self._trying = False
 
@@ -52,7 +50,7 @@ class CircuitBreaker:
         self._retry_at = None
         self._trying = False
         self._failures = 0
-        self._wait = self._first_wait
+        self._backoff.reset()
 
     def failed(self) -> None:
         self._failures += 1
@@ -60,11 +58,10 @@ class CircuitBreaker:
             return  # was admitted before it opened
         if self._retry_at is None and self._failures < self._threshold:
             return
-        wait = self._wait * self._random.uniform(0.5, 1.0)
+        wait = self._backoff.next()
         _logger.warning("%s failed %d times in a row; left alone for %.1f s", self._name, self._failures, wait)
         self._retry_at = self._clock.now() + wait
         self._trying = False
-        self._wait = min(2 * self._wait, self._longest_wait)
 
     def abandoned(self) -> None:
         """The attempt ended without saying anything about the server (it was cancelled)."""

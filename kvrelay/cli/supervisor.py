@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.tasks import end_tasks
 
@@ -172,18 +173,21 @@ class Supervisor:
     ) -> NoReturn:
         clock = asyncio.get_running_loop().time
         command = again(child.command, child.ready.result())
-        num_restarts, wait = 0, _FIRST_WAIT_SECONDS
+        num_restarts = 0
+        backoff = Backoff(first=_FIRST_WAIT_SECONDS, longest=_LONGEST_WAIT_SECONDS, jitter=0.0)
         serves_since = clock()
         while True:
             await asyncio.wait({child.ended})
             on_end(command)
             if clock() - serves_since >= _SETTLED_SECONDS:
-                num_restarts, wait = 0, _FIRST_WAIT_SECONDS
+                num_restarts = 0
+                backoff.reset()
             if num_restarts == MAX_RESTARTS:
                 raise ChildFailedError(_obituary(child, f"again, after {MAX_RESTARTS} restarts"))
+            wait = backoff.next()
             on_event(_obituary(child, f"and is started again in {wait:g} s"))
             await asyncio.sleep(wait)
-            num_restarts, wait = num_restarts + 1, min(2 * wait, _LONGEST_WAIT_SECONDS)
+            num_restarts += 1
             child = await self._replace(child, command)
             waits: set[asyncio.Future[Any]] = {child.ready, child.ended}
             await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -1,1 +1,1 @@
-"""Words that every process shares. Nothing here imports torch."""
+"""What every process shares: values, errors, settings, gRPC, logging. Nothing here imports torch."""

@@ -1,8 +1,8 @@
 """Names of KV blocks: a SHA-256 chain over token ids, rooted in everything that makes KV comparable.
 
-Two blocks with the same name hold the same KV (up to rounding), whoever computed them; the byte-exact specification
-and its test vectors are `proto/block_hash.md` and `proto/block_hash_vectors.json`. Invariant: a name is a pure
-function of the namespace and of the tokens up to the block's end.
+Two blocks with the same name hold the same KV (up to rounding), whichever node computed them. `proto/block_hash.md`
+specifies the bytes, and `proto/block_hash_vectors.json` has test vectors. Invariant: a name is a pure function of the
+namespace and of the tokens up to the block's end.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import NewType
 import numpy as np
 
 BlockHash = NewType("BlockHash", bytes)
-"""32 bytes: the content name of a block."""
+"""The content name of a block, 32 bytes."""
 
 SCHEME_VERSION = 1
 HASH_BYTES = 32
@@ -22,7 +22,7 @@ HASH_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class KVNamespace:
-    """What two nodes must share before the same tokens mean the same KV.
+    """What two nodes must have in common for the same tokens to have the same KV.
 
     `model_fingerprint`: digest of configuration, weights and compute dtype. `kv_dtype`: name of the pool's element
     type. `layout_id`: name of the block layout, heads and layers included. `block_size`: tokens per block.
@@ -34,7 +34,7 @@ class KVNamespace:
     block_size: int
 
     def root(self, *, cache_salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:
-        """The parent of every first block: SHA-256 over length-prefixed fields."""
+        """Returns the parent of every first block: SHA-256 over length-prefixed fields."""
         fields = (
             struct.pack("<I", SCHEME_VERSION),
             self.model_fingerprint,
@@ -49,14 +49,16 @@ class KVNamespace:
 
 
 def next_block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Name of the block that holds `token_ids` after `parent`; a partial block is named over the tokens it has."""
+    """Returns the name of the block that holds `token_ids` and follows `parent`. A partial block is named over the
+    tokens it has."""
     return BlockHash(hashlib.sha256(parent + np.asarray(token_ids, dtype="<u4").tobytes()).digest())
 
 
 def block_hashes(
     root: BlockHash, token_ids: Sequence[int], block_size: int, *, include_partial: bool = False
 ) -> list[BlockHash]:
-    """Names of the full blocks of `token_ids`, and of the partial tail when asked for and there is one."""
+    """Returns the names of the full blocks of `token_ids` and, with `include_partial`, of the partial tail if there is
+    one."""
     data = np.asarray(token_ids, dtype="<u4").tobytes()
     block_bytes = 4 * block_size
     end = len(data) if include_partial else len(data) - len(data) % block_bytes

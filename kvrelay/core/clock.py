@@ -1,4 +1,9 @@
-"""Time, as something that can be replaced: monotonic seconds from a Clock, never from the time module directly."""
+"""Time as something that a test can replace with virtual time.
+
+What may run under virtual time (deadlines, leases, retries, reported latencies) takes the time from a Clock or from its
+event loop. The time module is read directly only where virtual time never reaches: durations that are only logged, and
+short waits for hardware or for messages to another thread.
+"""
 
 import time
 from typing import Protocol
@@ -6,7 +11,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Monotonic seconds; only differences mean anything, and only inside one process."""
+        """Returns monotonic seconds. Only differences have a meaning, and only within one process."""
         ...
 
 

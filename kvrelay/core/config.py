@@ -1,7 +1,7 @@
-"""Settings of a process: one frozen, typed tree, loaded once at its edge from flags, environment, file and defaults.
+"""Settings of a process: one frozen, typed object, loaded once at the start from flags, environment, file and defaults.
 
 A process subclasses `ProcessSettings` and calls `load_settings`. This module (through pydantic-settings) is the only
-reader of `os.environ`. Invariant: a setting that nobody knows is never passed over silently.
+reader of `os.environ`. Invariant: an unknown setting is never ignored silently.
 """
 
 import difflib
@@ -37,12 +37,12 @@ _Settings = TypeVar("_Settings", bound="ProcessSettings")
 
 
 class ProcessSettings(BaseSettings):
-    """Base of every process's settings; the docstring of a subclass opens its `--help`.
+    """Base of every process's settings. The docstring of a subclass opens its `--help`.
 
     Every field has a description and a default. An argument that must be given is `CliPositionalArg[str]` with the
-    default "", so that it may also come from the environment or the file; `load_settings` sees to it that it came from
-    somewhere. Lists are written `--name a,b`, `--name a --name b`, `KVRELAY_NAME=a,b`, or as a YAML list. What must not
-    be shown (passwords) is a `SecretStr`.
+    default "", so that it may also come from the environment or the file; `load_settings` makes sure that it was given.
+    Lists are written `--name a,b`, `--name a --name b`, `KVRELAY_NAME=a,b`, or as a YAML list. What must not be shown
+    (passwords) is a `SecretStr`.
     """
 
     model_config = SettingsConfigDict(
@@ -67,7 +67,7 @@ class ProcessSettings(BaseSettings):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        # For --help: the docstring as it is printed, and a class's own settings before those that it inherits.
+        # For --help: strips the docstring's indentation, and puts a class's own settings before those that it inherits.
         cls.__doc__ = inspect.cleandoc(cls.__doc__ or "")
         fields = cls.__pydantic_fields__
         order = dict.fromkeys(("config", *cls.__annotations__, *fields))
@@ -82,7 +82,7 @@ class ProcessSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags are put before these by pydantic-settings itself."""
+        """Returns the sources of settings, highest priority first. pydantic-settings itself puts flags before them."""
         return init_settings, env_settings, _ConfigFileSource(settings_cls)
 
     @model_validator(mode="before")
@@ -100,7 +100,8 @@ class ProcessSettings(BaseSettings):
 
 
 class _ConfigFileSource(InitSettingsSource):
-    """The file named by `config`, which a source of higher priority (flag or environment) has given by now."""
+    """Settings from the file that `config` names. A source of higher priority (flag or environment) has set `config` by
+    the time this one is read."""
 
     def __init__(self, settings_cls: type[BaseSettings]) -> None:
         super().__init__(settings_cls, init_kwargs={})
@@ -120,7 +121,7 @@ _PLACEHOLDERS = {
 
 
 class _HelpFormatter(RawDescriptionHelpFormatter):
-    """`--help` without defaults that say nothing, and without Python's types for lists, files and secrets."""
+    """Formats `--help` without defaults that say nothing, and without Python's types for lists, files and secrets."""
 
     def _get_help_string(self, action: Action) -> str:
         return re.sub(r" \(default: (None|\(\)|\**)\)$", "", action.help or "")
@@ -131,9 +132,9 @@ class _HelpFormatter(RawDescriptionHelpFormatter):
 
 
 def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _Settings:
-    """The settings of this process. `argv` is without the program's name, `prog` is how the user calls it.
+    """Returns the settings of this process. `argv` is without the program's name; `prog` is how the user calls it.
 
-    Ends the process with status 0 after `--help`, and with status 2 and a message that names the setting when one is
+    Ends the process with status 0 after `--help`, and with status 2 and a message that names the setting if one is
     wrong.
     """
     try:
@@ -149,7 +150,7 @@ def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _S
 
 
 def flag_of(name: str) -> str:
-    """`block_size` -> `--block-size`."""
+    """Returns the flag of a setting: `--block-size` for `block_size`."""
     return "--" + name.replace("_", "-")
 
 
@@ -172,8 +173,8 @@ def _read_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
 
 
 def _check_environment(environment: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> None:
-    """A near miss is an error. Anything else may belong to another kvrelay process of this shell or pod: it is only
-    mentioned."""
+    """Raises ConfigurationError for a variable whose name is almost that of a setting. Other unknown variables may
+    belong to another kvrelay process of this shell or pod; a note on standard error mentions them."""
     for variable in sorted(environment):
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX) or name in fields:
@@ -200,7 +201,8 @@ def _explain(details: ErrorDetails, fields: Mapping[str, FieldInfo]) -> str:
 
 
 def _explain_flag(message: str, fields: Mapping[str, FieldInfo]) -> str:
-    """pydantic-settings wraps what argparse said; an unknown flag gets the nearest one."""
+    """Returns argparse's message without what pydantic-settings adds, and for an unknown flag with the nearest known
+    one."""
     problem = message.removeprefix("error parsing CLI: ")
     marker = "unrecognized arguments: "
     if marker not in problem:
@@ -237,7 +239,7 @@ def _is_positional(field: FieldInfo) -> bool:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation itself."""
+    """Returns the members of a union, or the annotation itself if it is none."""
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

@@ -1,6 +1,6 @@
-"""How connectors are written in settings and between processes: `auto`, one name, or several in the order of trying.
+"""Names of connectors in settings and between processes: `auto`, one name, or several in the order of trying.
 
-Pure values; what a connector is belongs to `kv_connector`, which the router and the command line do without.
+Values only: the connectors themselves are in `kv_connector`, which the router and the command line do not import.
 """
 
 from typing import Annotated
@@ -11,12 +11,13 @@ from kvrelay.core.errors import ConfigurationError
 
 AUTO = "auto"
 CONNECTORS = ("shared_memory", "ucx", "redis")
-"""In the only order in which they compose: the pool must be in shared memory for others to map it, and what is left
-when no holder can be reached is the store."""
+"""The connectors, in the only order in which they can be combined: shared memory comes first because it has to provide
+the pool's memory, and the store comes last because it is for blocks whose holders cannot be reached."""
 
 
 def parse_connectors(value: str) -> tuple[str, ...]:
-    """The connectors of "shared_memory,redis", or ("auto",). Raises ConfigurationError that says what is wrong."""
+    """Returns the connectors of a list such as "shared_memory,redis", or ("auto",). Raises ConfigurationError if the
+    list cannot work."""
     names = tuple(name.strip() for name in value.split(","))
     if names == (AUTO,):
         return names
@@ -34,7 +35,7 @@ def parse_connectors(value: str) -> tuple[str, ...]:
 
 
 def can_exchange(one: str, other: str) -> bool:
-    """Whether nodes with these connectors (as they describe themselves) have a way to pass blocks to each other."""
+    """Returns whether nodes with these connectors, as the nodes describe them, can exchange blocks."""
     return not set(one.split(",")).isdisjoint(other.split(","))
 
 
@@ -46,4 +47,4 @@ def _checked(value: str) -> str:
 
 
 ConnectorSetting = Annotated[str, AfterValidator(_checked)]
-"""A setting's type: what `parse_connectors` takes."""
+"""The type of a setting whose value `parse_connectors` accepts."""

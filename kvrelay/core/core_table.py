@@ -1,8 +1,8 @@
 """The cores that the nodes of one machine lend each other: a table in shared memory with an entry per node.
 
 An entry is the number of cores that its node claims: its own share while its engine has work, 0 while it waits.
-Unclaimed cores are divided among the nodes that claim some. An entry is one word, written only by its node, or by the
-process that started the node once the node has ended: no locks, and no system calls after the start.
+Unclaimed cores are divided among the nodes that claim some. An entry is one word, written only by its node, and, once
+the node has ended, by the process that started it. So there are no locks, and no system calls after the start.
 Invariant: only speed depends on the table. A late or stale entry makes nodes share a core, or leaves one unused, until
 it is read again.
 """
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-_WORD: Final = "H"  # two bytes in native order, aligned: no processor tears them
+_WORD: Final = "H"  # two aligned bytes in native order, which every processor writes at once
 _STRIDE = 32  # words: entries lie in cache lines of their own
 
 
 def cores_of(entry: int, claims: Sequence[int], num_cores: int) -> int:
-    """Cores that the node of `entry` may use, given all claims: its own claim and its part of the unclaimed cores. All
-    nodes that claim some get `num_cores` in total, unless their claims already exceed that.
+    """Returns how many cores the node of `entry` may use, given all claims: its own claim and its part of the unclaimed
+    cores. All nodes that claim some get `num_cores` in total, unless their claims already exceed that.
     """
     claimed = claims[entry]
     spare = num_cores - sum(claims)
@@ -31,8 +31,8 @@ def cores_of(entry: int, claims: Sequence[int], num_cores: int) -> int:
 
 
 class CoreTable:
-    """`descriptor` refers to memory that `create` made, in this process or in the one that started it, and belongs to
-    the caller."""
+    """The table in memory that `create` made, in this process or in the one that started it. The caller owns
+    `descriptor`."""
 
     def __init__(self, descriptor: int) -> None:
         self._words = memoryview(mmap.mmap(descriptor, 0)).cast(_WORD)
@@ -40,25 +40,26 @@ class CoreTable:
 
     @staticmethod
     def create(num_cores: int, num_nodes: int) -> int:
-        """A descriptor of a new table without claims, for child processes to inherit. It lives as long as somebody has
-        it open or mapped. Raises AttributeError if the system has no such memory (only Linux does)."""
+        """Makes a table without claims and returns its descriptor, for child processes to inherit. The table lives as
+        long as a process has it open or mapped. Raises AttributeError if the system has no such memory (only Linux
+        does)."""
         descriptor = os.memfd_create("kvrelay-cores")
         os.ftruncate(descriptor, (1 + num_nodes) * _STRIDE * struct.calcsize(_WORD))
         CoreTable(descriptor)._words[0] = num_cores
         return descriptor
 
     def claim(self, entry: int, num_cores: int) -> None:
-        """While the node has work; 0 when it has none."""
+        """Claims cores for a node that has work, or 0 for a node that has none."""
         self._claims[entry] = num_cores
 
     def cores_of(self, entry: int) -> int:
-        """The function `cores_of`, applied to the current claims."""
+        """Applies the function `cores_of` to the current claims."""
         return cores_of(entry, self._claims.tolist(), self._words[0])
 
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """One node's `num_cores`, and its entry in the table. Without a table it has just these."""
+    """One node's own `num_cores` cores, and its entry in the table. Without a table, the node never gets more."""
 
     num_cores: int
     table: CoreTable | None = None
@@ -73,5 +74,5 @@ class CoreShare:
             self.table.claim(self.entry, 0)
 
     def available(self) -> int:
-        """Cores to use now, after `claim`; never fewer than the node's own."""
+        """Returns how many cores to use now, after `claim`; never fewer than the node's own."""
         return self.num_cores if self.table is None else max(self.num_cores, self.table.cores_of(self.entry))

@@ -1,14 +1,14 @@
 """The exception tree, and the one table that maps it to gRPC and HTTP.
 
-KVRelayError                      internal: our own fault
-├── InvalidRequestError           what the client sent cannot be served; names the field
+KVRelayError                      internal: a failure inside the cluster
+├── InvalidRequestError           the client's request cannot be served; names the field
 │   └── UnknownModelError
-├── ConfigurationError            what the operator set cannot work; names the setting and the remedy
-├── ModelLoadError                a checkpoint that cannot be run; names the tensor or the field
+├── ConfigurationError            a setting cannot work; names the setting and the remedy
+├── ModelLoadError                a checkpoint cannot be run; names the tensor or the field
 ├── KVError                       a block could not be moved or trusted
-├── CancelledByPeerError          the client or the router gave the request up
+├── CancelledByPeerError          the client or the router has cancelled the request
 ├── DeadlineError                 a phase took longer than it may
-├── OverloadedError               queues are full; try again later
+├── OverloadedError               queues are full; trying again later may help
 └── UnavailableError              no node can serve now
 """
 
@@ -18,13 +18,13 @@ import grpc
 
 
 class KVRelayError(Exception):
-    """Base of everything kvrelay raises on purpose. Its own meaning: a failure inside the cluster."""
+    """The base of all errors that kvrelay raises on purpose. Raised itself, it means a failure inside the cluster."""
 
 
 class InvalidRequestError(KVRelayError):
     """The client's request cannot be served as it is.
 
-    `field` is the name the client used for the offending field, or None when the request as a whole is wrong.
+    `field` is the client's name for the field that is wrong, or None if the request as a whole is wrong.
     """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -37,11 +37,11 @@ class UnknownModelError(InvalidRequestError):
 
 
 class ConfigurationError(KVRelayError):
-    """A setting that cannot work; the message names it and what to do."""
+    """A setting cannot work. The message names it and says what to do."""
 
 
 class ModelLoadError(KVRelayError):
-    """A checkpoint that cannot be run; the message names the tensor or the configuration field."""
+    """A checkpoint cannot be run. The message names the tensor or the configuration field."""
 
 
 class KVError(KVRelayError):
@@ -49,7 +49,7 @@ class KVError(KVRelayError):
 
 
 class CancelledByPeerError(KVRelayError):
-    """The other side gave the request up."""
+    """The other side has cancelled the request."""
 
 
 class DeadlineError(KVRelayError):
@@ -66,7 +66,7 @@ class UnavailableError(KVRelayError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorStatus:
-    """How an error looks from outside. `openai_type` is the `type` field of an OpenAI error body."""
+    """How an error is reported to others. `openai_type` is the `type` field of an OpenAI error body."""
 
     grpc_code: grpc.StatusCode
     http_status: int
@@ -87,7 +87,7 @@ _INTERNAL = _STATUS[KVRelayError]
 
 
 def status_of(error: BaseException) -> ErrorStatus:
-    """The status of the nearest ancestor in the table; anything that is not ours is internal."""
+    """Returns the status of the error's nearest ancestor in the table; an exception that is not ours is internal."""
     for cls in type(error).__mro__:
         if cls in _STATUS:
             return _STATUS[cls]
@@ -95,7 +95,7 @@ def status_of(error: BaseException) -> ErrorStatus:
 
 
 def error_from_grpc(code: grpc.StatusCode, message: str) -> KVRelayError:
-    """The error that a peer reported, as our own type again."""
+    """Returns the error that a peer has reported, as an exception of our own tree."""
     for cls, status in _STATUS.items():
         if status.grpc_code is code and cls is not UnknownModelError and issubclass(cls, KVRelayError):
             return cls(message)

@@ -1,7 +1,7 @@
 """The canonical KV block: `[num_kv_heads, num_layers, 2, block_size, head_dim]`, one contiguous run of bytes.
 
-A pool is `[num_blocks, *block]`. Heads are outermost, so a tensor-parallel rank that owns heads [a, b) owns one
-contiguous byte range of the block, and a block means the same to every tensor-parallel degree.
+A pool is `[num_blocks, *block]`. Heads are outermost, so that a tensor-parallel rank with the heads [a, b) has one
+contiguous range of the block's bytes, and a block is the same for every tensor-parallel degree.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of one block. `dtype` is a torch dtype name without the prefix. `scales_digest` names what an FP8 value is
-    multiplied with: bytes that were stored with other scales mean other KV. Empty unless the dtype is FP8.
+    """The shape of one block. `dtype` is the name of a torch dtype without the prefix. `scales_digest` identifies the
+    scales of FP8 values, because the same bytes under other scales are other KV; it is empty unless the dtype is FP8.
     """
 
     num_kv_heads: int
@@ -33,7 +33,8 @@ class KVLayout:
 
     @property
     def layout_id(self) -> str:
-        """Names the arrangement of bytes and what they mean; part of every block's name and of every header."""
+        """The name of the arrangement and meaning of a block's bytes, which is part of every block's name and
+        header."""
         arrangement = f"hl2td/{self.num_kv_heads}x{self.num_layers}x2x{self.block_size}x{self.head_dim}/{self.dtype}"
         return f"{arrangement}/{self.scales_digest}" if self.scales_digest else arrangement
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVSource:
-    """A holder of blocks: a node's connector, as that node described it. `epoch` changes with every start of the node;
-    `endpoint` is for connectors alone."""
+    """A holder of blocks: a node's connector, as that node describes it. `epoch` changes with every start of the node.
+    Only connectors read `endpoint`."""
 
     node_id: str
     epoch: int

@@ -1,6 +1,7 @@
-"""How every process of ours begins and ends: told to stop by a signal or by its supervisor, ready with one line.
+"""How every process begins and ends: it announces with one line that it is ready, and stops at a signal or when its
+supervisor is gone.
 
-Standard output carries that one JSON line, for whoever started the process; all else is logged to standard error.
+Standard output carries only that JSON line, for the process that started this one. Logs go to standard error.
 """
 
 import asyncio
@@ -13,8 +14,8 @@ from collections.abc import Callable
 
 
 class StopSignals:
-    """`stop` is set by SIGINT, SIGTERM, and for a supervised process by the end of its standard input; `hurry` by the
-    second of these."""
+    """Two events: `stop` is set by SIGINT, SIGTERM and, for a supervised process, the end of its standard input;
+    `hurry` is set by the second of these."""
 
     def __init__(self, *, supervised: bool) -> None:
         self.stop = asyncio.Event()
@@ -29,7 +30,7 @@ class StopSignals:
 
 
 def on_stdin_closed(action: Callable[[], object]) -> None:
-    """Calls `action` once standard input ends, which it does when the parent process is gone, however it went."""
+    """Calls `action` when standard input ends, which it does whenever the parent process has ended."""
     loop = asyncio.get_running_loop()
     descriptor = sys.stdin.fileno()
 
@@ -42,9 +43,9 @@ def on_stdin_closed(action: Callable[[], object]) -> None:
 
 
 def announce_ready(**fields: object) -> None:
-    """Prints `{"event": "ready", ...}`: from now on this process serves. What it has made so far stays to its end, and
-    leaves the garbage collector's sight: each full collection would look at all of it, a quarter of a million objects
-    in a node, while requests wait."""
+    """Prints `{"event": "ready", ...}`, because from now on this process serves. Also exempts all objects made so far
+    from garbage collection: they stay to the end, and in a node every full collection would look at a quarter of a
+    million of them while requests wait."""
     gc.collect()
     gc.freeze()
     sys.stdout.write(json.dumps({"event": "ready", **fields}) + "\n")

@@ -1,7 +1,8 @@
-"""Logging of a process: one line per record on standard error, in UTC, so that many processes' lines can be merged.
+"""Logging of a process: one line per record on standard error, in UTC, so that the lines of many processes can be
+merged.
 
-`2025-01-31T12:00:00.123Z INFO    decode-0 kvrelay.engine.scheduler: message`. Standard output stays free for what a
-program prints.
+A line is `2025-01-31T12:00:00.123Z INFO    decode-0 kvrelay.engine.scheduler: message`. Standard output stays free for
+what a program prints.
 """
 
 import logging
@@ -12,7 +13,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class _LineFormatter(logging.Formatter):
-    """A message is one line; only a traceback has more."""
+    """Formats a record as one line; only a traceback adds more."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -27,8 +28,8 @@ class _LineFormatter(logging.Formatter):
 
 
 def configure_logging(process: str, level: str) -> None:
-    """Called once by a process's main. `process` names it in every line; `level` is a `LogLevel`. Libraries that log
-    every call are held at warnings."""
+    """Sets up logging, called once by a process's `main`. `process` names the process in every line; `level` is a
+    `LogLevel`. Libraries that log every call only log warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(_LineFormatter(process))
     root = logging.getLogger()

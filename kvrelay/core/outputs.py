@@ -1,4 +1,4 @@
-"""What a sequence produces: tokens, their log-probabilities, and why it ended. Shared by engine, nodes and router."""
+"""What a sequence produces: tokens, their log-probabilities, and why it ended. Engine, nodes and router share it."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -13,8 +13,8 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, from the unmodified logits. `rank` 1 is the most likely token; `top` is best
-    first.
+    """Log-probabilities at one position, from the unmodified logits. The most likely token has `rank` 1; `top` has the
+    most likely tokens (id, log-probability), best first.
     """
 
     token_id: int
@@ -25,8 +25,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """New tokens of output `index` of a request, in order. `stop_token_id` is the token that ended it, if one did (it
-    is the last of `token_ids`)."""
+    """New tokens of output `index` of a request, in order. If a token ended the output, it is `stop_token_id`, and the
+    last of `token_ids`."""
 
     index: int
     token_ids: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""gRPC as every process uses it: one set of options, errors mapped in one interceptor, health and reflection.
+"""gRPC as every process uses it: one set of options, one interceptor that maps errors, health and reflection.
 
-Invariant: an error leaves a service as a status code, a message and rich details (google.rpc), and becomes the same
-class of our exception tree again on the other side. What is not ours leaves as INTERNAL, without our insides.
+Invariant: an error of our tree leaves a service as a status code, a message and rich details (google.rpc), and becomes
+the same class again on the other side. Any other exception leaves as INTERNAL, without its message.
 """
 
 import inspect
@@ -45,13 +45,13 @@ RETRY_DELAY_SECONDS = 1
 ERROR_DOMAIN = "kvrelay"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_CHARS = 512
-# A peer that takes nothing of its stream for so long is as good as gone; until then it keeps what serves it.
+# A peer that takes nothing from its stream for so long counts as gone; until then its stream keeps its resources.
 WRITE_SECONDS = 60.0
-WHOLE_SERVER = ""  # the health service's name for it: whether the process is of any use, ready or not
+WHOLE_SERVER = ""  # the health service's name for the server as a whole, which serves while the process works
 
 Options = list[tuple[str, int]]
 
-# ErrorInfo.reason on the wire: which class of the tree it was, where the status code alone does not say.
+# ErrorInfo.reason on the wire: it names the error's class, which the status code alone does not always determine.
 _REASONS: dict[str, type[KVRelayError]] = {
     "INTERNAL": KVRelayError,
     "INVALID_REQUEST": InvalidRequestError,
@@ -75,17 +75,17 @@ def _shared_options() -> Options:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # The window starts large enough for a burst of steps and grows with the measured bandwidth-delay product.
+        # The window is large enough for a burst of steps at first, and grows with the measured bandwidth-delay product.
         ("grpc.http2.lookahead_bytes", FLOW_WINDOW_BYTES),
         ("grpc.http2.bdp_probe", 1),
     ]
 
 
 def channel_options() -> Options:
-    """For `grpc.aio.insecure_channel(options=...)`. A node that restarts is found again within two seconds."""
+    """Returns the options for `grpc.aio.insecure_channel`. With them, a restarted node is found within two seconds."""
     return [
         *_shared_options(),
-        ("grpc.enable_http_proxy", 0),  # nodes talk to nodes, whatever the host's proxy settings say
+        ("grpc.enable_http_proxy", 0),  # nodes are reached directly, whatever the host's proxy settings say
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -93,7 +93,8 @@ def channel_options() -> Options:
 
 
 def server_options() -> Options:
-    """For `grpc.aio.server(options=...)`. Two servers on one port would split a cluster in silence: no port sharing."""
+    """Returns the options for `grpc.aio.server`. Ports are not shared: two servers on one port would split a cluster
+    unnoticed."""
     return [
         *_shared_options(),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
@@ -102,7 +103,8 @@ def server_options() -> Options:
 
 
 async def serve_insecure(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Binds (port 0 draws a free one), starts, returns the bound port. Raises ConfigurationError when it cannot."""
+    """Binds the server (port 0 draws a free one), starts it, and returns the bound port. Raises ConfigurationError if
+    the port cannot be bound."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         bound = server.add_insecure_port(address)
@@ -113,7 +115,7 @@ async def serve_insecure(server: grpc.aio.Server, host: str, port: int) -> int:
 
 
 def add_health_and_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> health.aio.HealthServicer:
-    """Adds the standard health and reflection services. The server as a whole ("") reports SERVING at once."""
+    """Adds the standard health and reflection services. The server as a whole ("") is SERVING from the start."""
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -128,9 +130,10 @@ async def set_serving(servicer: health.aio.HealthServicer, service_names: Iterab
 
 
 def rich_status(error: KVRelayError) -> Any:
-    """`error` as google.rpc.Status: ErrorInfo always, BadRequest for a named field, RetryInfo where that helps.
+    """Returns `error` as a google.rpc.Status, always with ErrorInfo, with BadRequest if a field is named, and with
+    RetryInfo if trying again may help.
 
-    The message is cut to what fits HTTP/2 trailers whatever its script.
+    The message is cut so that it fits HTTP/2 trailers in any script.
     """
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=_reason_of(error), domain=ERROR_DOMAIN)]
     message = str(error)[:MAX_MESSAGE_CHARS]
@@ -147,7 +150,8 @@ def rich_status(error: KVRelayError) -> Any:
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:
-    """What a peer reported, or the transport found, as our own type again; the offending field is restored."""
+    """Returns the error that a peer or the transport has reported, as an exception of our own tree, with the field that
+    it names."""
     message = error.details() or error.code().name
     reason, field = _details_of(error)
     cls = _REASONS.get(reason)
@@ -163,7 +167,8 @@ def _reason_of(error: KVRelayError) -> str:
 
 
 def _details_of(error: grpc.aio.AioRpcError) -> tuple[str, str | None]:
-    """The reason ("" when the peer is not ours) and the field. Details that cannot be read are as good as none."""
+    """Returns the reason ("" if the peer is not of kvrelay) and the field. Details that cannot be parsed are
+    ignored."""
     encoded = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
     if not isinstance(encoded, bytes):
         return "", None
@@ -194,8 +199,8 @@ _HANDLER_KINDS: tuple[tuple[str, Callable[..., "Handler"]], ...] = (
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """The one place where a servicer's exceptions become statuses.
 
-    Cancellation passes; a stream's generator is closed together with its call, or when the other side has taken nothing
-    for `write_timeout` seconds.
+    Cancellation passes through. The generator of a stream is closed together with its call, or after the other side has
+    taken nothing for `write_timeout` seconds.
     """
 
     def __init__(self, *, write_timeout: float = WRITE_SECONDS) -> None:
@@ -224,8 +229,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _written(behavior: Callable[[Any, Context], AsyncGenerator[Any, None]], timeout: float) -> Behavior:
-    """A generator as a coroutine that writes: a cancelled call closes the generator at once, in the same task, and so
-    does a write that takes longer than `timeout`."""
+    """Turns a generator into a coroutine that writes its responses. A cancelled call, or a write that takes longer than
+    `timeout` seconds, closes the generator at once and in the same task."""
 
     async def write_all(request: Any | AsyncIterator[Any], context: Context) -> None:
         with closing(WriteDeadline(timeout)) as deadline:
@@ -238,7 +243,7 @@ def _written(behavior: Callable[[Any, Context], AsyncGenerator[Any, None]], time
 
 
 def _parsed(behavior: Behavior, deserialize: Callable[[bytes], Any]) -> Behavior:
-    """Parses the request here: gRPC itself reports bytes that are no such message as a failure of the server."""
+    """Parses the request here, because gRPC itself would report an invalid message as a failure of the server."""
 
     async def call(request: bytes, context: Context) -> Any:
         try:
@@ -257,7 +262,7 @@ def _guarded(behavior: Behavior, method: str) -> Behavior:
         except KVRelayError as error:
             await context.abort_with_status(rpc_status.to_status(rich_status(error)))
         except grpc.aio.BaseError:
-            raise  # the servicer (or grpc) has ended the call itself
+            raise  # the servicer or gRPC has already ended the call
         except Exception:
             _logger.exception("%s failed", method)
             await context.abort_with_status(rpc_status.to_status(rich_status(KVRelayError("internal error"))))

@@ -2,7 +2,8 @@
 
 Nodes take turns. The first one writes the weights and, last of all, a note that describes them; the others find the
 note and map the weights. A node that dies during its turn leaves no note, and the next one starts over. The memory is
-freed when the last process that has it ends. Invariant: a note means complete weights, which nobody writes to any more.
+freed when the last process that has it ends. Invariant: if there is a note, the weights are complete and no process
+writes to them any more.
 """
 
 import fcntl
@@ -15,8 +16,8 @@ _LENGTH_BYTES: Final = 8
 
 
 class WeightStore:
-    """`descriptor` refers to memory that `create` made, in this process or in the one that started it, and belongs to
-    the caller. Weights begin at byte `WEIGHTS_OFFSET`."""
+    """The store in memory that `create` made, in this process or in the one that started it. The caller owns
+    `descriptor`. Weights begin at byte `WEIGHTS_OFFSET`."""
 
     WEIGHTS_OFFSET: Final = 2 << 20  # a large page
 
@@ -25,11 +26,12 @@ class WeightStore:
 
     @staticmethod
     def create() -> int:
-        """A descriptor of a new and empty store, for child processes to inherit. Raises AttributeError if the system
-        has no such memory (only Linux does), OSError if it refuses it or does not let it be opened again."""
+        """Makes an empty store and returns its descriptor, for child processes to inherit. Raises AttributeError if the
+        system has no such memory (only Linux does), OSError if it refuses the memory or does not let it be opened
+        again."""
         descriptor = os.memfd_create("kvrelay-weights")
         try:
-            os.close(_open_anew(descriptor))  # as every turn will
+            os.close(_open_anew(descriptor))  # as every turn does
         except OSError:
             os.close(descriptor)
             raise
@@ -37,7 +39,7 @@ class WeightStore:
 
     @contextmanager
     def turn(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """At most one process has a turn at a time. Waits for the turns of others, after calling `on_wait`."""
+        """Takes a turn while the context is open. If another process has one, calls `on_wait` and waits for its end."""
         own = _open_anew(self.descriptor)
         try:
             try:
@@ -50,23 +52,25 @@ class WeightStore:
             os.close(own)
 
     def note(self) -> bytes:
-        """The description of the weights in the store; empty if they are missing or incomplete. Within a turn."""
+        """Returns the description of the weights; empty if they are missing or incomplete. Must be called in a turn."""
         length = int.from_bytes(os.pread(self.descriptor, _LENGTH_BYTES, 0), "little")
         return os.pread(self.descriptor, length, _LENGTH_BYTES)
 
     def complete(self, note: bytes) -> None:
-        """At the end of the turn in which the weights were written. Raises ValueError if the note does not fit."""
+        """Stores the note, at the end of the turn in which the weights were written. Raises ValueError if it is too
+        long."""
         if not 0 < len(note) <= self.WEIGHTS_OFFSET - _LENGTH_BYTES:
             raise ValueError(f"a note of {len(note)} bytes does not fit before the weights")
         os.pwrite(self.descriptor, note, _LENGTH_BYTES)
         os.pwrite(self.descriptor, len(note).to_bytes(_LENGTH_BYTES, "little"), 0)
 
     def clear(self) -> None:
-        """Within a turn that found no note: frees what another node left unfinished."""
+        """Frees what another node has left unfinished. Must be called in a turn that found no note."""
         os.ftruncate(self.descriptor, 0)
         os.ftruncate(self.descriptor, self.WEIGHTS_OFFSET)
 
 
 def _open_anew(descriptor: int) -> int:
-    """Another descriptor of the same memory, with locks of its own: those on an inherited one are held together."""
+    """Opens the same memory again. A lock on the new descriptor is separate; one on an inherited descriptor would be
+    held by all processes that have it."""
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

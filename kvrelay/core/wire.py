@@ -1,7 +1,15 @@
-"""Our values to protobuf and back, for the messages that router and nodes both speak."""
+"""Our values to protobuf and back, for the messages that router and nodes exchange."""
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import (
+    ConnectorCounters,
+    FetchReport,
+    NodeDescription,
+    NodeLoad,
+    NodeRole,
+    NodeStats,
+)
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import common_pb2, node_pb2
@@ -14,6 +22,12 @@ _FINISH_TO_WIRE: dict[FinishReason | None, "common_pb2.FinishReason.ValueType"] 
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_ROLE_TO_WIRE: dict[NodeRole | None, "node_pb2.NodeRole.ValueType"] = {
+    None: node_pb2.NODE_ROLE_UNSPECIFIED,
+    NodeRole.PREFILL: node_pb2.NODE_ROLE_PREFILL,
+    NodeRole.DECODE: node_pb2.NODE_ROLE_DECODE,
+}
+_ROLE_FROM_WIRE = {wire: role for role, wire in _ROLE_TO_WIRE.items()}
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.ValueType":
@@ -21,7 +35,8 @@ def finish_reason_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReas
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Stop strings stay with the router: nodes see tokens only. The seed must have been drawn."""
+    """Converts the parameters that nodes need: not the stop strings, since nodes know only tokens. The seed must have
+    been drawn."""
     assert params.seed is not None
     return common_pb2.SamplingParams(
         n=params.n,
@@ -89,7 +104,8 @@ def output_to_wire(output: TokenOutput) -> common_pb2.TokenOutput:
 
 
 def fill_output(message: common_pb2.TokenOutput, output: TokenOutput) -> None:
-    """As `output_to_wire`, into a `message` that is new or has the tokens before; it may be part of another one."""
+    """Appends `output` to `message`, which is empty or has the tokens that came before. With a message that is part of
+    another one this saves a copy."""
     message.index = output.index
     message.token_ids.extend(output.token_ids)
     message.stop_token_id = -1 if output.stop_token_id is None else output.stop_token_id
@@ -105,7 +121,7 @@ def output_from_wire(message: common_pb2.TokenOutput) -> TokenOutput:
         index=message.index,
         token_ids=tuple(message.token_ids),
         logprobs=tuple(map(logprobs_from_wire, logprobs)) if logprobs else (),
-        # A reason of a newer protocol: over it is, and in no way that we know.
+        # A reason that only a newer protocol has still ends the output.
         finish_reason=_FINISH_FROM_WIRE.get(message.finish_reason, FinishReason.ERROR),
         stop_token_id=None if message.stop_token_id < 0 else message.stop_token_id,
     )
@@ -134,4 +150,110 @@ def namespace_from_wire(message: node_pb2.KVNamespace) -> KVNamespace:
         kv_dtype=message.kv_dtype,
         layout_id=message.layout_id,
         block_size=message.block_size,
+    )
+
+
+def description_to_wire(description: NodeDescription) -> node_pb2.DescribeResponse:
+    return node_pb2.DescribeResponse(
+        role=_ROLE_TO_WIRE[description.role],
+        source=source_to_wire(description.source),
+        kv_namespace=namespace_to_wire(description.kv_namespace),
+        connector=description.connector,
+        model=description.model,
+        max_model_len=description.max_model_len,
+        num_blocks=description.num_blocks,
+        block_bytes=description.block_bytes,
+        vocab_size=description.vocab_size,
+        max_num_seqs=description.max_num_seqs,
+        version=description.version,
+    )
+
+
+def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription:
+    return NodeDescription(
+        role=_ROLE_FROM_WIRE.get(message.role),
+        source=source_from_wire(message.source),
+        kv_namespace=namespace_from_wire(message.kv_namespace),
+        connector=message.connector,
+        model=message.model,
+        max_model_len=message.max_model_len,
+        num_blocks=message.num_blocks,
+        block_bytes=message.block_bytes,
+        vocab_size=message.vocab_size,
+        max_num_seqs=message.max_num_seqs,
+        version=message.version,
+    )
+
+
+def load_to_wire(load: NodeLoad) -> node_pb2.NodeLoad:
+    return node_pb2.NodeLoad(
+        num_requests_running=load.num_requests_running,
+        num_requests_decoding=load.num_requests_decoding,
+        num_requests_waiting=load.num_requests_waiting,
+        num_queued_tokens=load.num_queued_tokens,
+        num_free_blocks=load.num_free_blocks,
+        num_blocks=load.num_blocks,
+        num_preemptions=load.num_preemptions,
+        num_leases=load.num_leases,
+        num_steps=load.num_steps,
+        num_lent_steps=load.num_lent_steps,
+    )
+
+
+def load_from_wire(message: node_pb2.NodeLoad) -> NodeLoad:
+    return NodeLoad(
+        num_requests_running=message.num_requests_running,
+        num_requests_decoding=message.num_requests_decoding,
+        num_requests_waiting=message.num_requests_waiting,
+        num_queued_tokens=message.num_queued_tokens,
+        num_free_blocks=message.num_free_blocks,
+        num_blocks=message.num_blocks,
+        num_preemptions=message.num_preemptions,
+        num_leases=message.num_leases,
+        num_steps=message.num_steps,
+        num_lent_steps=message.num_lent_steps,
+    )
+
+
+def stats_to_wire(stats: NodeStats) -> node_pb2.NodeStats:
+    return node_pb2.NodeStats(
+        num_leases_released=stats.num_leases_released,
+        num_leases_expired=stats.num_leases_expired,
+        num_leases_ended_early=stats.num_leases_ended_early,
+        connectors=[
+            node_pb2.ConnectorStats(connector=entry.connector, counters=entry.counters, refused=entry.refused)
+            for entry in stats.connectors
+        ],
+    )
+
+
+def stats_from_wire(message: node_pb2.NodeStats) -> NodeStats:
+    return NodeStats(
+        num_leases_released=message.num_leases_released,
+        num_leases_expired=message.num_leases_expired,
+        num_leases_ended_early=message.num_leases_ended_early,
+        connectors=tuple(
+            ConnectorCounters(entry.connector, dict(entry.counters), dict(entry.refused))
+            for entry in message.connectors
+        ),
+    )
+
+
+def fetch_report_to_wire(report: FetchReport) -> common_pb2.FetchReport:
+    """Leaves out `num_tokens`, which the messages that contain a report have as a field of their own."""
+    return common_pb2.FetchReport(
+        fetched=[common_pb2.FetchedBlocks(node_id=node_id, num_blocks=count) for node_id, count in report.fetched],
+        num_missing=report.num_missing,
+        num_refused=report.num_refused,
+        num_failed=report.num_failed,
+    )
+
+
+def fetch_report_from_wire(message: common_pb2.FetchReport, *, num_tokens: int) -> FetchReport:
+    return FetchReport(
+        num_tokens,
+        tuple((entry.node_id, entry.num_blocks) for entry in message.fetched),
+        num_missing=message.num_missing,
+        num_refused=message.num_refused,
+        num_failed=message.num_failed,
     )

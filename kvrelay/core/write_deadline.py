@@ -1,6 +1,6 @@
-"""How long a stream waits for a peer that takes nothing, at the price of one timer and not of one for each write.
+"""A limit on how long each write to a stream may wait for the peer, with one timer per stream instead of one per write.
 
-Invariant: a write that takes longer than its time is cancelled when that is over, and only then.
+Invariant: a write is cancelled when its time is over, and not before.
 """
 
 import asyncio
@@ -10,9 +10,9 @@ from kvrelay.core.errors import CancelledByPeerError
 
 
 class WriteDeadline:
-    """Enter it around every write, in the task that made it; `close` it when the stream ends.
+    """The limit of one stream: the task that made it enters it around every write, and closes it when the stream ends.
 
-    A write that is not over after `seconds` is cancelled, and leaves as CancelledByPeerError.
+    A write that is not over after `seconds` is cancelled, and the context raises CancelledByPeerError.
     """
 
     __slots__ = ("_cancelling", "_due", "_expired", "_loop", "_seconds", "_task", "_timer")
@@ -23,8 +23,8 @@ class WriteDeadline:
         self._task = task
         self._loop = task.get_loop()
         self._seconds = seconds
-        self._due: float | None = None  # of the write under way, by the loop's time
-        self._timer: asyncio.TimerHandle | None = None  # outlives its write, for the next one
+        self._due: float | None = None  # when the current write has to be over, by the loop's time; None between writes
+        self._timer: asyncio.TimerHandle | None = None  # kept after its write, for the next one
         self._expired = False
         self._cancelling = 0
 
@@ -49,7 +49,7 @@ class WriteDeadline:
     def _look(self) -> None:
         self._timer = None
         if self._due is None:
-            return  # the next write sets the timer again
+            return  # no write is under way; the next one sets the timer again
         if self._loop.time() < self._due:
             self._timer = self._loop.call_at(self._due, self._look)
             return

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.node_report import NodeLoad
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 
@@ -89,21 +90,11 @@ class RequestFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Counts at the end of a step."""
+class EngineLoad(NodeLoad):
+    """Counts at the end of a step: those that a node reports to routers, and two more for the node itself."""
 
-    num_requests_running: int
-    num_requests_decoding: int  # of the running ones, those that have their first token
-    num_requests_waiting: int
-    num_queued_tokens: int
-    num_free_blocks: int
-    num_blocks: int
-    num_preemptions: int
-    num_leases: int
-    num_steps: int
     num_prefilled_tokens: int = 0  # computed in chunks of more than one token, since the start
     prefill_seconds: float = 0.0  # that these steps took
-    num_lent_steps: int = 0  # of num_steps, those that began with cores lent by other nodes
 
 
 @dataclass(frozen=True, slots=True)

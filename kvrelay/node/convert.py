@@ -1,53 +1,42 @@
-"""Requests from the wire to the engine's values, and what nodes report back, for both node kinds."""
+"""Converts a router's request to an engine's, and checks it, for both kinds of node."""
 
-from kv_connector.base import FetchOutcome
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.wire import sampling_from_wire
 from kvrelay.engine.request import EngineRequest, KVRole
-from kvrelay.node.ladder import FetchReport
-from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
+from kvrelay.v1 import decode_node_pb2, prefill_node_pb2
 
 
-def engine_request(
-    asked: decode_node_pb2.Admit | prefill_node_pb2.PrefillRequest, role: KVRole, *, vocab_size: int, has_store: bool
+def engine_request_from_wire(
+    message: decode_node_pb2.Admit | prefill_node_pb2.PrefillRequest, role: KVRole, *, vocab_size: int, has_store: bool
 ) -> EngineRequest:
-    """Routers validate; a node still does not let a request that could hurt others past its own edge. `has_store`: the
-    node's connector reaches a store that all nodes share. Raises InvalidRequestError naming the field."""
-    given = tuple(asked.prompt_token_ids)
-    if not asked.request_id:
+    """Converts a request and checks it once more, although routers validate, so that none can harm the node's other
+    requests. `has_store`: the node's connector reaches a store that all nodes share. Raises InvalidRequestError naming
+    the field."""
+    given = tuple(message.prompt_token_ids)
+    if not message.request_id:
         raise InvalidRequestError("request_id is empty", field="request_id")
     if given and max(given) >= vocab_size:
         raise InvalidRequestError(f"token id {max(given)} is outside the vocabulary of {vocab_size}", field="prompt")
-    sampling = sampling_from_wire(asked.sampling_params)
+    sampling = sampling_from_wire(message.sampling_params)
     sampling.validate(vocab_size=vocab_size)
-    num_prior = asked.num_prior_output_tokens
+    num_prior = message.num_prior_output_tokens
     if num_prior >= len(given) > 0:
         raise InvalidRequestError("there is no prompt before the prior output tokens", field="num_prior_output_tokens")
     if num_prior >= sampling.max_tokens:
         raise InvalidRequestError("max_tokens is reached already", field="num_prior_output_tokens")
     if num_prior > 0 and sampling.n != 1:
         raise InvalidRequestError("with prior output tokens n must be 1", field="n")
-    # A prompt whose log-probabilities are wanted is computed whole.
-    may_fetch = (bool(asked.sources) or has_store) and sampling.prompt_logprobs is None
+    # With prompt log-probabilities the whole prompt is computed.
+    may_fetch = (bool(message.sources) or has_store) and sampling.prompt_logprobs is None
     num_prompt_tokens = len(given) - num_prior
     return EngineRequest(
-        request_id=asked.request_id,
+        request_id=message.request_id,
         prompt_token_ids=given[:num_prompt_tokens],
         sampling=sampling,
-        priority=asked.priority,
-        cache_salt=asked.cache_salt,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
         role=role,
         receive=role is KVRole.CONSUME or may_fetch,
         prior_output_token_ids=given[num_prompt_tokens:],
-        first_choice_index=asked.first_choice_index,
-    )
-
-
-def report_to_wire(report: FetchReport) -> common_pb2.FetchReport:
-    in_vain = dict(report.in_vain)
-    return common_pb2.FetchReport(
-        fetched=[common_pb2.FetchedBlocks(node_id=node_id, num_blocks=count) for node_id, count in report.fetched],
-        num_missing=in_vain.get(FetchOutcome.MISSING, 0),
-        num_refused=in_vain.get(FetchOutcome.REFUSED, 0),
-        num_failed=in_vain.get(FetchOutcome.FAILED, 0),
+        first_choice_index=message.first_choice_index,
     )

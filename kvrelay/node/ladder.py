@@ -11,23 +11,11 @@ from dataclasses import dataclass, field
 
 from kv_connector.base import FetchOutcome
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import FetchReport
 
 _BLOCKS_PER_ASK = 64  # the first blocks of a long prefix are delivered while the last ones still move
 _MOST_REFUSED = 3  # blocks that failed verification; one may be an accident, more are the source's fault
 _STORE = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchReport:
-    """What became of a reception. `fetched`: (node id or "" for the store, leading blocks that came from there).
-    `in_vain`: how many blocks were asked for without success, by outcome."""
-
-    num_tokens: int
-    fetched: tuple[tuple[str, int], ...]
-    in_vain: tuple[tuple[FetchOutcome, int], ...]
-
-
-NOTHING_FETCHED = FetchReport(0, (), ())
 
 
 @dataclass(slots=True)
@@ -128,7 +116,13 @@ class Ladder:
 
     def report(self, num_tokens: int) -> FetchReport:
         origins = Counter(origin for origin in self._origins[: self.num_leading] if origin is not None)
-        return FetchReport(num_tokens, tuple(origins.items()), tuple(self._in_vain.items()))
+        return FetchReport(
+            num_tokens,
+            tuple(origins.items()),
+            num_missing=self._in_vain[FetchOutcome.MISSING],
+            num_refused=self._in_vain[FetchOutcome.REFUSED],
+            num_failed=self._in_vain[FetchOutcome.FAILED],
+        )
 
     def _offers(self) -> Iterator[_Offer]:
         """Best first."""

@@ -1,8 +1,9 @@
-"""The `Node` gRPC service: who this node is, what it holds, how busy it is."""
+"""The gRPC service `Node`: it tells routers who this node is, what it holds, and how busy it is."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import fields
+from itertools import starmap
 from typing import Any
 
 import grpc
@@ -11,24 +12,25 @@ from kv_connector.stats import ConnectorStats
 from kvrelay import __version__
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.kv_source import KVSource
-from kvrelay.core.wire import namespace_to_wire, source_to_wire
-from kvrelay.engine.request import EngineLoad
+from kvrelay.core.node_report import ConnectorCounters, NodeDescription, NodeRole, NodeStats
+from kvrelay.core.wire import description_to_wire, load_to_wire, stats_to_wire
 from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 
-_WATCH_INTERVAL_SECONDS = 0.02  # changes within one interval travel in one message
-_HEARTBEAT_SECONDS = 1.0  # a watcher that hears nothing for longer than a few of these may take the node for stopped
-_NAMES_PER_MESSAGE = 16384  # a full snapshot is cut, so that no message comes near the size limit
+_WATCH_INTERVAL_SECONDS = 0.02  # changes within one interval are sent in one message
+_HEARTBEAT_SECONDS = 1.0  # a watcher may count the node as stopped after several of these without a message
+_NAMES_PER_MESSAGE = 16384  # a long snapshot is split, so that no message comes near the size limit
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """Read-only views of a Node. `heartbeat` in seconds."""
+    """The service of one node; it changes nothing in it. `heartbeat`: most seconds between two messages to a
+    watcher."""
 
     def __init__(
         self,
         node: Node,
-        role: "node_pb2.NodeRole.ValueType",
+        role: NodeRole,
         *,
         heartbeat: float = _HEARTBEAT_SECONDS,
         clock: Clock | None = None,
@@ -43,19 +45,20 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.DescribeResponse:
         self._node.require_alive()
         identity, config = self._node.identity, self._node.engine_config
-        return node_pb2.DescribeResponse(
+        description = NodeDescription(
             role=self._role,
-            source=source_to_wire(KVSource(identity.node_id, identity.epoch, self._node.connector.endpoint)),
-            kv_namespace=namespace_to_wire(identity.kv_namespace),
+            source=KVSource(identity.node_id, identity.epoch, self._node.connector.endpoint),
+            kv_namespace=identity.kv_namespace,
             connector=self._node.connector.name,
             model=identity.model,
             max_model_len=config.max_model_len,
             num_blocks=self._node.event_log.load.num_blocks,
             block_bytes=identity.block_bytes,
             vocab_size=identity.vocab_size,
-            version=__version__,
             max_num_seqs=config.max_num_seqs,
+            version=__version__,
         )
+        return description_to_wire(description)
 
     async def Watch(
         self, request: node_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -72,32 +75,32 @@ class NodeService(node_pb2_grpc.NodeServicer):
             messages = _messages(epoch, update, draining=self._node.draining)
             if self._clock.now() >= stats_due_at:
                 stats_due_at = self._clock.now() + self._heartbeat
-                messages[-1].stats.CopyFrom(self._stats())
+                messages[-1].stats.CopyFrom(stats_to_wire(self._stats()))
             for message in messages:
                 yield message
             await asyncio.sleep(_WATCH_INTERVAL_SECONDS)
 
     async def _changed_or_due(self, log: EventLog, version: int) -> int:
-        """As `EventLog.changed`, but returns after a heartbeat at the latest."""
+        """Waits as `EventLog.changed` does, but at most for a heartbeat. Returns the version now."""
         try:
             async with asyncio.timeout(self._heartbeat):
                 return await log.changed(version)
         except TimeoutError:
             return version
 
-    def _stats(self) -> node_pb2.NodeStats:
+    def _stats(self) -> NodeStats:
         counts = self._node.lease_counts
-        return node_pb2.NodeStats(
+        return NodeStats(
             num_leases_released=counts.released,
             num_leases_expired=counts.expired,
             num_leases_ended_early=counts.ended_early,
-            connectors=_connectors_to_wire(self._node.connector.all_stats()),
+            connectors=tuple(starmap(_connector_counters, self._node.connector.all_stats().items())),
         )
 
 
 def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2.WatchResponse]:
-    """Cut into messages of bounded size; only the last one carries the sequence, so that a cut stream is replayed from
-    before.
+    """Splits an update into messages of bounded size. Only the last one has the sequence number: if the stream breaks
+    before it, the whole update is sent again.
     """
     messages: list[node_pb2.WatchResponse] = []
     stored = list(update.stored)
@@ -111,35 +114,17 @@ def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2
             reset=update.reset and not messages,
             stored=stored,
             removed=update.removed,
-            load=_load_to_wire(update.load),
+            load=load_to_wire(update.load),
             draining=draining,
         )
     )
     return messages
 
 
-def _load_to_wire(load: EngineLoad) -> node_pb2.NodeLoad:
-    return node_pb2.NodeLoad(
-        num_requests_running=load.num_requests_running,
-        num_requests_decoding=load.num_requests_decoding,
-        num_requests_waiting=load.num_requests_waiting,
-        num_queued_tokens=load.num_queued_tokens,
-        num_free_blocks=load.num_free_blocks,
-        num_blocks=load.num_blocks,
-        num_preemptions=load.num_preemptions,
-        num_leases=load.num_leases,
-        num_steps=load.num_steps,
-        num_lent_steps=load.num_lent_steps,
-    )
-
-
-def _connectors_to_wire(all_stats: Mapping[str, ConnectorStats]) -> list[node_pb2.ConnectorStats]:
+def _connector_counters(connector: str, stats: ConnectorStats) -> ConnectorCounters:
     names = [counter.name for counter in fields(ConnectorStats) if counter.name != "refused"]
-    return [
-        node_pb2.ConnectorStats(
-            connector=connector,
-            counters={name: getattr(stats, name) for name in names},
-            refused={mismatch.value: count for mismatch, count in stats.refused.items()},
-        )
-        for connector, stats in all_stats.items()
-    ]
+    return ConnectorCounters(
+        connector,
+        counters={name: getattr(stats, name) for name in names},
+        refused={mismatch.value: count for mismatch, count in stats.refused.items()},
+    )

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from kv_connector.base import Block, FetchOutcome, KVConnector
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import FetchReport
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission
 from kvrelay.node.absences import Absences
-from kvrelay.node.ladder import Ask, FetchReport, Ladder
+from kvrelay.node.ladder import Ask, Ladder
 
 _logger = logging.getLogger(__name__)
 _DEADLINE_SHARE = 0.5  # of what the request has left

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import grpc
 
+from kvrelay.core.node_report import NodeRole
 from kvrelay.core.rpc import (
     WHOLE_SERVER,
     ErrorInterceptor,
@@ -22,7 +23,7 @@ from kvrelay.core.rpc import (
 from kvrelay.core.tasks import end_tasks
 from kvrelay.node.node import Node
 from kvrelay.node.node_service import NodeService
-from kvrelay.v1 import node_pb2, node_pb2_grpc
+from kvrelay.v1 import node_pb2_grpc
 
 _logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 2.0
@@ -33,7 +34,7 @@ class Service(Protocol):
     """A node kind's own gRPC service."""
 
     name: str
-    role: "node_pb2.NodeRole.ValueType"
+    role: NodeRole
 
     def attach(self, server: grpc.aio.Server) -> None: ...
 

@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat template, incremental detokenising, stop strings. No torch."""
+"""Text to tokens and back: tokenizer, chat template, incremental detokenising, stop strings. No torch."""

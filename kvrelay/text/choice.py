@@ -1,6 +1,6 @@
-"""One output sequence on its way to text: detokenised, and cut where it ends.
+"""The text of one output sequence: its tokens are detokenised, and cut where a stop string ends it.
 
-Invariant: the chunk with a finish reason is the last one; tokens after a stop string add nothing.
+Invariant: the chunk with a finish reason is the last one. Tokens after a stop string add nothing.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from kvrelay.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """What one message of tokens added to choice `index`.
+    """What one message of tokens has added to choice `index`.
 
-    `text` may lag behind `token_ids` while characters or stop strings are incomplete. `text_offsets` (with logprobs)
-    is where each token's text begins in the choice's text. `stop_reason` is the stop string or the stop token that
-    ended the choice.
+    `text` lags behind `token_ids` while a character or a possible stop string is incomplete. `text_offsets` (only with
+    `logprobs`) has, for each token, where its text begins in the choice's text. `stop_reason` is the stop string or the
+    stop token that ended the choice.
     """
 
     index: int
@@ -30,7 +30,7 @@ class TextChunk:
 
 
 class Choice:
-    """One output sequence on its way to text."""
+    """One output sequence: its detokenizer, and how far it has come."""
 
     __slots__ = ("_detokenizer", "_sampling", "ended_early", "finished", "last_token_time", "num_tokens")
 
@@ -44,13 +44,13 @@ class Choice:
         )
         self.num_tokens = 0
         self.finished = False
-        self.ended_early = False  # by a stop string: its node goes on
+        self.ended_early = False  # by a stop string, so its node is still decoding
         self.last_token_time: float | None = None
 
     def consume(self, output: TokenOutput) -> TextChunk:
-        """The chunk for these tokens; those after a stop string are dropped."""
+        """Returns the chunk for these tokens, without those after a stop string."""
         detokenizer, sampling = self._detokenizer, self._sampling
-        # The token that ended the sequence is no part of its text, unless asked for.
+        # The token that ended the sequence is not part of its text, unless the request includes it.
         num_text_tokens = len(output.token_ids)
         if output.stop_token_id is not None and not sampling.include_stop_str_in_output:
             num_text_tokens -= 1

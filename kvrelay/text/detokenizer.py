@@ -1,7 +1,7 @@
-"""Tokens of one output sequence to text as they come: characters split over tokens, and stop strings.
+"""Incremental decoding of one output sequence, with characters that are split over tokens, and with stop strings.
 
 Invariant: all returned pieces together are the decoding of all tokens, cut at the stop string that is complete first
-(the longest one, if several end at the same character). What may still become part of a stop string is held back.
+(the longest one, if several end at the same character). Text that may become part of a stop string is held back.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-# Enough context for a decoder that treats the first token differently to be past that.
+# Tokens of context for a new decoding stream: some decoders treat the first token differently.
 _RESUME_TOKENS = 8
 
 
 class Detokenizer:
-    """`push` each token in order, then `flush` once; neither after a stop string matched (`stopped_by`)."""
+    """The decoder of one sequence: `push` takes each token in order, then `flush` is called once. After a stop string
+    has matched (`stopped_by`), neither may be called."""
 
     __slots__ = ("_held", "_include_stop", "_stop", "_text", "stopped_by")
 
@@ -34,18 +35,19 @@ class Detokenizer:
 
     @property
     def num_decoded_chars(self) -> int:
-        """Characters decoded so far, held-back ones included: where the next token's text begins."""
+        """The number of characters decoded so far, including those held back: where the next token's text begins."""
         return self._text.num_chars
 
     def push(self, token_id: int, *, check_stop: bool = True) -> str:
-        """The text that is now certain. Without `check_stop` the token's text cannot be part of a stop string."""
+        """Returns the text that is now certain. Without `check_stop`, the token's text is not part of any stop
+        string."""
         text = self._text.push(token_id)
         if not self._stop:
             return text
         return self._filter(text) if check_stop else self._release() + text
 
     def flush(self) -> str:
-        """What is left when the sequence has ended; an incomplete character shows as U+FFFD."""
+        """Returns the rest of the text when the sequence has ended. An incomplete character becomes U+FFFD."""
         text = self._text.flush()
         if not self._stop:
             return text
@@ -73,7 +75,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """Incremental decoding: all pieces together equal `tokenizer.decode` of all tokens."""
+    """Incremental decoding without stop strings: all pieces together equal `tokenizer.decode` of all tokens."""
 
     __slots__ = ("_skip_special_tokens", "_stream", "_token_ids", "_tokenizer", "num_chars")
 
@@ -88,7 +90,7 @@ class TextStream:
         self._token_ids.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # the library raises no narrower class when later bytes change how earlier ones decode
+        except Exception:  # when later bytes change how earlier ones decode, the library raises no narrower class
             return self._resume()
         if text is None:
             return ""
@@ -99,7 +101,7 @@ class TextStream:
         return self._advance_to(self._decode_all())
 
     def _resume(self) -> str:
-        """Carry on from the whole text; only byte-fallback tokens that form no character come here."""
+        """Continues from the decoding of all tokens. Only byte-fallback tokens that form no character lead here."""
         self._stream = DecodeStream(
             ids=self._token_ids[-_RESUME_TOKENS:], skip_special_tokens=self._skip_special_tokens
         )
@@ -115,7 +117,8 @@ class TextStream:
 
 
 def _first_beginning(stop: str, text: str) -> int:
-    """Where the longest end of `text` starts that is a beginning of `stop`; at the end of `text` when there is none."""
+    """Returns where the longest end of `text` that is a beginning of `stop` starts; the length of `text` if there is
+    none."""
     start = text.find(stop[0], max(0, len(text) - len(stop)))
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)

@@ -1,7 +1,6 @@
 """Text to token ids and back, and chat templates, for the model that is served. Works without torch.
 
-Invariant: every token id has bytes (`token_bytes`), and joining them is what a decoder joins; an id that the tokenizer
-does not know has none.
+Invariant: every known token id has bytes (`token_bytes`), which joined give the decoded text; an unknown id has none.
 """
 
 import asyncio
@@ -17,23 +16,24 @@ import tokenizers
 
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
 
-# Above this many characters tokenising takes longer than an event loop should be kept waiting.
+# Tokenising more characters than this would keep an event loop waiting for too long.
 LONG_TEXT_CHARS = 8 * 1024
 
 ChatMessage = Mapping[str, str]
-"""`role` and `content`."""
+"""A message of a chat, with the keys `role` and `content`."""
 
-_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class under its old and its new name
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the old and the new name of one class
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_BOUNDARY = "\u2581"  # how SentencePiece writes a space
 
 
 class Tokenizer:
-    """Immutable after loading, apart from caches; safe to share between tasks and threads."""
+    """The tokenizer of one model. It does not change after loading, apart from its caches, so tasks and threads can
+    share it."""
 
     def __init__(self, hf_tokenizer: Any) -> None:
         backend = hf_tokenizer.backend_tokenizer
-        # Some checkpoints ship with truncation or padding switched on: a prompt must never be changed in silence.
+        # Some checkpoints have truncation or padding switched on, which would silently change prompts.
         backend.no_truncation()
         backend.no_padding()
         self.backend: tokenizers.Tokenizer = backend
@@ -45,7 +45,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """From a Hugging Face directory. Nothing is downloaded. Raises ModelLoadError."""
+        """Loads a tokenizer from a Hugging Face directory, without downloading anything. Raises ModelLoadError."""
         tokenizer_class = _tokenizer_class(Path(path))
         try:
             loaded = tokenizer_class.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
@@ -57,23 +57,24 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids the tokenizer knows, added tokens included; a model's embedding may be larger."""
+        """The number of token ids that the tokenizer knows, including added tokens. A model's embedding may be
+        larger."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Off the event loop when the text is long."""
+        """Encodes a text; a long one in a thread, so that the event loop does not wait."""
         if len(text) > LONG_TEXT_CHARS:
             return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
         return self.encode_now(text, add_special_tokens=add_special_tokens)
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """For callers without an event loop."""
+        """Encodes a text at once, for callers without an event loop."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
-        """The text the model was trained on for this conversation; encode it without special tokens.
+        """Renders a conversation with the model's chat template. The text has to be encoded without special tokens.
 
-        Raises InvalidRequestError naming `messages` when there is no template, or when the template refuses them."""
+        Raises InvalidRequestError naming `messages` if the model has no template or the template refuses them."""
         if not self._hf.chat_template:
             raise InvalidRequestError("this model has no chat template: use completions instead", field="messages")
         try:
@@ -89,14 +90,14 @@ class Tokenizer:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text, which may be part of a character."""
+        """Returns the bytes that the token adds to the text; they may be only a part of a character."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._make_token_bytes(token_id)
         return found
 
     def token_text(self, token_id: int) -> str:
-        """The token alone, readable: bytes that are no character show as U+FFFD."""
+        """Returns the token alone as text, with U+FFFD for bytes that are no character."""
         found = self._texts.get(token_id)
         if found is None:
             found = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", errors="replace")
@@ -119,10 +120,10 @@ class Tokenizer:
 
 
 def _tokenizer_class(path: Path) -> Any:
-    """What loads this tokenizer. AutoTokenizer imports torch where that is installed, which costs the router seconds
-    and hundreds of megabytes: it is left out when the checkpoint names the class that it would choose.
+    """Returns the class that loads this tokenizer. AutoTokenizer imports torch if it is installed, which costs the
+    router seconds and hundreds of megabytes. So it is not used if the checkpoint names the class that it would choose.
 
-    Imported on first use because it takes a second, and without its advice to install torch.
+    transformers is imported on first use, because that takes a second, and without its advice to install torch.
     """
     logger = logging.getLogger("transformers")
 
@@ -143,7 +144,7 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def _named_class(path: Path) -> str | None:
-    """`tokenizer_class` of the checkpoint, if it can be read."""
+    """Returns the checkpoint's `tokenizer_class`, or None if it cannot be read."""
     try:
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -159,7 +160,8 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes printable Latin-1 bytes as themselves, the others as U+0100.. in order (Radford 2019)."""
+    """Returns the byte of each character in which byte-level BPE writes bytes (Radford 2019): printable Latin-1 bytes
+    are themselves, the others are U+0100 and following in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -44,7 +44,7 @@ global___FinishReason = FinishReason
 
 @typing.final
 class SamplingParams(google.protobuf.message.Message):
-    """How tokens are chosen. Every field is explicit on the wire: the router fills in the defaults before a node sees the request."""
+    """How tokens are chosen. The router fills in all defaults before it sends them to a node."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -285,11 +285,11 @@ class FetchReport(google.protobuf.message.Message):
     NUM_REFUSED_FIELD_NUMBER: builtins.int
     NUM_FAILED_FIELD_NUMBER: builtins.int
     num_missing: builtins.int
-    """a source did not have the block (any more)"""
+    """blocks that a source did not have (any more)"""
     num_refused: builtins.int
-    """it did not pass verification"""
+    """blocks that did not pass verification"""
     num_failed: builtins.int
-    """the source could not be reached in time"""
+    """blocks whose source could not be reached in time"""
     @property
     def fetched(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FetchedBlocks]: ...
     def __init__(

@@ -45,7 +45,7 @@ global___DecodeCommand = DecodeCommand
 
 @typing.final
 class Admit(google.protobuf.message.Message):
-    """Reserve every block the prompt needs. With `local_prefill` the node computes the prompt itself and streams from the first token;
+    """Reserves every block the prompt needs. With `local_prefill` the node computes the prompt itself and streams from the first token;
     otherwise it answers `admitted` and waits for `pull` and `start`.
     """
 
@@ -66,20 +66,20 @@ class Admit(google.protobuf.message.Message):
     cache_salt: builtins.bytes
     local_prefill: builtins.bool
     num_prior_output_tokens: builtins.int
-    """A request that goes on after its node was lost: the last so many of prompt_token_ids are output tokens of it, sampled before
-    elsewhere. They count as output (penalties, min_tokens, max_tokens) and are not sent again. With any, n must be 1.
+    """Above 0 for a request that goes on after it lost its node: the last so many of prompt_token_ids are its output tokens, sampled
+    elsewhere before. They count as output (penalties, min_tokens, max_tokens) and are not sent again. n must be 1 then.
     """
     first_choice_index: builtins.int
-    """the outputs are those from this index on: it is their index in every event, and in what a seed means"""
+    """index of the first output here; the seed and every event refer to outputs by such indices"""
     timeout_ms: builtins.int
-    """what the request has left, 0 when nobody says: no fetch of its blocks takes more than half of it"""
+    """time the request has left; no fetch of its blocks takes more than half of it. 0: not known"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def sampling_params(self) -> kvrelay.v1.common_pb2.SamplingParams: ...
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvrelay.v1.common_pb2.BlockSource]:
-        """Other holders of leading blocks, best first: asked for what no pull has announced yet, and for what did not arrive."""
+        """Other holders of leading blocks, best first. They are asked for blocks that no pull has announced yet or that did not arrive."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ global___Admit = Admit
 @typing.final
 class Pull(google.protobuf.message.Message):
     """The prompt's first `num_blocks` blocks can be fetched from `source`. Counts only grow. With `ended` this source announces no more: a
-    node that still misses blocks, after it has asked all it knows, says `kv_missing` and waits for another source or for `final`. After
-    `final` there will be none: the node computes what it could not fetch.
+    node that has asked every source it knows and still misses blocks says `kv_missing`, and waits for another source or for `final`.
+    After `final` there is no other source: the node computes what it could not fetch.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -136,7 +136,7 @@ global___Pull = Pull
 
 @typing.final
 class Start(google.protobuf.message.Message):
-    """The prompt is computed and these are its first tokens: decode from the second one as soon as the blocks are here."""
+    """The prompt is computed and these are the first tokens: the node decodes from the second ones on, as soon as it has the blocks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -174,7 +174,7 @@ global___Abort = Abort
 
 @typing.final
 class DecodeUpdate(google.protobuf.message.Message):
-    """Everything one engine step has for this router."""
+    """Events of this router's requests: at most one message per engine step; those of steps shorter than --stream-interval travel together."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -245,7 +245,7 @@ class Admitted(google.protobuf.message.Message):
     num_cached_tokens: builtins.int
     """leading prompt tokens this node already holds"""
     num_fetched_tokens: builtins.int
-    """with `local_prefill`: that it has fetched from others before it computed the rest"""
+    """with `local_prefill`: tokens whose KV it fetched from others before it computed the rest"""
     @property
     def fetches(self) -> kvrelay.v1.common_pb2.FetchReport: ...
     def __init__(
@@ -262,13 +262,13 @@ global___Admitted = Admitted
 
 @typing.final
 class KVMissing(google.protobuf.message.Message):
-    """Nobody this node knows of has the rest of the blocks. It waits for an answer (`pull`), but not for ever: then it computes them."""
+    """No source that this node knows of has the rest of the blocks. It waits for an answer (`pull`) for a limited time, then computes them."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUM_MISSING_TOKENS_FIELD_NUMBER: builtins.int
     num_missing_tokens: builtins.int
-    """would have to be computed"""
+    """tokens that would have to be computed"""
     def __init__(
         self,
         *,
@@ -291,7 +291,7 @@ class KVReady(google.protobuf.message.Message):
     num_cached_tokens: builtins.int
     num_fetched_tokens: builtins.int
     num_recomputed_tokens: builtins.int
-    """could not be fetched: this node computes them itself"""
+    """tokens whose KV could not be fetched: this node computes them"""
     @property
     def fetches(self) -> kvrelay.v1.common_pb2.FetchReport: ...
     def __init__(

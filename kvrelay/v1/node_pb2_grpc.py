@@ -56,8 +56,8 @@ class NodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Blocks this node gains and loses, and its load, as they happen, and at least one message a second while it lives. Replays from
-        `after_sequence` when that is still in the log of the same epoch; starts with `reset` and everything it holds otherwise.
+        """Reports the blocks this node gains and loses, and its load, when they change, and at least once a second. Replays from
+        `after_sequence` if that is still in the log of the same epoch; otherwise it starts with `reset` and everything the node holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class PrefillRequest(google.protobuf.message.Message):
     cache_salt: builtins.bytes
     """part of the blocks' names; empty for none"""
     num_prior_output_tokens: builtins.int
-    """As in Admit: the last so many of prompt_token_ids are output tokens of this request, sampled before elsewhere. With any, n must be 1."""
+    """As in Admit: the last so many of prompt_token_ids are output tokens of this request, sampled elsewhere before. n must be 1 then."""
     first_choice_index: builtins.int
     """as in Admit"""
     timeout_ms: builtins.int
@@ -99,7 +99,7 @@ class PrefillAccepted(google.protobuf.message.Message):
 
     LEASE_ID_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
-    """the request's id, so that who cancels before this message arrives can release it too"""
+    """the request's id, so that a router that cancels before it has this message can still release the lease"""
     def __init__(
         self,
         *,

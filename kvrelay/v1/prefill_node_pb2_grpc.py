@@ -55,16 +55,16 @@ class PrefillNodeServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they come, and ends when all
-        blocks are published. The first tokens do not wait for publication: `finished` may come before the last `progress`. Cancelling
-        the stream before `finished` aborts the prefill and frees its blocks; after that only the lease holds them.
+        """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
+        ends when all blocks are published. `finished` does not wait for publication: it may come before the last `progress`. Cancelling
+        the stream before `finished` aborts the prefill and frees its blocks; from `finished` on only the lease holds them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLeases(self, request, context):
-        """Extends leases to `ttl_ms` from now. Answers with those that no longer exist.
+        """Extends leases to `ttl_ms` from now. The answer names those that no longer exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -23,16 +23,16 @@ class PrefillNodeStub:
         kvrelay.v1.prefill_node_pb2.PrefillRequest,
         kvrelay.v1.prefill_node_pb2.PrefillEvent,
     ]
-    """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they come, and ends when all
-    blocks are published. The first tokens do not wait for publication: `finished` may come before the last `progress`. Cancelling
-    the stream before `finished` aborts the prefill and frees its blocks; after that only the lease holds them.
+    """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
+    ends when all blocks are published. `finished` does not wait for publication: it may come before the last `progress`. Cancelling
+    the stream before `finished` aborts the prefill and frees its blocks; from `finished` on only the lease holds them.
     """
 
     RenewLeases: grpc.UnaryUnaryMultiCallable[
         kvrelay.v1.prefill_node_pb2.RenewLeasesRequest,
         kvrelay.v1.prefill_node_pb2.RenewLeasesResponse,
     ]
-    """Extends leases to `ttl_ms` from now. Answers with those that no longer exist."""
+    """Extends leases to `ttl_ms` from now. The answer names those that no longer exist."""
 
     ReleaseLeases: grpc.UnaryUnaryMultiCallable[
         kvrelay.v1.prefill_node_pb2.ReleaseLeasesRequest,
@@ -45,16 +45,16 @@ class PrefillNodeAsyncStub:
         kvrelay.v1.prefill_node_pb2.PrefillRequest,
         kvrelay.v1.prefill_node_pb2.PrefillEvent,
     ]
-    """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they come, and ends when all
-    blocks are published. The first tokens do not wait for publication: `finished` may come before the last `progress`. Cancelling
-    the stream before `finished` aborts the prefill and frees its blocks; after that only the lease holds them.
+    """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
+    ends when all blocks are published. `finished` does not wait for publication: it may come before the last `progress`. Cancelling
+    the stream before `finished` aborts the prefill and frees its blocks; from `finished` on only the lease holds them.
     """
 
     RenewLeases: grpc.aio.UnaryUnaryMultiCallable[
         kvrelay.v1.prefill_node_pb2.RenewLeasesRequest,
         kvrelay.v1.prefill_node_pb2.RenewLeasesResponse,
     ]
-    """Extends leases to `ttl_ms` from now. Answers with those that no longer exist."""
+    """Extends leases to `ttl_ms` from now. The answer names those that no longer exist."""
 
     ReleaseLeases: grpc.aio.UnaryUnaryMultiCallable[
         kvrelay.v1.prefill_node_pb2.ReleaseLeasesRequest,
@@ -69,9 +69,9 @@ class PrefillNodeServicer(metaclass=abc.ABCMeta):
         request: kvrelay.v1.prefill_node_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvrelay.v1.prefill_node_pb2.PrefillEvent], collections.abc.AsyncIterator[kvrelay.v1.prefill_node_pb2.PrefillEvent]]:
-        """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they come, and ends when all
-        blocks are published. The first tokens do not wait for publication: `finished` may come before the last `progress`. Cancelling
-        the stream before `finished` aborts the prefill and frees its blocks; after that only the lease holds them.
+        """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
+        ends when all blocks are published. `finished` does not wait for publication: it may come before the last `progress`. Cancelling
+        the stream before `finished` aborts the prefill and frees its blocks; from `finished` on only the lease holds them.
         """
 
     @abc.abstractmethod
@@ -80,7 +80,7 @@ class PrefillNodeServicer(metaclass=abc.ABCMeta):
         request: kvrelay.v1.prefill_node_pb2.RenewLeasesRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvrelay.v1.prefill_node_pb2.RenewLeasesResponse, collections.abc.Awaitable[kvrelay.v1.prefill_node_pb2.RenewLeasesResponse]]:
-        """Extends leases to `ttl_ms` from now. Answers with those that no longer exist."""
+        """Extends leases to `ttl_ms` from now. The answer names those that no longer exist."""
 
     @abc.abstractmethod
     def ReleaseLeases(

@@ -1,1 +1,1 @@
-"""The router's edge: what clients speak (OpenAI over HTTP, `kvrelay.v1.Router` over gRPC), and tokenising."""
+"""The router's edge: the protocols of clients (OpenAI over HTTP, `kvrelay.v1.Router` over gRPC), and tokenising."""

@@ -1,6 +1,6 @@
-"""Several async generators as one, each in a task of its own.
+"""Several async generators merged into one, each run by a task of its own.
 
-Invariant: when the merged generator ends, in whatever way, every source is closed and no task is left.
+Invariant: however the merged generator ends, every source is closed and no task is left.
 """
 
 import asyncio
@@ -10,14 +10,15 @@ from typing import TypeVar
 
 from kvrelay.core.tasks import end_tasks
 
-# A slow client holds its sources back instead of filling memory.
+# At most this many items wait for a slow client. Then its sources wait, instead of filling the memory.
 QUEUE_ITEMS = 64
 
 T = TypeVar("T")
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items with their source's index, as they come. The first failure of a source ends the others and is raised."""
+    """Yields each item with the index of its source, as items come. If a source fails, the others are ended and its
+    error is raised."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
             async for item in only:
@@ -32,7 +33,7 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
                 async for item in items:
                     await queue.put((index, item))
         finally:
-            if not closing:  # then nobody reads the queue any more, and it may be full
+            if not closing:  # otherwise nobody reads the queue any more, and it may be full
                 await queue.put(None)
 
     tasks = [asyncio.create_task(pump(index, source)) for index, source in enumerate(sources)]

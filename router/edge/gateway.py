@@ -1,6 +1,7 @@
-"""The HTTP gateway: OpenAI's paths and shapes over the same admission and generation as gRPC.
+"""The HTTP gateway: OpenAI's paths and formats, over the same admission and generation as gRPC.
 
-Invariant: every answer has an `x-request-id`, and every error is OpenAI's `{"error": {...}}`, whatever went wrong.
+Invariant: every answer has an `x-request-id`, and every error has OpenAI's form `{"error": {...}}`, whatever went
+wrong.
 """
 
 import secrets
@@ -30,7 +31,7 @@ _REQUEST_ID = "kvrelay.request_id"
 
 
 def create_app(edge: Edge, *, version: str, max_body_bytes: int) -> Starlette:
-    """The ASGI application of one router. `/metrics` shows `edge.metrics.registry`."""
+    """Makes the ASGI application of one router. `/metrics` shows `edge.metrics.registry`."""
     gateway = _Gateway(edge, version, max_body_bytes)
     return Starlette(
         routes=[
@@ -54,7 +55,7 @@ class _Gateway:
         self._edge = edge
         self._version = version
         self._max_body_bytes = max_body_bytes
-        # Unix time because clients expect it; nothing of ours is measured with it.
+        # Unix time, which clients expect; nothing here is measured with it.
         self._created = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -106,11 +107,11 @@ class _Gateway:
         return JSONResponse(self._model_card())
 
     async def live(self, request: Request) -> Response:
-        """The process is of use, whatever its nodes do: a restart would not help."""
+        """Answers that the process works, whatever state its nodes are in: restarting it would not help them."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """503 with the reason while no decode node can serve."""
+        """Answers 503 with the reason while no decode node can serve."""
         self._edge.relay.served_model()
         return JSONResponse({"status": "ok"})
 
@@ -123,7 +124,7 @@ class _Gateway:
     async def _respond(
         self, request: Request, body: GenerationBody, clients: Sequence[ClientRequest], shape: Format, kind: str
     ) -> Response:
-        """Admits every prompt before any of them runs."""
+        """Admits all prompts of a call, before any of them runs, and answers with their outputs."""
         response_id = f"{kind}-{request.scope[_REQUEST_ID]}"
         ids = [response_id] if len(clients) == 1 else [f"{response_id}-{i}" for i in range(len(clients))]
         routed = await self._edge.admit(dict(zip(ids, clients, strict=True)))
@@ -166,7 +167,8 @@ def _error_response(error: KVRelayError) -> Response:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """Ours, the framework's (404, 405, 413, 415), and anything else, which the server logs after this."""
+    """Answers with an error of our own, one of the framework (404, 405, 413, 415), or any other exception, which the
+    server logs afterwards."""
     if isinstance(error, KVRelayError):
         return _error_response(error)
     if isinstance(error, HTTPException):
@@ -176,7 +178,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
     response = _error_response(KVRelayError("internal error"))
-    response.headers["x-request-id"] = request.scope[_REQUEST_ID]  # this one does not pass `_RequestIds` any more
+    response.headers["x-request-id"] = request.scope[_REQUEST_ID]  # this answer does not pass through `_RequestIds`
     return response
 
 

@@ -1,6 +1,7 @@
-"""`kvrelay.v1.Router`: the same admission and generation as HTTP, over gRPC.
+"""The gRPC service `kvrelay.v1.Router`, over the same admission and generation as HTTP.
 
-Invariant: protobuf ends here; errors are raised as ours and become statuses in `kvrelay.core.rpc.ErrorInterceptor`.
+Invariant: the rest of the edge knows no protobuf. Errors are raised as KVRelayErrors, which
+`kvrelay.core.rpc.ErrorInterceptor` turns into statuses.
 """
 
 import secrets
@@ -25,7 +26,7 @@ MAX_REQUEST_ID_CHARS = 128
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# Typed loosely because the stubs want a literal at every `HasField`.
+# Typed as Any because the stubs of `HasField` accept only literals.
 _OPTIONAL_SAMPLING_FIELDS: tuple[Any, ...] = (
     "n",
     "min_tokens",
@@ -148,13 +149,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
 def _request_id(wanted: str) -> str:
     if len(wanted) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
-    if not wanted.isprintable():  # ids are logged
+    if not wanted.isprintable():  # because ids are logged
         raise InvalidRequestError("request_id must have printable characters only", field="request_id")
     return wanted or f"grpc-{secrets.token_hex(16)}"
 
 
 def _client_request(request: router_pb2.GenerateRequest, timeout: float | None) -> ClientRequest:
-    """Typed by protobuf; values are checked with everyone else's."""
+    """Converts a request. Protobuf has checked its types; `RequestValidator` checks its values."""
     match request.WhichOneof("input"):
         case "prompt":
             prompt: Prompt = TextPrompt(request.prompt)
@@ -165,7 +166,7 @@ def _client_request(request: router_pb2.GenerateRequest, timeout: float | None) 
         case _:
             raise InvalidRequestError("prompt, prompt_token_ids or chat is required", field="prompt")
     given = {name: getattr(request, name) for name in _OPTIONAL_SAMPLING_FIELDS if request.HasField(name)}
-    if given.get("top_k") == -1:  # as over HTTP: off
+    if given.get("top_k") == -1:  # which means off, as over HTTP
         given["top_k"] = 0
     sampling = SamplingParams(
         **given,
@@ -206,7 +207,7 @@ def _add(message: router_pb2.GenerateResponse, event: TextChunk | PromptLogprobs
 
 
 def _merged(streamed: router_pb2.GenerateResponse, n: int) -> router_pb2.GenerateResponse:
-    """One output per choice from all chunks of a request."""
+    """Merges all chunks of a request into one output per choice."""
     whole = router_pb2.GenerateResponse(
         outputs=[router_pb2.OutputChunk(index=index) for index in range(n)], prompt_logprobs=streamed.prompt_logprobs
     )

@@ -1,7 +1,7 @@
-"""One HTTP exchange below the application: read a bounded body, stream events, and notice that the client has gone.
+"""One HTTP exchange, below the application: reading a bounded body, streaming events, noticing a disconnect.
 
-Invariant: a body beyond the limit is never held in memory, and when the client disconnects the work for it is
-cancelled and has ended before the exchange does.
+Invariant: a body beyond the limit is never held in memory. When the client disconnects, the work for it is cancelled,
+and it has ended before the exchange ends.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from kvrelay.core.write_deadline import WriteDeadline
 
 _logger = logging.getLogger(__name__)
 
-# Closing a connection while the client still sends makes it see a reset instead of our answer: this much more is read
-# and thrown away first, for this long at most.
+# If a connection is closed while the client still sends, the client sees a reset instead of the answer. So at most this
+# much of a body is read and thrown away first, for at most this long.
 DRAIN_BYTES = 16 * 1024 * 1024
 DRAIN_SECONDS = 5.0
 
@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """Raises HTTPException 413 or 415, and CancelledByPeerError when the client goes away before the end."""
+    """Reads the body. Raises HTTPException 415 if it is not JSON and 413 if it is larger than `max_bytes`, and
+    CancelledByPeerError if the client disconnects before its end."""
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise HTTPException(415, f"the body must be application/json, not {content_type[:100]}")
@@ -62,9 +63,9 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or CancelledByPeerError when the client goes away; `work` is cancelled then.
+    """Returns the result of `work`. Cancels `work` and raises CancelledByPeerError if the client disconnects before.
 
-    The body must have been read before: what is received now is the end of the connection."""
+    The body must have been read already, so that the next message received is the disconnect."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(receive))
     try:
@@ -82,10 +83,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from a generator, which is iterated and closed by one task.
+    """A response of server-sent events from a generator, which one task iterates and closes.
 
-    The response starts with the first event: an error before it is raised, and still gets its own status. A client that
-    takes nothing for `write_timeout` seconds has disconnected.
+    The response starts with the first event: an error before that is raised, and gets a status of its own. A client
+    that takes nothing for `write_timeout` seconds counts as disconnected.
     """
 
     media_type = "text/event-stream"

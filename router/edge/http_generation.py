@@ -1,6 +1,6 @@
-"""The requests behind one HTTP call (one for each prompt) as one OpenAI response, whole or streamed.
+"""The requests of one HTTP call, one for each prompt, as one OpenAI response, whole or streamed.
 
-Invariant: choice `c` of prompt `p` has index `p * n + c`; closing the stream aborts every request.
+Invariant: choice `c` of prompt `p` has index `p * n + c`. Closing the stream aborts every request.
 """
 
 import logging
@@ -29,7 +29,8 @@ _logger = logging.getLogger(__name__)
 
 
 class HttpGeneration:
-    """`requests` share everything but their prompts and ids. Run it once, with `whole` or `stream`."""
+    """The generation of one response, run once, by `whole` or `stream`. `requests` differ only in their prompts and
+    ids."""
 
     def __init__(self, edge: Edge, requests: Sequence[RoutedRequest], shape: Format, envelope: Envelope) -> None:
         self._edge = edge
@@ -58,7 +59,7 @@ class HttpGeneration:
     async def stream(
         self, *, include_usage: bool, error_body: Callable[[KVRelayError], Json]
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events. Raises only before the first one; a later failure is the last event."""
+        """Yields server-sent events. Raises only before the first one; a later failure becomes the last event."""
         formatter = StreamFormatter(self._shape, self._envelope, include_usage=include_usage)
         started = False
         try:
@@ -81,7 +82,7 @@ class HttpGeneration:
         except Exception:
             if not started:
                 raise
-            # The status has been sent: this is the only place left to tell the client.
+            # The status has been sent already, so only an event can tell the client.
             _logger.exception("stream %s failed", self._envelope.response_id)
             yield event(error_body(KVRelayError("internal error")))
 
@@ -89,7 +90,8 @@ class HttpGeneration:
         return merged([self._edge.generate(request) for request in self._requests])
 
     def _count(self, chunk: TextChunk) -> str | int | None:
-        """Counts the chunk's tokens; gives the stop reason as clients know it: the model's own end token is none."""
+        """Counts the chunk's tokens. Returns the stop reason as OpenAI clients know it: None for the model's own end
+        token."""
         self._usage.completion_tokens += len(chunk.token_ids)
         reason = chunk.stop_reason
         return reason if isinstance(reason, str) or reason in self._stop_token_ids else None

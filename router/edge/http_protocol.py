@@ -1,7 +1,7 @@
-"""uvicorn's HTTP parser, with an end to what is not a body.
+"""uvicorn's HTTP parser, with a limit on what is not part of a body.
 
-httptools puts no bound on request lines, header lines, chunk sizes or trailers. Invariant: of one request no more of
-them is kept than `MAX_HEAD_BYTES`, what came in the same read, and as much again as its body has.
+httptools limits neither request lines and header lines nor chunk sizes and trailers. Invariant: of one request, at most
+`MAX_HEAD_BYTES` of them are kept, plus what came in the same read and as many bytes as its body has.
 """
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -10,7 +10,8 @@ MAX_HEAD_BYTES = 64 << 10
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Answers 400 and closes, or only closes once there is a body and perhaps a response."""
+    """An HTTP connection that answers 400 and closes when a request exceeds the limit, or only closes if the request is
+    already being answered."""
 
     _num_head_bytes = 0
     _num_body_bytes = 0

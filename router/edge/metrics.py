@@ -1,6 +1,6 @@
-"""What the router counts, under the names the field uses. One registry per router, never the global one.
+"""The router's own metrics, under the names that other servers of this kind use. Each router has a registry of its own.
 
-Invariant: a request that was admitted ends in exactly one of `request_success` and `request_errors`.
+Invariant: every admitted request ends in exactly one of `request_success` and `request_errors`.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,7 +11,7 @@ _E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60,
 
 
 class RouterMetrics:
-    """Seconds and tokens, labelled with the served model's name."""
+    """The metrics, labelled with the served model's name. Times are in seconds."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -49,5 +49,5 @@ class RouterMetrics:
         self._success.labels(self._model_name, finished_reason).inc()
 
     def count_error(self, code: str) -> None:
-        """`code`: name of the gRPC status code."""
+        """Counts a failed request by the name of its gRPC status code."""
         self._errors.labels(self._model_name, code).inc()

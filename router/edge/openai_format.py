@@ -1,6 +1,6 @@
-"""Responses of the OpenAI API: whole ones as dicts, streamed ones as server-sent events built from strings.
+"""Responses of the OpenAI API: whole ones as dicts, streamed ones as server-sent events.
 
-Invariant: a streamed message costs no object beyond its bytes; everything that does not change is encoded once per
+Invariant: events with text are built from strings, without a dict, and what does not change is encoded once per
 request.
 """
 
@@ -14,7 +14,7 @@ from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.request import RequestTrace
 
-# JSON has no infinity; OpenAI writes this for a token that cannot occur.
+# JSON has no infinity. OpenAI writes this for a token that cannot occur.
 MIN_LOGPROB = -9999.0
 
 DONE = b"data: [DONE]\n\n"
@@ -25,13 +25,13 @@ Json = dict[str, Any]
 
 
 def event(body: Json) -> bytes:
-    """One server-sent event."""
+    """Encodes one server-sent event."""
     return f"data: {_to_json(body)}\n\n".encode()
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a whole HTTP request, over all its prompts."""
+    """Tokens and traces of a whole HTTP request, over all its prompts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -46,7 +46,7 @@ class Usage:
         }
 
     def trace_as_json(self) -> Json | None:
-        """How the request was served; of several prompts, a list under `requests`."""
+        """Returns how the request was served; for several prompts, as a list under `requests`."""
         if len(self.traces) == 1:
             return asdict(self.traces[0])
         return {"requests": [asdict(trace) for trace in self.traces]} if self.traces else None
@@ -72,32 +72,32 @@ class WholeChoice:
 
 
 class Format(Protocol):
-    """What differs between completions and chat."""
+    """What differs between completions and chat: the JSON that carries the text and log-probabilities of a choice."""
 
     object_name: str
     chunk_object_name: str
 
     def opening(self, prompt_index: int) -> Json | None:
-        """What a streamed choice begins with."""
+        """Returns the member of the event with which a streamed choice begins; None if there is no such event."""
         ...
 
     def delta(self, text_json: str) -> str:
-        """The JSON members that carry a piece of text, already encoded."""
+        """Returns the encoded member that carries a piece of text, which is given as JSON."""
         ...
 
     def closing(self) -> Json:
-        """The member that the last chunk of a choice has where others have text."""
+        """Returns the member that the last event of a choice has in the place of text."""
         ...
 
     def whole(self, text: str, prompt_index: int) -> Json:
-        """The member that carries the text of a choice that is not streamed."""
+        """Returns the member that carries the text of a choice that is not streamed."""
         ...
 
     def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> Json: ...
 
 
 class CompletionFormat:
-    """`echoes`: the prompts' texts, when they are to be repeated before the output."""
+    """The format of completions. `echoes`: the texts of the prompts, if they are to be repeated before the output."""
 
     object_name = chunk_object_name = "text_completion"
 
@@ -134,6 +134,8 @@ class CompletionFormat:
 
 
 class ChatFormat:
+    """The format of chat completions."""
+
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
@@ -172,7 +174,7 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all messages of one response repeat. `created` is Unix time in seconds."""
+    """What all events of one response repeat. `created` is Unix time in seconds."""
 
     response_id: str
     model: str
@@ -183,7 +185,7 @@ class Envelope:
 
 
 class StreamFormatter:
-    """Chunks of all choices of one request to server-sent events."""
+    """Turns the chunks of all choices of one request into server-sent events."""
 
     def __init__(self, shape: Format, envelope: Envelope, *, include_usage: bool) -> None:
         self._shape = shape
@@ -194,7 +196,7 @@ class StreamFormatter:
         self._opened: set[int] = set()
 
     def chunk(self, index: int, prompt_index: int, chunk: TextChunk, stop_reason: str | int | None) -> bytes:
-        """Nothing while a chunk brings nothing to show."""
+        """Returns the events of a chunk; no bytes if the chunk has nothing to show."""
         logprobs = "null"
         if chunk.logprobs:
             logprobs = _to_json(self._shape.logprobs(chunk.logprobs, chunk.text_offsets))
@@ -229,7 +231,7 @@ class StreamFormatter:
 
 
 def whole_response(shape: Format, envelope: Envelope, choices: Sequence[WholeChoice], n: int, usage: Usage) -> Json:
-    """The body of a response that is not streamed; `choices` in order, `n` for each prompt."""
+    """Returns the body of a response that is not streamed. `choices` are in order, `n` for each prompt."""
     rendered = []
     for index, choice in enumerate(choices):
         body: Json = {
@@ -248,7 +250,7 @@ def whole_response(shape: Format, envelope: Envelope, choices: Sequence[WholeCho
 
 
 def prompt_logprobs_as_json(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[Json | None]:
-    """vLLM's shape: nothing for the first prompt token, then token id -> entry."""
+    """Returns vLLM's form: None for the first prompt token, then a dict from token id to entry for each."""
 
     def one(token_id: int, logprob: float, rank: int) -> Json:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}

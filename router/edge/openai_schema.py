@@ -1,7 +1,7 @@
-"""Request bodies of the OpenAI API with vLLM's extras: types checked strictly here, values in `validation`.
+"""Request bodies of the OpenAI API with vLLM's extra fields. Types are checked strictly here, values in `validation`.
 
-Invariant: a field we know and cannot honour is refused by name; a field nobody has heard of is ignored, and logged at
-debug.
+Invariant: a field that is known but not supported is refused by name; an unknown field is ignored, and logged at debug
+level.
 """
 
 import logging
@@ -24,11 +24,11 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """What completions and chat have in common. None means "not given" everywhere."""
+    """The fields that completions and chat have in common. None always means "not given"."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
-    # Fields we know and honour for these values only (None always counts as "not given").
+    # Fields that are supported for these values only.
     refused: ClassVar[dict[str, tuple[object, ...]]] = {
         "guided_json": (),
         "guided_regex": (),
@@ -54,7 +54,7 @@ class GenerationBody(BaseModel):
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    # vLLM's extras
+    # vLLM's extra fields
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -69,7 +69,7 @@ class GenerationBody(BaseModel):
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Raises InvalidRequestError with one readable sentence."""
+        """Parses a body. Raises InvalidRequestError with one readable sentence."""
         try:
             body = cls.model_validate_json(data)
         except ValidationError as error:
@@ -95,7 +95,8 @@ class GenerationBody(BaseModel):
             raise InvalidRequestError("prompt_logprobs is not available when stream is true", field="prompt_logprobs")
 
     def sampling(self, *, logprobs: int | None) -> SamplingParams:
-        """The fields that were given over the API's defaults; `max_tokens` travels beside it."""
+        """Returns the sampling fields that were given, and the API's defaults for the others. `max_tokens` is not among
+        them: its default depends on the prompt."""
         given: dict[str, Any] = {
             name: value for name in _PLAIN_SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
@@ -145,8 +146,8 @@ class CompletionBody(GenerationBody):
             raise InvalidRequestError("echo cannot be combined with logprobs: use prompt_logprobs", field="echo")
 
     def prompts(self, max_model_len: int) -> list[str | list[int]]:
-        """One entry per prompt. Raises InvalidRequestError naming `prompt`; lengths are checked before values, which
-        may be very many."""
+        """Returns one entry per prompt. Raises InvalidRequestError naming `prompt`. Lengths are checked before values,
+        of which there may be very many."""
         prompt = self.prompt
         if prompt is None:
             raise InvalidRequestError("prompt is required", field="prompt")
@@ -236,7 +237,8 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def rendered_messages(self) -> list[dict[str, str]]:
-        """`developer` is what newer OpenAI models call `system`; templates know the older word."""
+        """Returns roles and texts. `developer`, the name that newer OpenAI models have for `system`, becomes `system`,
+        which chat templates know."""
         return [
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
             for message in self.messages
@@ -254,7 +256,7 @@ def _check_lengths(prompts: list[list[Any]], max_model_len: int) -> None:
 
 
 def _are_token_ids(values: list[Any]) -> bool:
-    return set(map(type, values)) <= {int}  # not isinstance: true and false are no token ids
+    return set(map(type, values)) <= {int}  # not isinstance, for which true and false are integers
 
 
 def _token_key(key: str) -> int:
@@ -265,7 +267,7 @@ def _token_key(key: str) -> int:
 
 
 def _readable(error: ValidationError) -> InvalidRequestError:
-    """One sentence about the first thing that is wrong. Members of a union each complain: their messages are joined."""
+    """Returns one sentence about the first error. For a union, the messages of all of its members are joined."""
     first, *others = error.errors(include_url=False, include_context=False, include_input=False)
     if first["type"] == "json_invalid":
         return InvalidRequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
@@ -283,7 +285,8 @@ def _lowered(message: str) -> str:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].role`. What pydantic adds for members of a union (`list[str]`) is left out."""
+    """Returns a field's path such as `messages[0].role`, without what pydantic adds for members of a union
+    (`list[str]`)."""
     path = ""
     for part in location:
         if isinstance(part, int):

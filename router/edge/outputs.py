@@ -1,7 +1,7 @@
-"""Tokens from the relay to text for the client, one choice at a time: detokenised, cut at stop strings, measured.
+"""From the relay's tokens to the client's text: each choice is detokenised, cut at stop strings, and measured.
 
 Invariant: every choice ends with exactly one chunk that has a finish reason, and the relay's generator is closed
-however this one ends. The relay hears of every choice that a stop string ends.
+however this one ends. The relay is told of every choice that a stop string ends.
 """
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -20,7 +20,8 @@ GenerationEvent = TextChunk | PromptLogprobs | RequestTrace
 
 
 class Edge:
-    """What HTTP and gRPC share: admit a client's request, then generate its text. Both count what they see."""
+    """What HTTP and gRPC share: it admits a client's requests, generates their text, and counts both.
+    `default_timeout`: most seconds that a request may take."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class Edge:
         metrics: RouterMetrics,
         clock: Clock,
         *,
-        default_timeout: float = 600.0,
+        default_timeout: float,
     ) -> None:
         self.relay = relay
         self.tokenizer = tokenizer
@@ -41,9 +42,8 @@ class Edge:
         self._num_admitting = 0
 
     async def admit(self, clients: Mapping[str, ClientRequest]) -> list[RoutedRequest]:
-        """All of a call's requests, by their ids, or none. Raises what `RequestValidator.routed` raises, and
-        OverloadedError before any work is done for requests that will not be served: those that are being tokenised
-        count as served."""
+        """Validates all requests of a call, given by their ids. Raises what `RequestValidator.routed` raises, and
+        OverloadedError before any work is done for them. Requests that are still being tokenised count as running."""
         with self.counting_errors():
             self.relay.check_capacity(self._num_admitting, len(clients))
             self._num_admitting += len(clients)
@@ -54,7 +54,7 @@ class Edge:
 
     @contextmanager
     def counting_errors(self) -> Iterator[None]:
-        """Around whatever can refuse a request before it is admitted."""
+        """Counts the errors of code that may refuse a request before it is admitted."""
         try:
             yield
         except KVRelayError as error:
@@ -62,9 +62,8 @@ class Edge:
             raise
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[GenerationEvent, None]:
-        """PromptLogprobs (if asked), chunks of every choice until each has a finish reason, then the trace.
-
-        Raises KVRelayError. Close it early to abort the request on every node."""
+        """Yields PromptLogprobs (if requested), then chunks of every choice until each has a finish reason, then the
+        trace. Raises KVRelayError. Closing it early aborts the request on every node."""
         choices = [Choice(self.tokenizer, request.sampling) for _ in range(request.sampling.n)]
         watch = _Watch(self.metrics, self._clock, request)
         try:
@@ -77,12 +76,12 @@ class Edge:
                         continue
                     choice = choices[event.index]
                     if choice.finished:
-                        continue  # ended by a stop string; this was under way
+                        continue  # a stop string has ended it; these tokens were under way
                     chunk = choice.consume(event)
                     watch.produced(choice, chunk)
                     yield chunk
                     if choice.ended_early:
-                        self.relay.finish(request.request_id, event.index)  # its node would go on for nobody
+                        self.relay.finish(request.request_id, event.index)  # otherwise its node would go on
             watch.finished()
         except KVRelayError as error:
             watch.failed(error)
@@ -92,7 +91,7 @@ class Edge:
 
 
 class _Watch:
-    """Counts one request. Whoever neither finished nor failed was given up by the client."""
+    """Measures one request. A request that ends without having finished or failed was aborted by the client."""
 
     __slots__ = ("_clock", "_finish_reasons", "_metrics", "_outcome", "_saw_token", "_start")
 

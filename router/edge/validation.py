@@ -1,7 +1,8 @@
-"""The one path from what a client asked to a `RoutedRequest`, for HTTP and gRPC alike.
+"""The one path from a client's request to a `RoutedRequest`, for HTTP and gRPC alike.
 
-Invariant: whatever leaves here can be served: token ids inside the vocabulary, prompt and output inside the model's
-length, sampling checked, seed drawn. Everything else is an InvalidRequestError with the field as the client calls it.
+Invariant: a RoutedRequest can be served: its token ids are in the vocabulary, prompt and output fit the model's length,
+sampling is checked, the seed is drawn. Everything else is an InvalidRequestError that names the field as the client
+does.
 """
 
 import secrets
@@ -16,7 +17,7 @@ from router.request import Relay, RoutedRequest, ServedModel
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PRIORITY = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 1024
-# No vocabulary has tokens this long on average: text beyond it is refused before time is spent on tokenising it.
+# More characters per token than any vocabulary has on average: longer text is refused without tokenising it.
 MAX_CHARS_PER_TOKEN = 128
 
 
@@ -42,11 +43,11 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """As the client wrote it, typed but not checked.
+    """A request as the client wrote it: its types are checked, its values are not.
 
-    `sampling.max_tokens` is ignored: `max_tokens` None takes the default, all that is left of the model's length for
-    chat and 16 otherwise. `model` None is the model served. `max_tokens_field` is the client's word for it. `timeout`
-    in seconds."""
+    `sampling.max_tokens` is ignored. `max_tokens` None means the default, which is all that is left of the model's
+    length for chat and 16 otherwise; `max_tokens_field` is the client's name for this field. `model` None means the
+    model that is served. `timeout` is in seconds."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -59,9 +60,10 @@ class ClientRequest:
 
 
 class RequestValidator:
-    """Checks against the model that the live nodes agree on; `default_timeout` in seconds."""
+    """Checks requests against the model that the live nodes serve. `default_timeout`: seconds that a request may take
+    if the client does not set a shorter time."""
 
-    def __init__(self, relay: Relay, tokenizer: Tokenizer, model_name: str, *, default_timeout: float = 600.0) -> None:
+    def __init__(self, relay: Relay, tokenizer: Tokenizer, model_name: str, *, default_timeout: float) -> None:
         self._relay = relay
         self._tokenizer = tokenizer
         self._model_name = model_name
@@ -74,10 +76,11 @@ class RequestValidator:
             )
 
     async def routed(self, client: ClientRequest, request_id: str) -> RoutedRequest:
-        """Raises InvalidRequestError, UnknownModelError, or UnavailableError while no node can serve."""
+        """Returns the checked request. Raises InvalidRequestError or UnknownModelError, and UnavailableError while no
+        decode node is live."""
         self.check_model(client.model)
         model = self._relay.served_model()
-        # A prompt of any length cannot make wrong sampling right, so that is told first and costs nothing.
+        # Checked before the prompt is tokenised, because it costs nothing and does not depend on the prompt.
         sampling = _checked_sampling(client, model)
         token_ids = await self.token_ids(client.prompt, model)
         if not -MAX_PRIORITY <= client.priority <= MAX_PRIORITY:
@@ -92,10 +95,10 @@ class RequestValidator:
         )
 
     async def token_ids(self, prompt: Prompt, model: ServedModel) -> Sequence[int]:
-        """The prompt's tokens, at least one and all inside the vocabulary."""
+        """Returns the prompt's tokens, at least one and all in the vocabulary. Raises InvalidRequestError otherwise."""
         if isinstance(prompt, TokenPrompt):
             token_ids, field = prompt.token_ids, "prompt"
-            _room(len(token_ids), model.max_model_len, field=field)  # before each of them is looked at
+            _room(len(token_ids), model.max_model_len, field=field)  # before the values are checked
         elif isinstance(prompt, TextPrompt):
             field = "prompt"
             if not prompt.text:
@@ -111,7 +114,7 @@ class RequestValidator:
             token_ids = await self._tokenizer.encode(text, add_special_tokens=False)
         if not token_ids:
             raise InvalidRequestError(f"{field} has no tokens", field=field)
-        check_token_ids(token_ids, model, field=field)  # a tokenizer may know more tokens than its model
+        check_token_ids(token_ids, model, field=field)  # because a tokenizer may know more tokens than its model
         return token_ids
 
     def _timeout(self, timeout: float | None) -> float:
@@ -147,7 +150,8 @@ def _checked_sampling(client: ClientRequest, model: ServedModel) -> SamplingPara
 def _fitted(
     sampling: SamplingParams, client: ClientRequest, num_prompt_tokens: int, max_model_len: int
 ) -> SamplingParams:
-    """With the `max_tokens` that the model's length allows, or an error that gives the numbers."""
+    """Returns `sampling` with the final `max_tokens`. Raises InvalidRequestError if the model's length does not allow
+    it."""
     prompt_field = "messages" if isinstance(client.prompt, ChatPrompt) else "prompt"
     room = _room(num_prompt_tokens, max_model_len, field=prompt_field)
     wanted = client.max_tokens
@@ -168,7 +172,7 @@ def _fitted(
 
 
 def _room(num_prompt_tokens: int, max_model_len: int, *, field: str) -> int:
-    """Tokens left for the output, at least one."""
+    """Returns how many tokens are left for the output, at least one. Raises InvalidRequestError if there are none."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise InvalidRequestError(

@@ -1,1 +1,1 @@
-"""The cluster's nodes as the router sees them: who lives, how busy they are, what they hold."""
+"""The cluster's nodes as the router sees them: which are live, how busy they are, what they hold."""

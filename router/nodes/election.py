@@ -1,31 +1,33 @@
-"""Which node the others are held against when not all of them fit together and none is live yet.
+"""Which node the others have to fit, if not all of them fit together and none is live yet.
 
-Chance must not decide it, nor who answers first: the node that fits the most others wins, decode nodes before prefill
-nodes and the one listed first among equals. A node that is lost keeps its vote for a while, so that nobody takes a
-cluster over while it restarts, and not for ever, so that those who are gone for good keep nobody out.
+The result depends neither on chance nor on who answers first: the node that fits the most others wins; among equals
+decode nodes come before prefill nodes, and then the one listed first. A lost node keeps its vote for a while, so that
+no other node takes over a cluster that restarts. It does not keep it for ever, so that nodes that are gone for good
+keep no other out.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router.nodes.node import NodeDescription, NodeHandle, NodeRole
+from kvrelay.core.node_report import NodeDescription, NodeRole
+from router.nodes.node import NodeHandle
 
-VOTE_SECONDS = 120.0  # after its last word; a large model takes that long to load
+VOTE_SECONDS = 120.0  # since a node was last heard of; a large model takes that long to load
 
 Difference = Callable[[NodeDescription, NodeDescription], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Elected:
-    """`why` completes a sentence that names the node."""
+    """The node that the others have to fit. `why` completes a sentence that names it."""
 
     node: NodeHandle
     why: str
 
 
 def elect(nodes: Sequence[NodeHandle], difference: Difference, *, now: float) -> Elected | None:
-    """Of the nodes that were heard of lately and are of the role they are listed for; None when there is none. `now` on
-    the clock of their `heard_at`."""
+    """Returns the winner among the nodes that were heard of lately and have the role they are listed for; None if there
+    is no such node. `now` is read from the clock of their `heard_at`."""
     voters = [node for node in nodes if _votes(node, now)]
     voters.sort(key=lambda node: node.role is not NodeRole.DECODE)  # stable: otherwise as listed
     if not voters:

@@ -1,9 +1,9 @@
 """Which nodes hold which KV blocks, by name, within a hard memory bound.
 
-Built from the nodes' own events; what it says may lag, so it only ever guides a choice. A node that is dropped is
-forgotten at once; its traces are swept a few names at a time, so that no call takes long. Invariant: at most `capacity`
-names are remembered, each with at least one holder that was not dropped or is not swept yet; the names looked up or
-stored longest ago are forgotten first.
+It is built from the nodes' events, which come late, so its answers only guide a choice. A dropped node is left out of
+answers at once; its bits are removed a few names per call, so that no call takes long. Invariant: at most `capacity`
+names are remembered, each with at least one holder that was not dropped or whose bit is not removed yet. The names that
+were looked up or stored longest ago are forgotten first.
 """
 
 from collections import OrderedDict
@@ -15,10 +15,11 @@ _SWEPT_PER_CALL = 512  # names: well below a millisecond
 
 
 class KVIndex:
-    """name -> set of holders, as one integer with a bit per node: a lookup is a dictionary access and an AND.
+    """A map from a block's name to its holders, as an integer with a bit per node: a lookup is one access and one AND.
 
-    A sweep begins by setting the whole dictionary aside as `_unswept`. Names move from its end to the front of the new
-    one, which keeps their order; those that are used meanwhile move to the end as always.
+    A sweep removes the bits of dropped nodes. It begins by setting the whole map aside as `_unswept`. Names then move
+    from its end to the front of the new map, which keeps their order; those that are used meanwhile move to the end as
+    always.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -27,47 +28,47 @@ class KVIndex:
         self._holders: OrderedDict[BlockHash, int] = OrderedDict()
         self._unswept: OrderedDict[BlockHash, int] = OrderedDict()  # all older than those in `_holders`
         self._bits: dict[str, int] = {}
-        self._sweeping = 0  # bits of dropped nodes that names in `_unswept` may have
-        self._dropped = 0  # bits of those dropped since this sweep began; any name may have them
+        self._sweeping = 0  # bits that this sweep removes; only names in `_unswept` may have them
+        self._dropped = 0  # bits of nodes dropped since this sweep began; any name may have them
 
     def __len__(self) -> int:
-        """Names remembered, those not swept yet included."""
+        """Returns how many names are remembered, including those not swept yet."""
         return len(self._holders) + len(self._unswept)
 
     def stored(self, node_id: str, hashes: Sequence[BlockHash]) -> None:
-        """`node_id` now holds these blocks."""
+        """Notes that `node_id` now holds these blocks."""
         bit = self._bits.get(node_id) or self._new_bit(node_id)
         holders = self._holders
-        for name in reversed(hashes):  # a prefix outlives what hangs on it
-            holders[name] = holders.get(name, 0) | self._take_unswept(name) | bit
-            holders.move_to_end(name)
+        for block_hash in reversed(hashes):  # so that a prefix is forgotten after its continuations
+            holders[block_hash] = holders.get(block_hash, 0) | self._take_unswept(block_hash) | bit
+            holders.move_to_end(block_hash)
         while len(self) > self._capacity:
             (self._unswept or holders).popitem(last=False)
         self._sweep()
 
     def removed(self, node_id: str, hashes: Sequence[BlockHash]) -> None:
-        """`node_id` holds these blocks no more; unknown ones are ignored."""
+        """Notes that `node_id` no longer holds these blocks. Unknown ones are ignored."""
         bit = self._bits.get(node_id, 0)
-        for name in hashes:
-            for names in (self._holders, self._unswept):
-                mask = names.get(name, 0)
+        for block_hash in hashes:
+            for masks in (self._holders, self._unswept):
+                mask = masks.get(block_hash, 0)
                 if mask & bit:
-                    _keep(names, name, mask & ~bit)
+                    _keep(masks, block_hash, mask & ~bit)
         self._sweep()
 
     def drop(self, node_id: str) -> None:
-        """Forget everything known of a node. Its traces are swept during the calls that follow."""
+        """Forgets everything known of a node. The calls that follow remove its bits."""
         self._dropped |= self._bits.pop(node_id, 0)
         self._sweep()
 
     def leading(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """For each node that holds the first block: how many of the first blocks it holds without a gap."""
+        """Returns, for each node that holds the first block, how many of the first blocks it holds without a gap."""
         holders, unswept = self._holders, self._unswept
         remaining = ~(self._dropped | self._sweeping)
         counts: list[tuple[int, int]] = []  # (bits of the nodes that end here, number of blocks)
         num_found = 0
-        for name in hashes:
-            mask = (holders.get(name, 0) or unswept.get(name, 0)) & remaining
+        for block_hash in hashes:
+            mask = (holders.get(block_hash, 0) or unswept.get(block_hash, 0)) & remaining
             if mask != remaining:
                 if num_found:
                     counts.append((remaining & ~mask, num_found))
@@ -79,11 +80,11 @@ class KVIndex:
             if num_found:
                 counts.append((remaining, num_found))
         for index in range(num_found - 1, -1, -1):
-            name = hashes[index]
-            if name in holders:
-                holders.move_to_end(name)
+            block_hash = hashes[index]
+            if block_hash in holders:
+                holders.move_to_end(block_hash)
             else:
-                holders[name] = self._take_unswept(name)
+                holders[block_hash] = self._take_unswept(block_hash)
         return {node_id: count for bits, count in counts for node_id, bit in self._bits.items() if bits & bit}
 
     def check_integrity(self) -> None:
@@ -93,11 +94,11 @@ class KVIndex:
         assert len(set(self._bits.values())) == len(self._bits)
         known = sum(self._bits.values())
         assert not known & (self._dropped | self._sweeping)
-        for names, bits in ((self._holders, known | self._dropped), (self._unswept, self._taken())):
-            assert all(mask and not mask & ~bits for mask in names.values())
+        for masks, bits in ((self._holders, known | self._dropped), (self._unswept, self._taken())):
+            assert all(mask and not mask & ~bits for mask in masks.values())
 
     def _taken(self) -> int:
-        """Bits that some name may have."""
+        """Returns the bits that some name may have."""
         return sum(self._bits.values()) | self._dropped | self._sweeping
 
     def _new_bit(self, node_id: str) -> int:
@@ -106,26 +107,26 @@ class KVIndex:
         self._bits[node_id] = bit
         return bit
 
-    def _take_unswept(self, name: BlockHash) -> int:
-        """Its holders if it was not swept yet, swept; 0 otherwise. It is not in `_unswept` afterwards."""
-        return self._unswept.pop(name, 0) & ~self._sweeping
+    def _take_unswept(self, block_hash: BlockHash) -> int:
+        """Removes a block from `_unswept` and returns its holders without those being swept; 0 if it was not there."""
+        return self._unswept.pop(block_hash, 0) & ~self._sweeping
 
     def _sweep(self) -> None:
-        """The next few names."""
+        """Sweeps the next few names, or begins a sweep if there are nodes to remove."""
         if not self._unswept:
             self._sweeping, self._dropped = self._dropped, 0
             if not self._sweeping:
                 return
             self._holders, self._unswept = self._unswept, self._holders
         for _ in range(min(_SWEPT_PER_CALL, len(self._unswept))):
-            name, mask = self._unswept.popitem()
+            block_hash, mask = self._unswept.popitem()
             if mask & ~self._sweeping:
-                self._holders[name] = mask & ~self._sweeping
-                self._holders.move_to_end(name, last=False)
+                self._holders[block_hash] = mask & ~self._sweeping
+                self._holders.move_to_end(block_hash, last=False)
 
 
-def _keep(names: OrderedDict[BlockHash, int], name: BlockHash, mask: int) -> None:
+def _keep(masks: OrderedDict[BlockHash, int], block_hash: BlockHash, mask: int) -> None:
     if mask:
-        names[name] = mask
+        masks[block_hash] = mask
     else:
-        del names[name]
+        del masks[block_hash]

@@ -1,6 +1,6 @@
-"""The nodes' own load as the router last heard of it, for `/metrics`: one scrape target shows the whole cluster.
+"""The nodes' state, load and counters as the router last heard of them, so that its `/metrics` shows the whole cluster.
 
-Read at scrape time from the node table; nothing is kept here.
+They are read from the node table at scrape time; nothing is kept here.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[NodeHandle], float]], ...] = (
 )
 
 
-# Counters of connectors: name at the node, name here, help.
+# Counters of connectors: name at the node, name in `/metrics`, help text.
 _CONNECTOR_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("blocks_published", "kv_blocks_published", "KV blocks that peers can fetch from here."),
     ("bytes_published", "kv_bytes_published", "Bytes of them."),
@@ -42,7 +42,7 @@ _CONNECTOR_COUNTERS: tuple[tuple[str, str, str], ...] = (
 
 
 class NodeMetrics(Collector):
-    """Register it with the router's CollectorRegistry."""
+    """A collector for the router's CollectorRegistry."""
 
     def __init__(self, nodes: Registry) -> None:
         self._nodes = nodes
@@ -116,7 +116,8 @@ def _connector_counters(nodes: Sequence[_Labelled]) -> Iterable[Metric]:
 
 
 def _labelled(nodes: Sequence[NodeHandle]) -> list[_Labelled]:
-    """With the id where the node has told it, and no other node that comes first (the live ones do) has the same."""
+    """Returns each node with its labels. The label `node` is the node's id; it is the address while the id is unknown
+    or if another node has the same id and comes first. Live and draining nodes come first."""
     taken: set[str] = set()
     labelled = []
     for node in sorted(nodes, key=lambda node: node.state not in (NodeState.LIVE, NodeState.DRAINING)):

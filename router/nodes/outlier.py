@@ -1,11 +1,12 @@
-"""A node that answers but fails its requests: it gets none for a while, then another chance.
+"""Ejection of a node that answers but fails its requests: it gets no requests for a while, and then another chance.
 
-Invariant: only failures that another node might not repeat count; one success makes all of them good.
+Invariant: only failures that another node might not repeat are counted, and one success resets the count.
 """
 
 import logging
-from random import Random, SystemRandom
+from random import Random
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import (
     CancelledByPeerError,
@@ -20,8 +21,10 @@ _NOT_THE_NODES_FAULT = (InvalidRequestError, CancelledByPeerError, DeadlineError
 
 
 class Outlier:
-    """Of one node, called `name` in logs. After `max_failures` in a row it is ejected for about `first` seconds; when
-    it fails again after that, at once for twice as long, up to `longest`. `random` spreads the routers."""
+    """The record of one node's failures; logs call the node `name`. After `max_failures` failures in a row it is
+    ejected for about `first` seconds. If the first request after that fails, it is ejected at once for about twice as
+    long as before, at most `longest` seconds. `random` varies the times, so that several routers do not come back
+    together."""
 
     def __init__(
         self,
@@ -37,26 +40,23 @@ class Outlier:
         self._name = name
         self._clock = clock
         self._max_failures = max_failures
-        self._first = first
-        self._longest = longest
         self._num_failures = 0
-        self._next = first
+        self._backoff = Backoff(first=first, longest=longest, jitter=0.25, random=random)
         self._ejected_until = clock.now()
-        self._random = random or SystemRandom()
 
     @property
     def is_ejected(self) -> bool:
         return self._clock.now() < self._ejected_until
 
     def failed(self, error: KVRelayError) -> None:
-        """A request on this node ended with `error`. While it is ejected only requests from before can."""
+        """Counts a request that ended on this node with `error`, unless the node is ejected: then the request is one
+        from before."""
         if isinstance(error, _NOT_THE_NODES_FAULT) or self.is_ejected:
             return
         self._num_failures += 1
         if self._num_failures < self._max_failures:
             return
-        wait = self._next * self._random.uniform(0.75, 1.0)
-        self._next = min(2 * self._next, self._longest)
+        wait = self._backoff.next()
         self._ejected_until = self._clock.now() + wait
         self.num_ejections += 1
         _logger.warning(
@@ -65,12 +65,13 @@ class Outlier:
         )  # fmt: skip
 
     def succeeded(self) -> None:
-        """A request on this node went well. While it is ejected that says nothing about those that failed."""
+        """Resets the count after a request that went well on this node, unless the node is ejected: then the request is
+        one from before."""
         if not self.is_ejected:
             self.reset()
 
     def reset(self) -> None:
-        """Another process, or a new connection to it."""
+        """Forgets all failures, because the node is another process or was connected anew."""
         self._num_failures = 0
-        self._next = self._first
+        self._backoff.reset()
         self._ejected_until = self._clock.now()

@@ -1,15 +1,15 @@
-"""The node table: a static list of addresses, each described, checked against the others, and watched for as long as we
-run.
+"""The node table: a static list of addresses. Each node is described, checked against the others, and watched while the
+router runs.
 
 The states of a node and what changes them:
 
-    connecting ─► live ◄─► draining      described, fitting and watched; what the node says of itself
+    connecting ─► live ◄─► draining      described, fits, and sends; `draining` as long as the node says so
     connecting ─► refused ─► live        does not fit the others; asked again until it does
-    live, draining ─► lost ─► live       its stream broke, or nothing was heard for `silence` seconds; asked again
-    live ◄─► ejected                     its requests failed (`outlier.py`); never the last live one of its role
+    live, draining ─► lost ─► live       its stream broke, or nothing came for `silence` seconds; asked again
+    live ◄─► ejected                     its requests failed (`outlier.py`); never the last live node of its role
 
-Invariant: all live nodes agree on whatever makes their KV comparable, and have different ids; what the index says of a
-node belongs to the epoch in its description. Once a node is lost, nothing waits for it any more.
+Invariant: all live nodes agree in everything that makes their KV comparable, and have different ids. What the index
+says of a node belongs to the epoch in its description. When a node is lost, whatever waits for it fails at once.
 """
 
 import asyncio
@@ -20,26 +20,19 @@ from typing import cast
 
 import grpc
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.connectors import can_exchange
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
+from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.rpc import channel_options, error_from_rpc
 from kvrelay.core.tasks import end_tasks
+from kvrelay.core.wire import description_from_wire, load_from_wire, stats_from_wire
 from kvrelay.v1 import node_pb2, node_pb2_grpc
-from router.backoff import Backoff
 from router.nodes.election import elect
 from router.nodes.kv_index import KVIndex
-from router.nodes.node import (
-    NodeDescription,
-    NodeHandle,
-    NodeLoad,
-    NodeRole,
-    NodeState,
-    description_from_wire,
-    load_from_wire,
-)
-from router.nodes.node_stats import NodeStats, stats_from_wire
+from router.nodes.node import NodeHandle, NodeState
 from router.nodes.outlier import Outlier
 from router.nodes.silence import Silence
 from router.request import ServedModel
@@ -48,13 +41,15 @@ _logger = logging.getLogger(__name__)
 
 
 class NodeRefusedError(ConfigurationError):
-    """A node that does not fit the others; the message says in what."""
+    """A node does not fit the others; the message says in what."""
 
 
 class Registry:
-    """`start`, then read `live` and `served_model`; one task per address keeps them true. `timeout`: of one question;
-    `silence`: after which a node that says nothing is lost; both in seconds. `changed` is set whenever a node's state
-    is another one. `connect` opens the channel to an address, `random` spreads its attempts."""
+    """The table. After `start`, one task per address keeps it up to date; `live` and `served_model` read it.
+
+    `timeout`: seconds that a node may take to describe itself. `silence`: seconds without a message after which a node
+    is lost. `changed` is set whenever a node's state changes. `connect` opens the channel to an address; `random`
+    spreads the attempts."""
 
     def __init__(
         self,
@@ -62,8 +57,8 @@ class Registry:
         decode_nodes: Sequence[str],
         index: KVIndex,
         *,
-        timeout: float = 5.0,
-        silence: float = 5.0,
+        timeout: float,
+        silence: float,
         clock: Clock | None = None,
         connect: Callable[[str], grpc.aio.Channel] | None = None,
         random: Random | None = None,
@@ -97,7 +92,8 @@ class Registry:
         self._tasks = [loop.create_task(self._follow(node), name=f"watch {node.address}") for node in self.nodes]
 
     async def wait_settled(self, timeout: float) -> bool:
-        """Whether every node is live or refused within `timeout` seconds."""
+        """Waits until every node is live, draining or refused. Returns False if that takes longer than `timeout`
+        seconds."""
         try:
             async with asyncio.timeout(timeout):
                 for event in self._settled.values():
@@ -112,14 +108,14 @@ class Registry:
             await node.channel.close()
 
     def live(self, role: NodeRole) -> list[NodeHandle]:
-        """Those to give requests to, in the order of the list they came from: the live ones, without those that are
-        ejected unless no other is left."""
+        """Returns the nodes that get requests, in the order in which they are listed: the live ones without the ejected
+        ones, or with them if all are ejected."""
         nodes = self.prefill if role is NodeRole.PREFILL else self.decode
         live = [node for node in nodes if node.state is NodeState.LIVE]
         return [node for node in live if not node.outlier.is_ejected] or live
 
     def state_of(self, node: NodeHandle) -> NodeState:
-        """`node.state`, or EJECTED while it gets no requests for that reason."""
+        """Returns the node's state, EJECTED if it gets no requests although it is live."""
         if node.state is NodeState.LIVE and node not in self.live(node.role):
             return NodeState.EJECTED
         return node.state
@@ -128,7 +124,7 @@ class Registry:
         return bool(self.live(NodeRole.DECODE))
 
     def served_model(self) -> ServedModel:
-        """What every live node can serve. Raises UnavailableError while no decode node lives."""
+        """Returns what every live node can serve. Raises UnavailableError while no decode node is live."""
         decode = _descriptions(self.live(NodeRole.DECODE))
         if not decode:
             states = "; ".join(map(_state_with_reason, self.decode)) or "none is configured"
@@ -141,8 +137,8 @@ class Registry:
         )
 
     async def _follow(self, node: NodeHandle) -> None:
-        """Connect, watch, connect again, for ever."""
-        backoff = Backoff(self._random)
+        """Connects to a node and watches it, again and again."""
+        backoff = Backoff(random=self._random)
         while True:
             try:
                 await self._describe(node)
@@ -159,13 +155,14 @@ class Registry:
                 self._set_state(node, NodeState.LOST)
                 node.on_lost(UnavailableError(f"{node.role.value} node {node.name} is lost: {error}"))
                 backoff.reset()
-            if str(error) != node.complaint:  # once, not at every attempt
+            if str(error) != node.complaint:  # logged once, not at every attempt
                 node.complaint = str(error)
                 _logger.warning("%s node %s", node.role.value, _state_with_reason(node))
             await asyncio.sleep(backoff.next())
 
     async def _describe(self, node: NodeHandle) -> None:
-        """Raises NodeRefusedError when the node does not fit, AioRpcError when it does not answer."""
+        """Asks a node for its description. Raises NodeRefusedError if it does not fit the others, AioRpcError if it
+        does not answer."""
         stub = _stub(node)
         try:
             description = description_from_wire(await stub.Describe(node_pb2.DescribeRequest(), timeout=self._timeout))
@@ -176,13 +173,14 @@ class Registry:
         if known is not None and known.source != description.source:
             self.index.drop(known.source.node_id)
             node.load, node.stats, node.watched = NodeLoad(), NodeStats(), None
-        for tried in self._tried.values():  # nobody is let in because it was the first to answer
+        for tried in self._tried.values():  # so that it does not matter who answers first
             await tried.wait()
         self._check(node, description)
         _logger.info("%s node %s is connected", node.role.value, node.name)  # live when its first load has come
 
     def _check(self, node: NodeHandle, description: NodeDescription) -> None:
-        """Against the nodes that are live; when none is, against the one that all have elected."""
+        """Checks a node against those that are live or, if there are none, against the elected one. Raises
+        NodeRefusedError if it does not fit."""
         if description.role is not node.role:
             found = "unknown" if description.role is None else description.role.value
             raise NodeRefusedError(f"role is {found}, but it is listed among the {node.role.value} nodes")
@@ -203,7 +201,8 @@ class Registry:
             raise NodeRefusedError(f"{difference} (as {elected.node.name} has it; {elected.why})")
 
     def _rivals(self, node: NodeHandle) -> list[NodeHandle]:
-        """Who may keep its id when this one has the same: who is live, or about to be and listed before."""
+        """Returns the nodes that keep their id if `node` has the same one: those that are live, and those that still
+        connect and are listed before it."""
         before = self.nodes[: self.nodes.index(node)]
         return [
             other
@@ -214,7 +213,8 @@ class Registry:
         ]
 
     async def _watch(self, node: NodeHandle) -> None:
-        """Until the stream ends, or falls silent: a node has something to say at least once a second."""
+        """Takes a node's messages, of which it sends at least one a second, until the stream ends. Raises
+        UnavailableError if it falls silent."""
         assert node.description is not None
         epoch, sequence = node.watched or (0, 0)
         call = _stub(node).Watch(node_pb2.WatchRequest(epoch=epoch, after_sequence=sequence))
@@ -235,10 +235,10 @@ class Registry:
         if message.epoch != source.epoch:
             raise UnavailableError(f"it was restarted: epoch {message.epoch:#x} after {source.epoch:#x}")
         if node.state not in (NodeState.LIVE, NodeState.DRAINING):
-            self._check(node, node.description)  # another one may have become live since this one was described
+            self._check(node, node.description)  # another node may have become live since this one was described
         if message.reset:
             self.index.drop(source.node_id)
-            node.watched = None  # a snapshot that breaks off is asked for again from its beginning
+            node.watched = None  # if the stream breaks within the snapshot, it is asked for again from its beginning
         self.index.removed(source.node_id, [BlockHash(name) for name in message.removed])
         self.index.stored(source.node_id, [BlockHash(name) for name in message.stored])
         if message.HasField("load"):  # the last message of an update
@@ -249,7 +249,7 @@ class Registry:
             self._enter(node, NodeState.DRAINING if message.draining else NodeState.LIVE)
 
     def _enter(self, node: NodeHandle, state: NodeState) -> None:
-        """What the node says of itself, once it fits the others."""
+        """Makes a node that fits the others live or draining, as it says."""
         if node.state is state:
             return
         if node.state is not NodeState.DRAINING:
@@ -285,7 +285,7 @@ def _descriptions(nodes: Sequence[NodeHandle]) -> list[NodeDescription]:
 
 
 def _difference(found: NodeDescription, expected: NodeDescription) -> str | None:
-    """The first thing in which two nodes differ so that they cannot exchange KV, with both values; None when they
+    """Returns the first difference because of which two nodes cannot exchange KV, with both values; None if they
     can."""
     ours, theirs = found.kv_namespace, expected.kv_namespace
     fields: tuple[tuple[str, object, object], ...] = (

@@ -1,7 +1,7 @@
-"""Notices that a stream which speaks regularly has fallen silent, as one of a stopped process does.
+"""Notices that a stream with regular messages has fallen silent, as the stream of a stopped process does.
 
-Invariant: silence is counted in ticks of our own loop, so that a loop that was itself held up, or a router that was
-stopped, blames nobody for it.
+Invariant: silence is counted in ticks of our own loop. Time in which this loop or this process itself was held up does
+not count, so no node is blamed for it.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ _TICKS = 10
 
 
 class Silence:
-    """`async with Silence(limit) as silence:` raises TimeoutError inside when `silence.broken` was not called for
-    `limit` seconds."""
+    """A limit on silence: `async with Silence(limit) as silence:` raises TimeoutError when `silence.broken` was not
+    called for `limit` seconds."""
 
     def __init__(self, limit: float) -> None:
         self._tick = limit / _TICKS
@@ -21,6 +21,7 @@ class Silence:
         self._handle: asyncio.TimerHandle | None = None
 
     def broken(self) -> None:
+        """Notes that a message has come."""
         self._num_ticks = 0
 
     async def __aenter__(self) -> "Silence":

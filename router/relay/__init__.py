@@ -1,1 +1,1 @@
-"""A request on its way: placed, served, placed again when a node is lost, ended exactly once."""
+"""A request on its way: placed, served, placed again if a node is lost, ended exactly once."""

@@ -1,22 +1,22 @@
-"""One attempt: some outputs of a request at one decode node D, and at one prefill node P or none. Its life:
+"""One attempt to serve some outputs of a request at one decode node D, and at one prefill node P or none. Its life:
 
 1. The relay has chosen D and P, or D alone (`local_prefill`).
-2. D is told to admit, P to prefill, at the same time. P answers with a lease, which is renewed by heartbeat from then
-   on.
-3. P reports published blocks (`PrefillProgress`); each report goes on to D as a pull.
-4. P reports the first new token of every output (`PrefillFinished`). They go to the client at once and to D as the
-   start of decoding; nothing waits for the transfer. Outputs that end with it are over; if all do, D is told to forget
-   the request.
-5. P's stream ends: everything is published, or P has failed; D hears that P will announce no more.
-   a. What D could not fetch from P, nor from the other holders and the store it knows of, it misses (`KVMissing`).
-   b. Once per attempt another prefill node is asked for it (`Refill`); its announcements go on to D as well.
-   c. When there is none, or that fails too, D is told that there will be no more and computes what it misses.
-6. D has its KV (`KVReady`): the leases are released.
-7. D's tokens go to the client until every output has a finish reason or the client has enough of it.
+2. D is told to admit and P to prefill, at the same time. P answers with a lease, which is renewed at intervals from
+   then on.
+3. P reports published blocks (`PrefillProgress`). Each report is forwarded to D as a pull.
+4. P reports the first new token of every output (`PrefillFinished`). These tokens go to the client at once, and to D as
+   the start of decoding; nothing waits for the transfer. Outputs that end with this token are over; if all are, D is
+   told to abort the request.
+5. P's stream ends, either because everything is published or because P has failed. D is told that P announces no more.
+   a. D reports what it could fetch neither from P nor from the other holders and the store it knows of (`KVMissing`).
+   b. Once per attempt, another prefill node is asked for it (`Refill`). Its announcements are forwarded to D as well.
+   c. If there is no other node, or it fails too, D is told that no more will come, and computes what it misses.
+6. D has its KV (`KVReady`). The leases are released.
+7. D's tokens go to the client until every output has a finish reason or the client needs no more of it.
 
-When P fails before step 4 or D is lost at any time, the attempt has failed (`NodeLostError`) and the supervisor makes
-another one. Invariant: once closed, D has forgotten the request or was told to, P's stream is over and its lease
-released, also those of a refill; nothing here waits, so that no cancellation can interrupt it.
+If P fails before step 4, or D is lost at any time, the attempt has failed (`NodeLostError`) and the supervisor makes
+another one. Invariant: once an attempt is closed, D is done with the request or was told to abort it, and the streams
+of P and of a refill are over and their leases released. Nothing here waits, so no cancellation can interrupt it.
 """
 
 import logging
@@ -30,7 +30,6 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.outputs import TokenOutput
 from router.nodes.node import NodeHandle
 from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
-from router.relay.placed import Placed, PrefillPlacement
 from router.relay.prefill_client import (
     PrefillAccepted,
     PrefillEnded,
@@ -40,6 +39,7 @@ from router.relay.prefill_client import (
     PrefillSession,
 )
 from router.relay.refill import Refill
+from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
 from router.request import NodeRequest, PromptLogprobs
 
@@ -50,11 +50,11 @@ ClientEvent = TokenOutput | PromptLogprobs
 
 class LossCause(Enum):
     DECODE_NODE = "decode_node_lost"
-    PREFILL_NODE = "prefill_node_lost"  # before its first token; later it is not missed
+    PREFILL_NODE = "prefill_node_lost"  # before its first token; after that the request goes on without it
 
 
 class NodeLostError(UnavailableError):
-    """A node failed this attempt; another one without it may succeed."""
+    """An attempt failed because of one node; another attempt without this node may succeed."""
 
     def __init__(self, source: KVSource, cause: LossCause, error: KVRelayError) -> None:
         super().__init__(str(error))
@@ -63,15 +63,17 @@ class NodeLostError(UnavailableError):
 
 
 class PlaceRefill(Protocol):
-    """The choice of another prefill node than `source`, for blocks of so many tokens that nobody has; None when D shall
-    compute them."""
+    """Chooses a prefill node other than `source` for blocks of `num_missing_tokens` tokens that no node has; None if D
+    shall compute them."""
 
-    def __call__(self, asked: NodeRequest, source: KVSource, *, num_missing_tokens: int) -> PrefillPlacement | None: ...
+    def __call__(
+        self, node_request: NodeRequest, source: KVSource, *, num_missing_tokens: int
+    ) -> PrefillPlacement | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RefillEvent:
-    """Of the second prefill node."""
+    """An event of the second prefill node."""
 
     event: PrefillEvent
 
@@ -80,20 +82,28 @@ AttemptEvent = PrefillEvent | DecodeEvent | RefillEvent
 
 
 class Attempt:
-    """`open` it, `take` what its sink is given, `close` it. `wire_id` names it at the nodes and is never used twice.
-    `unfinished`: its outputs that the client still waits for."""
+    """One attempt: the owner calls `open`, then `take` with each event that the sink is given, then `close`.
+
+    `wire_id` names the attempt at the nodes and is never used twice. `unfinished` has the indices of the outputs that
+    the client still waits for."""
 
     def __init__(
-        self, asked: NodeRequest, wire_id: str, placed: Placed, tally: Tally, *, place_refill: PlaceRefill
+        self,
+        node_request: NodeRequest,
+        wire_id: str,
+        placement: ResolvedPlacement,
+        tally: Tally,
+        *,
+        place_refill: PlaceRefill,
     ) -> None:
         self.closed = False
-        self.unfinished = set(asked.choices)
-        self.prefill_node: str | None = None  # that gave the first new tokens
-        self.decode_node = placed.decode.source.node_id
-        self._asked = asked
+        self.unfinished = set(node_request.choices)
+        self.prefill_node: str | None = None  # the id of the node that sampled the first new tokens
+        self.decode_node = placement.decode.source.node_id
+        self._node_request = node_request
         self._wire_id = wire_id
-        self._decode = placed.decode
-        self._prefill = placed.prefill
+        self._decode = placement.decode
+        self._prefill = placement.prefill
         self._tally = tally
         self._place_refill = place_refill
         self._sink: Callable[[AttemptEvent], None] = lambda event: None
@@ -103,40 +113,41 @@ class Attempt:
         self._prefilling: PrefillSession | None = None
         self._num_published_blocks = 0
         self._has_first_tokens = False
-        self._decoding: set[int] = set()  # outputs that D goes on with, whether or not somebody waits for them
+        self._decoding: set[int] = set()  # outputs that D computes, whether or not the client still waits for them
         self._decode_is_done = False
-        self._charged: tuple[NodeHandle, int] | None = None  # who computes the prompt, and how much of it
+        self._charged: tuple[NodeHandle, int] | None = None  # who computes the prompt, and how many tokens
 
     def open(self, sink: Callable[[AttemptEvent], None], *, timeout: float) -> None:
-        """`timeout` in seconds: of the prefill, and what the request has left."""
+        """Sends the request to the nodes, whose events go to `sink` from now on. `timeout`: seconds that the request
+        has left."""
         self._sink = sink
         self._timeout = timeout
-        self._decode.node.num_sequences += self._asked.sampling.n
+        self._decode.node.num_sequences += self._node_request.sampling.n
         self._session = self._decode.client.open(self._wire_id, sink)
         self._session.admit(
-            self._asked, local_prefill=self._prefill is None, timeout=timeout, sources=self._decode.sources
+            self._node_request, local_prefill=self._prefill is None, timeout=timeout, sources=self._decode.sources
         )
         if self._prefill is None:
-            self._decoding = set(self._asked.choices)
+            self._decoding = set(self._node_request.choices)
             self._charge(self._decode.node, self._decode.num_uncached_tokens)
             return
         self._charge(self._prefill.node, self._prefill.num_uncached_tokens)
         self._prefilling = self._prefill.client.prefill(
-            self._wire_id, self._asked, self._prefill.sources, timeout=timeout, sink=sink
+            self._wire_id, self._node_request, self._prefill.sources, timeout=timeout, sink=sink
         )
 
     def finish(self, index: int) -> None:
-        """The client has enough of this output."""
+        """Marks an output as one of which the client needs no more."""
         self.unfinished.discard(index)
 
     def close(self) -> None:
-        """In every ending. Idempotent."""
+        """Ends the attempt at its nodes. Must be called however the attempt ends. Idempotent."""
         if self.closed:
             return
         self.closed = True
         self._uncharge()
         if self._session is not None:
-            self._decode.node.num_sequences -= self._asked.sampling.n
+            self._decode.node.num_sequences -= self._node_request.sampling.n
             self._session.close(finished=self._decode_is_done)
         if self._prefilling is not None:
             self._prefilling.close()
@@ -146,8 +157,8 @@ class Attempt:
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def take(self, event: AttemptEvent) -> Sequence[ClientEvent]:
-        """What an event means for the client. Raises NodeLostError when the attempt has failed, any other KVRelayError
-        when the request has."""
+        """Handles an event and returns what it means for the client. Raises NodeLostError if the attempt has failed,
+        any other KVRelayError if the request has failed."""
         match event:
             case TokenOutput():
                 return self._on_tokens(event)
@@ -182,9 +193,8 @@ class Attempt:
         self._tally.accepted()
         if self._prefill is None:
             self._tally.computed(
-                self._asked,
+                self._node_request,
                 num_cached_tokens=admitted.num_cached_tokens,
-                num_fetched_tokens=admitted.num_fetched_tokens,
                 fetches=admitted.fetches,
                 reader="decode",
             )
@@ -204,7 +214,7 @@ class Attempt:
 
     def _on_first_tokens(self, finished: PrefillFinished) -> Sequence[ClientEvent]:
         assert self._session is not None and self._prefill is not None
-        if {output.index for output in finished.first_tokens} != set(self._asked.choices):
+        if {output.index for output in finished.first_tokens} != set(self._node_request.choices):
             raise self._prefill_lost(KVRelayError("the prefill node did not answer with a token of every output"))
         self._uncharge()
         self._has_first_tokens = True
@@ -212,16 +222,15 @@ class Attempt:
         self.prefill_node = self._prefill.source.node_id
         self._tally.first_token()
         self._tally.computed(
-            self._asked,
+            self._node_request,
             num_cached_tokens=finished.num_cached_tokens,
-            num_fetched_tokens=finished.num_fetched_tokens,
             fetches=finished.fetches,
         )
         self._decoding = {output.index for output in finished.first_tokens if output.finish_reason is None}
         self.unfinished &= self._decoding
         if self._decoding:
             self._session.start(finished.first_tokens)
-        if self._asked.sampling.prompt_logprobs is None:
+        if self._node_request.sampling.prompt_logprobs is None:
             return finished.first_tokens
         return (PromptLogprobs(finished.prompt_logprobs), *finished.first_tokens)
 
@@ -235,38 +244,39 @@ class Attempt:
         self._pull(ended=True)
 
     def _on_kv_missing(self, num_missing_tokens: int) -> None:
-        """D waits for an answer."""
+        """Answers D, which waits until it knows whether another node will provide the missing blocks."""
         assert self._session is not None
         if self._refill is not None and not self._refill.over:
-            return  # the answer is on its way
+            return  # the refill's announcements are the answer
         placement = None
         if self._refill is None and self._prefill is not None:
-            placement = self._place_refill(self._asked, self._prefill.source, num_missing_tokens=num_missing_tokens)
+            placement = self._place_refill(
+                self._node_request, self._prefill.source, num_missing_tokens=num_missing_tokens
+            )
         if placement is None:
             _logger.warning("request %s: %d tokens have no source", self._wire_id, num_missing_tokens)
             self._session.pull_no_more()
             return
         self._tally.refilling()
-        self._refill = Refill(self._asked, f"{self._wire_id}.refill", placement, self._session, self._tally)
+        self._refill = Refill(self._node_request, f"{self._wire_id}.refill", placement, self._session, self._tally)
         self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._timeout)
 
     def _on_kv_ready(self, ready: KVReady) -> None:
         self._tally.accepted()
         self._tally.decode_ready(
-            self._asked,
-            num_fetched_tokens=ready.num_fetched_tokens,
+            self._node_request,
             num_recomputed_tokens=ready.num_recomputed_tokens,
             fetches=ready.fetches,
             rungs=self._rungs(),
         )
         if self._refill is not None:
             self._refill.enough()
-        if self._has_first_tokens:  # before that the prefill still needs its blocks
+        if self._has_first_tokens:  # until then the prefill still needs its blocks
             assert self._prefilling is not None
             self._prefilling.release()
 
     def _prefill_lost(self, error: KVRelayError) -> KVRelayError:
-        """The error itself when no other node would do better."""
+        """Returns the error to raise because P has failed: `error` itself if no other node would do better."""
         assert self._prefill is not None
         self._prefill.node.outlier.failed(error)
         if isinstance(error, InvalidRequestError | DeadlineError):
@@ -286,7 +296,7 @@ class Attempt:
         return rungs
 
     def _charge(self, node: NodeHandle, num_tokens: int) -> None:
-        """Until the first tokens are here, this much more is queued there."""
+        """Counts the prompt as queued at the node that computes it, until the first tokens have come."""
         node.num_queued_tokens += num_tokens
         self._charged = (node, num_tokens)
 

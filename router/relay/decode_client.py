@@ -1,7 +1,7 @@
 """The router's side of a decode node: one bidirectional stream that carries all of its requests.
 
-Invariant: every session gets its events in order and, unless it was closed first, hears of the end of its stream as an
-error: a stream that breaks fails all of its sessions at once, and none of them ever waits for a stream that is gone.
+Invariant: every session gets its events in order. A stream that breaks fails all sessions that are still open, at once,
+so none of them ever waits for a stream that is gone.
 """
 
 import asyncio
@@ -14,14 +14,21 @@ import grpc
 
 from kvrelay.core.errors import KVRelayError, UnavailableError, error_from_grpc
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.wire import logprobs_from_wire, output_from_wire, output_to_wire, sampling_to_wire, source_to_wire
+from kvrelay.core.wire import (
+    fetch_report_from_wire,
+    logprobs_from_wire,
+    output_from_wire,
+    output_to_wire,
+    sampling_to_wire,
+    source_to_wire,
+)
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
 from router.nodes.node import HeldBlocks, held_to_wire
-from router.relay.fetch_report import NO_FETCHES, FetchReport, report_from_wire
 from router.request import NodeRequest, PromptLogprobs
 
 _logger = logging.getLogger(__name__)
@@ -30,31 +37,32 @@ _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.Statu
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """By a node that prefills by itself it is said once the prompt is computed, with what was fetched for it."""
+    """The node has taken the request. A node that prefills by itself sends this once the prompt is computed, with a
+    report of what it fetched for it."""
 
     num_cached_tokens: int
-    num_fetched_tokens: int = 0
-    fetches: FetchReport = NO_FETCHES
+    fetches: FetchReport = NOTHING_FETCHED
 
 
 @dataclass(frozen=True, slots=True)
 class KVReady:
+    """The node has all KV that was going to arrive."""
+
     num_cached_tokens: int
-    num_fetched_tokens: int
     num_recomputed_tokens: int
-    fetches: FetchReport = NO_FETCHES
+    fetches: FetchReport = NOTHING_FETCHED
 
 
 @dataclass(frozen=True, slots=True)
 class KVMissing:
-    """The node waits: nobody it knows of has the blocks of so many tokens."""
+    """No source that the node knows of has the blocks of so many tokens. The node waits for an answer."""
 
     num_missing_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
-    """Terminal."""
+    """The request has failed at the node. This is its last event."""
 
     error: KVRelayError
 
@@ -64,13 +72,13 @@ Sink = Callable[[DecodeEvent], None]
 
 
 class _Stream:
-    """One Serve call, from its opening until it breaks."""
+    """One `Serve` call, from its opening until it breaks."""
 
     def __init__(self, stub: "decode_node_pb2_grpc.DecodeNodeAsyncStub", address: str) -> None:
         self.broken = False
         self._address = address
         self._sinks: dict[str, Sink] = {}
-        self._commands: asyncio.Queue[pb.DecodeCommand | None] = asyncio.Queue()  # None ends them
+        self._commands: asyncio.Queue[pb.DecodeCommand | None] = asyncio.Queue()  # None ends the call's requests
         self._call = stub.Serve(self._outgoing())
         self.task = asyncio.get_running_loop().create_task(self._read(), name=f"decode stream {address}")
 
@@ -79,11 +87,12 @@ class _Stream:
         self._sinks[wire_id] = sink
 
     def remove(self, wire_id: str) -> bool:
-        """Whether it was still open."""
+        """Closes a session for further events. Returns whether it was still open."""
         return self._sinks.pop(wire_id, None) is not None
 
     def send(self, command: pb.DecodeCommand) -> None:
-        """Never blocks: a request sends a handful of commands, and the number of requests is bounded."""
+        """Queues a command for the node; drops it if the stream has broken. The queue needs no bound, because a request
+        sends a handful of commands and the number of requests is bounded."""
         if not self.broken:
             self._commands.put_nowait(command)
 
@@ -106,7 +115,7 @@ class _Stream:
     def _dispatch(self, message: pb.DecodeEvent) -> None:
         sink = self._sinks.get(message.request_id)
         if sink is None:
-            return  # it was closed while this event was on its way
+            return  # the session was closed while this event was under way
         event = _event_from_wire(message)
         if event is None:
             return
@@ -115,13 +124,13 @@ class _Stream:
         sink(event)
 
     def lose(self, error: KVRelayError) -> None:
-        """Fails what is on it now and ends the call, so that the node lets go of it when it can."""
+        """Fails all sessions at once and cancels the call, so that the node, once it can, aborts their requests."""
         self._break(error)
         self.task.cancel()
 
     def _break(self, error: KVRelayError) -> None:
         self.broken = True
-        self._commands.put_nowait(None)  # gRPC does not cancel who waits for them when a call has ended by itself
+        self._commands.put_nowait(None)  # gRPC leaves `_outgoing` waiting when a call ends by itself
         sinks, self._sinks = self._sinks, {}
         if sinks:
             _logger.warning("%s; %d requests were on it", error, len(sinks))
@@ -130,49 +139,56 @@ class _Stream:
 
 
 class DecodeSession:
-    """One request on a decode node. All methods return at once; answers go to the sink given at opening."""
+    """One request on a decode node. All methods return at once; events go to the sink that was given to `open`."""
 
     def __init__(self, stream: _Stream, wire_id: str) -> None:
         self._stream = stream
         self._wire_id = wire_id
 
     def admit(
-        self, asked: NodeRequest, *, local_prefill: bool, timeout: float, sources: Sequence[HeldBlocks] = ()
+        self, node_request: NodeRequest, *, local_prefill: bool, timeout: float, sources: Sequence[HeldBlocks] = ()
     ) -> None:
-        """`timeout`: seconds that the request has left."""
+        """Asks the node to reserve the prompt's blocks. `sources`: other holders of leading blocks, best first.
+        `timeout`: seconds that the request has left."""
         admit = pb.Admit(
             request_id=self._wire_id,
-            prompt_token_ids=asked.token_ids,
-            sampling_params=sampling_to_wire(asked.sampling),
-            priority=asked.priority,
-            cache_salt=asked.cache_salt,
+            prompt_token_ids=node_request.token_ids,
+            sampling_params=sampling_to_wire(node_request.sampling),
+            priority=node_request.priority,
+            cache_salt=node_request.cache_salt,
             local_prefill=local_prefill,
-            num_prior_output_tokens=asked.num_prior_output_tokens,
-            first_choice_index=asked.first_choice_index,
+            num_prior_output_tokens=node_request.num_prior_output_tokens,
+            first_choice_index=node_request.first_choice_index,
             sources=[held_to_wire(held) for held in sources],
             timeout_ms=max(1, round(timeout * 1000)),
         )
         self._stream.send(pb.DecodeCommand(admit=admit))
 
     def pull(self, source: KVSource, num_blocks: int, *, ended: bool) -> None:
+        """Tells the node that `source` has published the prompt's first `num_blocks` blocks; with `ended`, that it will
+        publish no more."""
         pull = pb.Pull(request_id=self._wire_id, source=source_to_wire(source), num_blocks=num_blocks, ended=ended)
         self._stream.send(pb.DecodeCommand(pull=pull))
 
     def pull_no_more(self) -> None:
+        """Tells the node to compute what it has not got by now: no source will announce more."""
         self._stream.send(pb.DecodeCommand(pull=pb.Pull(request_id=self._wire_id, final=True)))
 
     def start(self, first_tokens: tuple[TokenOutput, ...]) -> None:
+        """Gives the node the first token of every output, to decode from."""
         start = pb.Start(request_id=self._wire_id, first_tokens=[output_to_wire(output) for output in first_tokens])
         self._stream.send(pb.DecodeCommand(start=start))
 
     def close(self, *, finished: bool) -> None:
-        """No more events. Aborts the request at the node unless it is `finished` or has failed there. Idempotent."""
+        """Ends the session's events, and aborts the request at the node unless it is `finished` or has failed there.
+        Idempotent."""
         if self._stream.remove(self._wire_id) and not finished:
             self._stream.send(pb.DecodeCommand(abort=pb.Abort(request_id=self._wire_id)))
 
 
 class DecodeClient:
-    """One per decode node. The stream is opened with the first request, and again with the first one after it broke."""
+    """One per decode node. Its stream is opened for the first request, and anew for the first request after it
+    broke."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
@@ -180,14 +196,15 @@ class DecodeClient:
         self._stream: _Stream | None = None
 
     def open(self, wire_id: str, sink: Sink) -> DecodeSession:
-        """`wire_id` is used once only. A node that cannot be reached shows as DecodeFailed."""
+        """Opens a session, whose events go to `sink`. A `wire_id` is used only once. If the node cannot be reached, the
+        sink gets a DecodeFailed."""
         if self._stream is None or self._stream.broken:
             self._stream = _Stream(self._stub, self._address)
         self._stream.add(wire_id, sink)
         return DecodeSession(self._stream, wire_id)
 
     def lose(self, error: KVRelayError) -> None:
-        """The node is lost although its stream has not broken: all sessions fail at once."""
+        """Fails all sessions at once, because the node is lost although its stream has not broken."""
         if self._stream is not None:
             self._stream.lose(error)
 
@@ -197,21 +214,18 @@ class DecodeClient:
 
 
 def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
-    """None for an event of a newer protocol."""
+    """Returns None for an event of a newer protocol."""
     match message.WhichOneof("event"):
         case "tokens":
             return output_from_wire(message.tokens)
         case "admitted":
             admitted = message.admitted
-            return Admitted(admitted.num_cached_tokens, admitted.num_fetched_tokens, report_from_wire(admitted.fetches))
+            fetches = fetch_report_from_wire(admitted.fetches, num_tokens=admitted.num_fetched_tokens)
+            return Admitted(admitted.num_cached_tokens, fetches)
         case "kv_ready":
             ready = message.kv_ready
-            return KVReady(
-                ready.num_cached_tokens,
-                ready.num_fetched_tokens,
-                ready.num_recomputed_tokens,
-                report_from_wire(ready.fetches),
-            )
+            fetches = fetch_report_from_wire(ready.fetches, num_tokens=ready.num_fetched_tokens)
+            return KVReady(ready.num_cached_tokens, ready.num_recomputed_tokens, fetches)
         case "kv_missing":
             return KVMissing(message.kv_missing.num_missing_tokens)
         case "prompt_logprobs":

@@ -1,8 +1,8 @@
 """The router's side of a prefill node: its streams, and the leases that outlive them.
 
-Invariant: a lease is renewed from the moment we hear of it until its session releases it, also when nobody has taken
-note of it by then; a release is tried twice, each time with a deadline, and is not undone by whoever is cancelled
-meanwhile. What fails is left to the lease's own expiry.
+Invariant: a lease is renewed from when the router hears of it until its session releases it, even if the session is
+cancelled in between. A release is tried twice, each time with a deadline, in a task of its own, which no cancellation
+of the session ends. If both fail, the lease expires at the node.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from typing import cast
 import grpc
 
 from kvrelay.core.errors import DeadlineError, KVRelayError
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.wire import logprobs_from_wire, output_from_wire, sampling_to_wire
+from kvrelay.core.wire import fetch_report_from_wire, logprobs_from_wire, output_from_wire, sampling_to_wire
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
 from router.nodes.node import HeldBlocks, held_to_wire
-from router.relay.fetch_report import NO_FETCHES, FetchReport, report_from_wire
 from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
@@ -44,16 +44,18 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFinished:
+    """The prompt is computed, and the first token of every output is sampled. Blocks may still be published after
+    it."""
+
     first_tokens: tuple[TokenOutput, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
     num_cached_tokens: int
-    num_fetched_tokens: int
-    fetches: FetchReport = NO_FETCHES
+    fetches: FetchReport = NOTHING_FETCHED
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The stream is over; without an error, everything is published."""
+    """The stream is over. Without an error, all blocks are published. This is the last event."""
 
     error: KVRelayError | None
 
@@ -62,7 +64,7 @@ PrefillEvent = PrefillAccepted | PrefillProgress | PrefillFinished | PrefillEnde
 
 
 class PrefillSession:
-    """One request on a prefill node: its stream, and its lease. All methods return at once."""
+    """One request on a prefill node: its stream and its lease. All methods return at once."""
 
     def __init__(self, client: "PrefillClient") -> None:
         self._client = client
@@ -75,27 +77,27 @@ class PrefillSession:
         return self._lease_id is not None
 
     def granted(self, lease_id: str) -> None:
-        """By the stream. A session that is over by then does not want it."""
+        """Takes the lease that the node has granted, and releases it at once if the session is already over."""
         self._lease_id = lease_id
         self._client.hold(lease_id)
         if self._released:
             self._client.release(lease_id)
 
     def release(self) -> None:
-        """The blocks are no longer needed. Idempotent."""
+        """Releases the lease, because the blocks are no longer needed. Idempotent."""
         self._released = True
         if self._lease_id is not None:
             self._client.release(self._lease_id)
 
     def close(self) -> None:
-        """Gives the prefill up if it is under way; nothing more is reported. Idempotent."""
+        """Ends the session's events, cancels the prefill if it is under way, and releases the lease. Idempotent."""
         if self.task is not None:
             self.task.cancel()
         self.release()
 
 
 class PrefillClient:
-    """One per prefill node. `lease_ttl` and `timeout` (of a single small call) in seconds."""
+    """One per prefill node. `lease_ttl` in seconds; `timeout`: seconds that a call about leases may take."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str, *, lease_ttl: float, timeout: float) -> None:
         self._stub = cast("prefill_node_pb2_grpc.PrefillNodeAsyncStub", prefill_node_pb2_grpc.PrefillNodeStub(channel))
@@ -110,23 +112,24 @@ class PrefillClient:
     def prefill(
         self,
         wire_id: str,
-        asked: NodeRequest,
+        node_request: NodeRequest,
         sources: Sequence[HeldBlocks],
         *,
         timeout: float,
         sink: Callable[[PrefillEvent], None],
     ) -> PrefillSession:
-        """Start a prefill; `sink` gets its events, `PrefillEnded` last. `wire_id` is used once only."""
+        """Starts a prefill, whose events go to `sink`, `PrefillEnded` last. A `wire_id` is used only once. `sources`:
+        holders of leading blocks, best first. `timeout`: seconds that the request has left."""
         message = pb.PrefillRequest(
             request_id=wire_id,
-            prompt_token_ids=asked.token_ids,
-            sampling_params=sampling_to_wire(asked.sampling),
-            priority=asked.priority,
+            prompt_token_ids=node_request.token_ids,
+            sampling_params=sampling_to_wire(node_request.sampling),
+            priority=node_request.priority,
             lease_ttl_ms=self._lease_ttl_ms,
-            cache_salt=asked.cache_salt,
+            cache_salt=node_request.cache_salt,
             sources=[held_to_wire(held) for held in sources],
-            num_prior_output_tokens=asked.num_prior_output_tokens,
-            first_choice_index=asked.first_choice_index,
+            num_prior_output_tokens=node_request.num_prior_output_tokens,
+            first_choice_index=node_request.first_choice_index,
             timeout_ms=max(1, round(timeout * 1000)),
         )
         session = PrefillSession(self)
@@ -136,7 +139,7 @@ class PrefillClient:
         return session
 
     def lose(self, error: KVRelayError) -> None:
-        """The node is lost although its streams have not broken: all that are under way end with this error at once."""
+        """Ends all streams with `error` at once, because the node is lost although they have not broken."""
         streams, self._streams = self._streams, {}
         for task, sink in streams.items():
             if not task.done() and not task.cancelling():
@@ -144,19 +147,19 @@ class PrefillClient:
                 sink(PrefillEnded(error))
 
     def hold(self, lease_id: str) -> None:
-        """Renew this lease from now on, until `release`."""
+        """Renews a lease from now on, until `release`."""
         self._held.add(lease_id)
         if self._heartbeat is None:
             self._heartbeat = asyncio.get_running_loop().create_task(self._renew_forever(), name="lease-heartbeat")
 
     def release(self, lease_id: str) -> None:
-        """Returns at once; the release goes on by itself. Only the first call for a lease has an effect."""
+        """Releases a lease in a task of its own, and returns at once. Only the first call for a lease has an effect."""
         if lease_id in self._held:
             self._held.remove(lease_id)
             self._spawn(self._release(lease_id), name=f"release {lease_id}")
 
     async def close(self) -> None:
-        """Releases what is held, in bounded time, and ends everything."""
+        """Releases all leases, for which it waits at most `timeout` seconds, and ends all tasks."""
         for lease_id in list(self._held):
             self.release(lease_id)
         if self._tasks:
@@ -176,7 +179,7 @@ class PrefillClient:
                 async for event in events:
                     sink(event)
         except asyncio.CancelledError:
-            # The node may have finished, and its word of that be on its way. Its leases have their requests' ids.
+            # The node may have finished and granted a lease of which we have not heard yet; its id is the request's.
             if not session.has_lease:
                 session.granted(message.request_id)
             raise
@@ -205,7 +208,7 @@ class PrefillClient:
                     case "progress":
                         yield PrefillProgress(event.progress.num_published_blocks)
                     case "finished":
-                        patience = self._lease_ttl_ms / 1000  # then it is no longer worth waiting for the rest
+                        patience = self._lease_ttl_ms / 1000  # after that time, waiting for the rest is of no use
                         yield _finished_from_wire(event.finished)
         finally:
             call.cancel()
@@ -251,6 +254,5 @@ def _finished_from_wire(message: pb.PrefillFinished) -> PrefillFinished:
         first_tokens=tuple(output_from_wire(output) for output in message.first_tokens),
         prompt_logprobs=tuple(logprobs_from_wire(entry) for entry in message.prompt_logprobs),
         num_cached_tokens=message.num_cached_tokens,
-        num_fetched_tokens=message.num_fetched_tokens,
-        fetches=report_from_wire(message.fetches),
+        fetches=fetch_report_from_wire(message.fetches, num_tokens=message.num_fetched_tokens),
     )

@@ -1,17 +1,17 @@
-"""A second prefill of what an attempt's decode node D waits for, on another node, because it did not arrive from the
-first one and nobody else has it.
+"""A second prefill, on another node, of blocks that an attempt's decode node D waits for: they did not arrive from the
+first prefill node, and no other node has them.
 
-The same given tokens make the same blocks, so D fetches them under the same names; the first tokens are those that the
-client has, and are ignored. Invariant: once closed, the stream is over and its lease released; nothing here waits.
+The same tokens make the same blocks, so D fetches them under the same names. The first token is one that the client
+already has; it is ignored. Invariant: once a refill is closed, its stream is over and its lease released. Nothing here
+waits.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvrelay.core.node_report import NOTHING_FETCHED
 from router.relay.decode_client import DecodeSession
-from router.relay.fetch_report import NO_FETCHES
-from router.relay.placed import PrefillPlacement
 from router.relay.prefill_client import (
     PrefillEnded,
     PrefillEvent,
@@ -19,6 +19,7 @@ from router.relay.prefill_client import (
     PrefillProgress,
     PrefillSession,
 )
+from router.relay.resolved_placement import PrefillPlacement
 from router.relay.tally import Tally
 from router.request import NodeRequest
 
@@ -26,15 +27,17 @@ _logger = logging.getLogger(__name__)
 
 
 class Refill:
-    """`open` it, `take` what its sink is given, `close` it. `session` is D's. `over`: the node has nothing more to
-    say."""
+    """One refill: the owner calls `open`, then `take` with each event that the sink is given, then `close`. `session`
+    is that of D. `over`: the node will announce no more blocks."""
 
     def __init__(
-        self, asked: NodeRequest, wire_id: str, placement: PrefillPlacement, session: DecodeSession, tally: Tally
+        self, node_request: NodeRequest, wire_id: str, placement: PrefillPlacement, session: DecodeSession, tally: Tally
     ) -> None:
         self.over = False
         self.node_id = placement.source.node_id
-        self._asked = replace(asked, sampling=replace(asked.sampling, n=1, logprobs=None, prompt_logprobs=None))
+        self._node_request = replace(
+            node_request, sampling=replace(node_request.sampling, n=1, logprobs=None, prompt_logprobs=None)
+        )
         self._wire_id = wire_id
         self._placement = placement
         self._session = session
@@ -51,7 +54,7 @@ class Refill:
         self._num_charged_tokens = placement.num_uncached_tokens
         placement.node.num_queued_tokens += self._num_charged_tokens
         self._prefilling = placement.client.prefill(
-            self._wire_id, self._asked, placement.sources, timeout=timeout, sink=sink
+            self._wire_id, self._node_request, placement.sources, timeout=timeout, sink=sink
         )
 
     def take(self, event: PrefillEvent) -> None:
@@ -64,9 +67,8 @@ class Refill:
                 self._uncharge()
                 self._placement.node.outlier.succeeded()
                 self._tally.refilled(
-                    self._asked,
+                    self._node_request,
                     num_cached_tokens=event.num_cached_tokens,
-                    num_fetched_tokens=event.num_fetched_tokens,
                     fetches=event.fetches,
                 )
                 if self._is_enough:
@@ -81,25 +83,24 @@ class Refill:
 
     @property
     def _has_published_all(self) -> bool:
-        return self._num_published_blocks >= self._tally.num_blocks(len(self._asked.token_ids))
+        return self._num_published_blocks >= self._tally.num_blocks(len(self._node_request.token_ids))
 
     def enough(self) -> None:
-        """D needs no more. A node that has published everything is about to finish: it says then what it has cost. A
-        request that ends before counts what was to be expected."""
+        """Closes the refill because D needs no more blocks, unless the node has published everything. Then it is about
+        to finish, and its last event says how many tokens it has computed. If the request ends before that event,
+        `close` counts the tokens that were expected."""
         self._is_enough = True
         if self._has_finished or not self._has_published_all:
             self.close()
 
     def close(self) -> None:
-        """In every ending. Idempotent."""
+        """Ends the prefill. Must be called however the attempt ends. Idempotent."""
         self.over = True
         self._uncharge()
         if self._is_enough and self._has_published_all and not self._has_finished:
             self._has_finished = True
-            num_found_tokens = len(self._asked.token_ids) - self._placement.num_uncached_tokens
-            self._tally.refilled(
-                self._asked, num_cached_tokens=num_found_tokens, num_fetched_tokens=0, fetches=NO_FETCHES
-            )
+            num_found_tokens = len(self._node_request.token_ids) - self._placement.num_uncached_tokens
+            self._tally.refilled(self._node_request, num_cached_tokens=num_found_tokens, fetches=NOTHING_FETCHED)
         if self._prefilling is not None:
             self._prefilling.close()
 

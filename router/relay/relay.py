@@ -1,6 +1,6 @@
-"""The router's inside as one object: places each request, as often as it must, and runs its supervisor.
+"""The router's core: places each request, as often as necessary, and runs its supervisor.
 
-Invariant: at most `max_concurrent_requests` supervisors, one per request id, and none outlives its generator.
+Invariant: there are at most `max_concurrent_requests` supervisors, one per request id, and none outlives its generator.
 """
 
 import asyncio
@@ -10,13 +10,12 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence, Set
 from contextlib import aclosing
 from random import Random, SystemRandom
 
-from prometheus_client import CollectorRegistry
-
 from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from kvrelay.core.kv_source import KVSource
-from router.nodes.node import HeldBlocks, NodeDescription, NodeHandle, NodeRole
+from kvrelay.core.node_report import NodeDescription, NodeRole
+from router.nodes.node import HeldBlocks, NodeHandle
 from router.nodes.registry import Registry
 from router.policy import (
     Candidates,
@@ -27,46 +26,42 @@ from router.policy import (
     SourceHint,
 )
 from router.relay.decode_client import DecodeClient
-from router.relay.migration_metrics import MigrationMetrics
-from router.relay.placed import DecodePlacement, Placed, PrefillPlacement
+from router.relay.limits import RelayLimits
 from router.relay.prefill_client import PrefillClient
+from router.relay.recovery_metrics import RecoveryMetrics
+from router.relay.resolved_placement import DecodePlacement, PrefillPlacement, ResolvedPlacement
 from router.relay.supervisor import RequestSupervisor
 from router.relay.tally import Tally
 from router.request import NodeRequest, RequestEvent, RoutedRequest, ServedModel
 
 _logger = logging.getLogger(__name__)
-_ABORT_SECONDS = 1.0  # for consumers to take the error of an aborted request
+_ABORT_SECONDS = 1.0  # for consumers to take the errors of requests that a stop has aborted
 
 
 class ClusterRelay:
     """Implements `Relay`, and `Place` for its supervisors, over the nodes of a registry, which it does not own.
-    `node_wait`, `lease_ttl` and `node_timeout` in seconds. `random` spreads retries and tells this router's requests
-    from those of others."""
+    `random` spreads retries, and draws the part of wire ids that tells this router's requests from those of others."""
 
     def __init__(
         self,
         registry: Registry,
         policy: Policy,
+        limits: RelayLimits,
+        metrics: RecoveryMetrics,
         *,
-        metrics: MigrationMetrics | None = None,
-        max_concurrent_requests: int = 1024,
-        max_attempts: int = 3,
-        node_wait: float = 120.0,
-        lease_ttl: float = 30.0,
-        node_timeout: float = 5.0,
         clock: Clock | None = None,
         random: Random | None = None,
     ) -> None:
         self._registry = registry
         self._policy = policy
-        self._metrics = metrics or MigrationMetrics("", CollectorRegistry())
-        self._max_concurrent_requests = max_concurrent_requests
-        self._max_attempts = max_attempts
-        self._node_wait = node_wait
+        self._limits = limits
+        self._metrics = metrics
         self._clock = clock or MonotonicClock()
         self._random = random or SystemRandom()
         self._prefill_clients = {
-            node.address: PrefillClient(node.channel, node.address, lease_ttl=lease_ttl, timeout=node_timeout)
+            node.address: PrefillClient(
+                node.channel, node.address, lease_ttl=limits.lease_ttl, timeout=limits.node_timeout
+            )
             for node in registry.prefill
         }
         self._decode_clients = {node.address: DecodeClient(node.channel, node.address) for node in registry.decode}
@@ -79,9 +74,9 @@ class ClusterRelay:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._numbers = itertools.count()  # of placements
+        self._numbers = itertools.count()  # numbers placements
         self._wire_numbers = itertools.count()
-        # Request ids are the clients'; at the nodes they must differ over all routers and over time.
+        # Clients choose request ids. At the nodes the ids must be unique over all routers and over time.
         self._tag = f"{self._random.getrandbits(32):08x}"
 
     def served_model(self) -> ServedModel:
@@ -90,7 +85,7 @@ class ClusterRelay:
         return self._registry.served_model()
 
     def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
-        limit = self._max_concurrent_requests
+        limit = self._limits.max_concurrent_requests
         if num_wanted > limit:
             raise InvalidRequestError(
                 f"prompt has {num_wanted} entries, more than the {limit} requests that may run at a time; send fewer",
@@ -127,8 +122,8 @@ class ClusterRelay:
             supervisor.abort()
 
     async def close(self, *, timeout: float) -> None:
-        """Refuses new requests, ends those without a node, lets what runs end for at most `timeout` seconds, fails the
-        rest, closes the clients."""
+        """Refuses new requests, ends those that wait for a node, gives the others at most `timeout` seconds to end,
+        fails the rest, and closes the clients of the nodes."""
         self._draining = True
         for supervisor in self._running.values():
             supervisor.wait_no_more()
@@ -143,6 +138,7 @@ class ClusterRelay:
         )
 
     async def _idle_within(self, timeout: float) -> bool:
+        """Waits for at most `timeout` seconds. Returns whether no request runs any more."""
         if not self._idle.is_set():
             waiting = asyncio.create_task(self._idle.wait())
             await asyncio.wait({waiting}, timeout=timeout)
@@ -159,34 +155,33 @@ class ClusterRelay:
             self,
             Tally(request, namespace.block_size, self._clock, self._metrics),
             kv_namespace=namespace,
-            max_attempts=self._max_attempts,
-            node_wait=self._node_wait,
+            limits=self._limits,
             clock=self._clock,
             random=self._random,
         )
 
     def _decode_node_came(self) -> None:
         for supervisor in self._running.values():
-            supervisor.decode_node_came()
+            supervisor.on_decode_node_live()
 
-    def place(self, asked: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> Placed:
-        """As `Place`."""
-        usable = self._usable(asked, lost)
+    def place(self, node_request: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> ResolvedPlacement:
+        """Implements `Place.place`."""
+        usable = self._usable(node_request, lost)
         if not _has_decode_node(usable) and last_resort:
-            everyone = self._usable(asked, frozenset())
+            everyone = self._usable(node_request, frozenset())
             usable |= {name: node for name, node in everyone.items() if node.role is NodeRole.DECODE}
         if not _has_decode_node(usable):
             raise UnavailableError("no decode node lives" + ("" if last_resort else " that this request has not lost"))
-        facts, held = self._facts(asked)
+        facts, held = self._facts(node_request)
         placement = self._policy.choose(facts, _candidates(usable.values(), held))
-        _logger.debug("%d tokens: %s", len(asked.token_ids), placement)
+        _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
         decode = usable[placement.decode]
         prefill = None
         if placement.prefill is not None:
             prefill = self._prefill_placement(placement.prefill, placement.sources, facts, usable, held)
         sources = _held_blocks(placement.decode_sources, usable)
         most_held = max([held.get(placement.decode, 0), *(source.num_blocks for source in sources)])
-        return Placed(
+        return ResolvedPlacement(
             DecodePlacement(
                 decode,
                 self._decode_clients[decode.address],
@@ -197,30 +192,33 @@ class ClusterRelay:
             prefill,
         )
 
-    def refill(self, asked: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int) -> PrefillPlacement | None:
-        """As `Place`."""
-        usable = self._usable(asked, lost)
-        facts, held = self._facts(asked)
+    def refill(
+        self, node_request: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int
+    ) -> PrefillPlacement | None:
+        """Implements `Place.refill`."""
+        usable = self._usable(node_request, lost)
+        facts, held = self._facts(node_request)
         refill = self._policy.refill(facts, _candidates(usable.values(), held), num_missing_tokens)
         if refill is None:
             return None
         return self._prefill_placement(refill.prefill, refill.sources, facts, usable, held)
 
-    def _usable(self, asked: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
-        """Live nodes by id, prefill nodes first. When all nodes were away another model may have come, which must not
-        go on with what the first one began."""
+    def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
+        """Returns the live nodes that are not among the lost ones, by id, prefill nodes first. Nodes with another
+        namespace are left out: after all nodes were away, they may have come back with another model, which must not
+        continue what the first one began."""
         return {
             _node_id(node): node
             for role in NodeRole
             for node in self._registry.live(role)
-            if _source(node) not in lost and _description(node).kv_namespace == asked.kv_namespace
+            if _source(node) not in lost and _description(node).kv_namespace == node_request.kv_namespace
         }
 
-    def _facts(self, asked: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
-        """And how many leading blocks each node holds."""
-        block_size = asked.kv_namespace.block_size
-        facts = RequestFacts(next(self._numbers), len(asked.token_ids), asked.sampling.n, block_size)
-        return facts, self._registry.index.leading(_names(asked))
+    def _facts(self, node_request: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
+        """Returns what the policy has to know of the request, and how many of its leading blocks each node holds."""
+        block_size = node_request.kv_namespace.block_size
+        facts = RequestFacts(next(self._numbers), len(node_request.token_ids), node_request.sampling.n, block_size)
+        return facts, self._registry.index.leading(_names(node_request))
 
     def _prefill_placement(
         self,
@@ -238,13 +236,13 @@ class ClusterRelay:
         )
 
 
-def _names(asked: NodeRequest) -> Sequence[BlockHash]:
-    """Of the given tokens' blocks, the partial tail included. A request for prompt logprobs computes its whole prompt,
-    so for it no block counts as held."""
-    if asked.sampling.prompt_logprobs is not None:
+def _names(node_request: NodeRequest) -> Sequence[BlockHash]:
+    """Returns the names of the blocks of the given tokens, including the partial tail. A request with prompt
+    log-probabilities computes its whole prompt, so it gets no names: for it, no block counts as held."""
+    if node_request.sampling.prompt_logprobs is not None:
         return ()
-    root = asked.kv_namespace.root(cache_salt=asked.cache_salt)
-    return block_hashes(root, asked.token_ids, asked.kv_namespace.block_size, include_partial=True)
+    root = node_request.kv_namespace.root(cache_salt=node_request.cache_salt)
+    return block_hashes(root, node_request.token_ids, node_request.kv_namespace.block_size, include_partial=True)
 
 
 def _has_decode_node(nodes: Mapping[str, NodeHandle]) -> bool:
@@ -256,7 +254,8 @@ def _held_blocks(hints: Sequence[SourceHint], nodes: Mapping[str, NodeHandle]) -
 
 
 def _candidates(nodes: Collection[NodeHandle], held: Mapping[str, int]) -> Candidates:
-    """A node's own report lags, ours knows nothing of other routers: the larger of the two is nearer to the truth."""
+    """Returns the nodes as the policy sees them. A node's own counts lag behind, and ours know nothing of other
+    routers: the larger of the two is nearer to the truth."""
     return Candidates(
         prefill=tuple(
             PrefillCandidate(

@@ -1,24 +1,24 @@
-"""The supervisor of one request: what its outputs are so far, and which attempts bring the rest. Life of a request
-here:
+"""The supervisor of one request: it keeps the outputs so far, and makes the attempts that bring the rest. The life of a
+request here:
 
-1. The relay places all outputs together; an `Attempt` (see there) serves them from the nodes it chose.
-2. Tokens go to the client in the order in which they come, and are remembered: they are what another node needs.
-3. A node is lost (`NodeLostError`): its attempt is closed, and every output that is not finished is placed again on
-   nodes that this request has not lost, with the prompt and all tokens the client has. An output with tokens is placed
-   alone, since from its first token on it differs from the others.
-4. No such node lives: after a wait, growing and jittered, those that it has lost are tried, too: not all that breaks
-   is a node's end.
-5. No decode node lives at all: the request waits for the next one that does, `node_wait` seconds from the loss.
-6. An output is placed at most `max_attempts` times again without a new token. With that, or with the wait, the request
-   ends with UnavailableError.
-7. Every output has a finish reason, or the client has enough of it. The trace follows.
+1. The relay places all outputs together. An `Attempt` (see attempt.py) serves them at the nodes that were chosen.
+2. Tokens go to the client in the order in which they come. They are kept, because another node would need them.
+3. If a node is lost (`NodeLostError`), its attempt is closed, and every output that is not finished is placed again on
+   nodes that this request has not lost, with the prompt and all tokens that the client has. An output with tokens is
+   placed alone, since it differs from the others from its first token on.
+4. If no such decode node is live, the nodes that the request has lost are tried as well, after a wait that grows: a
+   broken stream does not always mean that the node has ended.
+5. If no decode node is live at all, the request waits for the next one, at most `node_wait` seconds from the loss.
+6. If that wait is over, or an output was placed again `max_attempts` times without a new token, the request ends with
+   UnavailableError.
+7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
-A token is a function of seed, output index and all tokens before it, never of where it is sampled: so the client sees
-neither gap nor repeat, and the tokens it would have had.
+A token is a function of the seed, the output index and all tokens before it, never of the node that samples it. So the
+client gets the tokens it would have had without the loss, with no gap and no repetition.
 
-Everything that happens, the deadline and an abort included, is put into one inbox as the call that deals with it, and
-taken in order. Invariant: the events end with exactly one of RequestTrace, a KVRelayError, or the consumer's close;
-after each of them every attempt is closed. The clean-up waits for nothing, so that no cancellation can interrupt it.
+Everything that happens, including the deadline and an abort, is put into one inbox as the call that handles it, and
+handled in order. Invariant: the events end with exactly one of RequestTrace, a KVRelayError, or the consumer's close,
+and then every attempt is closed. The clean-up does not wait, so no cancellation can interrupt it.
 """
 
 import asyncio
@@ -31,13 +31,14 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
-from router.backoff import Backoff
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
-from router.relay.placed import Placed, PrefillPlacement
+from router.relay.limits import RelayLimits
+from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
 from router.request import NodeRequest, PromptLogprobs, RequestEvent, RoutedRequest
 
@@ -45,25 +46,27 @@ _logger = logging.getLogger(__name__)
 
 
 class Place(Protocol):
-    """The relay's choice of nodes for some outputs of a request."""
+    """Chooses the nodes for some outputs of a request. The relay implements it."""
 
-    def place(self, asked: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> Placed:
-        """None of the `lost` nodes is chosen, unless as `last_resort` when no other decode node lives. Raises
-        UnavailableError when there is no decode node; a prefill node is never missed."""
+    def place(self, node_request: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> ResolvedPlacement:
+        """Returns nodes that are not among the `lost` ones; a lost decode node only as `last_resort`, if no other one
+        is live. Raises UnavailableError if there is no decode node; without a prefill node, the decode node
+        prefills."""
         ...
 
     def refill(
-        self, asked: NodeRequest, *, lost: AbstractSet[KVSource], num_missing_tokens: int
+        self, node_request: NodeRequest, *, lost: AbstractSet[KVSource], num_missing_tokens: int
     ) -> PrefillPlacement | None:
-        """A prefill node, none of the `lost` ones, for blocks of so many tokens that a decode node waits for in vain;
-        None when it shall compute them."""
+        """Returns a prefill node that is not among the `lost` ones, for blocks of so many tokens that a decode node
+        waits for in vain; None if the decode node shall compute them."""
         ...
 
 
 @dataclass(slots=True)
 class _Share:
-    """Outputs that are placed together. `num_attempts`: since their last token and beyond the first. `lost`: why they
-    have to be placed again, if they have, and `lost_at` when. `wait` is the end of their wait for a node."""
+    """Outputs that are placed together. `num_attempts` counts the placements beyond the first since their last token.
+    `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `wait`: the timer that ends their
+    wait for a node."""
 
     choices: tuple[int, ...]
     backoff: Backoff
@@ -74,23 +77,23 @@ class _Share:
     wait: asyncio.TimerHandle | None = None
 
     def has_new_tokens(self) -> None:
-        """It has not been placed in vain."""
+        """Starts the count of placements and the waits anew, because the last placement has brought tokens."""
         self.num_attempts = 0
         self.backoff.reset()
 
-    def wait_no_more(self) -> None:
+    def stop_waiting(self) -> None:
         if self.wait is not None:
             self.wait.cancel()
             self.wait = None
 
 
 _Reaction = Callable[[], Sequence[RequestEvent]]
-"""To something that happened: gives what that means for the client, or raises the error that ends the request."""
+"""Handles something that happened: returns the events for the client, or raises the error that ends the request."""
 
 
 class RequestSupervisor:
-    """One request, one `run`. `wire_id` is the stem of its names at the nodes and is never used twice; `node_wait` in
-    seconds; times are read from `clock`; `random` spreads retries."""
+    """Serves one request by one call of `run`. `wire_id` is never used twice; the names of the request's attempts at
+    the nodes begin with it. `random` spreads retries."""
 
     def __init__(
         self,
@@ -100,8 +103,7 @@ class RequestSupervisor:
         tally: Tally,
         *,
         kv_namespace: KVNamespace,
-        max_attempts: int,
-        node_wait: float,
+        limits: RelayLimits,
         clock: Clock,
         random: Random,
     ) -> None:
@@ -110,8 +112,8 @@ class RequestSupervisor:
         self._place = place
         self._tally = tally
         self._kv_namespace = kv_namespace
-        self._max_attempts = max_attempts
-        self._node_wait = node_wait
+        self._max_attempts = limits.max_attempts
+        self._node_wait = limits.node_wait
         self._clock = clock
         self._random = random
         self._expires_at = clock.now() + request.timeout
@@ -121,13 +123,13 @@ class RequestSupervisor:
         self._shares: list[_Share] = []
         self._has_prompt_logprobs = False
         self._lost: set[KVSource] = set()
-        self._num_attempts = 0  # of all shares
-        self._prefill_node: str | None = None  # of the first tokens of all
-        self._decode_node = ""  # of the last tokens of all
+        self._num_attempts = 0  # of all shares together
+        self._prefill_node: str | None = None  # the one that sampled the first token of any output
+        self._decode_node = ""  # the one that sampled the latest token of any output
         self._deadline: asyncio.TimerHandle | None = None
 
     async def run(self) -> AsyncGenerator[RequestEvent, None]:
-        """As `Relay.run`."""
+        """Serves the request as `Relay.run` describes."""
         try:
             self._open()
             while self._unfinished:
@@ -139,21 +141,21 @@ class RequestSupervisor:
             self._close()
 
     def finish(self, index: int) -> None:
-        """As `Relay.finish`."""
+        """Marks an output as finished, as `Relay.finish` describes."""
         self._inbox.put_nowait(partial(self._on_satisfied, index))
 
-    def decode_node_came(self) -> None:
-        """One has become live."""
+    def on_decode_node_live(self) -> None:
+        """Lets outputs that wait for a decode node look for one, because one has become live."""
         self._inbox.put_nowait(self._on_search)
 
     def wait_no_more(self) -> None:
-        """The router stops: without a living decode node the request ends, now or when it comes to that."""
+        """Lets the request end, from now on, instead of waiting for a decode node, because the router stops."""
         self._node_wait = 0.0
         self._inbox.put_nowait(self._on_search)
 
     def abort(self, error: KVRelayError | None = None) -> None:
-        """End the request with an error; by default that the client gave it up. The nodes are let go at once: a client
-        that takes nothing does not let us come to what is in the inbox."""
+        """Ends the request with an error, by default CancelledByPeerError. Its attempts are closed at once: while the
+        client takes no events, the inbox is not read."""
         self._close()
         error = error or CancelledByPeerError(f"request {self._request.request_id} was aborted")
         self._inbox.put_nowait(partial(_end, error))
@@ -162,7 +164,7 @@ class RequestSupervisor:
 
     def _on_event(self, share: _Share, attempt: Attempt, event: AttemptEvent) -> Sequence[RequestEvent]:
         if attempt.closed:
-            return ()  # was in the inbox already when the attempt was given up
+            return ()  # it was in the inbox already when the attempt was closed
         try:
             events = attempt.take(event)
         except NodeLostError as lost:
@@ -194,18 +196,18 @@ class RequestSupervisor:
                 if not share.attempt.unfinished:
                     share.attempt.close()
             if not self._unfinished.intersection(share.choices):
-                share.wait_no_more()
+                share.stop_waiting()
         return ()
 
     def _on_search(self) -> Sequence[RequestEvent]:
-        """Those that wait for a node may find one now."""
+        """Places again the outputs that wait for a node."""
         for share in self._shares:
             if share.wait is not None:
                 self._migrate(share, last_resort=True)
         return ()
 
     def _on_waited(self, share: _Share) -> Sequence[RequestEvent]:
-        """The share has waited long enough, unless it has a node by now."""
+        """Ends the request if the share still has no node at the end of its wait."""
         if share.wait is None:
             return ()
         waited = self._clock.now() - share.lost_at
@@ -224,32 +226,34 @@ class RequestSupervisor:
             self._migrate(again, last_resort=False)
 
     def _split(self, choices: Sequence[int]) -> list[tuple[int, ...]]:
-        """What can be placed together: all outputs while none has a token, otherwise each by itself."""
+        """Returns which outputs are placed together: all of them while none has a token, otherwise each alone."""
         if len(choices) == self._request.sampling.n and not any(self._tokens.values()):
             return [tuple(choices)]
         return [(choice,) for choice in choices]
 
     def _migrate(self, share: _Share, *, last_resort: bool) -> None:
-        """Places a share again, or lets it wait for a node. Raises UnavailableError when it was tried often enough."""
+        """Places a share again, or lets it wait for a node. Raises UnavailableError after `max_attempts` placements."""
         lost = share.lost
         assert lost is not None
-        share.wait_no_more()
+        share.stop_waiting()
         if share.num_attempts >= self._max_attempts:
             raise UnavailableError(f"given up after {share.num_attempts} more placements: {lost}") from lost
-        asked = self._asked(share.choices, is_replay=True)
+        node_request = self._node_request(share.choices, is_replay=True)
         try:
-            placed = self._place.place(asked, lost=self._lost, last_resort=last_resort)
+            placement = self._place.place(node_request, lost=self._lost, last_resort=last_resort)
         except UnavailableError as error:
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
             share.wait = self._wait(share, none_lives=last_resort)
             return
-        _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, placed.decode.source.node_id)
+        _logger.info(
+            "request %s: outputs %s go on at %s", self._wire_id, share.choices, placement.decode.source.node_id
+        )
         share.num_attempts += 1
-        self._tally.migrated(asked, lost.cause.value)
-        self._start(share, asked, placed)
+        self._tally.migrated(node_request, lost.cause.value)
+        self._start(share, node_request, placement)
 
     def _wait(self, share: _Share, *, none_lives: bool) -> asyncio.TimerHandle:
-        """When a wait for a decode node ends, unless `decode_node_came` does it before."""
+        """Sets the timer that ends a wait for a decode node, unless `on_decode_node_live` ends it before."""
         react: _Reaction
         if none_lives:
             seconds, react = share.lost_at + self._node_wait - self._clock.now(), partial(self._on_waited, share)
@@ -257,7 +261,7 @@ class RequestSupervisor:
             seconds, react = share.backoff.next(), self._on_search
         return asyncio.get_running_loop().call_later(max(0.0, seconds), self._inbox.put_nowait, react)
 
-    def _asked(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
+    def _node_request(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
         tokens = self._tokens[choices[0]]
         sampling = replace(self._request.sampling, n=len(choices))
         if self._has_prompt_logprobs:
@@ -273,11 +277,11 @@ class RequestSupervisor:
             is_replay=is_replay,
         )
 
-    def _start(self, share: _Share, asked: NodeRequest, placed: Placed) -> None:
+    def _start(self, share: _Share, node_request: NodeRequest, placement: ResolvedPlacement) -> None:
         suffix = f".{self._num_attempts}" if self._num_attempts else ""
         self._num_attempts += 1
         attempt = share.attempt = Attempt(
-            asked, f"{self._wire_id}{suffix}", placed, self._tally, place_refill=self._refill
+            node_request, f"{self._wire_id}{suffix}", placement, self._tally, place_refill=self._refill
         )
 
         def sink(event: AttemptEvent) -> None:
@@ -285,32 +289,35 @@ class RequestSupervisor:
 
         attempt.open(sink, timeout=max(0.0, self._expires_at - self._clock.now()))
 
-    def _refill(self, asked: NodeRequest, source: KVSource, *, num_missing_tokens: int) -> PrefillPlacement | None:
-        return self._place.refill(asked, lost=self._lost | {source}, num_missing_tokens=num_missing_tokens)
+    def _refill(
+        self, node_request: NodeRequest, source: KVSource, *, num_missing_tokens: int
+    ) -> PrefillPlacement | None:
+        return self._place.refill(node_request, lost=self._lost | {source}, num_missing_tokens=num_missing_tokens)
 
     # -- opening and closing -------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Raises UnavailableError when no node lives: a request that has not begun does not wait for one."""
+        """Places all outputs. Raises UnavailableError if no decode node is live: a new request does not wait for
+        one."""
         timeout = self._request.timeout
-        share = _Share(tuple(self._tokens), Backoff(self._random))
-        asked = self._asked(share.choices, is_replay=False)
-        placed = self._place.place(asked, lost=self._lost, last_resort=False)
+        share = _Share(tuple(self._tokens), Backoff(random=self._random))
+        node_request = self._node_request(share.choices, is_replay=False)
+        placement = self._place.place(node_request, lost=self._lost, last_resort=False)
         error = DeadlineError(f"the request took longer than {timeout:g} seconds")
         self._deadline = asyncio.get_running_loop().call_later(timeout, self.abort, error)
         self._shares.append(share)
-        self._start(share, asked, placed)
+        self._start(share, node_request, placement)
 
     def _close(self) -> None:
-        """In every ending. Nothing here waits or fails."""
+        """Closes all attempts, however the request has ended. Neither waits nor fails."""
         if self._deadline is not None:
             self._deadline.cancel()
         for share in self._shares:
-            share.wait_no_more()
+            share.stop_waiting()
             if share.attempt is not None:
                 share.attempt.close()
 
 
 def _end(error: KVRelayError) -> Sequence[RequestEvent]:
-    """Deadline or abort: the request is over from outside."""
+    """Ends the request from outside: by its deadline or by an abort."""
     raise error

@@ -1,22 +1,22 @@
-"""What a request cost so far, and where its KV came from: counted as it happens, summed up in its trace.
+"""What a request has cost so far, and where its KV came from: counted as it happens, summed up in its trace.
 
-Invariant: computed and cached tokens together are the prompt, whatever nodes report. What placements after a lost node
-compute once more is no part of that; it is counted as recomputed.
+Invariant: computed and cached tokens together are the prompt, whatever nodes report. Tokens that a placement after a
+lost node computes once more are no part of that; they are counted as recomputed.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 
 from kvrelay.core.clock import Clock
-from router.relay.fetch_report import NO_FETCHES, FetchReport
-from router.relay.migration_metrics import MigrationMetrics
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
+from router.relay.recovery_metrics import RecoveryMetrics
 from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 
 
 class Tally:
-    """One per request; times from `clock`, in seconds since it was made."""
+    """The counts and times of one request. Times are in seconds since the tally was made."""
 
-    def __init__(self, request: RoutedRequest, block_size: int, clock: Clock, metrics: MigrationMetrics) -> None:
+    def __init__(self, request: RoutedRequest, block_size: int, clock: Clock, metrics: RecoveryMetrics) -> None:
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._block_size = block_size
         self._clock = clock
@@ -25,78 +25,77 @@ class Tally:
         self._accepted_after: float | None = None
         self._first_token_after: float | None = None
         self._handover_seconds = 0.0
-        self._num_found_tokens = 0  # of the prompt, held or fetched where it was computed
-        self._num_recomputed_tokens = 0  # of the prompt, could not be fetched by the decode node
+        self._num_found_tokens = 0  # prompt tokens that the prefilling node held or fetched
+        self._num_recomputed_tokens = 0  # prompt tokens that were computed once more, since blocks did not arrive
         self._num_transferred_blocks = 0
         self._num_migrations = 0
-        self._rungs: Counter[str] = Counter()  # blocks of all nodes
-        self._recomputed: Counter[str] = Counter()  # tokens by cause
+        self._rungs: Counter[str] = Counter()  # fetched blocks of all nodes, by rung
+        self._recomputed: Counter[str] = Counter()  # tokens computed once more, by cause
 
     def accepted(self) -> None:
-        """A node has taken the request."""
+        """Notes that a node has taken the request."""
         if self._accepted_after is None:
             self._accepted_after = self._clock.now() - self._began
 
     def first_token(self) -> None:
+        """Notes that the first token of any output has come."""
         self.accepted()
         if self._first_token_after is None:
             self._first_token_after = self._clock.now() - self._began
 
     def refilling(self) -> None:
-        """Another prefill node was asked for blocks that did not arrive."""
+        """Counts that another prefill node was asked for blocks that did not arrive."""
         self._metrics.refilled()
 
-    def migrated(self, asked: NodeRequest, cause: str) -> None:
-        """Outputs were placed again."""
+    def migrated(self, node_request: NodeRequest, cause: str) -> None:
+        """Counts that outputs were placed again, for the reason `cause`."""
         self._num_migrations += 1
-        self._metrics.migrated(cause, num_tokens=len(asked.token_ids))
+        self._metrics.migrated(cause, num_tokens=len(node_request.token_ids))
 
     def computed(
         self,
-        asked: NodeRequest,
+        node_request: NodeRequest,
         *,
         num_cached_tokens: int,
-        num_fetched_tokens: int = 0,
-        fetches: FetchReport = NO_FETCHES,
+        fetches: FetchReport = NOTHING_FETCHED,
         reader: str = "prefill",
     ) -> None:
-        """By the node that prefills. Tokens it held, and tokens it fetched from others."""
-        num_found_tokens = num_cached_tokens + num_fetched_tokens
-        self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
+        """Counts what the prefilling node held (`num_cached_tokens`), fetched from others, and computed."""
+        num_found_tokens = num_cached_tokens + fetches.num_tokens
+        self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
         self._came_from(reader, fetches, {})
-        if asked.is_replay:
-            self._recompute("migration", len(asked.token_ids) - num_found_tokens)
-        if asked.num_prior_output_tokens == 0:
+        if node_request.is_replay:
+            self._recompute("migration", len(node_request.token_ids) - num_found_tokens)
+        if node_request.num_prior_output_tokens == 0:
             self._num_found_tokens = num_found_tokens
 
-    def refilled(
-        self, asked: NodeRequest, *, num_cached_tokens: int, num_fetched_tokens: int, fetches: FetchReport
-    ) -> None:
-        """By a second prefill node, as the first one's blocks did not arrive."""
-        self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
+    def refilled(self, node_request: NodeRequest, *, num_cached_tokens: int, fetches: FetchReport) -> None:
+        """Counts what a second prefill node held, fetched and computed, because the first one's blocks did not
+        arrive."""
+        self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
         self._came_from("prefill", fetches, {})
-        num_tokens = len(asked.token_ids) - num_cached_tokens - num_fetched_tokens
+        num_tokens = len(node_request.token_ids) - num_cached_tokens - fetches.num_tokens
         self._recompute("refill", num_tokens)
-        if asked.num_prior_output_tokens == 0:
+        if node_request.num_prior_output_tokens == 0:
             self._num_recomputed_tokens += num_tokens
 
     def decode_ready(
         self,
-        asked: NodeRequest,
+        node_request: NodeRequest,
         *,
-        num_fetched_tokens: int,
         num_recomputed_tokens: int,
         fetches: FetchReport,
         rungs: Mapping[str, str],
     ) -> None:
-        """By a decode node that did not prefill. `rungs`: of the nodes that prefilled for it."""
-        if self._first_token_after is not None and asked.num_prior_output_tokens == 0:
+        """Counts what a decode node that did not prefill has fetched and computed. `rungs`: the rungs of the failure
+        ladder, by the ids of the nodes that prefilled for it."""
+        if self._first_token_after is not None and node_request.num_prior_output_tokens == 0:
             self._handover_seconds = self._clock.now() - self._began - self._first_token_after
-        self._num_transferred_blocks += self.num_blocks(num_fetched_tokens)
+        self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
         self._came_from("decode", fetches, rungs)
         self._metrics.came_from("decode", "local", num_blocks=self.num_blocks(num_recomputed_tokens))
         self._recompute("transfer", num_recomputed_tokens)
-        if asked.num_prior_output_tokens == 0:
+        if node_request.num_prior_output_tokens == 0:
             self._num_recomputed_tokens += num_recomputed_tokens
 
     def trace(self, *, prefill_node: str | None, decode_node: str) -> RequestTrace:
@@ -128,7 +127,7 @@ class Tally:
         )
 
     def _came_from(self, reader: str, fetches: FetchReport, rungs: Mapping[str, str]) -> None:
-        """A node that is on no rung of its own is another holder."""
+        """Counts fetched blocks by rung. A node without an entry in `rungs` is on the rung `holder`."""
         for node_id, num_blocks in fetches.fetched:
             rung = rungs.get(node_id, "holder") if node_id else "store"
             self._rungs[rung] += num_blocks
@@ -142,5 +141,5 @@ class Tally:
         self._metrics.recomputed(cause, num_tokens=num_tokens)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """So many tokens fill, the last one perhaps in part."""
+        """Returns how many blocks so many tokens need, the last one perhaps filled in part."""
         return -(-num_tokens // self._block_size)

@@ -1,4 +1,4 @@
-"""Greedy tokens of a cluster, held against those of transformers."""
+"""Compares the greedy tokens of a cluster with those of transformers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from tests.engine.reference import Reference
 async def check_agrees(
     running: Cluster, reference: Reference, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> None:
-    """Asked for all prompts at the same time, the cluster says what the reference says."""
+    """Asserts that the cluster, given all prompts at the same time, answers what the reference answers."""
     served = await asyncio.gather(*(running.generate(prompt, max_tokens=max_tokens) for prompt in prompts))
     for prompt, result in zip(prompts, served, strict=True):
         assert result.tokens[0] == reference.generate(prompt, max_tokens), f"prompt of {len(prompt)} tokens"

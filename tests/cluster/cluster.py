@@ -12,7 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from decode_node.service import DecodeService
+from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.node.node import Node
@@ -21,10 +24,10 @@ from kvrelay.node.settings import NodeSettings
 from kvrelay.node.startup import build_node
 from prefill_node.service import PrefillService
 from router.nodes.kv_index import KVIndex
-from router.nodes.node import NodeRole
 from router.nodes.registry import Registry
 from router.policy import Policy, make_policy
-from router.relay.migration_metrics import MigrationMetrics
+from router.relay.limits import RelayLimits
+from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from router.request import PromptLogprobs, RequestTrace, RoutedRequest
 
@@ -34,7 +37,7 @@ _NODE_WAIT_SECONDS = 1.0  # who is killed here stays away
 
 @dataclass(slots=True)
 class Served:
-    """All that a request brought."""
+    """Everything that a request brought."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -49,16 +52,26 @@ class Served:
 
 @dataclass(slots=True)
 class Cluster:
-    """`nodes` are those that live."""
+    """A running cluster. `nodes` are those that live."""
 
     relay: ClusterRelay
     registry: Registry
     nodes: list[Node]
     servers: dict[str, NodeServer]
+    collectors: CollectorRegistry
     _number: int = 0
 
+    def metric(self, name: str, **labels: str) -> float:
+        """Returns the sum of a metric's samples that have these labels."""
+        return sum(
+            sample.value
+            for family in self.collectors.collect()
+            for sample in family.samples
+            if sample.name == f"kvrelay:{name}" and labels.items() <= sample.labels.items()
+        )
+
     async def kill(self, node_id: str) -> None:
-        """Its streams and its port are gone without a word, as when its process is killed."""
+        """Ends a node's streams and its port at once, as the death of its process does."""
         self.nodes.remove(self.node(node_id))
         await self.servers[node_id]._server.stop(grace=None)
 
@@ -66,7 +79,7 @@ class Cluster:
         return next(node for node in self.nodes if node.identity.node_id == node_id)
 
     def hold(self, node_id: str) -> threading.Event:
-        """The node's engine does nothing from its next step on, until the event is set."""
+        """Holds up the node's engine before its next step, until the returned event is set."""
         gate = threading.Event()
         self.node(node_id).engine.post(lambda engine: _wait(gate))
         return gate
@@ -86,7 +99,7 @@ class Cluster:
         on_tokens: Callable[[int], None] = lambda num_tokens: None,
         **sampling: Any,
     ) -> Served:
-        """`on_tokens` hears how many have come, over all outputs."""
+        """Serves a request. `on_tokens` is called with the number of tokens so far, over all outputs."""
         params = SamplingParams(**{"temperature": 0.0, "seed": 0, "ignore_eos": True, **sampling})
         self._number += 1
         request = RoutedRequest(f"r{self._number}", tuple(prompt), params, cache_salt=cache_salt, timeout=120.0)
@@ -105,7 +118,8 @@ class Cluster:
         return served
 
     async def wait_idle(self) -> None:
-        """Returns once nothing is left of any request; fails with what is left when that does not come about."""
+        """Returns once nothing is left of any request; raises an error that says what is left if that does not
+        happen."""
         async with asyncio.timeout(_IDLE_SECONDS):
             for node in self.nodes:
                 await self._wait_node_idle(node)
@@ -140,11 +154,10 @@ async def cluster(
     policy: Policy | None = None,
     lease_ttl: float = 30.0,
     decode_settings: Mapping[str, Any] = MappingProxyType({}),
-    metrics: MigrationMetrics | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """`settings` are those of every node, `decode_settings` of decode nodes alone. Nothing is prefilled on decode nodes
-    unless `policy` says so."""
+    """Runs a cluster. `settings` are those of every node, `decode_settings` those of decode nodes alone. Nothing is
+    prefilled on decode nodes unless `policy` says so."""
     servers: dict[str, NodeServer] = {}
     nodes: list[Node] = []
     addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
@@ -166,14 +179,24 @@ async def cluster(
                 servers[node.identity.node_id] = server
                 nodes.append(node)
                 addresses[role].append(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
-        registry = Registry(addresses["prefill"], addresses["decode"], KVIndex(capacity=100_000))
+        registry = Registry(
+            addresses["prefill"], addresses["decode"], KVIndex(capacity=100_000), timeout=5.0, silence=5.0
+        )
         registry.start()
         assert await registry.wait_settled(timeout=20.0)
         assert len(registry.live(NodeRole.PREFILL)) == prefill_nodes
         assert len(registry.live(NodeRole.DECODE)) == decode_nodes
         policy = policy or make_policy("prefix_aware", local_prefill_max_tokens=0)
-        relay = ClusterRelay(registry, policy, node_wait=_NODE_WAIT_SECONDS, lease_ttl=lease_ttl, metrics=metrics)
-        running = Cluster(relay, registry, nodes, servers)
+        limits = RelayLimits(
+            max_concurrent_requests=1024,
+            max_attempts=3,
+            node_wait=_NODE_WAIT_SECONDS,
+            lease_ttl=lease_ttl,
+            node_timeout=5.0,
+        )
+        collectors = CollectorRegistry()
+        relay = ClusterRelay(registry, policy, limits, RecoveryMetrics("m", collectors))
+        running = Cluster(relay, registry, nodes, servers, collectors)
         try:
             yield running
             await running.wait_idle()

@@ -1,4 +1,4 @@
-"""What can befall the KV of a node between its pool and its peers, for clusters of real nodes in one process."""
+"""What can happen to the KV of a node between its pool and its peers, in clusters of real nodes in one process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from kvrelay.node.node import Node
 
 
 class Interference:
-    """Stands before a node's connector (shared memory). `published`: blocks so far. `corrupt`: a byte of every block is
-    flipped in the pool as soon as it is published. While `open` is not set nothing is published. `store` is shared by
-    all nodes that are given the same one: publishing writes to it, a fetch without a source reads it."""
+    """A layer before a node's connector (shared memory). `published` counts blocks. With `corrupt`, a byte of every
+    block is flipped in the pool as soon as it is published. While `open` is not set, nothing is published. `store` is
+    shared by all nodes that are given the same one: publishing writes to it, and a fetch without a source reads it."""
 
     def __init__(self, node: Node, *, corrupt: bool = False, store: dict[BlockHash, bytes] | None = None) -> None:
         self.published = 0

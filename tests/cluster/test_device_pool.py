@@ -1,4 +1,5 @@
-"""Nodes whose KV lies on a device, where connectors only reach it by copies: the same tokens, and pools whole."""
+"""Nodes whose KV is in the memory of a device, which connectors reach only by copies: the tokens are the same, and the
+pools are whole afterwards."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +26,8 @@ from tests.kv_connector.slow_device import SlowDevice
 
 
 def on_device(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
-    """As `make_pool` on a card. The engine's tensor is the device's memory; the connector has only the device."""
+    """Makes a pool as `make_pool` does on a GPU. The engine's tensor is the device's memory; the connector has only the
+    device."""
     memory = SlowDevice(plan.num_blocks, plan.layout.block_bytes)
     memory.starting = True
     connector = stage(backend, plan, memory)
@@ -34,7 +36,7 @@ def on_device(backend: HostConnector, plan: PoolPlan, device: torch.device) -> N
 
 
 def directly(tiers: TieredConnector[DeviceConnector], plan: PoolPlan, device: torch.device) -> NodePool:
-    """As `make_direct_pool` on a card."""
+    """Makes a pool as `make_direct_pool` does on a GPU."""
     memory = DirectDevice(plan.num_blocks, plan.layout.block_bytes)
     connector = serve_directly(tiers, plan, memory)
     return NodePool(pool_over(memory.memory, plan.layout, plan.num_blocks), connector, forgets=False)
@@ -46,11 +48,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("connector", "slots"), [("shared_memory", 1000), ("shared_memory", 16), ("ucx", 16)])
-async def test_the_tokens_are_the_same(
+async def test_transfers_staged_through_the_host_change_no_token(
     connector: str, slots: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 16 slots the staging holds a fraction of a prompt of 44 blocks: what peers find there no more is computed
-    again."""
+    """With 16 slots the staging area holds only a part of a prompt of 44 blocks. What peers do not find there any more
+    is computed again."""
 
     def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
         return on_device(backend, replace(plan, staging_bytes=slots * plan.layout.block_bytes), device)
@@ -67,7 +69,7 @@ async def test_the_tokens_are_the_same(
 
 
 @pytest.mark.parametrize("direct", ["cuda_ipc", "ucx", "cuda_ipc,ucx"])
-async def test_the_tokens_are_the_same_without_the_host(
+async def test_direct_transfers_between_devices_change_no_token(
     direct: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def choose(settings: object, names: object, connector_settings: object) -> tuple[str, ...]:
@@ -91,13 +93,13 @@ def device_of(connector: object) -> SlowDevice:
 
 
 class Forgetful(SlowDevice):
-    """Takes nothing in."""
+    """A device that stores nothing."""
 
     def from_host(self, copies: Sequence[BlockCopy]) -> None:
         return
 
 
-async def test_a_device_that_does_not_copy_right_ends_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_that_copies_wrongly_fails_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
         memory = Forgetful(plan.num_blocks, plan.layout.block_bytes)
         memory.starting = True

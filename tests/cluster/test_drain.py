@@ -1,4 +1,4 @@
-"""A node that is told to stop sees its requests and leases through, and gets no new ones."""
+"""A node that is told to stop finishes its requests and leases, and gets no new ones."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def known_as(running: Cluster, node_id: str, state: NodeState) -> NodeHandle:
-    """Returns the node once the router knows it in this state."""
+    """Returns the node once the router sees it in this state."""
     handle = next(node for node in running.registry.nodes if node.name.startswith(node_id))
     async with asyncio.timeout(20):
         while handle.state is not state:
@@ -46,7 +46,7 @@ async def test_a_draining_node_ends_what_it_has_and_the_others_take_over(role: s
         await drained
 
 
-async def test_draining_is_cut_off_in_time(model: Path) -> None:
+async def test_the_drain_timeout_ends_a_drain(model: Path) -> None:
     async with cluster(model) as running:
         stream = asyncio.create_task(running.generate(prompt_of(60), max_tokens=3000))
         async with asyncio.timeout(20):

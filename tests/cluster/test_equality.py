@@ -1,4 +1,5 @@
-"""Tokens from the cluster are transformers' tokens: every family, every way a prompt's KV can come about."""
+"""The tokens of a cluster are those of transformers: for every model family, and every way in which a prompt's KV can
+come about."""
 
 import asyncio
 import itertools
@@ -22,8 +23,11 @@ PAIRS = sorted({*zip(FAMILIES, itertools.cycle(CONNECTORS), strict=False), *(("l
 
 
 @pytest.mark.parametrize(("family", "connector"), PAIRS)
-async def test_every_family(family: str, connector: str, tmp_path: Path, redis_server: RedisServer) -> None:
-    """Short prompts, exact multiples of the block size, many chunks; then all of them again as prefix hits."""
+async def test_every_model_family_gives_transformers_tokens_over_a_connector(
+    family: str, connector: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Prompts are short, exact multiples of the block size, or several chunks long; then all of them come again as
+    prefix hits."""
     model = make_tiny_model(family, tmp_path, vocab_size=VOCAB_SIZE)
     reference = Reference(model)
     prompts = [prompt_of(length) for length in (1, 15, 16, 17, 48, 100, 700)]
@@ -49,17 +53,19 @@ async def running(request: pytest.FixtureRequest, model: Path, redis_server: Red
         yield started
 
 
-async def test_prompts_of_1_to_2000_tokens(running: Cluster, reference: Reference) -> None:
+async def test_prompts_of_1_to_2000_tokens_give_transformers_tokens(running: Cluster, reference: Reference) -> None:
     await check_agrees(running, reference, [prompt_of(length) for length in (1, 2, 255, 256, 257, 1000, 1024, 2000)], 8)
 
 
-async def test_16_concurrent_requests_with_a_shared_prefix(running: Cluster, reference: Reference) -> None:
+async def test_16_concurrent_requests_with_a_shared_prefix_give_transformers_tokens(
+    running: Cluster, reference: Reference
+) -> None:
     shared = prompt_of(200)
     await check_agrees(running, reference, [shared], 2)
     await check_agrees(running, reference, [[*shared, *prompt_of(3 + 5 * i, i)] for i in range(16)], 12)
 
 
-async def test_the_demo_model() -> None:
+async def test_the_demo_model_gives_transformers_tokens() -> None:
     demo = Reference(DEMO_MODEL)
     async with cluster(DEMO_MODEL, attention_backend="auto") as started:
         vocab_size = started.relay.served_model().vocab_size
@@ -68,7 +74,7 @@ async def test_the_demo_model() -> None:
 
 
 async def test_the_reference_backend_serves_the_same_tokens(model: Path, reference: Reference) -> None:
-    """What a machine without a compiler runs."""
+    """A machine without a compiler uses this backend."""
     async with cluster(model, attention_backend="reference") as started:
         await check_agrees(started, reference, [prompt_of(length) for length in (1, 16, 77)], 8)
 
@@ -79,7 +85,7 @@ async def test_preemption_changes_no_token(model: Path, reference: Reference) ->
         assert sum(node.event_log.load.num_preemptions for node in started.nodes) > 0
 
 
-async def test_aggregated_mode(model: Path, reference: Reference) -> None:
+async def test_a_cluster_of_one_decode_node_gives_transformers_tokens(model: Path, reference: Reference) -> None:
     async with cluster(model, prefill_nodes=0) as started:
         prompts = [prompt_of(length) for length in (1, 16, 33, 500)]
         served = await asyncio.gather(*(started.generate(prompt, max_tokens=8) for prompt in prompts))

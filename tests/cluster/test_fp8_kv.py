@@ -1,4 +1,4 @@
-"""An FP8 KV cache in a cluster: the tokens of one process."""
+"""A cluster with an FP8 KV cache gives the tokens of one process with such a cache."""
 
 import asyncio
 from pathlib import Path
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokens_of(llm: LLM, sampling: dict[str, Any]) -> list[dict[int, list[int]]]:
-    """Of every prompt, by output."""
+    """Returns the tokens for each prompt, by output."""
     generations = llm.generate(PROMPTS, SamplingParams(**sampling), progress=False)
     return [{output.index: list(output.token_ids) for output in one.outputs} for one in generations]
 

@@ -1,7 +1,8 @@
-"""KV that does not arrive, in clusters of real nodes: every rung of the ladder gives the tokens of an undisturbed run,
-and nothing is left (which `cluster` checks)."""
+"""KV that does not arrive, in clusters of real nodes: every rung of the failure ladder gives the tokens of an
+undisturbed run, and nothing is left afterwards (`cluster` checks this)."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +40,19 @@ def undisturbed(model: Path) -> dict[str, Served]:
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def private_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server for this module alone, because its tests count, damage and flush whatever the server holds."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
 
 
 def num_refused(running: Cluster) -> float:
-    return sum(
-        sample.value
-        for family in running.relay._metrics._ladder_failures.collect()
-        for sample in family.samples
-        if sample.name.endswith("_total") and sample.labels["cause"] == "refused"
-    )
+    return running.metric("kv_ladder_failures_total", cause="refused")
 
 
 async def generate_late(running: Cluster, decode_node: str, **sampling: Any) -> Served:
-    """The decode node takes the request only when it was told that the prefill node has published everything."""
+    """Holds the decode node up until it was told that the prefill node has published everything."""
     gate = running.hold(decode_node)
     serving = asyncio.create_task(running.generate(PROMPT, **sampling))
     service = running.servers[decode_node]._service
@@ -136,7 +133,7 @@ async def test_corrupted_blocks_come_from_the_store(model: Path, undisturbed: di
 async def test_a_prefill_node_takes_from_the_store_what_no_node_holds(
     model: Path, undisturbed: dict[str, Served]
 ) -> None:
-    """KV outlives the nodes that computed it."""
+    """KV in the store outlives the nodes that computed it."""
     store: dict[BlockHash, bytes] = {}
     for expected in (KVOrigins(num_prefill_node_blocks=NUM_BLOCKS), None):
         async with nodes(model, 1, 1) as running:
@@ -150,7 +147,7 @@ async def test_a_prefill_node_takes_from_the_store_what_no_node_holds(
 
 
 @pytest.mark.parametrize("prefill_nodes", [1, 2])
-async def test_a_prefill_node_that_dies_after_its_first_token_before_it_published(
+async def test_a_prefill_node_that_dies_before_it_published_is_replaced_or_done_without(
     model: Path, undisturbed: dict[str, Served], prefill_nodes: int
 ) -> None:
     killing: list[asyncio.Task[None]] = []
@@ -174,7 +171,9 @@ async def test_a_prefill_node_that_dies_after_its_first_token_before_it_publishe
         assert served.how.kv == KVOrigins(num_refill_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
 
 
-async def test_a_prefill_node_that_dies_after_it_published(model: Path, undisturbed: dict[str, Served]) -> None:
+async def test_published_blocks_of_a_prefill_node_that_died_are_prefilled_by_another(
+    model: Path, undisturbed: dict[str, Served]
+) -> None:
     async with nodes(model, 2, 1) as running:
         dying = running.node("prefill-0")
         interference = Interference(dying)
@@ -192,8 +191,8 @@ async def test_a_prefill_node_that_dies_after_it_published(model: Path, undistur
     assert served.how.kv == KVOrigins(num_refill_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
 
 
-async def test_a_replay_climbs_the_ladder_too(model: Path, undisturbed: dict[str, Served]) -> None:
-    """The decode node dies, and the next prefill node's blocks are corrupted."""
+async def test_corrupted_blocks_of_a_replay_change_no_token(model: Path, undisturbed: dict[str, Served]) -> None:
+    """The decode node dies, and the blocks of the next prefill node are corrupted."""
     async with nodes(model, 2, 2) as running:
         Interference(running.node("prefill-1"), corrupt=True)
         served = await killed_after(running, PROMPT, 5, **SAMPLINGS["sampled"])
@@ -203,14 +202,14 @@ async def test_a_replay_climbs_the_ladder_too(model: Path, undisturbed: dict[str
 
 @pytest.mark.parametrize("wiped", [True, False])
 async def test_blocks_lost_in_redis_are_prefilled_by_another_node(
-    model: Path, undisturbed: dict[str, Served], redis_server: RedisServer, wiped: bool
+    model: Path, undisturbed: dict[str, Served], private_redis: RedisServer, wiped: bool
 ) -> None:
-    """With `redis` every block that is fetched comes from the store. One that is corrupted there is not written again:
-    the decode node computes from it on."""
-    async with nodes(model, 2, 1, connector="redis", redis_url=redis_server.url) as running:
+    """With `redis`, every fetched block comes from the store. A block that is corrupted there is not written again: the
+    decode node computes from that block on."""
+    async with nodes(model, 2, 1, connector="redis", redis_url=private_redis.url) as running:
         gate = running.hold("decode-0")
         serving = asyncio.create_task(running.generate(PROMPT, **SAMPLINGS["sampled"]))
-        with Redis.from_url(redis_server.url) as client:
+        with Redis.from_url(private_redis.url) as client:
             async with asyncio.timeout(20.0):
                 while len(client.keys("*")) < NUM_BLOCKS:
                     await asyncio.sleep(0.002)
@@ -263,12 +262,12 @@ async def test_a_decode_node_alone_computes_what_another_holds_damaged(
 
 
 async def test_a_store_outlives_all_decode_nodes(
-    model: Path, undisturbed: dict[str, Served], redis_server: RedisServer
+    model: Path, undisturbed: dict[str, Served], private_redis: RedisServer
 ) -> None:
-    with Redis.from_url(redis_server.url) as client:
+    with Redis.from_url(private_redis.url) as client:
         client.flushall()
     for num_store_blocks in (0, len(PROMPT) // 16):
-        async with nodes(model, 0, 1, connector="redis", redis_url=redis_server.url) as running:
+        async with nodes(model, 0, 1, connector="redis", redis_url=private_redis.url) as running:
             served = await running.generate(PROMPT, **SAMPLINGS["greedy"])
             await running.wait_idle()
         check_same(served, undisturbed["greedy"])

@@ -1,4 +1,5 @@
-"""What a split over nodes must not change: sampling, parallel outputs, log-probabilities, prefix reuse, leases."""
+"""What must not change if a request is split over nodes: sampling, parallel outputs, log-probabilities, prefix reuse,
+leases."""
 
 import asyncio
 from contextlib import aclosing
@@ -151,7 +152,7 @@ async def test_blocks_move_and_are_counted(model: Path) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
-async def test_requests_that_end_at_once(model: Path, max_tokens: int) -> None:
+async def test_requests_of_one_or_two_tokens_give_transformers_tokens(model: Path, max_tokens: int) -> None:
     reference = Reference(model)
     async with cluster(model) as running:
         served = await running.generate(prompt_of(30), max_tokens=max_tokens)
@@ -159,11 +160,15 @@ async def test_requests_that_end_at_once(model: Path, max_tokens: int) -> None:
 
 
 async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
-    """At the first token, in the middle, and by an abort; `cluster` checks that pools are whole and leases gone."""
+    """The client leaves at the first token, in the middle, or by an abort. `cluster` checks that pools are whole and
+    leases gone."""
     async with cluster(model) as running:
         for stop_after in (1, 5):
             request = RoutedRequest(
-                f"gone{stop_after}", tuple(prompt_of(300)), SamplingParams(max_tokens=500, temperature=0.0, seed=0)
+                f"gone{stop_after}",
+                tuple(prompt_of(300)),
+                SamplingParams(max_tokens=500, temperature=0.0, seed=0),
+                timeout=120.0,
             )
             seen = 0
             async with aclosing(running.relay.run(request)) as events:
@@ -173,16 +178,20 @@ async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
                         break
             await running.wait_idle()
         aborted = RoutedRequest(
-            "aborted", tuple(prompt_of(50)), SamplingParams(max_tokens=2000, temperature=0.0, seed=0)
+            "aborted",
+            tuple(prompt_of(50)),
+            SamplingParams(max_tokens=2000, temperature=0.0, seed=0),
+            timeout=120.0,
         )
         with pytest.raises(CancelledByPeerError):
             async for _ in running.relay.run(aborted):
                 running.relay.abort("aborted")
 
 
-async def test_outputs_that_the_client_has_enough_of_end_with_a_trace(model: Path) -> None:
-    """What a stop string does: one of two outputs is finished early, then the other."""
-    request = RoutedRequest("stop", tuple(prompt_of(50)), SamplingParams(n=2, max_tokens=900, temperature=0.9, seed=3))
+async def test_finishing_every_output_early_ends_the_request_with_a_trace(model: Path) -> None:
+    """As stop strings do, one of two outputs is finished early, then the other."""
+    sampling = SamplingParams(n=2, max_tokens=900, temperature=0.9, seed=3)
+    request = RoutedRequest("stop", tuple(prompt_of(50)), sampling, timeout=120.0)
     counts = {0: 0, 1: 0}
     traces = []
     async with cluster(model) as running:
@@ -199,7 +208,7 @@ async def test_outputs_that_the_client_has_enough_of_end_with_a_trace(model: Pat
 
 
 async def test_a_lease_that_nobody_renews_expires(model: Path) -> None:
-    """The router is told nothing of it: the node's own sweeper gives the blocks back."""
+    """The router is not told: the node's own sweeper frees the blocks."""
     async with cluster(model, lease_ttl=0.2) as running:
         for client in running.relay._prefill_clients.values():
             client.hold = client.release = lambda lease_id: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A node dies in the middle of what becomes a stop string: the text ends where it would have ended."""
+"""A node dies in the middle of a stop string, and the text ends where it would have ended."""
 
 import asyncio
 from contextlib import aclosing

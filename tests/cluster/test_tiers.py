@@ -1,5 +1,4 @@
-"""What several connectors over one pool, and a store that forgets, mean for requests: the right tokens, few computed
-twice."""
+"""Requests over several connectors and a store that loses blocks: the tokens are right, and few are computed twice."""
 
 import asyncio
 import itertools
@@ -42,7 +41,7 @@ def tiers(node: Node) -> TieredConnector[HostConnector]:
 
 
 async def stored(node: Node) -> None:
-    """Returns when Redis has what the node has published."""
+    """Returns once Redis has the blocks that the node has published."""
     await node.check_idle()
     store = tiers(node).tiers[-1]
     assert isinstance(store, RedisConnector)
@@ -50,7 +49,7 @@ async def stored(node: Node) -> None:
 
 
 async def forget(running: Cluster, node_id: str) -> None:
-    """The node has nothing cached any more."""
+    """Empties the node's prefix cache."""
     await running.wait_idle()
     await running.node(node_id).engine.call(lambda engine: engine.pool.drop_all_cached())
 
@@ -59,8 +58,8 @@ async def forget(running: Cluster, node_id: str) -> None:
 async def test_hits_that_redis_has_lost_are_offered_again(
     connector: str, model: Path, reference: Reference, redis_server: RedisServer
 ) -> None:
-    """The prefill node still has the whole prompt, the store nothing: the decode node fetches all of it all the
-    same."""
+    """The prefill node still has the whole prompt, and the store has nothing. The decode node nevertheless fetches all
+    of it."""
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
     async with cluster(model, connector=connector, redis_url=redis_server.url) as running:
@@ -104,15 +103,18 @@ async def test_without_any_redis_the_other_tiers_serve(model: Path, reference: R
 
 
 async def test_nodes_of_different_tiers_serve_together(model: Path, reference: Reference) -> None:
-    """As after half of a rolling change of the setting."""
+    """A cluster is like this in the middle of a rolling change of the setting."""
     async with cluster(model, connector="shared_memory,ucx", decode_settings={"connector": "ucx"}) as running:
         assert [node.connector.name for node in running.nodes] == ["shared_memory,ucx", "ucx"]
         await check_agrees(running, reference, [prompt_of(length) for length in (1, 100)], 8)
         assert running.node("decode-0").connector.all_stats()["ucx"].blocks_fetched == 1 + NUM_BLOCKS
 
 
-async def test_a_redis_that_stops_and_goes_on(model: Path, reference: Reference, tmp_path: Path) -> None:
-    """Requests that run are not held up, new ones are computed where they are decoded, and then it is used again."""
+async def test_requests_go_on_while_redis_is_stopped_and_use_it_again_afterwards(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """Running requests are not held up, new ones are computed where they are decoded, and afterwards Redis is used
+    again."""
     server = RedisServer(tmp_path)
     try:
         async with cluster(model, connector="redis", redis_url=server.url) as running, asyncio.timeout(90):

@@ -1,4 +1,4 @@
-"""Whatever befalls nodes and transfers, a request gives what it gives on one node that nothing befalls."""
+"""Whatever happens to nodes and transfers, a request gives the tokens that one undisturbed node gives."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -29,14 +29,15 @@ PARALLEL: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 5, "n"
 async def serve_undisturbed(
     model: Path, prompt: Sequence[int], samplings: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Served]:
-    """What a cluster of one node says, by the sampling's name."""
+    """Returns what a cluster of one node answers, by the name of the sampling."""
     async with cluster(model, prefill_nodes=0) as running:
         return {name: await running.generate(prompt, **sampling) for name, sampling in samplings.items()}
 
 
 @asynccontextmanager
 async def nodes(model: Path, prefill_nodes: int, decode_nodes: int, **settings: Any) -> AsyncIterator[Cluster]:
-    """The first request goes to prefill-0 and decode-0, the second one to the next ones."""
+    """Runs a cluster in which the first request goes to prefill-0 and decode-0, and the second one to the next
+    nodes."""
     policy = make_policy("round_robin", local_prefill_max_tokens=0)
     async with cluster(
         model, prefill_nodes=prefill_nodes, decode_nodes=decode_nodes, policy=policy, **settings
@@ -45,7 +46,7 @@ async def nodes(model: Path, prefill_nodes: int, decode_nodes: int, **settings: 
 
 
 async def killed_after(running: Cluster, prompt: Sequence[int], num_tokens: int, **sampling: Any) -> Served:
-    """The first request, whose decode node dies when the client has so many tokens; it generates hardly more."""
+    """Serves the first request, whose decode node dies when the client has so many tokens; it generates hardly more."""
     killing: list[asyncio.Task[None]] = []
 
     async def kill() -> None:

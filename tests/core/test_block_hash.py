@@ -1,4 +1,4 @@
-"""The block hash against its specification: vectors for any language, recomputed with hashlib and struct alone."""
+"""The block hash against its specification: test vectors for any language, recomputed with hashlib and struct alone."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ def test_the_vectors_cover_the_scheme() -> None:
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
-def test_vector(vector: dict[str, Any]) -> None:
+def test_our_hashes_and_those_of_the_specification_are_those_of_the_vector(vector: dict[str, Any]) -> None:
     namespace = vector["namespace"]
     size, token_ids = namespace["block_size"], vector["token_ids"]
     expected = [bytes.fromhex(name) for name in vector["block_hashes"]]

@@ -1,4 +1,4 @@
-"""Settings: which source wins, and what a person reads when something is wrong."""
+"""Settings: which source wins, and what users read if something is wrong."""
 
 from pathlib import Path
 from typing import Literal
@@ -53,7 +53,7 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_defaults() -> None:
+def test_what_is_not_given_has_its_default() -> None:
     settings = load("m")
     assert (settings.model, settings.port, settings.max_model_len, settings.decode_nodes) == ("m", 8000, None, ())
 
@@ -74,11 +74,11 @@ def test_the_environment_names_the_file(monkeypatch: pytest.MonkeyPatch, config_
     "argv",
     [("--decode-nodes", "a:1,b:2"), ("--decode-nodes", "a:1", "--decode-nodes", "b:2"), ("--decode-nodes=a:1, b:2",)],
 )
-def test_lists_from_flags(argv: tuple[str, ...]) -> None:
+def test_a_list_is_one_flag_with_commas_or_several_flags(argv: tuple[str, ...]) -> None:
     assert load("m", *argv).decode_nodes == ("a:1", "b:2")
 
 
-def test_everything_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_lists_and_booleans_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MODEL": "m", "DECODE_NODES": "a:1,b:2", "SUPERVISED": "true", "DTYPE": ""}.items():
         monkeypatch.setenv(f"KVRELAY_{name}", value)
     settings = load()
@@ -132,7 +132,9 @@ def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixt
         (("another",), "one argument too many: 'another'"),
     ],
 )
-def test_wrong_flags(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], problem: str) -> None:
+def test_a_wrong_flag_is_named_with_its_problem(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], problem: str
+) -> None:
     text = failure(capsys, "m", *argv)
     assert problem in text
     assert "Try `sample --help`." in text
@@ -154,18 +156,20 @@ def test_every_wrong_setting_is_reported(capsys: pytest.CaptureFixture[str]) -> 
         ("port: x", "--port: Input should be a valid integer"),
     ],
 )
-def test_wrong_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, problem: str) -> None:
+def test_a_wrong_file_is_explained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, problem: str
+) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text(content)
     assert problem in failure(capsys, "m", "--config", str(path))
 
 
-def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "nowhere.yaml"
     assert f"cannot read {path}: No such file" in failure(capsys, "m", "--config", str(path))
 
 
-def test_empty_file_is_no_settings(tmp_path: Path) -> None:
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("# nothing\n")
     assert load("m", "--config", str(path)).port == 8000

@@ -1,4 +1,4 @@
-"""Cores that are lent: the division as a function, and the table between real processes that come and go."""
+"""Lending cores: the division as a function, and the table between real processes that start and die."""
 
 import itertools
 import os
@@ -52,14 +52,14 @@ def test_parts_add_up_and_nobody_gets_less_than_it_claims() -> None:
 
 @pytest.fixture
 def descriptor() -> Iterator[int]:
-    """Of a table for two nodes on four cores."""
+    """The descriptor of a table for two nodes on four cores."""
     descriptor = CoreTable.create(4, 2)
     yield descriptor
     os.close(descriptor)
 
 
 def start_node(descriptor: int, entry: int, cores: int) -> subprocess.Popen[str]:
-    """Returns when it has claimed."""
+    """Starts a process that claims cores, and returns once it has."""
     process = subprocess.Popen(
         [sys.executable, "-c", NODE, str(descriptor), str(entry), str(cores)],
         cwd=ROOT,
@@ -73,7 +73,7 @@ def start_node(descriptor: int, entry: int, cores: int) -> subprocess.Popen[str]
     return process
 
 
-def test_a_node_that_dies_and_starts_again(descriptor: int) -> None:
+def test_a_dead_nodes_claim_is_released_and_its_successor_claims_again(descriptor: int) -> None:
     table = CoreTable(descriptor)
     ours = CoreShare(2, table, 0)
     ours.claim()

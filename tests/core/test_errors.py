@@ -1,4 +1,4 @@
-"""Errors and their statuses: every error has one, and what a peer reported comes back as the error it was."""
+"""Errors and their statuses: every error has one, and an error that a peer reports keeps its class."""
 
 import inspect
 import re
@@ -33,14 +33,14 @@ def test_client_faults_are_4xx_and_ours_are_5xx(cls: type[KVRelayError]) -> None
 
 def test_status_is_that_of_the_nearest_ancestor() -> None:
     class TooLongError(errors.InvalidRequestError):
-        """As a later module might add."""
+        """An error that a later module might add."""
 
     assert status_of(TooLongError("x")) == status_of(errors.InvalidRequestError("x"))
     assert status_of(errors.UnknownModelError("x")).http_status == 404
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), MemoryError()])
-def test_anything_else_is_internal(error: BaseException) -> None:
+def test_an_exception_that_is_not_ours_is_internal(error: BaseException) -> None:
     assert status_of(error) == status_of(KVRelayError("x"))
 
 
@@ -54,7 +54,7 @@ def test_anything_else_is_internal(error: BaseException) -> None:
         errors.UnavailableError,
     ],
 )
-def test_round_trip_over_grpc(cls: type[KVRelayError]) -> None:
+def test_every_error_keeps_its_class_over_its_grpc_code(cls: type[KVRelayError]) -> None:
     error = error_from_grpc(status_of(cls("x")).grpc_code, "what happened")
     assert type(error) is cls
     assert str(error) == "what happened"

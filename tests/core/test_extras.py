@@ -1,4 +1,4 @@
-"""A missing extra is one readable line."""
+"""A missing extra is reported in one readable line."""
 
 import pytest
 

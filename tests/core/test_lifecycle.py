@@ -1,4 +1,4 @@
-"""What a process of ours does when it begins to serve."""
+"""What a process does when it begins to serve."""
 
 import json
 import subprocess

@@ -13,21 +13,21 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[None]:
-    """The root logger is as before afterwards."""
+    """Restores the root logger afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
     root.handlers, root.level = handlers, level
 
 
-def test_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_is_one_line_with_time_level_process_and_logger(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("decode-0 100%", "info")
     logging.getLogger("kvrelay.engine").info("%s took %d blocks\nand more", "request-1", 3)
     line = TIME + r" INFO    decode-0 100% kvrelay\.engine: request-1 took 3 blocks\\nand more\n"
     assert re.fullmatch(line, capsys.readouterr().err)
 
 
-def test_level_and_chatty_libraries(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chatty_libraries_log_only_warnings_at_any_level(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("router", "debug")
     logging.getLogger("kvrelay").debug("shown")
     logging.getLogger("httpx").info("hidden")
@@ -36,7 +36,7 @@ def test_level_and_chatty_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.rsplit(": ", 1)[1] for line in lines] == ["shown", "shown as well"]
 
 
-def test_configured_twice_logs_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_configures_twice_logs_each_record_once(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("router", "info")
     configure_logging("router", "error")
     logging.getLogger("kvrelay").error("once")

@@ -1,4 +1,4 @@
-"""Errors cross a real gRPC connection and come back as what they were; streams end with their calls."""
+"""Errors cross a real gRPC connection and keep their class; streams end with their calls."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ from kvrelay.v1 import decode_node_pb2, decode_node_pb2_grpc, router_pb2, router
 
 
 class FailingRouter(router_pb2_grpc.RouterServicer):
-    """Yields one message, then raises what it was made with; or waits for ever when that is None."""
+    """A router that yields one message and then raises the given error, or waits for ever if that is None."""
 
     def __init__(self, error: Exception | None) -> None:
         self._error = error
@@ -141,7 +141,7 @@ async def test_a_very_long_message_is_cut_instead_of_breaking_the_connection() -
     assert set(str(restored)) == {"漢"}
 
 
-async def test_an_error_in_the_middle_of_a_stream() -> None:
+async def test_an_error_in_the_middle_of_a_stream_keeps_its_class() -> None:
     servicer = FailingRouter(KVError("lost"))
     async with serving(servicer) as channel:
         call = router_stub(channel).GenerateStream(router_pb2.GenerateRequest())
@@ -153,7 +153,7 @@ async def test_an_error_in_the_middle_of_a_stream() -> None:
     assert isinstance(error_from_rpc(caught.value), KVError)
 
 
-async def test_an_error_in_a_bidirectional_stream() -> None:
+async def test_an_error_in_a_bidirectional_stream_keeps_its_status() -> None:
     async with serving(FailingRouter(None)) as channel:
         stub: decode_node_pb2_grpc.DecodeNodeAsyncStub = decode_node_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[assignment]
         call = stub.Serve()
@@ -173,7 +173,7 @@ async def test_cancelling_a_call_closes_its_generator() -> None:
         await asyncio.wait_for(servicer.closed.wait(), 10)
 
 
-async def test_health_and_reflection() -> None:
+async def test_health_says_serving_and_reflection_lists_the_service() -> None:
     async with serving(FailingRouter(None)) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(health_pb2.HealthCheckRequest(service="kvrelay.v1.Router"))
@@ -206,7 +206,7 @@ async def test_a_refused_connection_is_unavailable_and_a_taken_port_is_a_configu
 
 
 class EndlessRouter(FailingRouter):
-    """Streams more than any window holds."""
+    """A router that streams more than any window holds."""
 
     async def GenerateStream(
         self, request: router_pb2.GenerateRequest, context: object
@@ -218,7 +218,7 @@ class EndlessRouter(FailingRouter):
             self.closed.set()
 
 
-async def test_a_client_that_takes_nothing_of_its_stream_is_let_go() -> None:
+async def test_a_client_that_takes_nothing_of_its_stream_loses_it() -> None:
     servicer = EndlessRouter(None)
     server = grpc.aio.server(interceptors=[ErrorInterceptor(write_timeout=0.2)], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(servicer, server)

@@ -1,4 +1,4 @@
-"""Turns at a store between real processes, and what the next one finds when one has died within its turn."""
+"""Turns at a store between real processes, and what the next process finds if one dies during its turn."""
 
 import os
 import signal
@@ -60,7 +60,7 @@ def start_node(store: WeightStore, nodes: list[subprocess.Popen[str]]) -> subpro
 def first_and_next(
     store: WeightStore, nodes: list[subprocess.Popen[str]]
 ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """One in its turn at an empty store, and one that waits for it."""
+    """Yields a process in its turn at an empty store, and one that waits for its turn."""
     first = start_node(store, nodes)
     assert says(first) == "turn without a note"
     second = start_node(store, nodes)
@@ -74,7 +74,7 @@ def says(node: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.timeout(60)
-def test_one_after_the_other_and_the_second_finds_the_first_ones_note(
+def test_turns_follow_each_other_and_the_second_finds_the_first_ones_note(
     store: WeightStore, nodes: list[subprocess.Popen[str]]
 ) -> None:
     first, second = first_and_next(store, nodes)
@@ -94,8 +94,8 @@ def test_a_node_that_dies_within_its_turn_leaves_no_note(
         assert store.note() == b"of a node"
 
 
-def test_a_store_that_no_node_could_have_a_turn_at_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without /proc, as in a sandbox."""
+def test_a_store_that_cannot_be_opened_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sandbox without /proc nothing can be opened again."""
 
     def open_nothing(path: str, flags: int) -> int:
         raise FileNotFoundError(path)
@@ -117,7 +117,7 @@ def test_what_was_left_unfinished_is_given_back(store: WeightStore) -> None:
         assert store.note() == b""
 
 
-def test_a_note_has_to_fit(store: WeightStore) -> None:
+def test_a_note_that_does_not_fit_before_the_weights_is_refused(store: WeightStore) -> None:
     for note in (b"", bytes(store.WEIGHTS_OFFSET)):
         with pytest.raises(ValueError, match="does not fit"):
             store.complete(note)

@@ -1,8 +1,38 @@
-"""What another version of the protocol may say does not break the reader."""
+"""What crosses the wire keeps its value; unknown values of a newer protocol do not break the reader."""
 
+from dataclasses import fields
+
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import ConnectorCounters, FetchReport, NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.wire import output_from_wire, output_to_wire
-from kvrelay.v1 import common_pb2
+from kvrelay.core.wire import (
+    description_from_wire,
+    description_to_wire,
+    fetch_report_from_wire,
+    fetch_report_to_wire,
+    load_from_wire,
+    load_to_wire,
+    output_from_wire,
+    output_to_wire,
+    stats_from_wire,
+    stats_to_wire,
+)
+from kvrelay.v1 import common_pb2, node_pb2
+
+DESCRIPTION = NodeDescription(
+    role=NodeRole.DECODE,
+    source=KVSource("decode-0", 2**63 + 1, "here"),
+    kv_namespace=KVNamespace(b"fingerprint", "bfloat16", "layout", 16),
+    connector="shared_memory,redis",
+    model="a-model",
+    max_model_len=1,
+    num_blocks=2,
+    block_bytes=3,
+    vocab_size=4,
+    max_num_seqs=5,
+    version="1.2.3",
+)
 
 
 def test_every_finish_reason_survives_the_wire() -> None:
@@ -15,3 +45,33 @@ def test_an_unknown_finish_reason_ends_the_output_as_an_error() -> None:
     message = common_pb2.TokenOutput(token_ids=[5], stop_token_id=-1)
     message.finish_reason = 77  # type: ignore[assignment]
     assert output_from_wire(message).finish_reason is FinishReason.ERROR
+
+
+def test_a_nodes_description_survives_the_wire() -> None:
+    assert description_from_wire(description_to_wire(DESCRIPTION)) == DESCRIPTION
+
+
+def test_a_node_of_an_unknown_kind_has_no_role() -> None:
+    message = description_to_wire(DESCRIPTION)
+    message.role = 77  # type: ignore[assignment]
+    assert description_from_wire(message).role is None
+    assert description_from_wire(node_pb2.DescribeResponse()).role is None
+
+
+def test_a_nodes_load_survives_the_wire() -> None:
+    load = NodeLoad(*range(1, len(fields(NodeLoad)) + 1))
+    assert load_from_wire(load_to_wire(load)) == load
+
+
+def test_a_nodes_counters_survive_the_wire() -> None:
+    connectors = (
+        ConnectorCounters("shared_memory", {"blocks_fetched": 3.0, "fetch_seconds": 0.25}, {"digest": 2}),
+        ConnectorCounters("redis", {}, {}),
+    )
+    stats = NodeStats(1, 2, 3, connectors)
+    assert stats_from_wire(stats_to_wire(stats)) == stats
+
+
+def test_a_fetch_report_survives_the_wire_beside_its_number_of_tokens() -> None:
+    report = FetchReport(37, (("prefill-0", 4), ("", 1)), num_missing=1, num_refused=2, num_failed=3)
+    assert fetch_report_from_wire(fetch_report_to_wire(report), num_tokens=37) == report

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Under virtual time: sleeps take none."""
+    """Runs a coroutine under virtual time, in which sleeping takes no real time."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(main)
@@ -44,7 +44,7 @@ def test_a_write_that_takes_too_long_is_cancelled_when_its_time_is_over() -> Non
     assert run(write()) == pytest.approx(9.0 + 100.0 + 9.5 + 10.0 + 1.0)
 
 
-def test_a_cancellation_from_outside_stays_one() -> None:
+def test_a_cancellation_from_outside_is_not_taken_for_an_expired_deadline() -> None:
     async def write() -> None:
         with closing(WriteDeadline(10.0)) as deadline, deadline:
             await asyncio.sleep(1000.0)

@@ -12,7 +12,7 @@ from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.sampler import SamplingRow
-from kvrelay.node.convert import engine_request
+from kvrelay.node.convert import engine_request_from_wire
 from kvrelay.v1.decode_node_pb2 import Admit
 from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.engine.harness import BLOCK_SIZE, Harness, first_tokens, move, prompt_of, request
@@ -157,7 +157,7 @@ def test_what_makes_no_sense_is_refused_at_the_nodes_edge(num_prior: int, sampli
         num_prior_output_tokens=num_prior,
     )
     with pytest.raises(InvalidRequestError) as refusal:
-        engine_request(asked, KVRole.LOCAL, vocab_size=1000, has_store=False)
+        engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False)
     assert refusal.value.field == field
 
 

@@ -142,4 +142,4 @@ def test_the_prefill_rate_follows_the_engine() -> None:
 
 
 def load(num_prefilled_tokens: int, prefill_seconds: float) -> EngineLoad:
-    return EngineLoad(0, 0, 0, 0, 8, 8, 0, 0, 0, num_prefilled_tokens, prefill_seconds)
+    return EngineLoad(num_prefilled_tokens=num_prefilled_tokens, prefill_seconds=prefill_seconds)

@@ -4,6 +4,7 @@ from itertools import product
 
 from kv_connector.base import FetchOutcome
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import FetchReport
 from kvrelay.node.ladder import Ask, Ladder
 
 P = KVSource("p", 1, "at-p")
@@ -34,8 +35,7 @@ def test_the_announcing_source_goes_before_holders_and_these_before_the_store() 
     assert asked(ladder) == (None, (0, 2)), "only what is not here"
     settle(ladder, FETCHED, FETCHED)
     assert ladder.is_complete
-    assert ladder.report(24).fetched == (("", 2), ("h", 1))
-    assert dict(ladder.report(24).in_vain) == {MISSING: 4}
+    assert ladder.report(24) == FetchReport(24, (("", 2), ("h", 1)), num_missing=4)
 
 
 def test_only_holders_that_announced_nothing_are_guesses() -> None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from decode_node.service import DecodeService
 from kv_connector.header import Mismatch
+from kvrelay.core.node_report import NodeRole
 from kvrelay.node.node_service import NodeService
 from kvrelay.v1 import node_pb2
 from tests.node.fake_node import make_node, serving
@@ -20,7 +21,7 @@ async def test_an_idle_node_is_heard_of_once_per_heartbeat() -> None:
     node.connector.stats.bytes_fetched = 4096
     node.lease_counts.expired = 3
     async with serving(DecodeService, node):
-        service = NodeService(node, node_pb2.NODE_ROLE_DECODE, heartbeat=0.01)
+        service = NodeService(node, NodeRole.DECODE, heartbeat=0.01)
         watch = cast(AsyncGenerator[node_pb2.WatchResponse, None], service.Watch(node_pb2.WatchRequest(), cast(Any, 0)))
         async with aclosing(watch) as messages, asyncio.timeout(PATIENCE):
             first = await anext(messages)

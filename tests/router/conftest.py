@@ -1,11 +1,14 @@
-"""The tokenizer that the edge's tests share: built once, never changed."""
+"""What the tests of the edge share: a tokenizer, which never changes, and a gateway for each file."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from kvrelay.text.tokenizer import Tokenizer
 from tests.router.edge_parts import ScriptedRelay
+from tests.router.gateway_client import Gateway, serving
 from tests.text.tiny_tokenizer import write_tokenizer
 
 
@@ -22,3 +25,15 @@ def tokenizer(tokenizer_directory: Path) -> Tokenizer:
 @pytest.fixture
 def relay(tokenizer: Tokenizer) -> ScriptedRelay:
     return ScriptedRelay(tokenizer)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_gateway(tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
+    async with serving(ScriptedRelay(tokenizer)) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def gateway(shared_gateway: Gateway) -> Gateway:
+    shared_gateway.relay.reset()
+    return shared_gateway

@@ -1,4 +1,4 @@
-"""What the edge's tests stand on: a real byte-level tokenizer, and a relay that plays a script."""
+"""What the tests of the edge are built on: a real byte-level tokenizer, and a relay that follows a script."""
 
 import asyncio
 import socket
@@ -26,11 +26,10 @@ MAX_MODEL_LEN = 256
 
 @dataclass
 class ScriptedRelay:
-    """Every choice answers `reply`, one token per event, the choices in turn.
-
-    `fail_with` is raised before token `fail_at` of the first choice; at `hang_at` it waits until it is closed or
-    aborted. Log-probabilities are made up: -0.5 for the token, and -1, -2, .. for tokens 2, 3, .. below it.
-    """
+    """A relay in which every choice answers `reply`, one token per event, the choices in turn. `fail_with` is raised
+    before token `fail_at` of the first choice; at token `hang_at` the relay waits until it is closed or aborted.
+    Log-probabilities are made up: -0.5 for the token, and -1, -2, .. for the tokens 2, 3, .. among the most likely
+    ones."""
 
     tokenizer: Tokenizer
     reply: str = "Paris is the capital of France"
@@ -46,7 +45,7 @@ class ScriptedRelay:
     finished: list[tuple[str, int]] = field(default_factory=list)
 
     def reset(self) -> None:
-        """As new, for the next test of a shared server."""
+        """Restores the state of a new relay, for the next test of a shared server."""
         vars(self).update(vars(ScriptedRelay(self.tokenizer)))
 
     def served_model(self) -> ServedModel:
@@ -109,12 +108,12 @@ def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
 
 def make_edge(relay: ScriptedRelay) -> Edge:
     metrics = RouterMetrics(MODEL, CollectorRegistry())
-    return Edge(relay, relay.tokenizer, MODEL, metrics, MonotonicClock())
+    return Edge(relay, relay.tokenizer, MODEL, metrics, MonotonicClock(), default_timeout=60.0)
 
 
 @asynccontextmanager
 async def http_server(app: ASGIApp) -> AsyncIterator[int]:
-    """A real uvicorn server on a free port, which it yields."""
+    """Runs a real uvicorn server on a free port, which it yields."""
     listener = socket.create_server(("127.0.0.1", 0))  # clients may connect before the server accepts
     server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttp, log_config=None, lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))

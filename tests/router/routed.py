@@ -1,7 +1,8 @@
-"""A request on its way through the relay, between scripted nodes, and what it tells."""
+"""A request that goes through the relay to scripted nodes, and the events it brings."""
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
@@ -21,6 +22,11 @@ async def take(events: AsyncGenerator[RequestEvent, None]) -> RequestEvent:
         return await anext(events)
 
 
+async def collected(nodes: Cluster, request: RoutedRequest) -> list[RequestEvent]:
+    async with aclosing(nodes.relay.run(request)) as events:
+        return [event async for event in events]
+
+
 async def take_trace(events: AsyncGenerator[RequestEvent, None]) -> RequestTrace:
     trace = await take(events)
     assert isinstance(trace, RequestTrace)
@@ -32,7 +38,8 @@ async def take_trace(events: AsyncGenerator[RequestEvent, None]) -> RequestTrace
 async def opened(
     nodes: Cluster, events: AsyncGenerator[RequestEvent, None]
 ) -> "tuple[asyncio.Task[RequestEvent], PrefillCall, str]":
-    """Both legs of a request are open, P has granted a lease; its first event is being waited for."""
+    """Returns once both nodes have the request and the prefill node has granted a lease: the task that waits for the
+    first event, the open Prefill call, and the request's name at the nodes."""
     first = asyncio.create_task(take(events))
     call = await soon(nodes.prefill.calls)
     admit = await nodes.decode.admit()

@@ -1,4 +1,4 @@
-"""Nodes without an engine: real gRPC servers whose every answer the test decides, in the order it decides."""
+"""Nodes without an engine: real gRPC servers, each answer of which the test decides, and in which order."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,7 +26,8 @@ from kvrelay.v1 import (
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import PrefixAware
-from router.relay.migration_metrics import MigrationMetrics
+from router.relay.limits import RelayLimits
+from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 
 BLOCK_SIZE = 4
@@ -38,7 +39,7 @@ _Item = TypeVar("_Item")
 
 
 class ScriptedNode(node_pb2_grpc.NodeServicer):
-    """The part that both kinds share. `updates` is what Watch streams; the first one is there from the start."""
+    """What both kinds of node share. Watch streams what is in `updates`; the first update is there from the start."""
 
     def __init__(self, node_id: str, role: "node_pb2.NodeRole.ValueType") -> None:
         self.node_id = node_id
@@ -84,7 +85,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         node_pb2_grpc.add_NodeServicer_to_server(self, server)
 
     async def start(self) -> None:
-        """On the port it had before, if it had one."""
+        """Starts serving, on the port the node had before if it had one."""
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
         self.attach(self._server)
         self.port = await serve_insecure(self._server, "127.0.0.1", self.port)
@@ -94,7 +95,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
             await self._server.stop(None)
 
     async def start_again(self, *, epoch: int) -> None:
-        """Another process, unless the epoch is the same, with no blocks."""
+        """Starts the node again, without blocks; as another process unless the epoch is the same."""
         self.epoch = epoch
         self.update(0, reset=True)
         await self.start()
@@ -233,7 +234,7 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
         return (await self._next("abort")).abort.request_id
 
     async def _next(self, kind: str) -> decode_node_pb2.DecodeCommand:
-        """The next command, which must be of this kind."""
+        """Returns the next command, which must be of this kind."""
         command = await soon(self.commands)
         assert command.WhichOneof("command") == kind, command
         return command
@@ -276,7 +277,7 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`prefill` and `decode` are the first ones of their kind."""
+    """A relay over scripted nodes. `prefill` and `decode` are the first nodes of their kind."""
 
     prefills: tuple[ScriptedPrefill, ...]
     decodes: tuple[ScriptedDecode, ...]
@@ -300,7 +301,7 @@ class Cluster:
 async def registered(
     *nodes: ScriptedNode, late: ScriptedNode | None = None, silence: float = 5.0
 ) -> AsyncIterator[Registry]:
-    """A registry of these nodes; it has started, nothing has been waited for. `late` has an address but does not answer
+    """Starts a registry of these nodes, without waiting for any of them. `late` has an address but does not answer
     yet."""
     everyone = nodes if late is None else (*nodes, late)
     async with AsyncExitStack() as stack:
@@ -311,7 +312,7 @@ async def registered(
             await late.stop()
         prefill = [node.address for node in everyone if isinstance(node, ScriptedPrefill)]
         decode = [node.address for node in everyone if isinstance(node, ScriptedDecode)]
-        registry = Registry(prefill, decode, KVIndex(1000), silence=silence)
+        registry = Registry(prefill, decode, KVIndex(1000), timeout=PATIENCE, silence=silence)
         stack.push_async_callback(registry.close)
         registry.start()
         yield registry
@@ -329,20 +330,20 @@ async def cluster(
     node_wait: float = PATIENCE,
     silence: float = 5.0,
 ) -> AsyncIterator[Cluster]:
-    """One node of each kind behind a relay, unless told otherwise."""
+    """Runs a relay over scripted nodes, one of each kind unless told otherwise."""
     prefills = tuple(ScriptedPrefill(f"prefill-{index}") for index in range(num_prefill_nodes))
     decodes = tuple(ScriptedDecode(f"decode-{index}") for index in range(num_decode_nodes))
     collectors = CollectorRegistry()
     async with registered(*prefills, *decodes, silence=silence) as registry:
-        relay = ClusterRelay(
-            registry,
-            PrefixAware(local_prefill_max_tokens),
-            metrics=MigrationMetrics("m", collectors),
+        limits = RelayLimits(
             max_concurrent_requests=max_concurrent_requests,
             max_attempts=max_attempts,
             node_wait=node_wait,
             lease_ttl=lease_ttl,
+            node_timeout=PATIENCE,
         )
+        policy = PrefixAware(local_prefill_max_tokens)
+        relay = ClusterRelay(registry, policy, limits, RecoveryMetrics("m", collectors))
         try:
             assert await registry.wait_settled(PATIENCE)
             yield Cluster(prefills, decodes, registry, relay, collectors)
@@ -356,7 +357,7 @@ async def soon(queue: asyncio.Queue[_Item]) -> _Item:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """The registry's tasks share this loop: let them run until it holds."""
+    """Lets the tasks of the registry, which share this loop, run until the condition holds."""
     async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.005)

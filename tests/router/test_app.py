@@ -1,4 +1,4 @@
-"""The router as a process: ready line, both ports, an orderly end, and all of it where torch cannot be imported."""
+"""The router as a process: its ready line, both ports, and an orderly end, also where torch cannot be imported."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ runpy.run_module("router", run_name="__main__", alter_sys=True)
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tokenizer of a few whole words; there is no model in it."""
+    """A directory with a tokenizer of a few whole words, and no model."""
     path = tmp_path_factory.mktemp("models") / "tiny-words"
     path.mkdir()
     words = {word: number for number, word in enumerate(("[UNK]", "hello", "world", "again"))}
@@ -77,7 +77,7 @@ async def ready_line(process: Process) -> dict[str, str]:
     return ready
 
 
-async def test_it_serves_without_torch_and_ends_on_sigterm(model_dir: Path) -> None:
+async def test_a_router_serves_without_torch_and_ends_on_sigterm(model_dir: Path) -> None:
     async with AsyncExitStack() as stack:
         decode = ScriptedDecode()
         await decode.start()
@@ -133,7 +133,7 @@ async def complete(ready: dict[str, str], decode: ScriptedDecode) -> None:
     assert answer.json()["choices"][0]["text"].strip() == "again"
 
 
-async def test_a_supervised_one_ends_with_its_standard_input(model_dir: Path) -> None:
+async def test_a_supervised_router_ends_with_its_standard_input(model_dir: Path) -> None:
     flags = ("--decode-nodes", "127.0.0.1:1", "--port", "0", "--grpc-port", "0", "--start-timeout", "0", "--supervised")
     async with router_process(str(model_dir), *flags) as process:
         await ready_line(process)
@@ -143,7 +143,7 @@ async def test_a_supervised_one_ends_with_its_standard_input(model_dir: Path) ->
             assert await process.wait() == 0
 
 
-async def test_what_can_not_work_is_said_at_once(model_dir: Path) -> None:
+async def test_settings_that_cannot_work_end_the_router_with_a_message(model_dir: Path) -> None:
     async with router_process(str(model_dir)) as process:
         _, stderr = await process.communicate()
         assert process.returncode == 1

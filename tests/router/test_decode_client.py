@@ -1,4 +1,4 @@
-"""The router's stream to a decode node, by itself."""
+"""The router's stream to a decode node, without the rest of the router."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ def who_waits_for_commands() -> list[asyncio.Task[object]]:
     return [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task.get_coro())]
 
 
-async def test_a_stream_that_ends_leaves_nobody_waiting() -> None:
+async def test_the_end_of_a_stream_fails_its_sessions() -> None:
     node = ScriptedDecode()
     await node.start()
     async with grpc.aio.insecure_channel(node.address) as channel:

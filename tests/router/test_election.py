@@ -1,4 +1,4 @@
-"""Who is in the right when nodes do not fit together."""
+"""Which node the others have to fit, if they do not all fit together."""
 
 from dataclasses import replace
 from random import Random
@@ -6,8 +6,9 @@ from typing import Any, cast
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import NodeDescription, NodeRole
 from router.nodes.election import VOTE_SECONDS, elect
-from router.nodes.node import NodeDescription, NodeHandle, NodeRole
+from router.nodes.node import NodeHandle
 from router.nodes.outlier import Outlier
 from tests.router.scripted_nodes import NAMESPACE
 
@@ -22,10 +23,13 @@ def node(name: str, block_size: int, *, heard_at: float | None = NOW) -> NodeHan
         source=KVSource(name, 1, ""),
         kv_namespace=replace(NAMESPACE, block_size=block_size),
         connector="in_process",
+        model="m",
         max_model_len=100,
         num_blocks=10,
+        block_bytes=64,
         vocab_size=300,
         max_num_seqs=4,
+        version="1",
     )
     return handle
 

@@ -1,4 +1,4 @@
-"""`kvrelay.v1.Router` over a real connection: every method, deadlines, cancellation, errors with their fields."""
+"""The service `kvrelay.v1.Router` over a real connection: every method, deadlines, cancellation, errors with fields."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,7 +34,9 @@ def prompt(**fields: object) -> router_pb2.GenerateRequest:
     return router_pb2.GenerateRequest(prompt="The capital", max_tokens=50, **fields)  # type: ignore[arg-type]
 
 
-async def test_streaming(stub: Stub, relay: ScriptedRelay) -> None:
+async def test_a_streamed_generation_has_every_chunk_and_ends_with_usage_and_trace(
+    stub: Stub, relay: ScriptedRelay
+) -> None:
     messages = [message async for message in stub.GenerateStream(prompt(n=2, logprobs=2))]
     *chunks, last = messages
     for index in range(2):
@@ -52,7 +54,7 @@ async def test_streaming(stub: Stub, relay: ScriptedRelay) -> None:
     assert {message.request_id for message in messages} == {relay.requests[0].request_id}
 
 
-async def test_unary(stub: Stub) -> None:
+async def test_a_unary_generation_merges_the_chunks_of_each_output(stub: Stub) -> None:
     response = await stub.Generate(prompt(n=2, prompt_logprobs=1, stop=["capital"]))
     assert [output.text for output in response.outputs] == ["Paris is the "] * 2
     assert [output.stop_reason for output in response.outputs] == ["capital"] * 2
@@ -60,7 +62,7 @@ async def test_unary(stub: Stub) -> None:
     assert response.model == MODEL
 
 
-async def test_what_can_not_be_served_now_says_when_to_come_back(stub: Stub, relay: ScriptedRelay) -> None:
+async def test_overloaded_and_unavailable_errors_say_when_to_retry(stub: Stub, relay: ScriptedRelay) -> None:
     for change, code in (
         ("has_capacity", grpc.StatusCode.RESOURCE_EXHAUSTED),
         ("available", grpc.StatusCode.UNAVAILABLE),
@@ -77,7 +79,7 @@ async def test_what_can_not_be_served_now_says_when_to_come_back(stub: Stub, rel
         assert found.Unpack(retry) and retry.retry_delay.seconds == 1
 
 
-async def test_too_many_token_ids_are_counted_only(stub: Stub) -> None:
+async def test_too_many_token_ids_are_refused_without_looking_at_them(stub: Stub) -> None:
     ids = router_pb2.TokenIds(ids=[2**32 - 1] * (MAX_MODEL_LEN + 1))
     with pytest.raises(grpc.aio.AioRpcError, match=f"the prompt has {MAX_MODEL_LEN + 1} tokens"):
         await stub.Generate(router_pb2.GenerateRequest(prompt_token_ids=ids))
@@ -112,14 +114,14 @@ async def test_every_input_and_field_arrives(stub: Stub, relay: ScriptedRelay) -
     assert (sampling.ignore_eos, sampling.skip_special_tokens) == (True, False)
 
 
-async def test_chat(stub: Stub, relay: ScriptedRelay) -> None:
+async def test_a_chat_is_rendered_with_the_models_template(stub: Stub, relay: ScriptedRelay) -> None:
     chat = router_pb2.ChatMessages(messages=[router_pb2.ChatMessage(role="user", content="hello")])
     assert (await stub.Generate(router_pb2.GenerateRequest(chat=chat))).outputs[0].text == REPLY
     token_ids = (await stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).token_ids
     assert tuple(token_ids) == relay.requests[0].prompt_token_ids
 
 
-async def test_tokenize_detokenize_and_models(stub: Stub) -> None:
+async def test_tokenize_and_detokenize_are_inverse_and_the_model_is_listed(stub: Stub) -> None:
     tokenized = await stub.Tokenize(router_pb2.TokenizeRequest(text="hello 你好"))
     assert tokenized.max_model_len == MAX_MODEL_LEN
     request = router_pb2.DetokenizeRequest(token_ids=tokenized.token_ids)
@@ -158,13 +160,13 @@ async def test_bad_input_names_its_field_and_the_next_request_works(
     assert (await stub.Generate(prompt())).outputs[0].text == REPLY
 
 
-async def test_an_unknown_model(stub: Stub) -> None:
+async def test_an_unknown_model_has_an_error_of_its_own(stub: Stub) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Tokenize(router_pb2.TokenizeRequest(text="x", model="other"))
     assert isinstance(error_from_rpc(caught.value), UnknownModelError)
 
 
-async def test_failures_of_the_relay(stub: Stub, relay: ScriptedRelay) -> None:
+async def test_errors_of_the_relay_keep_their_class(stub: Stub, relay: ScriptedRelay) -> None:
     relay.fail_with, relay.fail_at = KVError("lost"), 2
     call = stub.GenerateStream(prompt())
     assert isinstance(await call.read(), router_pb2.GenerateResponse)

@@ -10,7 +10,7 @@ from router.edge.http_exchange import EventStream
 PATIENCE = 10.0
 
 
-async def test_a_client_that_takes_nothing_is_given_up() -> None:
+async def test_a_client_that_takes_nothing_counts_as_disconnected() -> None:
     closed = asyncio.Event()
 
     async def events() -> AsyncGenerator[bytes, None]:

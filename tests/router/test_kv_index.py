@@ -1,4 +1,4 @@
-"""The index against a naive model of itself, its bound, and what it costs."""
+"""The index compared with a naive model of it, its bound, and the cost of a lookup."""
 
 import random
 
@@ -49,7 +49,8 @@ def test_removing_and_dropping_leave_the_others() -> None:
 
 
 def test_a_dropped_node_is_forgotten_at_once_and_swept_by_and_by() -> None:
-    """More names than one call sweeps; a node that comes meanwhile must not get the bit of the dropped one."""
+    """There are more names than one call sweeps. A node that comes meanwhile must not get the bit of the dropped
+    one."""
     chain = names(*range(1, 2001))
     index = KVIndex(10_000)
     index.stored("a", chain)
@@ -135,7 +136,7 @@ def test_a_small_index_never_claims_what_is_not_held(seed: int) -> None:
 
 
 def test_a_long_prompt_costs_a_few_dictionary_accesses_per_name() -> None:
-    """However many nodes hold it."""
+    """The number of accesses does not depend on how many nodes hold the prompt."""
     chain = [_CountedName(name) for name in names(*range(8000))]
     index = KVIndex(20_000)
     for number in range(16):
@@ -146,7 +147,7 @@ def test_a_long_prompt_costs_a_few_dictionary_accesses_per_name() -> None:
 
 
 class _CountedName(bytes):
-    """A name that counts the accesses of dictionaries to it."""
+    """A name that counts how often dictionaries access it."""
 
     num_hashed = 0
 

@@ -1,5 +1,5 @@
-"""Blocks that do not arrive at the decode node, among nodes whose every move the test decides: who is asked for them,
-how often, and what is counted."""
+"""Blocks that do not arrive at the decode node: which nodes are asked for them, how often, and what is counted. The
+test decides each answer of the nodes."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -37,7 +37,7 @@ def fetched(*origins: tuple[str, int], **in_vain: int) -> common_pb2.FetchReport
 
 
 async def holds(nodes: Cluster, node: ScriptedNode, num_blocks: int) -> None:
-    """The router knows that this node holds the prompt's first blocks."""
+    """Returns once the router knows that this node holds the prompt's first blocks."""
     node.update(1, stored=NAMES[:num_blocks])
     async with asyncio.timeout(PATIENCE):
         while nodes.registry.index.leading(NAMES).get(node.node_id) != num_blocks:
@@ -47,8 +47,7 @@ async def holds(nodes: Cluster, node: ScriptedNode, num_blocks: int) -> None:
 async def published(
     nodes: Cluster, events: AsyncGenerator[RequestEvent, None], *, num_blocks: int = 3
 ) -> "tuple[asyncio.Task[RequestEvent], str]":
-    """The client has the first token and waits for the next one, decode-0 was told that prefill-0 has published what it
-    ever will."""
+    """Returns once the client has the first token and decode-0 was told that prefill-0 publishes no more."""
     first, call, wire_id = await opened(nodes, events)
     call.publish(num_blocks)
     assert not (await nodes.decode.pull()).ended
@@ -132,7 +131,7 @@ async def test_missing_blocks_are_prefilled_by_another_node() -> None:
 
 
 async def test_a_request_that_ends_before_its_refill_counts_what_that_was_to_compute() -> None:
-    """Blocks are published before the first token is sampled, and few tokens may all be here before that."""
+    """A refill publishes its blocks before it samples its first token. A short output may be complete before that."""
     async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         following, wire_id = await published(nodes, events)
         nodes.decode.kv_missing(wire_id, 10)
@@ -149,7 +148,8 @@ async def test_a_request_that_ends_before_its_refill_counts_what_that_was_to_com
 
 
 async def test_a_refill_is_asked_for_blocks_only() -> None:
-    """No log-probabilities, one output: prompt log-probabilities would compute the whole prompt once more."""
+    """A refill has one output and no log-probabilities: prompt log-probabilities would compute the whole prompt once
+    more."""
     async with cluster(num_prefill_nodes=2) as nodes:
         request = a_request(n=2)
         request = replace(request, sampling=replace(request.sampling, prompt_logprobs=1, logprobs=2))
@@ -255,7 +255,7 @@ async def test_a_prefill_node_that_stops_talking_after_its_first_token_is_given_
 
 
 async def test_a_refill_for_the_last_decode_node_while_it_drains() -> None:
-    """It sees its requests through, although nothing new can be placed."""
+    """A draining node finishes its requests, although nothing new can be placed."""
     async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         following, wire_id = await published(nodes, events)
         load = node_pb2.NodeLoad(num_blocks=1000)

@@ -1,5 +1,5 @@
-"""A node dies under a request, among nodes whose every move the test decides: what the next ones are told, and how
-often."""
+"""A node is lost under a request: what the next nodes are told, and how often. The test decides each answer of the
+nodes."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -29,13 +29,13 @@ from tests.router.scripted_nodes import (
 
 
 def say(node: ScriptedDecode, request_id: str, *outputs: TokenOutput) -> None:
-    """The node says these tokens."""
+    """Lets the node send these tokens."""
     for output in outputs:
         node.tokens(request_id, output)
 
 
 async def none_lives(nodes: Cluster) -> None:
-    """And the requests of the decode nodes wait."""
+    """Returns once no decode node is live, and their requests wait for one."""
     await until(lambda: not nodes.registry.can_serve())
     await until(lambda: all(share.wait for run in nodes.relay._running.values() for share in run._shares))
 
@@ -43,7 +43,7 @@ async def none_lives(nodes: Cluster) -> None:
 async def begun(
     nodes: Cluster, events: AsyncGenerator[RequestEvent, None], *first_tokens: TokenOutput
 ) -> tuple[PrefillCall, str]:
-    """The client has the first tokens; everything is published, and decode-0 has it."""
+    """Returns once the client has the first tokens, everything is published, and decode-0 has its KV."""
     first, call, wire_id = await opened(nodes, events)
     call.finish(*first_tokens)
     call.end()
@@ -101,7 +101,7 @@ async def test_a_decode_node_that_answers_unavailable_is_lost_too() -> None:
 
 
 async def test_a_lease_that_was_granted_unheard_is_released() -> None:
-    """The decode node is lost while the lease's grant is on its way, or waits to be read."""
+    """The decode node is lost while the grant of the lease is under way, or has come but is not read yet."""
     async with cluster(num_decode_nodes=2) as nodes:
         events = nodes.relay.run(a_request())
         first = asyncio.create_task(take(events))
@@ -134,7 +134,7 @@ async def test_a_decode_node_lost_before_the_first_token_is_replaced_with_its_pr
 
 
 async def test_only_unfinished_outputs_go_on_each_under_its_index() -> None:
-    """Of four: one has ended, the client has had enough of another."""
+    """Of four outputs, one has ended, and the client needs no more of another."""
     async with cluster(num_decode_nodes=2, local_prefill_max_tokens=64) as nodes:
         async with aclosing(nodes.relay.run(a_request(n=4))) as events:
             first = asyncio.create_task(take(events))
@@ -181,7 +181,7 @@ async def test_prompt_logprobs_are_not_computed_twice() -> None:
 
 
 async def test_prompt_logprobs_that_came_before_the_loss_are_not_sent_twice() -> None:
-    """The decode node prefills, and is lost between them and the first token."""
+    """The decode node prefills, and is lost after it has sent these and before it has sent the first token."""
     request = a_request()
     request = replace(request, sampling=replace(request.sampling, prompt_logprobs=0))
     async with cluster(num_decode_nodes=2, local_prefill_max_tokens=64) as nodes:
@@ -220,7 +220,7 @@ async def test_another_prefill_node_is_tried_before_the_decode_node_prefills() -
 
 
 async def test_a_decode_node_that_comes_back_is_used_again_when_no_other_lives() -> None:
-    """Its stream breaks, but the node lives."""
+    """The node's stream breaks, but the node does not end."""
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
         await begun(nodes, events, token(7))
         nodes.decode.end_stream()
@@ -249,7 +249,7 @@ async def test_the_number_of_placements_is_bounded(max_attempts: int) -> None:
 
 @pytest.mark.parametrize("epoch", [1, 2])
 async def test_a_request_waits_for_a_decode_node_while_none_lives(epoch: int) -> None:
-    """Neither what lives on in its epoch nor what was started again is placed more than once."""
+    """Once a node is live, each output is placed exactly once, whether the node has a new epoch or not."""
     async with cluster(max_attempts=1) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         await begun(nodes, events, token(7))
         await nodes.decode.stop()
@@ -264,8 +264,8 @@ async def test_a_request_waits_for_a_decode_node_while_none_lives(epoch: int) ->
         assert_idle(nodes)
 
 
-async def test_every_output_waits_for_itself() -> None:
-    """The client has had enough of one of them meanwhile."""
+async def test_every_output_waits_for_a_node_on_its_own() -> None:
+    """The client needs no more of one of the outputs while they wait."""
     async with cluster(local_prefill_max_tokens=64) as nodes, aclosing(nodes.relay.run(a_request(n=3))) as events:
         first = asyncio.create_task(take(events))
         wire_id = (await nodes.decode.admit()).request_id
@@ -290,7 +290,7 @@ async def test_every_output_waits_for_itself() -> None:
 
 
 async def test_another_model_does_not_go_on_with_a_request() -> None:
-    """It has taken the place of the only node."""
+    """A node with another model takes the place of the only decode node."""
     async with cluster(num_prefill_nodes=0) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first = asyncio.create_task(take(events))
         say(nodes.decode, (await nodes.decode.admit()).request_id, token(7))
@@ -342,7 +342,7 @@ async def test_the_deadline_holds_while_a_request_waits_for_a_node() -> None:
 
 @pytest.mark.parametrize("is_lost_before", [True, False])
 async def test_a_router_that_stops_does_not_wait_for_a_node(is_lost_before: bool) -> None:
-    """Though what runs on a node gets a minute to end."""
+    """A request that has a node would get a minute to end."""
     async with cluster(node_wait=60.0) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         await begun(nodes, events, token(7))
         next_event = asyncio.create_task(take(events))

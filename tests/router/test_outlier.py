@@ -1,4 +1,4 @@
-"""When a node gets no more requests for failing them, and for how long."""
+"""When a node is ejected for failing its requests, and for how long."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_one_more_failure_ejects_for_twice_as_long_and_one_success_forgives() ->
     assert outlier.num_ejections == 5
 
 
-def test_what_ends_while_it_is_ejected_says_nothing() -> None:
+def test_requests_that_end_during_an_ejection_do_not_count() -> None:
     outlier, clock = make()
     fail(outlier, 20)
     outlier.succeeded()
@@ -70,14 +70,14 @@ def test_what_ends_while_it_is_ejected_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError, CancelledByPeerError, DeadlineError, OverloadedError])
-def test_what_is_not_the_nodes_fault_does_not_count(error: type[KVRelayError]) -> None:
+def test_errors_that_are_not_the_nodes_fault_do_not_count(error: type[KVRelayError]) -> None:
     outlier, _ = make()
     for _ in range(10):
         outlier.failed(error("no"))
     assert not outlier.is_ejected
 
 
-def test_another_process_begins_anew() -> None:
+def test_a_reset_forgets_failures_and_ejections() -> None:
     outlier, _ = make()
     fail(outlier, 3)
     outlier.reset()

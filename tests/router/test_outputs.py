@@ -1,4 +1,4 @@
-"""Choices that end at different times, and what is counted however a request ends."""
+"""Choices that end at different times, and what is counted, however a request ends."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -18,7 +18,7 @@ from tests.router.edge_parts import MODEL, ScriptedRelay, make_edge
 
 @dataclass
 class EventRelay(ScriptedRelay):
-    """Yields exactly these events."""
+    """A relay that yields exactly these events."""
 
     events: Sequence[RequestEvent] = field(default_factory=list)
 
@@ -35,7 +35,8 @@ TRACE = RequestTrace(None, "decode-0", 1, 1, 0, 0, 0.0, 0.0, 0.0)
 
 
 def request(**sampling: object) -> RoutedRequest:
-    return RoutedRequest("id", (5, 6), SamplingParams(seed=1, max_tokens=100, **sampling))  # type: ignore[arg-type]
+    params = SamplingParams(seed=1, max_tokens=100, **sampling)  # type: ignore[arg-type]
+    return RoutedRequest("id", (5, 6), params, timeout=60.0)
 
 
 async def tokens(tokenizer: Tokenizer, index: int, text: str, reason: FinishReason | None = None) -> TokenOutput:

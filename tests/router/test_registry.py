@@ -1,4 +1,4 @@
-"""The node table against real gRPC servers: who is let in, what is remembered, and what a restart does."""
+"""The node table against real gRPC servers: which nodes are let in, what is remembered, and what a restart changes."""
 
 import logging
 from dataclasses import replace
@@ -7,8 +7,9 @@ import pytest
 
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, UnavailableError
+from kvrelay.core.node_report import NodeRole
 from router.nodes.kv_index import KVIndex
-from router.nodes.node import NodeRole, NodeState
+from router.nodes.node import NodeState
 from router.nodes.registry import Registry
 from tests.router.scripted_nodes import (
     NAMESPACE,
@@ -138,7 +139,7 @@ async def test_two_nodes_of_one_id_are_not_both_let_in(caplog: pytest.LogCapture
 async def refused(
     first: ScriptedNode, stranger: ScriptedNode, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The stranger comes when `first` is live."""
+    """Asserts that a node that comes when `first` is live is refused with this complaint."""
     with caplog.at_level(logging.WARNING):
         async with registered(first, late=stranger) as registry:
             await until(lambda: registry.decode[0].state is NodeState.LIVE)
@@ -172,13 +173,13 @@ async def test_a_node_that_is_not_there_is_found_when_it_comes() -> None:
 
 
 async def test_waiting_for_nodes_is_bounded() -> None:
-    registry = Registry([], ["127.0.0.1:1"], KVIndex(10))
+    registry = Registry([], ["127.0.0.1:1"], KVIndex(10), timeout=5.0, silence=5.0)
     registry.start()
     assert not await registry.wait_settled(0.05)
     assert registry.decode[0].state is NodeState.CONNECTING
     await registry.close()
 
 
-async def test_an_address_is_listed_once() -> None:
+async def test_an_address_listed_twice_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match="listed twice"):
-        Registry(["127.0.0.1:1"], ["127.0.0.1:1"], KVIndex(10))
+        Registry(["127.0.0.1:1"], ["127.0.0.1:1"], KVIndex(10), timeout=5.0, silence=5.0)

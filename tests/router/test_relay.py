@@ -1,4 +1,4 @@
-"""From a request to its placement: what the nodes were told follows from what they hold."""
+"""From a request to its placement: what nodes are told follows from what they hold."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ async def prefill_request(nodes: Cluster, request: RoutedRequest) -> prefill_nod
 
 async def test_the_prefill_node_is_told_who_holds_leading_blocks() -> None:
     async with decode_node_holds_the_prompt() as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), priority=-3)
+        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0, priority=-3)
         asked = await prefill_request(nodes, request)
         [source] = asked.sources
         assert (source.source.node_id, source.source.endpoint, source.num_blocks) == (
@@ -55,14 +55,14 @@ async def test_the_prefill_node_is_told_who_holds_leading_blocks() -> None:
 
 async def test_blocks_of_another_salt_are_not_found() -> None:
     async with decode_node_holds_the_prompt() as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), cache_salt=b"tenant")
+        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0, cache_salt=b"tenant")
         asked = await prefill_request(nodes, request)
         assert not asked.sources and asked.cache_salt == b"tenant"
 
 
 async def test_prompt_logprobs_need_the_whole_prompt_computed() -> None:
     async with decode_node_holds_the_prompt() as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1, prompt_logprobs=0))
+        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1, prompt_logprobs=0), timeout=60.0)
         assert not (await prefill_request(nodes, request)).sources
 
 
@@ -76,4 +76,4 @@ async def test_nothing_is_served_without_a_decode_node() -> None:
         with pytest.raises(UnavailableError):
             nodes.relay.served_model()
         with pytest.raises(UnavailableError):
-            await anext(nodes.relay.run(RoutedRequest("r", PROMPT, SamplingParams(seed=1))))
+            await anext(nodes.relay.run(RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0)))

@@ -1,4 +1,4 @@
-"""The life of a request against nodes whose every move the test decides: order, failures, and that nothing is left."""
+"""The life of a request: order, failures, and that nothing is left. The test decides each answer of the nodes."""
 
 import asyncio
 from contextlib import aclosing
@@ -194,7 +194,7 @@ async def test_what_a_given_up_prefill_still_had_to_say_is_ignored() -> None:
         supervisor = nodes.relay._running["r"]
         [share] = supervisor._shares
         assert share.attempt is not None
-        for message in (PrefillFinished((token(7),), (), 0, 0), PrefillProgress(3), PrefillEnded(None)):
+        for message in (PrefillFinished((token(7),), (), 0), PrefillProgress(3), PrefillEnded(None)):
             share.attempt._sink(message)
         await nodes.decode.aborted()
         admit = await nodes.decode.admit()
@@ -292,7 +292,7 @@ async def test_closing_the_relay_fails_what_still_runs() -> None:
 
 
 async def test_a_client_that_takes_nothing_holds_no_node_beyond_the_deadline() -> None:
-    """Nobody reads the inbox then, and the deadline is a message in it."""
+    """Nobody reads the inbox then, in which the deadline is a message."""
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request(timeout=0.3))) as events:
         first, call, wire_id = await opened(nodes, events)
         call.finish(token(7))

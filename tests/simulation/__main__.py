@@ -1,4 +1,4 @@
-"""`python -m tests.simulation --seeds 0:1000` runs many; `--seed N --trace` replays one, event by event."""
+"""`python -m tests.simulation --seeds 0:1000` runs many seeds; `--seed N --trace` replays one, event by event."""
 
 import argparse
 import gc

@@ -1,6 +1,6 @@
-"""Clients: what they ask, how they behave, and what may become of them.
+"""Clients: what they request, how they behave, and which ends are allowed.
 
-Invariant: whatever a client was given is the beginning of the right tokens, and it was told of one ending at most.
+Invariant: the tokens a client was given are a beginning of the right ones, and it was told of at most one ending.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Behaviour(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`enough`: number of tokens after which the client does what is its way. Times in seconds."""
+    """What a client does. After `enough` tokens it acts as its `behaviour` says. Times are in seconds."""
 
     request: RoutedRequest
     behaviour: Behaviour
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Client:
-    """One request. `excuses`: what an UnavailableError may say. `report` hears what is wrong."""
+    """One request. `excuses`: texts that an UnavailableError may have. `report` is called with each violation."""
 
     plan: Plan
     max_model_len: int
@@ -69,7 +69,7 @@ class Client:
         return self.plan.request.request_id
 
     async def run(self, relay: ClusterRelay) -> None:
-        """Until it has ended, however that is."""
+        """Sends the request, and returns when it has ended in any way."""
         loop = asyncio.get_running_loop()
         started = loop.time() + self.plan.arrives_at
         try:
@@ -103,7 +103,7 @@ class Client:
             self.report(f"{self.name}: the events ended without a trace and without an error")
 
     def _has_enough(self, output: TokenOutput, relay: ClusterRelay) -> bool:
-        """Whether it stops reading here."""
+        """Acts as the behaviour says after enough tokens. Returns whether the client stops reading."""
         if len(self.tokens[output.index]) < self.plan.enough:
             return False
         match self.plan.behaviour:
@@ -176,7 +176,8 @@ class Client:
     # -- what should have come -----------------------------------------------------------------------------------------
 
     def check(self, *, calm: bool) -> None:
-        """At the end of the run. `calm`: nothing went wrong, so there was a node for every request."""
+        """Reports what is wrong at the end of the run. `calm`: nothing went wrong, so there was a node for every
+        request."""
         request = self.plan.request
         if not self.ending:
             self.report(f"{self.name}: has not ended")
@@ -201,7 +202,7 @@ class Client:
 
 
 def draw_plans(random: Random, num_requests: int, max_model_len: int, *, arrival_seconds: float) -> list[Plan]:
-    """Requests with shared prefixes, most of them patient."""
+    """Draws requests with shared prefixes, most of them from patient clients."""
     conversations = [_draw_tokens(random, random.randrange(1, 12 * BLOCK_SIZE)) for _ in range(3)]
     return [
         _draw_plan(random, f"r{number}", conversations, max_model_len, arrival_seconds)

@@ -1,8 +1,8 @@
-"""A whole cluster in one virtual process tree: the real router core, services, nodes, engines and connectors; a model
-of digests; a simulated network.
+"""A whole cluster in one virtual process tree: the real router core, services, nodes, engines and connectors; digests
+in the place of a model; a simulated network.
 
 Nodes can be killed, started again, stopped (SIGSTOP) and drained. Invariant: a killed process does nothing more, not
-even its clean-up; what the others still see of it is what they would see of a dead one.
+even its clean-up. The others see of it what they would see of a dead process.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, TypeVar, cast
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from decode_node.service import DecodeService
 from kv_connector.faulty import DamagingCopy, FaultyConnector
@@ -28,6 +29,8 @@ from prefill_node.service import PrefillService
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import make_policy
+from router.relay.limits import RelayLimits
+from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from tests.engine.late_runner import LateRunner, WatchedPool
 from tests.simulation.engine import DigestRunner, VirtualEngineThread
@@ -41,13 +44,14 @@ T = TypeVar("T")
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=SLOT_BYTES // 8, dtype="float32")
+_MAX_CONCURRENT_REQUESTS = 1024  # more than any scenario has
 NAMESPACE = KVNamespace(b"simulated", LAYOUT.dtype, LAYOUT.layout_id, BLOCK_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """`damage`: probability that a copied payload loses a bit. `run_ahead`: engines plan the next step while the device
-    has not begun the one before. Times in seconds."""
+    """The size and the settings of a cluster. `damage`: probability that a copied payload loses a bit. `run_ahead`:
+    engines plan the next step while the device has not begun the one before. Times are in seconds."""
 
     num_prefill_nodes: int = 2
     num_decode_nodes: int = 2
@@ -60,6 +64,7 @@ class ClusterConfig:
     node_wait: float = 120.0
     lease_ttl: float = 6.0
     node_timeout: float = 2.0
+    node_silence: float = 5.0
     fetch_timeout: float = 3.0
     longest_step: float = 0.02
     stream_interval: float = 0.01
@@ -86,7 +91,7 @@ class VirtualClock:
 
 @dataclass(slots=True)
 class RunningNode:
-    """One life of a node: a process, and all that runs in it."""
+    """One life of a node: a process, and everything that runs in it."""
 
     address: str
     process: Process
@@ -109,7 +114,8 @@ class Router:
 
 @dataclass(slots=True)
 class Cluster:
-    """`nodes` by address are those that live; `failures` are faults of ours, whatever else happens."""
+    """A running cluster. `nodes` are those that live, by address. `failures` are errors of the code under test,
+    whatever else happens."""
 
     loop: VirtualLoop
     config: ClusterConfig
@@ -148,7 +154,7 @@ class Cluster:
         self._router = process.run(self._make_router, process)
 
     def start_node(self, address: str) -> None:
-        """Again at the same address; a new epoch."""
+        """Starts a node again at the same address, with a new epoch."""
         assert address not in self.nodes
         process = Process(address)
         running = self.nodes[address] = process.run(self._make_node, address, process)
@@ -180,14 +186,14 @@ class Cluster:
         self.loop.call_later(seconds, self._resume, process, context=self.network.context)
 
     async def stop_node(self, address: str, *, drain_seconds: float) -> None:
-        """As `NodeServer` does on SIGTERM."""
+        """Stops a node as `NodeServer` does on SIGTERM."""
         running = self.nodes.pop(address)
         self.trace(f"{address} drains")
         await process_task(running.process, self._stop_node(running, drain_seconds))
         self.trace(f"{address} has ended")
 
     async def close(self) -> None:
-        """Everything ends in an orderly way."""
+        """Ends everything in an orderly way."""
         router = self.router
         await process_task(router.process, router.relay.close(timeout=5.0))
         await process_task(router.process, router.registry.close())
@@ -203,17 +209,23 @@ class Cluster:
             config.decode_addresses,
             KVIndex(capacity=10_000),
             timeout=config.node_timeout,
+            silence=config.node_silence,
             connect=lambda address: cast("grpc.aio.Channel", Channel(self.network, self._servers, process, address)),
             random=Random(self.random.getrandbits(64)),
         )
         registry.start()
-        relay = ClusterRelay(
-            registry,
-            make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens),
+        limits = RelayLimits(
+            max_concurrent_requests=_MAX_CONCURRENT_REQUESTS,
             max_attempts=config.max_attempts,
             node_wait=config.node_wait,
             lease_ttl=config.lease_ttl,
             node_timeout=config.node_timeout,
+        )
+        relay = ClusterRelay(
+            registry,
+            make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens),
+            limits,
+            RecoveryMetrics("simulated", CollectorRegistry()),
             clock=VirtualClock(),
             random=Random(self.random.getrandbits(64)),
         )
@@ -286,5 +298,5 @@ class Cluster:
 
 
 def process_task(process: Process, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """`work` as a task of the process."""
+    """Runs `work` as a task of the process."""
     return asyncio.get_running_loop().create_task(work, context=process.context)

@@ -1,6 +1,6 @@
-"""What stands for the model and for the engine's thread: everything between them is the real engine.
+"""Stand-ins for the model and for the engine's thread. Everything between them is the real engine.
 
-Invariant: the runner attends to every byte of a sequence's KV, and raises when one is not what its tokens make it.
+Invariant: the runner reads every byte of a sequence's KV, and raises an error if one is not what the tokens make it.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, 
 
 
 class WrongKVError(AssertionError):
-    """A sequence was about to be continued from KV that is not its own."""
+    """A sequence was about to be continued from wrong KV."""
 
 
 class DigestRunner:
@@ -44,7 +44,7 @@ class DigestRunner:
         return FinishedStep(ModelRunnerOutput(results))
 
     def _resolved(self, entry: ScheduledSequence) -> ScheduledSequence:
-        """The unknown token, and the output that each row was sampled from, are those of the step before."""
+        """Fills in the token that was unknown when the step was planned, from the samples of the step before."""
         if entry.input_row is None:
             return entry
         token_id = self._last_sampled[entry.input_row]
@@ -91,8 +91,8 @@ class DigestRunner:
 
 
 class VirtualEngineThread(EngineThread):
-    """The turns of an engine thread as callbacks of the loop: messages, a step, and its result after `step_seconds`.
-    `on_failure` hears of a crash, which is a fault of ours."""
+    """An engine thread whose turns are callbacks of the loop: messages, a step, and its result after `step_seconds`.
+    `on_failure` is called with a crash, which is an error of the code under test."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ _STALL_DELAYS = (0.05, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """Probabilities per message or call. `slow`: of a message that takes much longer than usual."""
+    """Probabilities per message or call. `slow` is that of a message that takes much longer than usual."""
 
     message: float = 0.0
     duplicate: float = 0.0
@@ -31,8 +31,8 @@ CALM = FaultRates()
 
 
 class SeededFaults:
-    """Implements NetworkFaults and ConnectorFaults. `num_injected` counts all that can end a call badly;
-    `loses_messages`: the network does some of it."""
+    """Implements NetworkFaults and ConnectorFaults by chance. `num_injected` counts all faults that can end a call
+    badly; `loses_messages` says whether the network has some of them."""
 
     def __init__(self, random: Random, rates: FaultRates, *, longest_delay: float = 0.005) -> None:
         self.num_injected = 0
@@ -59,7 +59,8 @@ class SeededFaults:
         return self._random.uniform(0.0002, self._longest_delay)
 
     def notice(self) -> float:
-        """Mostly at once; an end whose peer vanished without a word finds out by keepalive."""
+        """Returns the seconds until an end notices a break: mostly few; an end that gets no sign of it notices by
+        keepalive."""
         if self._random.random() < self._rates.late_notice:
             return self._random.uniform(0.0, _NOTICE_SECONDS)
         return self.delay()
@@ -73,8 +74,9 @@ class SeededFaults:
 
 
 class NthFault:
-    """Implements the same: exactly one message, or one connector call, goes wrong in the given way; `where` it was.
-    Only what `counts` is counted. `earlier`: another one goes wrong before it."""
+    """Implements NetworkFaults and ConnectorFaults so that exactly one message, or one connector call, goes wrong in
+    the given way; `where` says which. Only messages for which `counts` holds are counted. With `earlier`, another one
+    goes wrong before it."""
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ Faults = SeededFaults | NthFault
 
 
 def draw_rates(random: Random) -> FaultRates:
-    """One run in six is calm; the others go wrong in few ways at a time or in all."""
+    """Draws the rates of a run. One run in six is calm; the others go wrong in a few ways at a time, or in all."""
     if random.random() < 1 / 6:
         return CALM
     return FaultRates(

@@ -1,4 +1,4 @@
-"""What must hold when every request has ended and nothing goes wrong any more: nothing is left of any of them."""
+"""What must hold when every request has ended and nothing goes wrong any more: nothing is left of any request."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _LOOK_SECONDS = 1.0
 
 
 async def wait_clean(cluster: Cluster) -> None:
-    """Reports what is still there when it is not clean after a while."""
+    """Waits until nothing is left; reports what is left if that takes too long."""
     loop = asyncio.get_running_loop()
     end = loop.time() + cluster.config.lease_ttl + _SETTLE_SECONDS
     while left := await _left(cluster):
@@ -72,7 +72,7 @@ def _left_at_router(cluster: Cluster) -> list[str]:
 
 
 def left_tasks(cluster: Cluster) -> list[str]:
-    """After everything was closed: tasks of the living."""
+    """Returns the tasks of living processes that are left after everything was closed."""
     dead = {task for process in cluster.dead for task in process.tasks}
     current = asyncio.current_task()
     return [

@@ -1,7 +1,7 @@
-"""The simulated network: connections that carry the messages of calls, late, never, twice, or not to the end.
+"""The simulated network: connections that carry the messages of calls late, never, twice, or up to some point.
 
-Invariant: messages of one call in one direction arrive in order or not at all; nothing arrives over a broken
-connection; both ends of a broken one hear of it, though not at the same time.
+Invariant: the messages of one call in one direction arrive in order or not at all. Nothing arrives over a broken
+connection, and both of its ends notice that it broke, though not at the same time.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _KEEPALIVE_SECONDS = 15.0  # until an end notices that nothing comes through: `k
 
 
 class Fate(Enum):
-    """What becomes of a message."""
+    """What happens to a message."""
 
     DELIVER = "deliver"
     LOSE = "lose"  # the connection breaks before it arrives
@@ -32,7 +32,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`kind`: open, request, half_close, response, status or cancel."""
+    """A message of a call. `kind` is open, request, half_close, response, status or cancel."""
 
     method: str
     kind: str
@@ -44,16 +44,16 @@ class NetworkFaults(Protocol):
     def fate(self, message: Message) -> Fate: ...
 
     def delay(self) -> float:
-        """Seconds that a message travels."""
+        """Returns the seconds that a message travels."""
         ...
 
     def notice(self) -> float:
-        """Seconds until an end of a broken connection hears of it."""
+        """Returns the seconds until an end of a broken connection notices it."""
         ...
 
 
 class CallEnds(Protocol):
-    """One call, both ends; each method runs in the process of that end."""
+    """Both ends of one call. Each method runs in the process of its end."""
 
     message_class: tuple[str, bool]  # method, whether it is unary
 
@@ -63,7 +63,7 @@ class CallEnds(Protocol):
 
 
 class Network:
-    """All connections there are. `trace` hears what happens."""
+    """All connections. `trace` is called with what happens."""
 
     def __init__(self, faults: NetworkFaults, trace: Callable[[str], None]) -> None:
         self.faults = faults
@@ -83,14 +83,14 @@ class Network:
         return connection
 
     def partition(self, address: str, seconds: float) -> None:
-        """Nothing gets to or from a server for a while."""
+        """Holds up all messages to and from a server for a while."""
         self._cut_off[address] = self._cut_off.get(address, 0) + 1
         for connection in self._of(address):
             connection.block()
         self.loop.call_later(seconds, self._heal, address, context=self.context)
 
     def paused(self, process: Process) -> None:
-        """It answers nothing: whoever is connected with it notices after a while, if it lasts."""
+        """Lets the peers of a process that answers nothing notice it by keepalive, if that lasts."""
         for connection in self.connections:
             if process in (connection.client, connection.server):
                 connection.expect_keepalive()
@@ -116,7 +116,7 @@ class Network:
 
 
 class Connection:
-    """Between one channel and one server; carries any number of calls."""
+    """A connection between one channel and one server, which carries any number of calls."""
 
     def __init__(self, network: Network, client: Process, server: Process, address: str) -> None:
         self.client = client
@@ -132,11 +132,11 @@ class Connection:
         self._calls[call] = {True: 0.0, False: 0.0}
 
     def forget(self, call: CallEnds) -> None:
-        """Both of its ends are over."""
+        """Removes a call of which both ends are over."""
         self._calls.pop(call, None)
 
     def send(self, call: CallEnds, kind: str, *, to_server: bool, deliver: Callable[[], None]) -> None:
-        """`deliver` runs at the receiver, if it ever does."""
+        """Sends a message. `deliver` runs at the receiver, if the message arrives."""
         if self.broken or call not in self._calls:
             return
         method, is_unary = call.message_class
@@ -174,7 +174,7 @@ class Connection:
         self._break_calls(calls, reason)
 
     def block(self) -> None:
-        """Nothing comes through until `unblock`; what is sent is not lost yet."""
+        """Holds up all messages until `unblock`. They are not lost unless the connection breaks meanwhile."""
         if not self._blocked:
             self._blocked = True
             self.expect_keepalive()
@@ -186,7 +186,7 @@ class Connection:
             transmit()
 
     def expect_keepalive(self) -> None:
-        """Breaks the connection when it is not alive in a while."""
+        """Breaks the connection if it does not work in a while."""
         self._network.loop.call_later(_KEEPALIVE_SECONDS, self._check_alive, context=self._network.context)
 
     def _check_alive(self) -> None:
@@ -209,7 +209,7 @@ class Connection:
             deliver()
 
     def _and_then(self, deliver: Callable[[], None], fail: Callable[[], None]) -> None:
-        """The effect of `deliver` has a moment to unfold."""
+        """Delivers, and fails a moment later, when the message has had an effect."""
         deliver()
         self._network.loop.call_later(self._network.faults.delay(), fail, context=self._network.context)
 

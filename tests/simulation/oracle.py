@@ -1,4 +1,4 @@
-"""What a request's tokens must be, and what their KV must be, without a run.
+"""What a request's tokens must be, and what their KV must be, computed without a cluster.
 
 The KV of a token is a digest over all tokens up to it; a sampled token is a function of all KV before it, the seed and
 the output's index. So a single wrong byte anywhere in a sequence's KV changes its next token, as in a model.
@@ -24,12 +24,12 @@ class ExpectedOutput:
 
 
 def next_slot(previous: bytes, token_id: int) -> bytes:
-    """KV of a token after that of the one before it."""
+    """Returns the KV of a token that follows one with the given KV."""
     return hashlib.blake2b(previous + token_id.to_bytes(4, "little"), digest_size=SLOT_BYTES).digest()
 
 
 def slots_of(token_ids: Sequence[int]) -> bytes:
-    """KV of all tokens, `SLOT_BYTES` each."""
+    """Returns the KV of all tokens, `SLOT_BYTES` bytes each."""
     slots, state = [], FIRST_STATE
     for token_id in token_ids:
         state = next_slot(state, token_id)
@@ -38,13 +38,13 @@ def slots_of(token_ids: Sequence[int]) -> bytes:
 
 
 def sample(slots: bytes, params: SamplingParams, index: int) -> int:
-    """The token after those whose KV this is."""
+    """Returns the token that follows the tokens with this KV."""
     suffix = f"{params.seed}/{index}".encode()
     return int.from_bytes(hashlib.blake2b(slots + suffix, digest_size=4).digest(), "little") % VOCAB_SIZE
 
 
 def expected_output(prompt: Sequence[int], params: SamplingParams, index: int, max_model_len: int) -> ExpectedOutput:
-    """As the engine ends it: with a stop token, or by length."""
+    """Returns the output as the engine ends it: with a stop token or by length."""
     slots = slots_of(prompt)
     tokens: list[int] = []
     while True:

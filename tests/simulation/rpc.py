@@ -1,7 +1,8 @@
-"""What of `grpc.aio` our clients and servicers use, over the simulated network: generated stubs, servicers and the
-ErrorInterceptor run unchanged on it.
+"""The part of `grpc.aio` that our clients and servicers use, over the simulated network. Generated stubs, servicers and
+the ErrorInterceptor run on it unchanged.
 
-Invariant: a call ends once at each end; the client's end by a status, a loss, its deadline or its own cancel.
+Invariant: a call ends exactly once at each end; at the client's end by a status, a loss, its deadline, or its own
+cancellation.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ _CANCELLED = Status(grpc.StatusCode.CANCELLED, "cancelled by the client")
 
 
 class Server:
-    """Stands in for `grpc.aio.Server` in `add_XServicer_to_server`."""
+    """A stand-in for `grpc.aio.Server` in `add_XServicer_to_server`."""
 
     def __init__(self, process: Process, network: Network) -> None:
         self.process = process
@@ -43,13 +44,13 @@ class Server:
         self._calls: dict[ServerCall, None] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """The registered ones are enough."""
+        """Ignores generic handlers: the registered ones are enough."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         self._handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
 
     async def handler(self, method: str) -> Any:
-        """None when there is no such method."""
+        """Returns None if there is no such method."""
 
         async def find(details: grpc.HandlerCallDetails) -> Any:
             return self._handlers.get(method)
@@ -65,7 +66,7 @@ class Server:
         self._calls.pop(server_call, None)
 
     async def stop(self) -> None:
-        """Cancels what is under way, as `stop(grace=0)`."""
+        """Cancels all calls, as `stop(grace=0)` does."""
         calls = list(self._calls)
         for server_call in calls:
             server_call.lost()
@@ -80,7 +81,7 @@ class _CallDetails:
 
 
 class ServerCall:
-    """The server's end, and the `ServicerContext`."""
+    """The server's end of a call, which is its `ServicerContext`."""
 
     def __init__(self, server: Server, call: "Call", request: bytes | None) -> None:
         self._server = server
@@ -105,7 +106,7 @@ class ServerCall:
         self._wake()
 
     def lost(self) -> None:
-        """The client is gone, or does not want it any more."""
+        """Ends the call because the client is gone or has cancelled it."""
         if not self._is_over:
             self._is_over = True
             self.half_close()
@@ -176,7 +177,7 @@ class ServerCall:
 
 
 class Call:
-    """The client's end: awaited when unary, iterated over otherwise."""
+    """The client's end of a call, awaited if it is unary, iterated over otherwise."""
 
     def __init__(
         self,
@@ -239,12 +240,12 @@ class Call:
             self._wake()
 
     def receive_only(self, response: bytes) -> None:
-        """The response of a unary call."""
+        """Takes the response of a unary call, which ends the call."""
         self.receive(response)
         self.end(_OK)
 
     def end(self, status: Status) -> None:
-        """Says the server."""
+        """Ends the call with the server's status."""
         if self._status is not None:
             return
         if self.connection is not None:
@@ -262,7 +263,7 @@ class Call:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _give_up(self, status: Status) -> bool:
-        """The server hears of it."""
+        """Ends the call and tells the server."""
         if self._status is not None:
             return False
         if self.connection is not None:
@@ -291,7 +292,7 @@ class Call:
         return self._deserialize(message)
 
     async def _read(self) -> bytes | None:
-        """None at the end."""
+        """Returns the next response; None at the end."""
         while not self._responses:
             if self._status is not None:
                 return None
@@ -332,7 +333,7 @@ class Call:
 
 
 class Channel:
-    """From one process to one address. `servers`: who listens where, now."""
+    """A channel from one process to one address. `servers`: the servers that listen now, by address."""
 
     def __init__(self, network: Network, servers: Mapping[str, Server], client: Process, address: str) -> None:
         self.network = network
@@ -345,7 +346,7 @@ class Channel:
         return self._servers[self._address]
 
     def connection(self) -> Connection | None:
-        """None when nobody listens there."""
+        """Returns None if no server listens there."""
         server = self._servers.get(self._address)
         if server is None:
             return None

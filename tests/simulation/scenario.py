@@ -1,4 +1,4 @@
-"""One run: a cluster, clients and disasters, all drawn from a seed; afterwards everything is checked.
+"""One run: a cluster, clients and disasters, all drawn from a seed, and the checks at its end.
 
 Invariant: the same seed gives the same run, event by event.
 """
@@ -24,7 +24,7 @@ _LONGEST_RUN_SECONDS = 900.0
 
 
 class Disaster(Enum):
-    """What strikes a node, or the router."""
+    """What happens to a node or to the router."""
 
     KILL = "kill"  # and start it again at the same address
     PAUSE = "pause"
@@ -37,7 +37,8 @@ class Disaster(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """Times in seconds; `at` from when every node is known to the router. `seconds` it lasts, or the node is down."""
+    """A disaster at a time. `at` counts from when the router knows every node; `seconds` is how long the disaster lasts
+    or the node is down. Times are in seconds."""
 
     at: float
     disaster: Disaster
@@ -55,7 +56,8 @@ class Scenario:
 
 @dataclass(slots=True)
 class Outcome:
-    """`failures` are faults of ours; none in a good run. `counts` say that something has happened at all."""
+    """What a run has shown. `failures` are errors of the code under test; a good run has none. `counts` show that
+    something has happened at all."""
 
     failures: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -63,7 +65,7 @@ class Outcome:
 
 
 def run_seed(seed: int, *, traced: bool = False) -> Outcome:
-    """The run of this seed."""
+    """Draws the scenario of a seed, and runs it."""
     random = Random(seed)
     rates = draw_rates(random)
     scenario = _draw_scenario(
@@ -79,7 +81,7 @@ def run_seed(seed: int, *, traced: bool = False) -> Outcome:
 
 
 def run_scenario(scenario: Scenario, faults: Faults, random: Random, *, traced: bool = False) -> Outcome:
-    """`random` draws what is left: times, disasters, behaviours."""
+    """Runs a scenario. `random` draws what the scenario leaves open: times, disasters, behaviours."""
     outcome = Outcome()
 
     async def main(loop: VirtualLoop) -> None:
@@ -107,7 +109,7 @@ def run_scenario(scenario: Scenario, faults: Faults, random: Random, *, traced: 
 
 
 class _Run:
-    """What happens in one run, in order."""
+    """The course of one run."""
 
     def __init__(self, scenario: Scenario, cluster: Cluster, random: Random, outcome: Outcome) -> None:
         self._scenario = scenario
@@ -148,7 +150,8 @@ class _Run:
             self._tasks.append(process_task(cluster.router.process, client.run(cluster.router.relay)))
 
     def _excuses(self) -> tuple[str, ...]:
-        """A node that is gone comes back: alone it is no reason to end a request that has begun."""
+        """Returns what a request may fail with. The loss of a node alone is no reason for a request that has begun,
+        since nodes come back."""
         excuses = ["no decode node can serve now"]  # has not begun
         if self._cluster.faults.loses_messages:
             excuses.append("more placements")
@@ -157,7 +160,7 @@ class _Run:
         return tuple(excuses)
 
     async def _until_ended(self) -> None:
-        """Every client of a router that lives; faults go on for as long as they may."""
+        """Waits for every client of a live router. Faults go on for as long as they may."""
         tasks = [task for task in self._tasks if task not in self._lost_tasks()]
         pause = asyncio.create_task(asyncio.sleep(max(0.0, _FAULT_SECONDS - self._cluster.loop.time())))
         await asyncio.wait({pause, asyncio.ensure_future(_all(tasks))}, return_when=asyncio.FIRST_COMPLETED)
@@ -183,7 +186,7 @@ class _Run:
     # -- disasters -----------------------------------------------------------------------------------------------------
 
     async def _strike(self, strike: Strike) -> None:
-        """What has struck a node already that is not back yet does not strike again."""
+        """Strikes a node, unless it has not come back from an earlier strike."""
         cluster, address = self._cluster, strike.address
         await asyncio.sleep(strike.at)
         if address not in cluster.nodes:
@@ -228,7 +231,7 @@ class _Run:
 
 
 class _LogTrace(logging.Handler):
-    """What the code under test logs, as events."""
+    """Adds what the code under test logs to the events."""
 
     def __init__(self, trace: Callable[[str], None]) -> None:
         super().__init__()
@@ -283,4 +286,4 @@ async def _all(tasks: "Sequence[asyncio.Task[None]]") -> None:
 
 
 def _ignore(event: str) -> None:
-    """Nobody asked for a trace."""
+    """Takes the events of a run without a trace."""

@@ -1,6 +1,5 @@
-"""One request, with its first message or connector call failing, then its second, and so on until a run meets none that
-fails: whatever fails, the client has the right tokens and nothing is left.
-"""
+"""One request whose first message or connector call fails, then its second, and so on until a run has none that fails:
+the client always has the right tokens, and nothing is left."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +40,7 @@ SCENARIOS = {
 
 
 def _fail_each(scenario: Scenario, make: Callable[[int], NthFault], *, first: int = 1) -> set[str]:
-    """Returns where it failed."""
+    """Runs the scenario for each n until nothing fails any more; returns which messages or calls have failed."""
     places: set[str] = set()
     for number in range(first, _MOST_CALLS):
         faults = make(number)
@@ -55,27 +54,27 @@ def _fail_each(scenario: Scenario, make: Callable[[int], NthFault], *, first: in
 
 
 def _is_of_a_request(message: Message) -> bool:
-    """The watch streams go on for ever; the seeds break them."""
+    """Returns False for the watch streams, which go on for ever; the seeds break them."""
     return not message.method.startswith("/kvrelay.v1.Node/")
 
 
 @pytest.mark.parametrize("fate", [fate for fate in Fate if fate not in (Fate.DELIVER, Fate.DUPLICATE)])
 @pytest.mark.parametrize("shape", ["greedy", "decode nodes only"])
-def test_each_message_fails(shape: str, fate: Fate) -> None:
+def test_whichever_message_fails_the_client_has_the_right_tokens(shape: str, fate: Fate) -> None:
     places = _fail_each(SCENARIOS[shape], lambda n: NthFault(n, fate=fate, counts=_is_of_a_request))
     assert {"/kvrelay.v1.DecodeNode/Serve request", "/kvrelay.v1.DecodeNode/Serve response"} <= places
 
 
 @pytest.mark.parametrize("shape", ["parallel", "logprobs", "prefix"])
-def test_each_message_is_lost_with_its_connection(shape: str) -> None:
+def test_whichever_message_is_lost_with_its_connection_the_client_has_the_right_tokens(shape: str) -> None:
     places = _fail_each(SCENARIOS[shape], lambda n: NthFault(n, fate=Fate.LOSE, counts=_is_of_a_request))
     assert "/kvrelay.v1.PrefillNode/Prefill response" in places
     assert "/kvrelay.v1.PrefillNode/ReleaseLeases open" in places
 
 
 @pytest.mark.parametrize("earlier", [8, 21])
-def test_each_message_of_a_replay_is_lost_with_its_connection(earlier: int) -> None:
-    """The connection that broke first was lost during the prefill, or when the client had tokens."""
+def test_whichever_message_of_a_replay_is_lost_the_client_has_the_right_tokens(earlier: int) -> None:
+    """An earlier connection was lost during the prefill, or when the client had tokens."""
     scenario = SCENARIOS["parallel"]
     places = _fail_each(
         scenario,
@@ -87,13 +86,13 @@ def test_each_message_of_a_replay_is_lost_with_its_connection(earlier: int) -> N
 
 @pytest.mark.parametrize("fault", ConnectorFault)
 @pytest.mark.parametrize("shape", ["greedy", "parallel", "prefix"])
-def test_each_connector_call_fails(shape: str, fault: ConnectorFault) -> None:
+def test_whichever_connector_call_fails_the_client_has_the_right_tokens(shape: str, fault: ConnectorFault) -> None:
     places = _fail_each(SCENARIOS[shape], lambda n: NthFault(n, connector=fault))
     assert places == {"publish", "fetch"}
 
 
 def test_a_prompt_of_one_token_has_logprobs_too() -> None:
-    """None at all, but the client is told so, wherever the prompt was computed."""
+    """There is none to report, but the client gets an empty list, wherever the prompt was computed."""
     plan = _plan("r", replace(_GREEDY, prompt_logprobs=1), prompt=(5,))
     for num_prefill_nodes in (0, 1):
         scenario = Scenario(replace(_CONFIG, num_prefill_nodes=num_prefill_nodes), (plan,))

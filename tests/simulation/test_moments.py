@@ -1,6 +1,5 @@
-"""A single request, with one disaster at every moment of its life: its client has the right tokens, or has left, and
-nothing remains.
-"""
+"""A single request, with one disaster at every moment of its life: its client has the right tokens or has left, and
+nothing is left."""
 
 from dataclasses import replace
 from random import Random
@@ -25,7 +24,7 @@ _CONFIG = ClusterConfig(policy="round_robin", max_num_batched_tokens=8, longest_
 
 @pytest.mark.parametrize("address", ["prefill-0", "decode-0"])
 @pytest.mark.parametrize("disaster", [Disaster.KILL, Disaster.PAUSE, Disaster.DRAIN, Disaster.CUT])
-def test_a_node_is_struck_at_any_moment(disaster: Disaster, address: str) -> None:
+def test_a_node_struck_at_any_moment_changes_no_token(disaster: Disaster, address: str) -> None:
     migrations = 0
     for moment in _MOMENTS:
         strike = Strike(moment, disaster, address, seconds=20.0, drain_seconds=0.0)
@@ -38,8 +37,10 @@ def test_a_node_is_struck_at_any_moment(disaster: Disaster, address: str) -> Non
 
 @pytest.mark.parametrize("struck", [("prefill-0",), ("decode-0",), ("prefill-0", "decode-0")], ids=" and ".join)
 @pytest.mark.parametrize("disaster", [Disaster.KILL, Disaster.PAUSE, Disaster.DRAIN, Disaster.CUT])
-def test_the_only_node_of_a_kind_is_struck_at_any_moment(disaster: Disaster, struck: tuple[str, ...]) -> None:
-    """However long it takes to come back, the request is not placed in vain."""
+def test_the_only_node_of_a_kind_struck_at_any_moment_changes_no_token(
+    disaster: Disaster, struck: tuple[str, ...]
+) -> None:
+    """However long the node takes to come back, no placement is counted in vain."""
     config = replace(_CONFIG, num_prefill_nodes=1, num_decode_nodes=1, max_attempts=len(struck))
     migrations = 0
     for moment in _MOMENTS:
@@ -69,7 +70,7 @@ def test_a_wait_for_a_node_ends_without_one(plan: Plan, node_wait: float, ending
 
 
 def test_a_stream_outlives_more_restarts_than_it_has_attempts() -> None:
-    """Every node is restarted twice, one after the other: each time the stream goes on elsewhere, with new tokens."""
+    """Every node is restarted twice, one after the other. Each time the stream goes on elsewhere, with new tokens."""
     config = replace(_CONFIG, num_prefill_nodes=0, num_decode_nodes=3, max_attempts=3, longest_step=0.3)
     sampling = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
     plan = replace(_PLAN, request=replace(_PLAN.request, sampling=sampling))
@@ -83,7 +84,7 @@ def test_a_stream_outlives_more_restarts_than_it_has_attempts() -> None:
     assert outcome.counts["migrations"] > config.max_attempts
 
 
-def test_a_client_disappears_at_any_moment() -> None:
+def test_a_client_that_disappears_at_any_moment_leaves_nothing() -> None:
     endings: set[str] = set()
     for moment in _MOMENTS:
         plan = replace(_PLAN, behaviour=Behaviour.DISAPPEARS, disappears_after=moment)

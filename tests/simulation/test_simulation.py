@@ -1,4 +1,4 @@
-"""Seeds run clean, a seed is one run and no other, and faults that are planted on purpose are found."""
+"""Seeds run without a failure, a seed always gives the same run, and faults planted on purpose are found."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ def test_seeds_run_clean_and_are_not_empty() -> None:
 
 
 def test_a_seed_replays_event_by_event() -> None:
-    """Alone and behind another one."""
+    """The run is the same alone and after another one."""
     alone = _simulate("--seed", "13", "--trace").splitlines()
     behind = _simulate("--seeds", "12:14", "--trace").splitlines()[:-1]  # the last line has the seconds it took
     assert len(alone) > 100
@@ -65,11 +65,11 @@ def _trusts_what_arrives(copy: DamagingCopy, destination: Rows, source: Rows) ->
 
 
 def _forgets_to_release(client: PrefillClient, lease_id: str) -> None:
-    """It goes on renewing the lease."""
+    """Keeps renewing the lease."""
 
 
 def _keeps_blocks_pinned(receiver: Receiver) -> None:
-    """What was reserved for a transfer stays so."""
+    """Leaves the blocks that were reserved for a transfer reserved."""
 
 
 def _does_not_abort(session: DecodeSession, *, finished: bool) -> None:
@@ -77,11 +77,11 @@ def _does_not_abort(session: DecodeSession, *, finished: bool) -> None:
 
 
 def _never_expires(leases: LeaseTable) -> None:
-    """Leases that nobody releases stay for ever."""
+    """Keeps leases that nobody releases for ever."""
 
 
 def _keeps_the_charge(attempt: Attempt) -> None:
-    """The node looks busy for ever."""
+    """Lets the node look busy for ever."""
 
 
 def _names_too_early(engine: Engine, request_id: str, num_blocks: int) -> None:
@@ -89,7 +89,7 @@ def _names_too_early(engine: Engine, request_id: str, num_blocks: int) -> None:
 
 
 def _forgets_a_token(supervisor: RequestSupervisor, attempt: Attempt, event: Any) -> None:
-    """What a replay is given lacks the last token."""
+    """Leaves a token out of what a replay is given."""
     _remember(supervisor, attempt, event)
     if isinstance(event, TokenOutput) and event.finish_reason is None and event.index in supervisor._tokens:
         tokens = supervisor._tokens[event.index]
@@ -97,7 +97,7 @@ def _forgets_a_token(supervisor: RequestSupervisor, attempt: Attempt, event: Any
 
 
 def _hears_of_no_node(supervisor: RequestSupervisor) -> None:
-    """Those that wait for one wait on."""
+    """Lets requests wait on although a node is live."""
 
 
 def _forgets_what_waited(calls: LoopCalls) -> None:
@@ -113,7 +113,7 @@ PLANTED: list[tuple[type, str, Callable[..., Any], str]] = [
     (LoopCalls, "_interval_over", _forgets_what_waited, "output 0 is"),
     (Engine, "deliver", _names_too_early, "WrongKVError"),
     (RequestSupervisor, "_remember", _forgets_a_token, "output 0 is"),
-    (RequestSupervisor, "decode_node_came", _hears_of_no_node, "no decode node came"),
+    (RequestSupervisor, "on_decode_node_live", _hears_of_no_node, "no decode node came"),
     (PrefillClient, "release", _forgets_to_release, "leases"),
     (LeaseTable, "sweep", _never_expires, "leases left"),
     (Receiver, "discard", _keeps_blocks_pinned, "are still held"),

@@ -1,9 +1,8 @@
 """An asyncio event loop whose time is virtual, and the processes that share it.
 
-Nothing ever waits: when nothing is ready, time jumps to the next timer. A `Process` stands for an operating system's:
-what its tasks and timers do can be held back (SIGSTOP) or never happen again (SIGKILL).
-
-Invariant: the order in which callbacks run is a function of the program alone, never of the machine's speed.
+The loop never waits: when nothing is ready, time jumps to the next timer. A `Process` stands for one of the operating
+system: its tasks and timers can be held back (SIGSTOP) or stopped for ever (SIGKILL). Invariant: the order in which
+callbacks run is a function of the program alone, never of the machine's speed.
 """
 
 import asyncio
@@ -24,11 +23,11 @@ T = TypeVar("T")
 
 
 class StuckError(Exception):
-    """Nothing can happen any more, or the same moment never ends; the message lists the tasks."""
+    """Nothing can happen any more, or the same moment never ends. The message lists the tasks."""
 
 
 class Process:
-    """Everything that runs in `context`, or in a copy of it, belongs to it."""
+    """A process: everything that runs in `context`, or in a copy of it, belongs to it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,29 +43,29 @@ class Process:
         self._loop = loop
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """In this process, now; only from outside of any process."""
+        """Runs a function in this process, now. May only be called from outside of all processes."""
         return self.context.run(function, *args, **kwargs)
 
     def pause(self) -> None:
         self.is_paused = True
 
     def resume(self) -> None:
-        """What has become due meanwhile happens now, in order."""
+        """Runs what has become due meanwhile, in order."""
         self.is_paused = False
         if not self.is_dead:
             self._put_back()
 
     def kill(self) -> None:
-        """At once and without any clean-up."""
+        """Ends the process at once and without any clean-up."""
         self.is_dead = True
 
     def bury(self) -> None:
-        """The run is over: its tasks may end like all others."""
+        """Lets the tasks of a dead process end like all others, because the run is over."""
         self.is_dead = self.is_paused = False
         self._put_back()
 
     def holds(self, handle: Any) -> bool:
-        """Whether the loop must not run it."""
+        """Returns whether the loop must not run this handle now; keeps it if so."""
         if self.is_paused or self.is_dead:
             self._held.append(handle)
             return True
@@ -81,7 +80,7 @@ PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """`errors`: what reached the loop's exception handler."""
+    """The loop. `errors`: what its exception handler was called with."""
 
     _ready: deque[Any]
     _scheduled: list[Any]
@@ -105,7 +104,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready.extend(handles)
 
     def end_all(self) -> None:
-        """Cancels whatever is left, the dead included, whose tasks would complain when they are collected."""
+        """Cancels all tasks that are left, also those of dead processes, which would complain when they are
+        collected."""
         for process in self.processes:
             process.bury()
         for _ in range(_MOST_CANCELLATIONS):
@@ -118,13 +118,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.run_until_complete(asyncio.wait(tasks, timeout=_END_SECONDS))
 
     def _write_to_self(self) -> None:
-        """There is no other thread, and no selector to wake."""
+        """Does nothing: there is no other thread, and no selector to wake."""
 
     def _process_events(self, event_list: Any) -> None:
-        """There are none."""
+        """Does nothing: there are no events."""
 
     def _run_once(self) -> None:
-        """As in BaseEventLoop, with a jump where that waits."""
+        """Runs what is ready, as BaseEventLoop does, with a jump in time where that one waits."""
         scheduled, ready = self._scheduled, self._ready
         while scheduled and scheduled[0]._cancelled:
             self._timer_cancelled_count -= 1
@@ -154,8 +154,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def run_virtual(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]]) -> T:
-    """Runs `main` on a loop of its own. Collecting cyclic garbage runs finalizers, so that waits until nothing else
-    happens."""
+    """Runs `main` on a loop of its own. Cyclic garbage is not collected meanwhile, because collecting it runs
+    finalizers."""
     loop = VirtualLoop()
     was_enabled = gc.isenabled()
     gc.disable()

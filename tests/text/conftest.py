@@ -1,4 +1,4 @@
-"""The tokenizer of these tests: built once, never changed."""
+"""The tokenizer of these tests. It is built once and never changed."""
 
 import pytest
 

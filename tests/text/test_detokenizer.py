@@ -1,4 +1,4 @@
-"""Incremental text equals the whole text, however the tokens split characters and stop strings."""
+"""Incremental text equals the whole text, however tokens split characters and stop strings."""
 
 import random
 
@@ -35,7 +35,8 @@ def run(
 
 
 def expected(text: str, stop: tuple[str, ...], include_stop: bool) -> tuple[str, str | None]:
-    """The definition: cut at the stop string that is complete first, the longest of several."""
+    """Returns the text by definition: cut at the stop string that is complete first, at the longest if there are
+    several."""
     ends = [(text.find(string) + len(string), -len(string), string) for string in stop if string in text]
     if not ends:
         return text, None
@@ -92,7 +93,9 @@ async def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None
         ("STOP at once", ("STOP",)),
     ],
 )
-async def test_stop_strings(tokenizer: Tokenizer, text: str, stop: tuple[str, ...], include_stop: bool) -> None:
+async def test_text_is_cut_at_the_stop_string_that_is_complete_first(
+    tokenizer: Tokenizer, text: str, stop: tuple[str, ...], include_stop: bool
+) -> None:
     for token_ids in (await tokenizer.encode(text, add_special_tokens=False), one_token_per_byte(tokenizer, text)):
         pieces, stopped_by = run(tokenizer.backend, token_ids, stop=stop, include_stop=include_stop)
         assert ("".join(pieces), stopped_by) == expected(text, stop, include_stop)
@@ -103,7 +106,7 @@ async def test_only_what_may_become_a_stop_string_is_held_back(tokenizer: Tokeni
     assert pieces == ["a", "b", "", "", "STx", "", "", "", ""]
 
 
-async def test_without_check_a_stop_string_passes(tokenizer: Tokenizer) -> None:
+async def test_without_check_stop_a_stop_string_is_text(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer.backend, stop=("ab",))
     first, *rest = one_token_per_byte(tokenizer, "abab")
     text = detokenizer.push(first, check_stop=False) + detokenizer.push(rest[0], check_stop=False)
@@ -113,8 +116,9 @@ async def test_without_check_a_stop_string_passes(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_tokens_with_any_stop_strings(tokenizer: Tokenizer, seed: int) -> None:
-    """Random ids give invalid UTF-8 most of the time; random substrings of the text are stop strings that occur."""
+def test_random_tokens_with_random_stop_strings_are_cut_as_defined(tokenizer: Tokenizer, seed: int) -> None:
+    """Random ids give invalid UTF-8 most of the time. Random substrings of the text are stop strings that occur in
+    it."""
     rng = random.Random(seed)
     for _ in range(10):
         token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 60))]
@@ -129,7 +133,8 @@ def test_any_tokens_with_any_stop_strings(tokenizer: Tokenizer, seed: int) -> No
 
 
 def sentencepiece_like() -> tokenizers.Tokenizer:
-    """The decoder of Llama 2: spaces as U+2581, unknown characters as byte tokens, the first space dropped."""
+    """Makes a tokenizer with the decoder of Llama 2: spaces are U+2581, unknown characters are byte tokens, and the
+    first space is dropped."""
     pieces = ["<unk>", "\u2581hello", "\u2581world", "lo", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -139,7 +144,7 @@ def sentencepiece_like() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def test_sentencepiece_decoding() -> None:
+def test_sentencepiece_spaces_and_byte_tokens_decode_to_the_text() -> None:
     tokenizer = sentencepiece_like()
     token_ids = [1, 2, *(5 + byte for byte in "你\U0001f389".encode()), 3, 1]
     pieces, _ = run(tokenizer, token_ids)
@@ -148,7 +153,8 @@ def test_sentencepiece_decoding() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_byte_tokens_that_form_no_character_never_fail(seed: int) -> None:
-    """Later bytes may turn earlier ones invalid after they were sent; the text still has the whole text's length."""
+    """Later bytes may make earlier ones invalid after their text was returned; the whole text still has the right
+    length."""
     rng = random.Random(seed)
     tokenizer = sentencepiece_like()
     token_ids = [rng.choice([1, 2, 3, 5 + 0x41, 5 + 0xE4, 5 + 0xBD, 5 + 0xA0]) for _ in range(50)]

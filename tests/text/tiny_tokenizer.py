@@ -1,4 +1,4 @@
-"""A real byte-level tokenizer, made on the spot."""
+"""A real byte-level tokenizer, made for the tests."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ CHAT_TEMPLATE = (
 
 
 def backend_tokenizer() -> BackendTokenizer:
-    """Byte-level BPE; `<s>` is 0 and begins texts, `</s>` is 1. No character outside ASCII has a token of its own."""
+    """Makes a byte-level BPE tokenizer. `<s>` is 0 and begins texts, `</s>` is 1. No character outside ASCII has a
+    token of its own."""
     tokenizer = BackendTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +39,7 @@ def backend_tokenizer() -> BackendTokenizer:
 
 
 def write_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """A Hugging Face tokenizer directory."""
+    """Writes a Hugging Face tokenizer directory and returns it."""
     saved: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend_tokenizer(), bos_token="<s>", eos_token="</s>", chat_template=chat_template
     )

@@ -10,8 +10,9 @@ from router.relay.prefill_client import PrefillClient
 
 @dataclass(frozen=True, slots=True)
 class DecodePlacement:
-    """Where to decode. `source`: the node as it was when the request was placed. `num_uncached_tokens`: its work if it
-    prefills by itself. `sources`: other holders, beside the prefill node."""
+    """Where to decode. `source` identifies the node as it was when the request was placed. `num_uncached_tokens`:
+    prompt tokens that it computes if it prefills by itself. `sources`: nodes other than the prefill node that hold
+    leading blocks, best first."""
 
     node: NodeHandle
     client: DecodeClient
@@ -22,8 +23,8 @@ class DecodePlacement:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlacement:
-    """Where to prefill. `source`: where D fetches from. `sources`: where P may fetch from. `num_uncached_tokens`: P's
-    share of work."""
+    """Where to prefill. `source` identifies the node as it was when the request was placed. `sources`: nodes that it
+    may fetch leading blocks from, best first. `num_uncached_tokens`: prompt tokens that it computes."""
 
     node: NodeHandle
     client: PrefillClient
@@ -33,8 +34,9 @@ class PrefillPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """Without `prefill` the decode node prefills by itself."""
+class ResolvedPlacement:
+    """A policy's `Placement` with node handles and clients in the place of node ids. Without `prefill` the decode node
+    prefills by itself."""
 
     decode: DecodePlacement
     prefill: PrefillPlacement | None

@@ -1,10 +1,11 @@
-"""What lost nodes and lost blocks cost: placements, where blocks came from instead, and tokens computed again."""
+"""What recovering from lost nodes and lost blocks takes: placements, rungs of the failure ladder, tokens computed
+again."""
 
 from prometheus_client import CollectorRegistry, Counter
 
 
-class MigrationMetrics:
-    """Registered with the router's CollectorRegistry, labelled with the served model's name."""
+class RecoveryMetrics:
+    """Counters in the router's CollectorRegistry, labelled with the served model's name."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model_name = model_name
@@ -49,7 +50,7 @@ class MigrationMetrics:
         ).labels(model_name)
 
     def migrated(self, cause: str, *, num_tokens: int) -> None:
-        """A request was placed again with so many tokens."""
+        """Counts that outputs were placed again, with a prompt of `num_tokens` tokens, output so far included."""
         self._migrations.labels(self._model_name, cause).inc()
         self._replayed.inc(num_tokens)
 
@@ -57,12 +58,12 @@ class MigrationMetrics:
         self._recomputed.labels(self._model_name, cause).inc(max(0, num_tokens))
 
     def came_from(self, reader: str, rung: str, *, num_blocks: int) -> None:
-        """Blocks that a node of this role did not hold."""
+        """Counts blocks that a node of role `reader` did not hold, by the rung of the failure ladder they came from."""
         self._ladder_blocks.labels(self._model_name, reader, rung).inc(max(0, num_blocks))
 
     def asked_in_vain(self, reader: str, cause: str, *, num_blocks: int) -> None:
         self._ladder_failures.labels(self._model_name, reader, cause).inc(num_blocks)
 
     def refilled(self) -> None:
-        """Another prefill node was asked for what did not arrive."""
+        """Counts that another prefill node was asked for blocks that did not arrive."""
         self._refills.inc()

@@ -1,0 +1,98 @@
+"""What a node reports to routers: who it is, how busy it is, what its leases and connectors did, and what it fetched.
+
+Values only; `kvrelay.core.wire` turns them into messages and back.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.kv_source import KVSource
+
+
+class NodeRole(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDescription:
+    """A node's answer to Describe, fixed for its epoch. `role` is None when the reader does not know the node's kind.
+
+    `connector`: its connectors, comma-separated, in the order in which they are tried. `model`: what it was asked to
+    load. `max_model_len`: tokens of prompt and output together. `version`: that of its kvrelay.
+    """
+
+    role: NodeRole | None
+    source: KVSource
+    kv_namespace: KVNamespace
+    connector: str
+    model: str
+    max_model_len: int
+    num_blocks: int
+    block_bytes: int
+    vocab_size: int
+    max_num_seqs: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """How busy a node's engine is. What a router knows is older than the node's own counts, by a few steps and the
+    network's delay."""
+
+    num_requests_running: int = 0
+    num_requests_decoding: int = 0  # of the running ones, those that have their first token
+    num_requests_waiting: int = 0
+    num_queued_tokens: int = 0  # prompt tokens, admitted but not computed yet
+    num_free_blocks: int = 0  # free or evictable
+    num_blocks: int = 0
+    num_preemptions: int = 0
+    num_leases: int = 0
+    num_steps: int = 0
+    num_lent_steps: int = 0  # of num_steps, those that began with cores lent by other nodes
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of the blocks that cannot be taken now."""
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorCounters:
+    """Counters of one connector since its node started, by name. `refused`: blocks that did not pass verification, by
+    the header field for which they were refused."""
+
+    connector: str
+    counters: Mapping[str, float]
+    refused: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStats:
+    """What a node's leases and connectors did since it started. All of them are counters."""
+
+    num_leases_released: int = 0
+    num_leases_expired: int = 0
+    num_leases_ended_early: int = 0  # while other requests waited for their blocks
+    connectors: tuple[ConnectorCounters, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    """What a node fetched for one request: `num_tokens` tokens, in leading blocks that came from the nodes in `fetched`
+    (node id, or "" for the store that all nodes share; number of blocks).
+
+    The other counts are of blocks that a source was asked for in vain: it did not have them (missing), they did not
+    verify (refused), it could not be reached in time (failed).
+    """
+
+    num_tokens: int = 0
+    fetched: tuple[tuple[str, int], ...] = ()
+    num_missing: int = 0
+    num_refused: int = 0
+    num_failed: int = 0
+
+
+NOTHING_FETCHED = FetchReport()

@@ -1,0 +1,181 @@
+"""What the HTTP gateway refuses: wrong fields, bodies that are no requests, and requests without an end."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from tests.router.edge_parts import MAX_MODEL_LEN
+from tests.router.gateway_client import CHAT, COMPLETION, Gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": [1, "two"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [5] * MAX_MODEL_LEN}, "prompt"),
+        ({"prompt": ["x"] * 1000}, "prompt"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"temperature": "0.7"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a"] * 100}, "stop"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"logit_bias": {"the": 1}}, "logit_bias"),
+        ({"seed": 2**65}, "seed"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stream": "yes"}, "stream"),
+    ],
+)
+async def test_a_bad_completion_request_names_its_field(
+    gateway: Gateway, change: dict[str, object], param: str
+) -> None:
+    await expect_refusal(gateway, "/v1/completions", COMPLETION | change, param)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "I begin"}]}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{}]}, "functions"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"echo": True}, "echo"),
+    ],
+)
+async def test_a_bad_chat_request_names_its_field(gateway: Gateway, change: dict[str, object], param: str) -> None:
+    await expect_refusal(gateway, "/v1/chat/completions", CHAT | change, param)
+
+
+async def expect_refusal(gateway: Gateway, path: str, body: dict[str, object], param: str) -> None:
+    response = await gateway.post(path, body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert param in error["message"]
+    assert "\n" not in error["message"]
+    assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+async def test_harmless_values_of_unsupported_fields_are_accepted(gateway: Gateway) -> None:
+    body = {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": None}
+    assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("data", "headers", "status", "words"),
+    [
+        (b'{"model": ', {}, 400, "valid JSON"),
+        (b"", {}, 400, "valid JSON"),
+        (b'{"prompt": "\xff\xfe"}', {}, 400, "valid JSON"),
+        (b'{"prompt": "\\ud800"}', {}, 400, "valid JSON"),
+        (b"[" * 100_000, {}, 400, "valid JSON"),
+        (b"[]", {}, 400, "JSON object"),
+        (b"null", {}, 400, "JSON object"),
+        (b"{}", {"content-type": "text/plain"}, 415, "application/json"),
+        (b"\x00junk" * 400_000, {}, 413, "1048576"),
+    ],
+)
+async def test_a_body_that_is_no_request_is_refused_with_the_reason(
+    gateway: Gateway, data: bytes, headers: dict[str, str], status: int, words: str
+) -> None:
+    response = await gateway.http.post(
+        "/v1/completions", content=data, headers={"content-type": "application/json"} | headers
+    )
+    assert response.status_code == status
+    assert words in response.json()["error"]["message"]
+    assert response.headers["x-request-id"]
+    assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+async def test_an_endless_body_is_cut_off_while_reading(gateway: Gateway) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n"
+    )
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+
+    async def send_for_ever() -> None:
+        while True:
+            writer.write(chunk)
+            await writer.drain()
+
+    sending = asyncio.create_task(send_for_ever())
+    assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    writer.close()
+    assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "more", "answer"),
+    [
+        (HEAD + b"x-long: ", b"x" * 4096, b"HTTP/1.1 400"),
+        (HEAD, b"x-many: 1\r\n" * 300, b"HTTP/1.1 400"),
+        (b"GET /", b"x" * 4096, b"HTTP/1.1 400"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n", b"x-trailer: 1\r\n" * 300, b""),
+    ],
+    ids=["a header", "headers", "a path", "trailers"],
+)
+async def test_endless_headers_paths_and_trailers_are_cut_off(
+    gateway: Gateway, start: bytes, more: bytes, answer: bytes
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(start)
+
+    async def send_for_ever() -> None:
+        while True:
+            writer.write(more)
+            await writer.drain()
+
+    with contextlib.suppress(ConnectionError):
+        await asyncio.wait_for(send_for_ever(), 20)
+    with contextlib.suppress(ConnectionError):  # what was sent behind the answer may have taken it along
+        assert (await asyncio.wait_for(reader.read(), 20)).startswith(answer)
+    writer.close()
+    assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+async def test_a_body_may_come_in_small_chunks(gateway: Gateway) -> None:
+    body = json.dumps(COMPLETION | {"user": "x" * 100_000}).encode()
+    chunks = b"".join(b"10\r\n%s\r\n" % body[i : i + 16].ljust(16) for i in range(0, len(body), 16))
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+    assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200")
+    writer.close()

@@ -1,0 +1,63 @@
+"""What `/metrics` shows of nodes: their state, load and counters, as the router last heard of them."""
+
+from contextlib import AsyncExitStack
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.v1 import node_pb2
+from router.nodes.kv_index import KVIndex
+from router.nodes.node import NodeState
+from router.nodes.node_metrics import NodeMetrics
+from router.nodes.registry import Registry
+from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, cluster, until
+
+
+async def test_everything_of_a_node_is_in_the_metrics() -> None:
+    async with cluster(silence=30.0) as nodes:
+        collectors = CollectorRegistry()
+        collectors.register(NodeMetrics(nodes.registry))
+        stats = node_pb2.NodeStats(num_leases_released=7, num_leases_expired=2, num_leases_ended_early=1)
+        connector = stats.connectors.add(connector="ucx", counters={"bytes_fetched": 4096, "missing": 3, "new": 1})
+        connector.refused["digest"] = 5
+        nodes.prefill.updates.put_nowait(
+            node_pb2.WatchResponse(
+                epoch=1, load=node_pb2.NodeLoad(num_leases=4, num_steps=9, num_lent_steps=2), stats=stats
+            )
+        )
+        await until(lambda: nodes.registry.prefill[0].load.num_leases == 4)
+
+        def value(name: str, **labels: str) -> float | None:
+            node = {"node": "prefill-0", "role": "prefill"}
+            return collectors.get_sample_value(f"kvrelay:{name}", {**node, **labels})
+
+        assert value("node_leases") == 4
+        assert value("node_steps_total", cores="own") == 7
+        assert value("node_steps_total", cores="lent") == 2
+        assert value("node_leases_ended_total", how="released") == 7
+        assert value("node_leases_ended_total", how="expired") == 2
+        assert value("node_leases_ended_total", how="early") == 1
+        assert value("kv_bytes_fetched_total", connector="ucx") == 4096
+        assert value("kv_blocks_missing_total", connector="ucx") == 3
+        assert value("kv_blocks_refused_total", connector="ucx", cause="digest") == 5
+        assert value("node_state", state="live") == 1
+        assert value("node_state", state="lost") == 0
+        assert value("node_ejections_total") == 0
+        age = value("node_heartbeat_age_seconds")
+        assert age is not None and age >= 0
+
+
+async def test_two_addresses_of_one_id_are_two_series() -> None:
+    """Prometheus refuses a whole scrape in which a series occurs twice."""
+    one, two = ScriptedDecode(), ScriptedDecode()
+    async with AsyncExitStack() as stack:
+        for node in (one, two):
+            await node.start()
+            stack.push_async_callback(node.stop)
+        registry = Registry([], [one.address, two.address], KVIndex(10), timeout=PATIENCE, silence=5.0)
+        stack.push_async_callback(registry.close)
+        registry.start()
+        assert await registry.wait_settled(PATIENCE)
+        assert [node.state for node in registry.nodes] == [NodeState.LIVE, NodeState.REFUSED]
+        families = NodeMetrics(registry).collect()
+        up = next(family for family in families if family.name == "kvrelay:node_up")
+        assert [(sample.labels["node"], sample.value) for sample in up.samples] == [("decode-0", 1), (two.address, 0)]
