@@ -28,8 +28,8 @@ from torch import Tensor
 
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
+from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.linear import Linear
-from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.loader import load_model
 

@@ -6,13 +6,11 @@ Invariant: a device is chosen once, before anything is loaded, and the log says 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from kvrelay.core.errors import ConfigurationError
-
-DeviceName = Literal["auto", "cpu", "cuda"]
+from kvrelay.core.option_types import DeviceName
 
 _OLDEST = (8, 0)  # compute capability; what the kernels are compiled for at least
 

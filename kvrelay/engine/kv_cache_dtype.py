@@ -5,21 +5,18 @@ Invariant: two engines whose scales differ in a bit have different layouts, so t
 
 import hashlib
 import logging
-from typing import Literal
 
 import torch
 from paged_kernels.kv_scales import FP8, KVScales
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.option_types import KVCacheDType
 from kvrelay.engine.models.calculated_kv_scales import calculate_kv_scales
 from kvrelay.engine.models.loader import LoadedModel
 from kvrelay.engine.models.stored_kv_scales import stored_kv_scales
 
 _logger = logging.getLogger(__name__)
-
-KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
-"""`fp8` and `fp8_e4m3` are the same."""
 
 
 def choose_kv_scales(loaded: LoadedModel, kv_cache_dtype: KVCacheDType, *, calculate: bool) -> KVScales | None:

@@ -12,12 +12,9 @@ from typing import Literal
 from tqdm import tqdm
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.option_types import DeviceName, DTypeName, KVCacheDType, Quantization
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.device import DeviceName
-from kvrelay.engine.kv_cache_dtype import KVCacheDType
 from kvrelay.engine.kv_pool import allocate_pool
-from kvrelay.engine.layers.weight_format import Quantization
-from kvrelay.engine.models.loader import DTypeName
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
 from kvrelay.engine.startup import prepare_engine

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from paged_kernels.registry import select_backend
 
+from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
-from kvrelay.engine.layers.weight_format import Quantization
-from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from kvrelay.engine.models.loader import LoadedModel, load_model
 
 
 def load(

@@ -12,9 +12,8 @@ from paged_kernels.reference import ReferenceBackend
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
-from kvrelay.engine.layers.weight_format import Quantization
+from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
-from kvrelay.engine.models.loader import DTypeName
 from tests.engine import loading
 from tests.engine.paged_run import PagedRun
 from tests.engine.prequantized_models import make_prequantized_model

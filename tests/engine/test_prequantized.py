@@ -13,9 +13,9 @@ from torch import Tensor
 
 from bench.random_model import write_random_model
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.linear import Linear, LinearLayer, LinearsApart
 from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear, RepackedProduct
-from kvrelay.engine.layers.weight_format import Quantization
 from kvrelay.engine.models.loader import LoadedModel
 from tests.engine.loading import load
 from tests.engine.paged_run import PagedRun, check_greedy

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
-from kvrelay.engine.layers.weight_format import Quantization, WeightFormat
+from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.models.loader import LoadedModel, load_model
 from tests.demo_model import DEMO_MODEL
 from tests.engine.loading import load

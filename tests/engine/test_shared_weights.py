@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
-from kvrelay.engine.layers.weight_format import Quantization
-from kvrelay.engine.models.loader import DTypeName, LoadedModel
+from kvrelay.engine.models.loader import LoadedModel
 from tests.engine import loading
 from tests.engine.paged_run import PagedRun
 from tests.engine.prequantized_models import make_prequantized_model

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import assert_never
 
 import torch
 from paged_kernels.prequantized_weight import PrequantizedFormat
@@ -10,7 +10,7 @@ from paged_kernels.quantized_weight import Bits
 from paged_kernels.weight_memory import WeightMemory
 from torch import Tensor
 
-Quantization = Literal["none", "int8", "int4"]
+from kvrelay.core.option_types import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ def bits_of(quantization: Quantization) -> Bits | None:
             return 8
         case "int4":
             return 4
+        case _:
+            assert_never(quantization)
 
 
 @dataclass(frozen=True, slots=True)

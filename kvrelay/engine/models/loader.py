@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from paged_kernels.base import AttentionBackend
@@ -17,8 +17,9 @@ from paged_kernels.quantized import GROUP_SIZES
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
-from kvrelay.engine.layers.weight_format import PrequantizedTensors, Quantization, Slot, WeightFormat, bits_of
+from kvrelay.engine.layers.weight_format import PrequantizedTensors, Slot, WeightFormat, bits_of
 from kvrelay.engine.models.checkpoint import (
     INTEGER_DTYPE,
     WEIGHT_DTYPES,
@@ -35,7 +36,6 @@ from kvrelay.engine.models.stored_kv_scales import is_kv_scale
 
 _logger = logging.getLogger(__name__)
 
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from the loading thread; first with 0 done."""
 

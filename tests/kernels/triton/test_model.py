@@ -5,9 +5,10 @@ from pathlib import Path
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend
 
+from kvrelay.core.option_types import KVCacheDType
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.gpu.sampler import DeviceSampler
-from kvrelay.engine.kv_cache_dtype import KVCacheDType, choose_kv_scales, kv_layout
+from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.model_runner import ModelRunner, TokenSampler
 from kvrelay.engine.models.loader import load_model
