@@ -162,7 +162,7 @@ def _edits_of(
     """Of one row: what is added, what is subtracted at last, and flags, each by token id."""
     params = row.params
     bias: dict[int, float] = {}
-    for token, amount in params.logit_bias:
+    for token, amount in params.biases:
         bias[token] = bias.get(token, 0.0) + amount
     flags: Counter[int] = Counter()
     if row.num_output_tokens < params.min_tokens:

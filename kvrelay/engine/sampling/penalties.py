@@ -18,7 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 def changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:
     """Whether `adjust` would do anything."""
-    return bool(params.logit_bias) or num_output_tokens < params.min_tokens or reads_tokens(params)
+    return bool(params.biases) or num_output_tokens < params.min_tokens or reads_tokens(params)
 
 
 def reads_tokens(params: SamplingParams) -> bool:
@@ -37,8 +37,8 @@ def adjust(
 ) -> Tensor:
     """A changed copy of one row of logits, `[vocab_size]` float32."""
     logits = logits.clone()
-    if params.logit_bias:
-        token_ids, biases = zip(*params.logit_bias, strict=True)
+    if params.biases:
+        token_ids, biases = zip(*params.biases, strict=True)
         logits.index_add_(0, _ids(token_ids, logits), torch.tensor(biases, dtype=logits.dtype, device=logits.device))
     if num_output_tokens < params.min_tokens:
         _ban_ends(logits, params, eos_token_ids)
