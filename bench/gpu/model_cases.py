@@ -85,5 +85,5 @@ def _distance(one: RequestOutput, other: RequestOutput) -> float:
     return worst if worst == worst else float("inf")
 
 
-def _tokens(generation: RequestOutput) -> list[tuple[int, ...]]:
-    return [tuple(output.token_ids) for output in generation.outputs]
+def _tokens(result: RequestOutput) -> list[tuple[int, ...]]:
+    return [tuple(output.token_ids) for output in result.outputs]

@@ -10,7 +10,7 @@ from kvrelay.engine.request import (
     PinnedBlock,
     PromptOutput,
     RequestFailure,
-    RequestOutput,
+    SequenceOutput,
     StepResult,
 )
 
@@ -21,7 +21,7 @@ class Changes:
 
     admissions: list[Admission] = field(default_factory=list)
     prompts: list[PromptOutput] = field(default_factory=list)
-    outputs: list[RequestOutput] = field(default_factory=list)
+    outputs: list[SequenceOutput] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
     named: list[PinnedBlock] = field(default_factory=list)
     progress: list[tuple[str, int]] = field(default_factory=list)

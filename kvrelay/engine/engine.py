@@ -19,6 +19,7 @@ from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.engine.block_names import BlockNames
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.changes import Changes
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.in_flight import StepInFlight, StepsInFlight
 from kvrelay.engine.leases import Leases
 from kvrelay.engine.plan import ModelRunnerOutput, SequenceResult
@@ -31,14 +32,13 @@ from kvrelay.engine.request import (
     PinnedBlock,
     PromptOutput,
     RequestFailure,
-    RequestOutput,
+    SequenceOutput,
     StepResult,
 )
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampling.sampler import SampledToken
 from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
-from kvrelay.engine.step_threads import StepThreads
 
 
 class Engine:
@@ -291,7 +291,7 @@ class Engine:
         reason, stop_token_id = self._finish_reason(sequence, sampled.token_id, num_output_tokens)
         logprobs: tuple[TokenLogprobs, ...] = () if sampled.logprobs is None else (sampled.logprobs,)
         output = TokenOutput(index, (sampled.token_id,), logprobs, reason, stop_token_id)
-        self._changes.outputs.append(RequestOutput(sequence.request.request_id, output))
+        self._changes.outputs.append(SequenceOutput(sequence.request.request_id, output))
         return reason
 
     def _finish_reason(

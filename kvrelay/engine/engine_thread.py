@@ -28,7 +28,7 @@ T = TypeVar("T")
 Message = Callable[[Engine], None]
 
 
-def gives_way(engine: Engine, result: StepResult | None) -> bool:
+def should_yield_cores(engine: Engine, result: StepResult | None) -> bool:
     """Whether the next step waits until a first token is on its way: when that is of the only request, which goes on,
     and steps take cores that others need."""
     return (
@@ -121,7 +121,7 @@ class EngineThread:
     def _steps(self) -> None:
         busy, result = False, None
         while True:
-            if gives_way(self._engine, result):
+            if should_yield_cores(self._engine, result):
                 goes_on = self._give_way()
             else:
                 goes_on = self._handle_messages(0.0 if busy else _IDLE_WAIT_SECONDS)

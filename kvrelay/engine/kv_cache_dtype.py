@@ -12,9 +12,9 @@ from paged_kernels.kv_scales import FP8, KVScales
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.option_types import KVCacheDType
-from kvrelay.engine.models.calculated_kv_scales import calculate_kv_scales
-from kvrelay.engine.models.loader import LoadedModel
-from kvrelay.engine.models.stored_kv_scales import stored_kv_scales
+from kvrelay.engine.loading.calculated_kv_scales import calculate_kv_scales
+from kvrelay.engine.loading.loader import LoadedModel
+from kvrelay.engine.loading.stored_kv_scales import stored_kv_scales
 
 _logger = logging.getLogger(__name__)
 

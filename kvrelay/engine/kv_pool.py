@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.device_memory import no_room
+from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
 
 _CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device = _CPU
     ConfigurationError when a card has not got so much."""
     if device.type == "cpu":
         return pool_over(memoryview(mmap.mmap(-1, num_blocks * layout.block_bytes)), layout, num_blocks)
-    with no_room(
+    with out_of_memory_as_configuration_error(
         f"{device} has no room for {num_blocks} KV blocks ({num_blocks * layout.block_bytes / 2**30:.1f} GiB): end "
         "what else uses the card, or lower --gpu-memory-utilization or --num-blocks"
     ):

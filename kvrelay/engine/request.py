@@ -66,7 +66,7 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
+class SequenceOutput:
     request_id: str
     output: TokenOutput
 
@@ -117,7 +117,7 @@ class StepResult:
 
     admissions: tuple[Admission, ...]
     prompts: tuple[PromptOutput, ...]
-    outputs: tuple[RequestOutput, ...]
+    outputs: tuple[SequenceOutput, ...]
     failures: tuple[RequestFailure, ...]
     named: tuple[PinnedBlock, ...]
     progress: tuple[tuple[str, int], ...]

@@ -24,18 +24,18 @@ from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.cpu.runner import CpuRunner
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.device import choose_device, look_at_machine
-from kvrelay.engine.device_memory import no_room
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout
-from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
 from kvrelay.engine.pool_size import PoolSize, free_memory, size_pool
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampling.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig
-from kvrelay.engine.step_threads import StepThreads
 
 _logger = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 1.0
@@ -106,11 +106,11 @@ class PreparedEngine:
 
     def _runner(self, kv_pool: Tensor, threads: StepThreads) -> Runner:
         if self.device.type != "cpu":
-            build = _gpu_startup().device_runner
+            build = _gpu_startup().gpu_runner
             runner: Runner = build(self.options, self.loaded, kv_pool, self.size.max_model_len)
             return runner
         config = self.loaded.config
-        return ModelRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool, threads)
+        return CpuRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool, threads)
 
 
 def planned_device(options: EngineOptions) -> torch.device:
@@ -144,12 +144,12 @@ def _prepare(options: EngineOptions) -> PreparedEngine:
     if device.type == "cpu":
         size = size_pool(options, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
     else:
-        size = _gpu_startup().size_device_pool(options, loaded, layout)
+        size = _gpu_startup().size_gpu_pool(options, loaded, layout)
     return PreparedEngine(options, loaded, layout, size, attention.name)
 
 
 def _load(options: EngineOptions, device: torch.device, attention: AttentionBackend) -> LoadedModel:
-    with no_room(
+    with out_of_memory_as_configuration_error(
         f"the weights of {options.model} do not fit on {device}: end what else uses the card, or take a smaller or a "
         "quantised (AWQ, GPTQ) model"
     ):

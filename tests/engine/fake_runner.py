@@ -31,7 +31,7 @@ def expected_output(prompt: Sequence[int], num_tokens: int, *, choice_index: int
 
 
 class SamplingStep(FinishedStep):
-    """Says what holds for a `ModelRunner`'s steps: blocks are written, tokens come when it is collected."""
+    """Says what holds for a `CpuRunner`'s steps: blocks are written, tokens come when it is collected."""
 
     only_samples = True
 

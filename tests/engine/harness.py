@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.scheduler import SchedulerConfig
-from kvrelay.engine.step_threads import StepThreads
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.late_runner import LateRunner, WatchedPool
 

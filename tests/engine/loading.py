@@ -6,7 +6,7 @@ from paged_kernels.registry import select_backend
 
 from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
-from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 
 
 def load(

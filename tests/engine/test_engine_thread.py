@@ -11,8 +11,9 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.engine_thread import EngineThread, gives_way
+from kvrelay.engine.engine_thread import EngineThread, should_yield_cores
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import (
     Admission,
@@ -20,11 +21,10 @@ from kvrelay.engine.request import (
     KVRole,
     PromptOutput,
     RequestFailure,
-    RequestOutput,
+    SequenceOutput,
     StepResult,
 )
 from kvrelay.engine.runner import LaunchedStep, Runner
-from kvrelay.engine.step_threads import StepThreads
 from tests.engine.harness import Harness, prompt_of, request
 
 PATIENCE = 10.0
@@ -214,14 +214,14 @@ def test_only_a_request_that_is_alone_and_goes_on_leaves_the_cores_to_its_first_
             harness.engine.add(one)
         while not any(result.prompts for result in harness.results):
             harness.step()
-        assert gives_way(harness.engine, harness.results[-1]) == (gives and num_cores > 1)
+        assert should_yield_cores(harness.engine, harness.results[-1]) == (gives and num_cores > 1)
 
 
 def test_only_further_tokens_of_outputs_that_go_on_can_wait() -> None:
     load = Harness().engine.load()
     nothing = StepResult((), (), (), (), (), (), (), (), load)
-    goes_on = RequestOutput("a", TokenOutput(0, (5,)))
-    ends = RequestOutput("b", TokenOutput(0, (5,), finish_reason=FinishReason.LENGTH))
+    goes_on = SequenceOutput("a", TokenOutput(0, (5,)))
+    ends = SequenceOutput("b", TokenOutput(0, (5,), finish_reason=FinishReason.LENGTH))
     assert nothing.can_wait
     assert replace(nothing, outputs=(goes_on,), stored=(BlockHash(bytes(32)),)).can_wait
     for urgent in (

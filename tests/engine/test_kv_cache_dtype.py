@@ -18,9 +18,9 @@ from torch import Tensor
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
 from kvrelay.core.option_types import DTypeName
 from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout, scales_digest
-from kvrelay.engine.models.calculated_kv_scales import calculate_kv_scales, largest_values
-from kvrelay.engine.models.checkpoint import open_checkpoint
-from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.loading.calculated_kv_scales import calculate_kv_scales, largest_values
+from kvrelay.engine.loading.checkpoint import open_checkpoint
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, prepare_engine
 from tests.demo_model import DEMO_MODEL

@@ -20,7 +20,7 @@ from kvrelay.core.option_types import DTypeName
 from kvrelay.engine.layers.linear import Linear
 from kvrelay.engine.layers.rotary import RopeKind
 from kvrelay.engine.layers.weight_format import WeightFormat
-from kvrelay.engine.models.loader import LoadedModel, fingerprint, load_model
+from kvrelay.engine.loading.loader import LoadedModel, fingerprint, load_model
 from kvrelay.engine.models.model_config import ModelConfig, load_model_config
 from tests.engine.tiny_models import FAMILIES, SLIDING_WINDOW, make_tiny_model, save_random
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 
 from kvrelay.core.option_types import DTypeName
-from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 from tests.engine.paged_run import PagedRun
 from tests.engine.reference import Reference
 from tests.engine.tiny_models import FAMILIES, SLIDING_WINDOW, make_tiny_model, save_random

@@ -18,7 +18,7 @@ from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.weight_format import WeightFormat
-from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 from tests.demo_model import DEMO_MODEL
 from tests.engine.loading import load
 from tests.engine.paged_run import PagedRun, check_greedy

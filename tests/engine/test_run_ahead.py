@@ -13,10 +13,10 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import FinishReason
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.in_flight import StepsInFlight
-from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ModelRunnerOutput, SchedulerOutput
 from kvrelay.engine.request import Admission, EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep, Runner
@@ -413,7 +413,7 @@ def test_a_model_samples_the_same_tokens(loaded: LoadedModel) -> None:
     found: list[dict[tuple[str, int], list[int]]] = []
     for run_ahead in (False, True):
         memory = torch.zeros(14, model.num_kv_heads, model.num_layers, 2, BLOCK_SIZE, model.head_dim)
-        runner: Runner = ModelRunner(loaded.model, Sampler(model.vocab_size, model.eos_token_ids), memory)
+        runner: Runner = CpuRunner(loaded.model, Sampler(model.vocab_size, model.eos_token_ids), memory)
         late = LateRunner(runner)
         engine = Engine(
             SchedulerConfig(BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=24, max_model_len=14 * BLOCK_SIZE),

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
-from kvrelay.engine.models.loader import LoadedModel
+from kvrelay.engine.loading.loader import LoadedModel
 from tests.engine import loading
 from tests.engine.paged_run import PagedRun
 from tests.engine.prequantized_models import make_prequantized_model

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvrelay.engine.models.staging import Staging
+from kvrelay.engine.loading.staging import Staging
 
 
 @dataclass(slots=True)

@@ -14,9 +14,9 @@ from paged_kernels.threads import num_threads, threads_kept, use_threads
 from torch import Tensor
 
 from kvrelay.core.core_table import CoreShare, CoreTable
+from kvrelay.engine.cpu.step_threads import StepThreads
+from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
-from kvrelay.engine.models.loader import load_model
-from kvrelay.engine.step_threads import StepThreads
 from tests.engine.harness import Harness, prompt_of, request
 from tests.engine.tiny_models import make_tiny_model
 

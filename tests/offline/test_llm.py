@@ -11,7 +11,7 @@ from paged_kernels.threads import num_threads, threads_kept
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.engine.model_runner import ComputedStep, ModelRunner
+from kvrelay.engine.cpu.runner import ComputedStep, CpuRunner
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import StepResult
 from tests.demo_model import DEMO_MODEL
@@ -175,13 +175,13 @@ def test_the_caller_keeps_its_numbers_of_threads(
 ) -> None:
     """Of the kernels and of torch, which gets a single one where the kernels multiply."""
     seen = set()
-    launch = ModelRunner.launch
+    launch = CpuRunner.launch
 
-    def watched(self: ModelRunner, plan: SchedulerOutput) -> ComputedStep:
+    def watched(self: CpuRunner, plan: SchedulerOutput) -> ComputedStep:
         seen.add((num_threads(), torch.get_num_threads()))
         return launch(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "launch", watched)
+    monkeypatch.setattr(CpuRunner, "launch", watched)
     with threads_kept():
         torch.set_num_threads(3)
         llm = LLM(str(DEMO_MODEL), dtype=dtype, threads=threads, num_blocks=64)

@@ -13,8 +13,8 @@ from kvrelay.core.errors import ConfigurationError, KVRelayError, ModelLoadError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.engine.gpu.decode_graphs import batch_sizes
-from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
-from kvrelay.engine.gpu.sampler import DeviceSampler
+from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
+from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
@@ -124,15 +124,15 @@ def _prompt(num_new: int, length: int, block_size: int, *, num_rows: int, all_st
 
 
 def profile_memory(
-    model: DecoderForCausalLM, sampler: DeviceSampler, layout: KVLayout, limits: StepLimits, *, graphs: bool
+    model: DecoderForCausalLM, sampler: GpuSampler, layout: KVLayout, limits: StepLimits, *, graphs: bool
 ) -> MemoryProfile:
     """Runs the largest step once, and smaller ones that compile the kernels it does not need. Raises ModelLoadError
-    when a step has no result, what `no_room` knows when there is no memory for it."""
+    when a step has no result, what `out_of_memory_as_configuration_error` knows when there is no memory for it."""
     device = model.device
     torch.cuda.empty_cache()
     resident = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    runner = DeviceRunner(model, sampler, allocate_pool(layout, 1, device), limits)
+    runner = GpuRunner(model, sampler, allocate_pool(layout, 1, device), limits)
     _run(runner, largest_step(limits, layout.block_size))
     step = torch.cuda.max_memory_reserved(device) - resident
     for plan in smaller_steps(limits, layout.block_size):
@@ -143,7 +143,7 @@ def profile_memory(
     return MemoryProfile(total, free, resident, step, graph_bytes(step, limits) if graphs else 0)
 
 
-def _run(runner: DeviceRunner, plan: SchedulerOutput) -> None:
+def _run(runner: GpuRunner, plan: SchedulerOutput) -> None:
     launched = runner.launch(plan)
     try:
         launched.collect()

@@ -15,12 +15,12 @@ import torch
 from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
-from kvrelay.engine.device_memory import DeviceMemoryError, is_out_of_memory
 from kvrelay.engine.gpu.decode_graphs import DecodeGraphs, Step, StepRecorder, batch_sizes
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
-from kvrelay.engine.gpu.sampler import DeviceSampler, LaunchedSampling
+from kvrelay.engine.gpu.sampler import GpuSampler, LaunchedSampling
 from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.out_of_memory import GpuMemoryError, is_out_of_memory
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS
 from kvrelay.engine.step_inputs import Array, StepInputs, flatten
@@ -37,15 +37,15 @@ class StepLimits:
     max_model_len: int
 
 
-class DeviceRunner:
-    """`Runner` for a card, or for the CPU where Triton is interpreted. `kv_pool` as `ModelRunner`'s. With a `recorder`
+class GpuRunner:
+    """`Runner` for a card, or for the CPU where Triton is interpreted. `kv_pool` as `CpuRunner`'s. With a `recorder`
     every step of one token per sequence is recorded at once, in `batch_sizes`, and replayed from then on.
     """
 
     def __init__(
         self,
         model: DecoderForCausalLM,
-        sampler: DeviceSampler,
+        sampler: GpuSampler,
         kv_pool: Tensor,
         limits: StepLimits,
         recorder: StepRecorder | None = None,
@@ -67,7 +67,7 @@ class DeviceRunner:
             self._record(recorder)
 
     @torch.inference_mode()
-    def launch(self, plan: SchedulerOutput) -> "DeviceStep":
+    def launch(self, plan: SchedulerOutput) -> "GpuStep":
         try:
             return self._launch(plan)
         except RuntimeError as error:
@@ -76,12 +76,12 @@ class DeviceRunner:
             if self._kv_pool.is_cuda:
                 # What was enqueued of it may still write to its blocks.
                 torch.cuda.current_stream(self._kv_pool.device).synchronize()
-            raise DeviceMemoryError(
+            raise GpuMemoryError(
                 f"the device has no memory for a step of {plan.num_scheduled_tokens} tokens; lower "
                 f"--gpu-memory-utilization or --max-num-batched-tokens ({error})"
             ) from error
 
-    def _launch(self, plan: SchedulerOutput) -> "DeviceStep":
+    def _launch(self, plan: SchedulerOutput) -> "GpuStep":
         for source, target in plan.copies:
             self._kv_pool[target].copy_(self._kv_pool[source], non_blocking=True)
         inputs = flatten(plan, self._block_size)
@@ -101,7 +101,7 @@ class DeviceRunner:
             hidden = self._forward(tensors, longest, max(inputs.seq_lens), resolve=unknown)
         sampled = self._sample(inputs, hidden, tensors)
         prompt_logprobs = self._prompt_logprobs(plan, hidden, tensors)
-        return DeviceStep(plan.scheduled, sampled, prompt_logprobs, _mark(self._kv_pool.device))
+        return GpuStep(plan.scheduled, sampled, prompt_logprobs, _mark(self._kv_pool.device))
 
     def _arrays(self, plan: SchedulerOutput, inputs: StepInputs, size: int | None) -> dict[str, Array]:
         """Those that a recorded step reads come first, so that they lie where it looks for them; how wide block tables
@@ -191,7 +191,7 @@ _PADDING = ScheduledSequence((0,), 0, (0,), ())
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceStep:
+class GpuStep:
     """A `LaunchedStep`; `end` is None where the launch itself computes everything."""
 
     only_samples: ClassVar[bool] = False

@@ -61,7 +61,7 @@ class LaunchedSampling:
         return [SampledToken(token_id, found.get(index)) for index, token_id in enumerate(token_ids)]
 
 
-class DeviceSampler:
+class GpuSampler:
     """`Sampler` for CUDA, in three steps: what the rows need on the device, the launch, the read. Stateless; any thread
     may call it."""
 
@@ -90,17 +90,6 @@ class DeviceSampler:
             num_top = [rows[row].params.logprobs or 0 for row in wanted]
             logprobs = launch_logprobs(logits[index], token_ids[index], num_top)
         return LaunchedSampling(to_host(token_ids), wanted, logprobs)
-
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """As `Sampler.sample`, for callers with nothing else to do meanwhile."""
-        packed = PackedArrays(self.arrays(rows))
-        memory = torch.empty(packed.num_bytes, dtype=torch.uint8, device=logits.device)
-        packed.to(memory)
-        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        launched = self.launch(logits, rows, packed.views(memory), token_ids)
-        if logits.is_cuda:
-            torch.cuda.current_stream(logits.device).synchronize()
-        return launched.collect()
 
 
 def _logprob_rows(rows: Sequence[SamplingRow]) -> tuple[int, ...]:

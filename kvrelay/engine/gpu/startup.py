@@ -9,31 +9,31 @@ import time
 from torch import Tensor
 
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.device_memory import no_room
 from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
 from kvrelay.engine.gpu.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
-from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
-from kvrelay.engine.gpu.sampler import DeviceSampler
-from kvrelay.engine.models.loader import LoadedModel
+from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
+from kvrelay.engine.gpu.sampler import GpuSampler
+from kvrelay.engine.loading.loader import LoadedModel
 from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
 from kvrelay.engine.pool_size import PoolSize, fit_length
 from kvrelay.engine.runner import Runner
 
 _logger = logging.getLogger(__name__)
 
 
-def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout) -> PoolSize:
+def size_gpu_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout) -> PoolSize:
     """Raises ConfigurationError when too little of the card is left, ModelLoadError when the model computes nothing of
     use."""
     _logger.info("profiling a step of %d tokens", options.max_num_batched_tokens)
     start = time.monotonic()
-    with no_room(
+    with out_of_memory_as_configuration_error(
         f"after the weights, the card has no memory for a step of {options.max_num_batched_tokens} tokens: end what "
         "else uses it, or lower --max-num-batched-tokens or --max-num-seqs"
     ):
         profile = profile_memory(
             loaded.model,
-            DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids),
+            GpuSampler(loaded.config.vocab_size, loaded.config.eos_token_ids),
             layout,
             _limits(options, loaded.max_model_len),
             graphs=_records(options),
@@ -44,16 +44,16 @@ def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayo
     return fit_length(options, layout, num_blocks, model_limit=loaded.max_model_len)
 
 
-def device_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max_model_len: int) -> Runner:
+def gpu_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max_model_len: int) -> Runner:
     """Records decode steps, unless they are not wanted. Raises ConfigurationError when there is no room for them."""
     start = time.monotonic()
     recorder = CudaGraphRecorder() if _records(options) else None
-    sampler = DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
-    with no_room(
+    sampler = GpuSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
+    with out_of_memory_as_configuration_error(
         "the card has no memory left for recorded decode steps: lower --gpu-memory-utilization or --max-num-seqs, or "
         "record none with --enforce-eager"
     ):
-        runner = DeviceRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
+        runner = GpuRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
     if recorder is not None:
         _logger.info("recorded decode steps in %.1f s", time.monotonic() - start)
     return runner

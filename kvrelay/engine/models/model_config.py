@@ -13,8 +13,8 @@ from typing import Any
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, yarn_attention_factor
 from kvrelay.engine.layers.weight_format import CheckpointQuantization
-from kvrelay.engine.models.config_file import FAMILIES, complete_config, read_json_object
-from kvrelay.engine.models.quantization_config import parse_quantization
+from kvrelay.engine.loading.config_file import FAMILIES, complete_config, read_json_object
+from kvrelay.engine.loading.quantization_config import parse_quantization
 
 _logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from paged_kernels.kv_scales import KVScales
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.engine.models.checkpoint import Checkpoint, read_tensor
+from kvrelay.engine.loading.checkpoint import Checkpoint, read_tensor
 from kvrelay.engine.models.model_config import ModelConfig
 
 # Under model.layers.N.self_attn, in the order in which they are looked for: compressed-tensors and AutoFP8, vLLM's own

@@ -15,7 +15,7 @@ _OTHERS = (
 )
 
 
-class DeviceMemoryError(KVRelayError):
+class GpuMemoryError(KVRelayError):
     """A step needs more memory than the card has left."""
 
 
@@ -24,11 +24,11 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def no_room(message: str) -> Iterator[None]:
+def out_of_memory_as_configuration_error(message: str) -> Iterator[None]:
     """Raises ConfigurationError with `message` where a card is full within the context."""
     try:
         yield
-    except (RuntimeError, DeviceMemoryError) as error:
+    except (RuntimeError, GpuMemoryError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
         first_line = str(error).partition("\n")[0]

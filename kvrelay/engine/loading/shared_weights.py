@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import WeightFormat
-from kvrelay.engine.models.checkpoint import Checkpoint
+from kvrelay.engine.loading.checkpoint import Checkpoint
 from kvrelay.engine.models.model_config import ModelConfig
 
 _logger = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from kvrelay.engine.gpu import runner as gpu_runner
 from kvrelay.engine.gpu import sampler as gpu_sampler
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.memory_profile import largest_step, smaller_steps
-from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
-from kvrelay.engine.gpu.sampler import DeviceSampler
+from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
+from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters
 from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.models.decoder import DecoderForCausalLM
@@ -95,9 +95,9 @@ def model() -> DecoderForCausalLM:
     return DecoderForCausalLM(CONFIG, TritonBackend(), max_model_len=LIMITS.max_model_len, weights=weights)
 
 
-def make_runner(model: DecoderForCausalLM, recorder: EagerRecorder | None, limits: StepLimits = LIMITS) -> DeviceRunner:
+def make_runner(model: DecoderForCausalLM, recorder: EagerRecorder | None, limits: StepLimits = LIMITS) -> GpuRunner:
     pool = torch.empty(4096, 8, 2, 2, 16, 128, dtype=torch.bfloat16, device=META)
-    return DeviceRunner(model, DeviceSampler(CONFIG.vocab_size, ()), pool, limits, recorder)
+    return GpuRunner(model, GpuSampler(CONFIG.vocab_size, ()), pool, limits, recorder)
 
 
 def decodes(count: int, row: SamplingRow) -> SchedulerOutput:

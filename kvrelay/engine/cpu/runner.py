@@ -5,7 +5,6 @@ scheduler.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,22 +12,14 @@ from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
-from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS, SampledToken, SamplingRow, prompt_logprobs
+from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS, SampledToken, Sampler, prompt_logprobs
 from kvrelay.engine.step_inputs import StepInputs, flatten, padded_tables
-from kvrelay.engine.step_threads import StepThreads
 
 
-class TokenSampler(Protocol):
-    """`Sampler`, or `DeviceSampler` where logits are on a GPU."""
-
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """One token per row of `logits` `[len(rows), vocab_size]` float32."""
-        ...
-
-
-class ModelRunner:
+class CpuRunner:
     """`kv_pool` is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; only this class and its model
     write to it. On the CPU, where a launch computes at once: a launched step has written its KV, and samples when it
     is collected, or when one is launched that reads its tokens.
@@ -37,7 +28,7 @@ class ModelRunner:
     def __init__(
         self,
         model: DecoderForCausalLM,
-        sampler: TokenSampler,
+        sampler: Sampler,
         kv_pool: Tensor,
         threads: StepThreads | None = None,
     ) -> None:

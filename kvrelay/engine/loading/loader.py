@@ -20,7 +20,7 @@ from kvrelay.core.errors import ConfigurationError, ModelLoadError
 from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import PrequantizedTensors, Slot, WeightFormat, bits_of
-from kvrelay.engine.models.checkpoint import (
+from kvrelay.engine.loading.checkpoint import (
     INTEGER_DTYPE,
     WEIGHT_DTYPES,
     Checkpoint,
@@ -29,10 +29,10 @@ from kvrelay.engine.models.checkpoint import (
     read_tensors,
     resolve_model_directory,
 )
+from kvrelay.engine.loading.shared_weights import place_for
+from kvrelay.engine.loading.stored_kv_scales import is_kv_scale
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig, load_model_config
-from kvrelay.engine.models.shared_weights import place_for
-from kvrelay.engine.models.stored_kv_scales import is_kv_scale
 
 _logger = logging.getLogger(__name__)
 

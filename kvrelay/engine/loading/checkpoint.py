@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.weight_format import Slot
-from kvrelay.engine.models.staging import Staging
+from kvrelay.engine.loading.staging import Staging
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
