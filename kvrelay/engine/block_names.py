@@ -37,9 +37,9 @@ class BlockNames:
         num_full = (sequence.num_computed_tokens + num_written_tokens) // self._block_size
         if num_full == sequence.num_named_blocks:
             return
-        names = sequence.names(num_full)
+        block_hashes = sequence.block_hashes(num_full)
         for index in range(sequence.num_named_blocks, num_full):
-            self._name(sequence, index, names[index], self._block_size)
+            self._name(sequence, index, block_hashes[index], self._block_size)
         sequence.num_named_blocks = num_full
 
     def name_tail(self, sequence: Sequence) -> None:
@@ -53,7 +53,7 @@ class BlockNames:
         if not self._publish_hits:
             return
         num_hits = sequence.num_cached_tokens // self._block_size
-        for block_id, block_hash in zip(sequence.block_table, sequence.names(num_hits), strict=False):
+        for block_id, block_hash in zip(sequence.block_table, sequence.block_hashes(num_hits), strict=False):
             self._offer(PinnedBlock(block_id, block_hash, self._block_size))
 
     def _name(self, sequence: Sequence, index: int, block_hash: BlockHash, num_tokens: int) -> None:
@@ -61,18 +61,18 @@ class BlockNames:
         own back.
         """
         block_id = sequence.block_table[index]
-        holder = self._pool.find(block_hash)
-        if holder is None:
+        named_block_id = self._pool.find(block_hash)
+        if named_block_id is None:
             self._pool.register(block_id, block_hash)
             if self._publish:
                 self._offer(PinnedBlock(block_id, block_hash, num_tokens))
             return
-        if holder != block_id:
-            self._pool.acquire([holder])
+        if named_block_id != block_id:
+            self._pool.acquire([named_block_id])
             self._in_flight.release([block_id])
-            sequence.block_table[index] = holder
+            sequence.block_table[index] = named_block_id
         if self._publish_hits and sequence.request.role is KVRole.PRODUCE:
-            self._offer(PinnedBlock(holder, block_hash, num_tokens))
+            self._offer(PinnedBlock(named_block_id, block_hash, num_tokens))
 
     def _offer(self, block: PinnedBlock) -> None:
         """Has the node publish a block; it unpins it."""

@@ -31,7 +31,7 @@ class BlockPool:
         self._on_evict = on_evict
         self._request_refs = [0] * num_blocks
         self._pins = [0] * num_blocks
-        self._names: list[BlockHash | None] = [None] * num_blocks
+        self._block_hashes: list[BlockHash | None] = [None] * num_blocks
         self._index: dict[BlockHash, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: what was used last is used next
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
@@ -80,11 +80,11 @@ class BlockPool:
         """One transfer reference less for each, from the end as in `release`."""
         self._give_back(block_ids, self._pins)
 
-    def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest leading run of `hashes` that is held here. Takes no references: `acquire` them
+    def lookup(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest leading run of `block_hashes` that is held here. Takes no references: `acquire` them
         before the next `allocate`."""
         block_ids = []
-        for block_hash in hashes:
+        for block_hash in block_hashes:
             block_id = self._index.get(block_hash)
             if block_id is None:
                 break
@@ -103,18 +103,18 @@ class BlockPool:
         of it first.
         """
         assert self._is_held(block_id), f"block {block_id} is named but nobody holds it"
-        holder = self._index.get(block_hash)
-        if holder is not None:
-            return holder
-        if self._names[block_id] is not None:
+        named_block_id = self._index.get(block_hash)
+        if named_block_id is not None:
+            return named_block_id
+        if self._block_hashes[block_id] is not None:
             self._forget([block_id])
-        self._names[block_id] = block_hash
+        self._block_hashes[block_id] = block_hash
         self._index[block_hash] = block_id
         _note(block_hash, into=self._stored, unless=self._removed)
         return block_id
 
     def hash_of(self, block_id: int) -> BlockHash | None:
-        return self._names[block_id]
+        return self._block_hashes[block_id]
 
     def ref_count(self, block_id: int) -> int:
         """Request references; pins are not counted."""
@@ -140,15 +140,16 @@ class BlockPool:
         free = set(self._free)
         _check(len(free) == len(self._free), "a block is twice on the free list")
         for block_id in range(self.num_blocks):
-            requests, pins, name = self._request_refs[block_id], self._pins[block_id], self._names[block_id]
+            requests, pins = self._request_refs[block_id], self._pins[block_id]
+            block_hash = self._block_hashes[block_id]
             _check(requests >= 0 and pins >= 0, f"block {block_id} has {requests} request references and {pins} pins")
             places = (requests + pins > 0, block_id in free, block_id in self._evictable)
             _check(sum(places) == 1, f"block {block_id} is (in use, free, evictable) = {places}")
-            _check(not (block_id in free and name is not None), f"free block {block_id} has a name")
-            _check(not (block_id in self._evictable and name is None), f"evictable block {block_id} has no name")
-            if name is not None:
-                _check(self._index.get(name) == block_id, f"block {block_id} is not in the index under its name")
-        num_named = sum(name is not None for name in self._names)
+            _check(not (block_id in free and block_hash is not None), f"free block {block_id} has a name")
+            _check(not (block_id in self._evictable and block_hash is None), f"evictable block {block_id} has no name")
+            if block_hash is not None:
+                _check(self._index.get(block_hash) == block_id, f"block {block_id} is not in the index under its name")
+        num_named = sum(block_hash is not None for block_hash in self._block_hashes)
         _check(len(self._index) == num_named, f"the index has {len(self._index)} names, {num_named} blocks have one")
         num_in_use = sum(self._is_held(block_id) for block_id in range(self.num_blocks))
         _check(num_in_use + self.num_free == self.num_blocks, "in use, free and evictable do not add up")
@@ -176,7 +177,7 @@ class BlockPool:
             counts[block_id] -= 1
             if self._is_held(block_id):
                 continue
-            if self._names[block_id] is None:
+            if self._block_hashes[block_id] is None:
                 self._free.append(block_id)
             else:
                 self._evictable[block_id] = None
@@ -187,19 +188,19 @@ class BlockPool:
             return
         self._on_evict(block_ids)
         for block_id in block_ids:
-            name = self._names[block_id]
-            assert name is not None
-            self._names[block_id] = None
-            del self._index[name]
-            _note(name, into=self._removed, unless=self._stored)
+            block_hash = self._block_hashes[block_id]
+            assert block_hash is not None
+            self._block_hashes[block_id] = None
+            del self._index[block_hash]
+            _note(block_hash, into=self._removed, unless=self._stored)
 
 
-def _note(name: BlockHash, *, into: dict[BlockHash, None], unless: dict[BlockHash, None]) -> None:
+def _note(block_hash: BlockHash, *, into: dict[BlockHash, None], unless: dict[BlockHash, None]) -> None:
     """A change that undoes one not yet told cancels it."""
-    if name in unless:
-        del unless[name]
+    if block_hash in unless:
+        del unless[block_hash]
     else:
-        into[name] = None
+        into[block_hash] = None
 
 
 def _check(condition: bool, message: str) -> None:

@@ -337,10 +337,10 @@ class Engine:
         """Pins the blocks that wait for KV: the last given token's own block is left out when it is computed here
         anyway."""
         num_cached = sequence.num_named_blocks
-        wanted = sequence.names(sequence.num_cacheable_blocks)[num_cached:]
+        wanted = sequence.block_hashes(sequence.num_cacheable_blocks)[num_cached:]
         missing = [
-            PinnedBlock(sequence.block_table[num_cached + offset], name, self.config.block_size)
-            for offset, name in enumerate(wanted)
+            PinnedBlock(sequence.block_table[num_cached + offset], block_hash, self.config.block_size)
+            for offset, block_hash in enumerate(wanted)
         ]
         if sequence.request.role is KVRole.CONSUME and (tail := sequence.given_tail()) is not None:
             missing.append(PinnedBlock(sequence.block_table[-1], *tail))

@@ -262,7 +262,7 @@ class Scheduler:
 
     def _take_cached_blocks(self, sequence: Sequence) -> None:
         """Starts the block table with what is found by name."""
-        found = self._pool.lookup(sequence.names(sequence.num_cacheable_blocks))
+        found = self._pool.lookup(sequence.block_hashes(sequence.num_cacheable_blocks))
         self._pool.acquire(found)
         sequence.block_table = found
         sequence.num_named_blocks = len(found)

@@ -29,7 +29,7 @@ class Sequence:
     output ends at `max_num_tokens`, if not before."""
 
     __slots__ = (
-        "_names",
+        "_block_hashes",
         "_root",
         "arrival",
         "block_size",
@@ -87,7 +87,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_reported = False
         self._root = root
-        self._names: list[BlockHash] = []
+        self._block_hashes: list[BlockHash] = []
 
     @property
     def num_tokens(self) -> int:
@@ -149,21 +149,21 @@ class Sequence:
         """How many running sequences this one stands for: its siblings are forked off with the first token."""
         return 1 if self.has_new_tokens else self.request.sampling.n
 
-    def names(self, num_blocks: int) -> list[BlockHash]:
+    def block_hashes(self, num_blocks: int) -> list[BlockHash]:
         """Names of the first `num_blocks` full blocks; their tokens must be known."""
-        num_named, size = len(self._names), self.block_size
+        num_named, size = len(self._block_hashes), self.block_size
         if num_named < num_blocks:
-            parent = self._names[-1] if self._names else self._root
-            self._names += block_hashes(parent, self.token_ids[num_named * size : num_blocks * size], size)
-        return self._names[:num_blocks]
+            parent = self._block_hashes[-1] if self._block_hashes else self._root
+            self._block_hashes += block_hashes(parent, self.token_ids[num_named * size : num_blocks * size], size)
+        return self._block_hashes[:num_blocks]
 
     def given_tail(self) -> tuple[BlockHash, int] | None:
         """Name of the given tokens' partial tail block and its number of tokens; None when they end with a block."""
         num_full, num_tail = divmod(self.num_given_tokens, self.block_size)
         if num_tail == 0:
             return None
-        names = self.names(num_full)
-        parent = names[-1] if names else self._root
+        full = self.block_hashes(num_full)
+        parent = full[-1] if full else self._root
         start = num_full * self.block_size
         return next_block_hash(parent, self.token_ids[start : self.num_given_tokens]), num_tail
 
@@ -185,5 +185,5 @@ class Sequence:
         sibling.num_named_blocks = self.num_named_blocks
         sibling.prompt_reported = True
         sibling.state = self.state
-        sibling._names = self._names.copy()
+        sibling._block_hashes = self._block_hashes.copy()
         return sibling

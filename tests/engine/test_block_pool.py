@@ -219,7 +219,7 @@ def test_check_integrity_finds_what_is_broken() -> None:
     with pytest.raises(AssertionError, match="block 0 is"):
         pool.check_integrity()
     pool = Pool(2)
-    pool._names[0] = name(1)
+    pool._block_hashes[0] = name(1)
     with pytest.raises(AssertionError, match="free block 0 has a name"):
         pool.check_integrity()
     pool = Pool(2)
