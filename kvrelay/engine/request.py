@@ -1,4 +1,4 @@
-"""What a node asks of the engine, and what the engine answers: plain values, no state."""
+"""The values that a node and its engine exchange."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -18,11 +18,11 @@ class KVRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """`sampling.seed` is drawn. `receive`: blocks are reserved first and filled from outside before the engine
-    computes what is left (always so for CONSUME).
+    """A request to an engine. `sampling.seed` must be set. With `receive`, which CONSUME requires, the engine reserves
+    blocks for the given tokens, the node fills them from outside, and the engine computes the rest.
 
-    A request may have begun elsewhere: `prior_output_token_ids` are its output so far, `n` is 1 then. The outputs are
-    those from index `first_choice_index` on."""
+    `prior_output_token_ids` is the output so far of a request that began on another node; `n` is then 1. The outputs
+    have the indices from `first_choice_index` on."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -36,18 +36,19 @@ class EngineRequest:
 
     @property
     def given_token_ids(self) -> tuple[int, ...]:
-        """What this engine starts from: the prompt, and the output sampled elsewhere."""
+        """Returns the prompt and the output sampled elsewhere, from which this engine starts."""
         return self.prompt_token_ids + self.prior_output_token_ids
 
     @property
     def choices(self) -> range:
-        """Indices of the outputs."""
+        """Returns the indices of the outputs."""
         return range(self.first_choice_index, self.first_choice_index + self.sampling.n)
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlock:
-    """A block of the local pool that a transfer may read or write until `Engine.unpin`; `num_tokens` slots count."""
+    """A block of the local pool that a transfer may read or write until `Engine.unpin`. Its first `num_tokens` slots
+    are in use."""
 
     block_id: int
     block_hash: BlockHash
@@ -56,8 +57,8 @@ class PinnedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A receiving request has blocks for all its given tokens: the leading `num_cached_tokens` are here, `missing`
-    wait for their KV, in order.
+    """The report that a receiving request has blocks for all its given tokens. The KV of the first `num_cached_tokens`
+    is here; the blocks in `missing`, in order, wait for theirs.
     """
 
     request_id: str
@@ -67,13 +68,16 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
+    """New tokens of one output of a request."""
+
     request_id: str
     output: TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOutput:
-    """The given tokens of a request are computed. `num_cached_tokens` were found by name when it was scheduled."""
+    """The report that a request's given tokens are computed. `num_cached_tokens` of them were found by name when it was
+    scheduled."""
 
     request_id: str
     num_cached_tokens: int
@@ -82,7 +86,7 @@ class PromptOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """The engine could not go on with this request; it holds nothing for it any more."""
+    """The report that a request has failed. The engine holds nothing for it any more."""
 
     request_id: str
     message: str
@@ -90,10 +94,10 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Counts at the end of a step."""
+    """The load of an engine at the end of a step."""
 
     num_requests_running: int
-    num_requests_decoding: int  # of the running ones, those that have their first token
+    num_requests_decoding: int  # running requests that have their first token
     num_requests_waiting: int
     num_queued_tokens: int
     num_free_blocks: int
@@ -101,18 +105,18 @@ class EngineLoad:
     num_preemptions: int
     num_leases: int
     num_steps: int
-    num_prefilled_tokens: int = 0  # computed in chunks of more than one token, since the start
-    prefill_seconds: float = 0.0  # that these steps took
-    num_lent_steps: int = 0  # of num_steps, those that began with cores lent by other nodes
+    num_prefilled_tokens: int = 0  # since the start, in chunks of more than one token
+    prefill_seconds: float = 0.0  # duration of the steps that computed them
+    num_lent_steps: int = 0  # steps that began with cores lent by other nodes
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Everything that changed since the last result. Order inside each tuple is order of happening.
+    """Everything that changed since the last result, in order within each tuple.
 
-    `progress`: (request id, leading blocks of the given tokens that have their names) of PRODUCE requests. `stored`
-    and `removed` are names. `named` are pinned, to be published: new blocks, and hits where the engine was asked for
-    those.
+    `progress` has pairs (request id, number of leading blocks that have their names) of PRODUCE requests. `stored` and
+    `removed` are the names that the pool has gained and lost. The blocks in `named` are pinned for the node to publish:
+    new blocks, and with `publish_hits` those found by name.
     """
 
     admissions: tuple[Admission, ...]
@@ -127,7 +131,8 @@ class StepResult:
 
     @property
     def can_wait(self) -> bool:
-        """Whether nobody needs it at once: further tokens of outputs that go on are all that it tells requests."""
+        """Tells whether the result may be delivered late: all it has for requests is further tokens of outputs that
+        continue."""
         if self.admissions or self.prompts or self.failures or self.progress:
             return False
         return all(item.output.finish_reason is None for item in self.outputs)
