@@ -1,6 +1,7 @@
-"""From options to an engine: load the model, size the pool, join runner, pool and scheduler. Logs each step as it goes.
+"""From options to an engine: loads the model, sizes the pool, joins runner, pool and scheduler, and logs each step.
 
-Two steps, because the pool is somebody else's: `prepare_engine` says how large, `build` takes it.
+It takes two calls, because the caller makes the pool: `prepare_engine` says how large it must be, and
+`PreparedEngine.build` takes it.
 """
 
 import importlib
@@ -43,7 +44,7 @@ _PROGRESS_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PreparedEngine:
-    """An engine that lacks only the memory of its pool."""
+    """An engine that lacks only the memory of its pool. `attention` is the name of the backend."""
 
     options: EngineOptions
     loaded: LoadedModel
@@ -53,7 +54,7 @@ class PreparedEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where the pool must be."""
+        """Returns the device on which the pool must be."""
         return self.loaded.model.device
 
     @property
@@ -74,10 +75,12 @@ class PreparedEngine:
         publish_hits: bool = False,
         core_share: CoreShare | None = None,
     ) -> Engine:
-        """`kv_pool`: zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on the model's device.
-        `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's. `core_share`: of an engine that computes on
-        the processor; unset, as many cores as `threads` of the options, or the calling thread has. On a card this
-        also records decode steps, which takes seconds."""
+        """Returns the engine. `kv_pool` is zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on
+        the model's device. `on_evict` is that of `BlockPool`, `publish` and `publish_hits` are those of `Engine`.
+
+        `core_share` is for an engine that computes on the CPU. Without it, the engine has as many cores as the option
+        `threads` says, or as the calling thread has threads. On a GPU this also records decode steps, which takes
+        seconds, and raises ConfigurationError if there is no memory for them."""
         assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape) and kv_pool.device == self.device
         eos_token_ids = self.loaded.config.eos_token_ids
         on_cpu = self.device.type == "cpu"
@@ -114,13 +117,14 @@ class PreparedEngine:
 
 
 def planned_device(options: EngineOptions) -> torch.device:
-    """Where `prepare_engine` will load. Raises ConfigurationError as it does."""
+    """Returns the device that `prepare_engine` will choose. Raises ConfigurationError if it cannot be used."""
     device, _ = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
     return device
 
 
 def prepare_engine(options: EngineOptions) -> PreparedEngine:
-    """Loads the model, on as many threads as the options say. Raises ModelLoadError or ConfigurationError."""
+    """Loads the model on as many threads as the options say, and sizes the pool. Raises ModelLoadError or
+    ConfigurationError."""
     with threads_kept():
         if options.threads:
             use_threads(options.threads, torch_multiplies=True)
@@ -150,7 +154,7 @@ def _prepare(options: EngineOptions) -> PreparedEngine:
 
 def _load(options: EngineOptions, device: torch.device, attention: AttentionBackend) -> LoadedModel:
     with out_of_memory_as_configuration_error(
-        f"the weights of {options.model} do not fit on {device}: end what else uses the card, or take a smaller or a "
+        f"the weights of {options.model} do not fit on {device}: end what else uses the GPU, or take a smaller or a "
         "quantised (AWQ, GPTQ) model"
     ):
         return load_model(
@@ -166,12 +170,12 @@ def _load(options: EngineOptions, device: torch.device, attention: AttentionBack
 
 
 def _gpu_startup() -> ModuleType:
-    """Only where there is a card: it imports Triton, which need not be installed elsewhere."""
+    """Imports what a GPU needs. Called only with a GPU: it imports Triton, which need not be installed elsewhere."""
     return importlib.import_module("kvrelay.engine.gpu.startup")
 
 
 def _cpu_only(options: EngineOptions) -> str:
-    """An option among those given that leaves only the CPU; empty without one."""
+    """Returns the flag of a given option that works only on a CPU, or an empty string."""
     if options.quantization != "none":
         return f"--quantization {options.quantization}"
     return "--attention-backend native" if options.attention_backend == "native" else ""
@@ -185,7 +189,7 @@ def _attention(options: EngineOptions, device: torch.device, kv_scales: KVScales
 
 
 def _progress_logger() -> Callable[[int, int], None]:
-    """Says how far loading is, about once a second."""
+    """Returns a callback that logs how far loading is, about once a second."""
     last = time.monotonic()
 
     def progress(done: int, total: int) -> None:

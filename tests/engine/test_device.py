@@ -3,20 +3,20 @@
 import pytest
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.engine.device import Card, Machine, choose_device, look_at_machine
+from kvrelay.engine.device import Gpu, Machine, choose_device, look_at_machine
 
-CARD = Card("H200", 141 << 30, (9, 0))
-WITH_CARD = Machine(torch_has_cuda=True, has_triton=True, card=CARD)
+GPU = Gpu("H200", 141 << 30, (9, 0))
+WITH_GPU = Machine(torch_has_cuda=True, has_triton=True, gpu=GPU)
 PROBLEMS = {
     "this torch is for CPUs only: install one built for CUDA": Machine(False, True, None),
-    "torch sees no card: check the driver": Machine(True, True, None),
-    "the GPU kernels need triton: install the package triton": Machine(True, False, CARD),
-    "T4 has compute capability 7.5, the kernels need 8.0: use": Machine(True, True, Card("T4", 16 << 30, (7, 5))),
+    "torch sees no GPU: check the driver": Machine(True, True, None),
+    "the GPU kernels need triton: install the package triton": Machine(True, False, GPU),
+    "T4 has compute capability 7.5, the kernels need 8.0: use": Machine(True, True, Gpu("T4", 16 << 30, (7, 5))),
 }
 
 
 def test_auto_takes_the_card() -> None:
-    device, reason = choose_device("auto", lambda: WITH_CARD)
+    device, reason = choose_device("auto", lambda: WITH_GPU)
     assert (str(device), reason) == ("cuda:0", "H200, 141 GiB")
 
 
@@ -29,7 +29,7 @@ def test_without_a_usable_card(problem: str) -> None:
 
 
 def test_the_versions_of_rocm_cards_are_not_compared() -> None:
-    device, _ = choose_device("cuda", lambda: Machine(True, True, Card("MI300X", 192 << 30, None)))
+    device, _ = choose_device("cuda", lambda: Machine(True, True, Gpu("MI300X", 192 << 30, None)))
     assert device.type == "cuda"
 
 
@@ -41,12 +41,12 @@ def test_the_cpu_as_asked_for_wakes_no_driver() -> None:
 
 
 def test_an_option_for_cpus_only() -> None:
-    device, reason = choose_device("auto", lambda: WITH_CARD, cpu_only="--quantization int8")
+    device, reason = choose_device("auto", lambda: WITH_GPU, cpu_only="--quantization int8")
     assert device.type == "cpu" and reason == "--quantization int8 is for CPUs"
     with pytest.raises(ConfigurationError, match="--quantization int8 is for CPUs; leave it out"):
-        choose_device("cuda", lambda: WITH_CARD, cpu_only="--quantization int8")
+        choose_device("cuda", lambda: WITH_GPU, cpu_only="--quantization int8")
 
 
 def test_this_machine_is_described() -> None:
     machine = look_at_machine()
-    assert machine.has_triton and (machine.card is None or machine.torch_has_cuda)
+    assert machine.has_triton and (machine.gpu is None or machine.torch_has_cuda)

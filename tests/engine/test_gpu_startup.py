@@ -10,7 +10,7 @@ import torch
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine import startup as engine_startup
-from kvrelay.engine.device import Card, Machine
+from kvrelay.engine.device import Gpu, Machine
 from kvrelay.engine.gpu import startup
 from kvrelay.engine.gpu.memory_profile import MemoryProfile
 from kvrelay.engine.options import EngineOptions
@@ -54,7 +54,7 @@ FULL = (
 
 
 @pytest.mark.parametrize("error", FULL, ids=lambda error: str(error)[:30])
-def test_a_full_card_is_recognised_whoever_says_so(error: Exception) -> None:
+def test_a_full_gpu_is_recognised_whoever_says_so(error: Exception) -> None:
     expected = f"lower something ({str(error).splitlines()[0]})"
     with (
         pytest.raises(ConfigurationError, match=f"^{re.escape(expected)}$"),
@@ -63,7 +63,7 @@ def test_a_full_card_is_recognised_whoever_says_so(error: Exception) -> None:
         raise error
 
 
-def test_other_errors_of_a_card_stay_what_they_are() -> None:
+def test_other_errors_of_a_gpu_stay_what_they_are() -> None:
     with (
         pytest.raises(RuntimeError, match="illegal memory access"),
         out_of_memory_as_configuration_error("lower something"),
@@ -72,8 +72,8 @@ def test_other_errors_of_a_card_stay_what_they_are() -> None:
 
 
 def test_no_room_for_the_weights_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card("a card", 24 * GIB, (8, 9))
-    monkeypatch.setattr(engine_startup, "look_at_machine", lambda: Machine(True, True, card))
+    gpu = Gpu("a GPU", 24 * GIB, (8, 9))
+    monkeypatch.setattr(engine_startup, "look_at_machine", lambda: Machine(True, True, gpu))
     monkeypatch.setattr(engine_startup, "load_model", mock.Mock(side_effect=torch.OutOfMemoryError("3 GiB")))
     with pytest.raises(ConfigurationError, match=r"weights of m do not fit on cuda:0: end what else.*AWQ.*3 GiB"):
         engine_startup.prepare_engine(OPTIONS)
