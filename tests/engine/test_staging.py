@@ -1,4 +1,4 @@
-"""Weights on their way to a gpu: chunks are used in turn, and none before the copy out of it has ended."""
+"""Weights on their way to a GPU: chunks are used in turn, and none before the copy out of it has ended."""
 
 from dataclasses import dataclass, field
 
