@@ -17,7 +17,7 @@ def test_the_pool_gets_what_is_left_of_the_share() -> None:
 
 
 def test_the_pool_never_gets_more_than_is_free() -> None:
-    """Others may use the card too."""
+    """Others may use the GPU too."""
     assert PROFILE.pool_bytes(0.95) == (50 - 3) * GIB
 
 
@@ -31,7 +31,7 @@ def test_blocks(wanted: int, expected: int) -> None:
     [(0, 0.2, "one KV block needs 0.00 GiB and 0.00 GiB are left"), (2**20, 0.5, "1048576 KV blocks need 32.00 GiB")],
 )
 def test_too_little_names_sizes_and_remedies(num_blocks: int, utilization: float, what: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{what}.*80.0 GiB card.*weights 16.0 GiB.*--gpu-memory-utilization"):
+    with pytest.raises(ConfigurationError, match=f"{what}.*80.0 GiB GPU.*weights 16.0 GiB.*--gpu-memory-utilization"):
         blocks_that_fit(PROFILE, LAYOUT, utilization=utilization, num_blocks=num_blocks)
 
 

@@ -1,6 +1,6 @@
-"""The part of start-up that needs Triton and a card: profile a step, size the pool, record decode steps.
+"""The part of start-up that needs Triton and a GPU: profiles a step, sizes the pool, records decode steps.
 
-Imported only where the engine runs on a card.
+It is imported only if the engine runs on a GPU.
 """
 
 import logging
@@ -23,12 +23,12 @@ _logger = logging.getLogger(__name__)
 
 
 def size_gpu_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout) -> PoolSize:
-    """Raises ConfigurationError when too little of the card is left, ModelLoadError when the model computes nothing of
-    use."""
+    """Returns the size of the pool, after running the largest step to measure its memory. Raises ConfigurationError if
+    too little of the GPU's memory is left, ModelLoadError if the model's results are not finite."""
     _logger.info("profiling a step of %d tokens", options.max_num_batched_tokens)
     start = time.monotonic()
     with out_of_memory_as_configuration_error(
-        f"after the weights, the card has no memory for a step of {options.max_num_batched_tokens} tokens: end what "
+        f"after the weights, the GPU has no memory for a step of {options.max_num_batched_tokens} tokens: end what "
         "else uses it, or lower --max-num-batched-tokens or --max-num-seqs"
     ):
         profile = profile_memory(
@@ -45,12 +45,13 @@ def size_gpu_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout)
 
 
 def gpu_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max_model_len: int) -> Runner:
-    """Records decode steps, unless they are not wanted. Raises ConfigurationError when there is no room for them."""
+    """Returns the runner, after recording decode steps unless the options say not to. Raises ConfigurationError if
+    there is no memory for them."""
     start = time.monotonic()
     recorder = CudaGraphRecorder() if _records(options) else None
     sampler = GpuSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
     with out_of_memory_as_configuration_error(
-        "the card has no memory left for recorded decode steps: lower --gpu-memory-utilization or --max-num-seqs, or "
+        "the GPU has no memory left for recorded decode steps: lower --gpu-memory-utilization or --max-num-seqs, or "
         "record none with --enforce-eager"
     ):
         runner = GpuRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
@@ -60,7 +61,8 @@ def gpu_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max
 
 
 def _records(options: EngineOptions) -> bool:
-    """The reference attention reads sizes of the batch from the card, which no recorded step can."""
+    """Tells whether decode steps are recorded. With the reference attention they cannot be: it reads sizes of the batch
+    from the GPU."""
     return not options.enforce_eager and options.attention_backend != "reference"
 
 
