@@ -67,7 +67,7 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as pairs of token id and bias."""
+        """Returns `logit_bias` as pairs of token id and bias."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 

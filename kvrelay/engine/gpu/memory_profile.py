@@ -100,8 +100,8 @@ def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
 def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
     """Returns plans that launch a prompt's attention and products in every way, so that all kernels are compiled before
     a request waits for them. They are prompts of several lengths, alone and together with a decode, whose tokens all
-    stay until the end of the step; and the ends of ever shorter prompts, whose last layer attends with one
-    token or with all. Decode steps are compiled when they are recorded."""
+    stay until the end of the step; and the ends of ever shorter prompts, whose last layer attends with one token or
+    with all. Decode steps are compiled when they are recorded."""
     longest = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
     plans = []
     for length in sorted({min(length, longest) for length in (*_SHORTER_PROMPTS, longest)}, reverse=True):
