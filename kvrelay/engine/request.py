@@ -47,8 +47,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlock:
-    """A block of the local pool that a transfer may read or write until `Engine.unpin`. Its first `num_tokens` slots
-    are in use."""
+    """A block of the local pool that a transfer may read or write until `Engine.unpin`; `num_tokens` slots count."""
 
     block_id: int
     block_hash: BlockHash
@@ -94,10 +93,10 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of an engine at the end of a step."""
+    """Counts at the end of a step."""
 
     num_requests_running: int
-    num_requests_decoding: int  # running requests that have their first token
+    num_requests_decoding: int  # of the running ones, those that have their first token
     num_requests_waiting: int
     num_queued_tokens: int
     num_free_blocks: int
@@ -105,9 +104,9 @@ class EngineLoad:
     num_preemptions: int
     num_leases: int
     num_steps: int
-    num_prefilled_tokens: int = 0  # since the start, in chunks of more than one token
-    prefill_seconds: float = 0.0  # duration of the steps that computed them
-    num_lent_steps: int = 0  # steps that began with cores lent by other nodes
+    num_prefilled_tokens: int = 0  # computed in chunks of more than one token, since the start
+    prefill_seconds: float = 0.0  # that these steps took
+    num_lent_steps: int = 0  # of num_steps, those that began with cores lent by other nodes
 
 
 @dataclass(frozen=True, slots=True)

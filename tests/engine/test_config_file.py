@@ -50,7 +50,7 @@ FILES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", FILES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_means_what_transformers_says(family: str, case: str, tmp_path: Path) -> None:
+def test_every_field_equals_that_of_transformers(family: str, case: str, tmp_path: Path) -> None:
     raw = {"model_type": family, **FILES[case]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     expected = AutoConfig.from_pretrained(tmp_path, local_files_only=True)

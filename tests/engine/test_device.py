@@ -15,32 +15,32 @@ PROBLEMS = {
 }
 
 
-def test_auto_takes_the_card() -> None:
+def test_auto_takes_the_gpu() -> None:
     device, reason = choose_device("auto", lambda: WITH_GPU)
     assert (str(device), reason) == ("cuda:0", "H200, 141 GiB")
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_without_a_usable_card(problem: str) -> None:
+def test_without_a_usable_gpu_auto_takes_the_cpu_and_cuda_says_what_to_do(problem: str) -> None:
     device, reason = choose_device("auto", lambda: PROBLEMS[problem])
     assert device.type == "cpu" and reason == problem.partition(":")[0]
     with pytest.raises(ConfigurationError, match=f"--device cuda: {problem}.*, or use --device cpu"):
         choose_device("cuda", lambda: PROBLEMS[problem])
 
 
-def test_the_versions_of_rocm_cards_are_not_compared() -> None:
+def test_a_rocm_gpu_is_not_refused_by_compute_capability() -> None:
     device, _ = choose_device("cuda", lambda: Machine(True, True, Gpu("MI300X", 192 << 30, None)))
     assert device.type == "cuda"
 
 
-def test_the_cpu_as_asked_for_wakes_no_driver() -> None:
+def test_device_cpu_does_not_initialise_the_driver() -> None:
     def look() -> Machine:
         raise AssertionError("nobody asked for a card")
 
     assert choose_device("cpu", look)[0].type == "cpu"
 
 
-def test_an_option_for_cpus_only() -> None:
+def test_an_option_for_cpus_makes_auto_take_the_cpu_and_refuses_cuda() -> None:
     device, reason = choose_device("auto", lambda: WITH_GPU, cpu_only="--quantization int8")
     assert device.type == "cpu" and reason == "--quantization int8 is for CPUs"
     with pytest.raises(ConfigurationError, match="--quantization int8 is for CPUs; leave it out"):

@@ -438,7 +438,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_traffic_on_a_small_pool(seed: int) -> None:
+def test_random_traffic_on_a_small_pool_has_the_right_tokens_and_leaves_nothing(seed: int) -> None:
     """Arrivals, aborts, shared prefixes, siblings, preemptions in any order: tokens are right, nothing is left."""
     rng = random.Random(seed)
     harness = Harness(num_blocks=rng.choice([12, 20, 40]), max_num_batched_tokens=rng.choice([16, 40]), max_num_seqs=6)

@@ -107,7 +107,7 @@ def decodes(count: int, row: SamplingRow) -> SchedulerOutput:
 
 
 @pytest.mark.parametrize(("count", "row", "replayed"), [(3, GREEDY, 4), (64, GREEDY, 64), (3, EDITED, 4)])
-def test_a_replayed_step(
+def test_a_step_of_decodes_is_padded_and_replayed_without_reading_the_gpu(
     model: DecoderForCausalLM, launched: Counter[str], count: int, row: SamplingRow, replayed: int
 ) -> None:
     recorder = EagerRecorder()
@@ -119,14 +119,16 @@ def test_a_replayed_step(
     assert launched["sample_kernel"] == 1 and not launched["prefill_attention_kernel"]
 
 
-def test_a_mixed_step(model: DecoderForCausalLM, launched: Counter[str]) -> None:
+def test_a_mixed_step_launches_both_kinds_of_attention_without_reading_the_gpu(
+    model: DecoderForCausalLM, launched: Counter[str]
+) -> None:
     prompt = ScheduledSequence((7,) * 100, 0, tuple(range(10)), (EDITED, GREEDY), prompt_logprobs=(2, (1,) * 99))
     decode = ScheduledSequence((UNKNOWN_TOKEN,), 40, (1, 2, 3), (GREEDY,), input_row=0)
     make_runner(model, None).launch(SchedulerOutput((decode, prompt), ()))
     assert launched["prefill_attention_kernel"] == launched["decode_attention_kernel"] == CONFIG.num_layers
 
 
-def test_the_largest_step(model: DecoderForCausalLM, launched: Counter[str]) -> None:
+def test_the_largest_step_runs_without_reading_the_gpu(model: DecoderForCausalLM, launched: Counter[str]) -> None:
     make_runner(model, None).launch(largest_step(LIMITS, 16))
     assert launched["sample_kernel"] == 1
     assert launched["prefill_attention_kernel"] == CONFIG.num_layers, "prompts that want log-probabilities need most"
@@ -211,6 +213,6 @@ def test_every_way_to_launch_a_product_of_quantised_weights_is_compiled_at_the_s
     assert at_the_start == ways_of(range(1, LIMITS.max_num_batched_tokens + 1))
 
 
-def test_a_read_would_be_seen() -> None:
+def test_a_read_of_the_gpu_is_noticed() -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         torch.zeros(1, device=META).item()

@@ -120,7 +120,7 @@ def test_a_head_that_is_always_zero_has_a_scale_of_one(with_scales: Path) -> Non
     assert calculate_kv_scales(loaded.checkpoint, loaded.config).value[1, 1] == 1
 
 
-def test_weights_that_give_no_scales(with_scales: Path) -> None:
+def test_weights_that_are_not_finite_give_no_scales(with_scales: Path) -> None:
     loaded = _load(with_scales)
     weight = load_file(with_scales / WEIGHTS)["model.layers.1.self_attn.v_proj.weight"]
     weight[0, 0] = float("nan")
@@ -139,7 +139,7 @@ def test_weights_that_give_no_scales(with_scales: Path) -> None:
         ("llama", "gptq-64-8-bits", ()),
     ],
 )
-def test_a_quantised_checkpoint_has_the_scales_of_what_it_means(
+def test_a_quantised_checkpoint_has_the_scales_of_its_dequantised_weights(
     family: str, recipe: str, leave: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = make_prequantized_model(family, recipe, tmp_path, leave=leave)
@@ -155,7 +155,7 @@ def test_a_quantised_checkpoint_has_the_scales_of_what_it_means(
     [("k_scale", "v_scale"), ("attn.k_scale", "attn.v_scale"), ("k_proj.k_scale", "v_proj.v_scale")],
 )
 @pytest.mark.parametrize("shape", [(), (1,), (NUM_KV_HEADS,), (NUM_KV_HEADS, 1, 1)], ids=str)
-def test_the_scales_of_a_checkpoint(
+def test_the_scales_of_a_checkpoint_are_read_under_every_name_and_shape(
     key: str, value: str, shape: tuple[int, ...], with_scales: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     per_head = NUM_KV_HEADS in shape
@@ -169,7 +169,7 @@ def test_the_scales_of_a_checkpoint(
     assert torch.equal(scales.value, 2 * scales.key)
 
 
-def test_one_scale_for_both(with_scales: Path) -> None:
+def test_one_scale_may_be_for_keys_and_values(with_scales: Path) -> None:
     _add(with_scales, {f"{layer}.self_attn.kv_scale": torch.tensor([0.5], dtype=torch.bfloat16) for layer in range(3)})
     scales = choose_kv_scales(_load(with_scales), "fp8_e4m3", calculate=False)
     assert scales is not None and bool((scales.key == 0.5).all()) and bool((scales.value == 0.5).all())
@@ -184,7 +184,7 @@ def test_one_scale_for_both(with_scales: Path) -> None:
         ({"0.self_attn.v_scale": torch.tensor([1.0, float("nan")])}, "v_scale must be finite and above zero"),
     ],
 )
-def test_scales_that_can_not_be_used_matter_to_fp8_alone(
+def test_unusable_scales_are_refused_only_with_fp8(
     change: dict[str, Tensor | None], message: str, with_scales: Path
 ) -> None:
     tensors = _scales("k_scale", "v_scale") | change
@@ -195,7 +195,7 @@ def test_scales_that_can_not_be_used_matter_to_fp8_alone(
         choose_kv_scales(loaded, "fp8", calculate=False)
 
 
-def test_a_checkpoint_whose_config_quantises_nothing_but_kv(with_scales: Path) -> None:
+def test_a_config_that_quantises_only_kv_to_static_fp8_is_accepted(with_scales: Path) -> None:
     path = with_scales / "config.json"
     config = json.loads(path.read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -220,7 +220,7 @@ def test_without_scales_they_are_one_and_the_log_says_so(llama: Path, caplog: py
     assert "--calculate-kv-scales" in caplog.text
 
 
-def test_scales_without_fp8_are_a_mistake(llama: Path) -> None:
+def test_calculating_scales_without_fp8_is_refused(llama: Path) -> None:
     with pytest.raises(ConfigurationError, match="add --kv-cache-dtype fp8"):
         _prepare(llama, calculate_kv_scales=True)
 

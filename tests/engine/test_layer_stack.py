@@ -45,7 +45,7 @@ def logits_and_kv(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("family", ["llama-bias", "llama-mqa", "qwen2", "qwen3-bias-sliding"])
-def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp_path: Path) -> None:
+def test_the_stack_equals_the_layers_one_by_one(family: str, quantization: Quantization, tmp_path: Path) -> None:
     model = load(make_tiny_model(family, tmp_path), quantization)
     assert model.stack is not None
     compiled = logits_and_kv(model)
@@ -54,7 +54,7 @@ def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp
 
 
 @pytest.mark.parametrize("recipe", ["awq-32", "gptq-64"])
-def test_prequantized_weights(recipe: str, tmp_path: Path) -> None:
+def test_the_stack_equals_the_layers_with_prequantized_weights(recipe: str, tmp_path: Path) -> None:
     model = load(make_prequantized_model("llama-bias", recipe, tmp_path).directory, "none")
     assert model.stack is not None
     compiled = logits_and_kv(model)
@@ -62,7 +62,7 @@ def test_prequantized_weights(recipe: str, tmp_path: Path) -> None:
     assert torch.equal(logits_and_kv(model), compiled)
 
 
-def test_the_same_over_an_fp8_pool(tmp_path: Path) -> None:
+def test_the_stack_equals_the_layers_over_an_fp8_pool(tmp_path: Path) -> None:
     model = load(make_tiny_model("llama", tmp_path), "int8")
     assert model.stack is not None
     with pytest.raises(ValueError, match="needs kv_scales"):
@@ -75,7 +75,7 @@ def test_the_same_over_an_fp8_pool(tmp_path: Path) -> None:
     assert torch.equal(logits_and_kv(model, FP8), compiled)
 
 
-def test_who_goes_piece_by_piece(tmp_path: Path) -> None:
+def test_models_that_the_kernels_do_not_support_have_no_stack(tmp_path: Path) -> None:
     scattered = make_prequantized_model("llama", "gptq-32-order", tmp_path / "scattered")
     assert load(scattered.directory, "none").stack is None
     assert load(make_tiny_model("llama", tmp_path), "int8", "float32").stack is None

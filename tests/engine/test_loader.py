@@ -304,7 +304,7 @@ def test_the_benchmark_model_loads_and_every_token_decodes(tmp_path: Path) -> No
     ],
 )
 @pytest.mark.parametrize("named_in_config", [True, False])
-def test_dtype(
+def test_weights_are_converted_to_the_dtype_to_compute_in(
     stored: torch.dtype, asked: DTypeName, computed: torch.dtype, named_in_config: bool, tmp_path: Path
 ) -> None:
     make_tiny_model("llama", tmp_path, dtype=stored)

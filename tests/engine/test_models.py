@@ -53,7 +53,9 @@ def test_sequences_of_a_step_do_not_see_each_other(family: str, tmp_path: Path) 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("last_of", [(0, 1, 2, 3), (1, 3), (2,), ()])
 @pytest.mark.parametrize("family", ["llama-mqa", "mistral-sliding", "qwen3"])
-def test_only_some_last_tokens(family: str, last_of: tuple[int, ...], backend: BackendName, tmp_path: Path) -> None:
+def test_tokens_whose_results_nobody_reads_may_leave_before_the_end(
+    family: str, last_of: tuple[int, ...], backend: BackendName, tmp_path: Path
+) -> None:
     """Their logits and the KV of all tokens are those of a step whose every result is read."""
     model = _load(make_tiny_model(family, tmp_path), backend=backend).model
     chunks = [_tokens(length, seed=length) for length in (1, 16, 33, 40)]

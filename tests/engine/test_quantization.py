@@ -121,7 +121,7 @@ def test_one_tensor_at_a_time_is_open_while_loading(tmp_path: Path, monkeypatch:
     assert isinstance(loaded.model.lm_head, QuantizedLinear) and loaded.model.lm_head.weight.bits == 8
 
 
-def test_other_devices_are_refused(tmp_path: Path) -> None:
+def test_quantising_for_a_gpu_is_refused(tmp_path: Path) -> None:
     make_tiny_model("llama", tmp_path)
     with pytest.raises(ConfigurationError, match="quantization int8 is for CPUs"):
         load_model(

@@ -375,7 +375,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_prefill_here_and_decode_there(seed: int) -> None:
+def test_prefill_here_and_decode_there_give_the_same_tokens(seed: int) -> None:
     rng = random.Random(seed)
     pair = Pair(rng)
     outputs = {}

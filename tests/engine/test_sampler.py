@@ -308,7 +308,7 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
     assert (none.token_id, none.rank, none.top) == (best, 1, ())
 
 
-def test_prompt_logprobs() -> None:
+def test_prompt_logprobs_are_those_of_a_log_softmax() -> None:
     logits = make_logits(6, 5, ties=True)
     targets = [0, 1, 2, 150, 299]
     exact = logits.to(torch.float64).log_softmax(-1)
@@ -344,16 +344,16 @@ def test_tokens_the_model_itself_excludes_are_never_sampled() -> None:
     assert {token.token_id for token in sampled} == {3, 200}
 
 
-def test_an_empty_batch() -> None:
+def test_an_empty_batch_has_no_tokens() -> None:
     assert Sampler(VOCAB_SIZE, [EOS]).sample(torch.empty(0, VOCAB_SIZE), []) == []
 
 
-def test_a_vocabulary_of_one_token() -> None:
+def test_a_vocabulary_of_one_token_gives_that_token() -> None:
     params = SamplingParams(seed=1, top_k=1, top_p=0.1, min_p=1.0, logprobs=1)
     assert sample_one(torch.tensor([1.5]), params) == SampledToken(0, TokenLogprobs(0, 0.0, 1, ((0, 0.0),)))
 
 
-def test_what_a_seed_means_does_not_change() -> None:
+def test_the_tokens_of_a_seed_never_change() -> None:
     """Computed with Python's own integers and floats. Other tokens would break streams that change between versions."""
     logits = (torch.arange(1000) * 7919 % 101).to(torch.float32) / 50.0
     rows = [make_row(SamplingParams(seed=1234567890123), position=i, choice_index=i % 2) for i in range(8)]

@@ -76,7 +76,7 @@ def copied_kib() -> int:
         ("qwen2", "bfloat16", "int4"),
     ],
 )
-def test_the_second_one_reads_no_weights(
+def test_the_second_node_reads_no_weights(
     family: str, dtype: DTypeName, quantization: Quantization, tmp_path: Path, store: WeightStore
 ) -> None:
     make_tiny_model(family, tmp_path)
@@ -90,7 +90,7 @@ def test_the_second_one_reads_no_weights(
     assert copied_kib() == 0
 
 
-def test_what_the_second_one_writes_is_its_own(tmp_path: Path, store: WeightStore) -> None:
+def test_writes_of_the_second_node_do_not_reach_the_first(tmp_path: Path, store: WeightStore) -> None:
     make_tiny_model("qwen2", tmp_path)
     first = load(tmp_path, store)
     expected = logits(first)
@@ -101,7 +101,7 @@ def test_what_the_second_one_writes_is_its_own(tmp_path: Path, store: WeightStor
     assert torch.equal(logits(first), expected)
 
 
-def test_a_load_that_fails_leaves_the_next_one_to_begin_again(tmp_path: Path, store: WeightStore) -> None:
+def test_after_a_load_that_failed_the_next_one_begins_again(tmp_path: Path, store: WeightStore) -> None:
     make_tiny_model("llama", tmp_path)
     intact = (tmp_path / WEIGHTS).read_bytes()
     tensors = load_file(tmp_path / WEIGHTS)
@@ -114,7 +114,7 @@ def test_a_load_that_fails_leaves_the_next_one_to_begin_again(tmp_path: Path, st
 
 
 @pytest.mark.parametrize("change", ["other quantization", "other dtype", "other files", "later files", "other model"])
-def test_other_weights_are_not_used(
+def test_weights_of_other_files_or_formats_are_not_used(
     change: str, tmp_path: Path, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_tiny_model("llama", tmp_path)
@@ -135,7 +135,7 @@ def test_other_weights_are_not_used(
     assert "not those of this model" in caplog.text
 
 
-def test_a_quantised_checkpoint_is_loaded_by_everybody(tmp_path: Path, store: WeightStore) -> None:
+def test_a_quantised_checkpoint_is_loaded_by_every_node(tmp_path: Path, store: WeightStore) -> None:
     """What its weights are repacked to is not shared."""
     directory = make_prequantized_model("llama", "awq-64", tmp_path).directory
     first, second = load(directory, store, dtype="float32"), load(directory, store, dtype="float32")

@@ -75,7 +75,7 @@ def test_numbers_are_put_back_when_there_is_nothing_to_do(shares: tuple[CoreShar
             assert num_threads() == torch.get_num_threads() == 3
 
 
-def test_without_a_share_nothing_changes() -> None:
+def test_without_a_share_numbers_of_threads_never_change() -> None:
     torch.set_num_threads(2)
     threads = StepThreads()
     threads.begin_step()
@@ -85,7 +85,7 @@ def test_without_a_share_nothing_changes() -> None:
     assert threads.num_lent_steps == 0
 
 
-def test_what_is_to_run_beside_a_step_starts_once_and_with_its_layers() -> None:
+def test_the_callback_of_a_step_runs_once_when_its_layers_begin() -> None:
     threads = StepThreads()
     started: list[str] = []
     threads.begin_step(lambda: started.append("first"))

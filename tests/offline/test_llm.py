@@ -45,7 +45,7 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM) -> None:
         assert output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
 
-def test_more_prompts_than_fit_at_a_time(llm: LLM) -> None:
+def test_more_prompts_than_run_at_a_time_give_the_tokens_of_each_alone(llm: LLM) -> None:
     prompts: list[str | list[int]] = [some_token_ids(60 + number, seed=number) for number in range(24)]
     together = llm.generate(prompts, GREEDY, progress=False)
     assert [one.outputs[0].token_ids for one in together] == [
@@ -53,7 +53,7 @@ def test_more_prompts_than_fit_at_a_time(llm: LLM) -> None:
     ]
 
 
-def test_one_prompt_alone_and_none(llm: LLM) -> None:
+def test_one_prompt_and_no_prompts_are_accepted(llm: LLM) -> None:
     assert len(llm.generate("The capital of France is", GREEDY, progress=False)) == 1
     assert len(llm.generate([5, 6, 7], GREEDY, progress=False)) == 1
     assert llm.generate([], progress=False) == []
@@ -98,7 +98,7 @@ def test_quantised_weights_still_answer_and_name_their_kv_otherwise(llm: LLM) ->
     assert int8._engine._namespace.model_fingerprint != llm._engine._namespace.model_fingerprint
 
 
-def test_logprobs(llm: LLM) -> None:
+def test_logprobs_cover_the_output_and_the_prompt_as_asked(llm: LLM) -> None:
     sampling = replace(GREEDY, logprobs=2, prompt_logprobs=1, max_tokens=3)
     [result] = llm.generate([some_token_ids(20, seed=3)], sampling, progress=False)
     [output] = result.outputs
@@ -113,7 +113,7 @@ def test_a_known_prefix_is_not_computed_again(llm: LLM) -> None:
     assert llm.generate(prompt, GREEDY, progress=False)[0].num_cached_tokens == 48
 
 
-def test_chat(llm: LLM) -> None:
+def test_chat_applies_the_template_to_one_conversation_or_several(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of Italy?"}]
     sampling = replace(GREEDY, max_tokens=16)
     [one] = llm.chat(question, sampling, progress=False)
@@ -206,7 +206,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_chunks_smaller_than_a_block() -> None:
+def test_chunks_smaller_than_a_block_give_the_same_tokens() -> None:
     """A step that fills no block and ends no prompt has nothing to tell, and is no end."""
     small = LLM(str(DEMO_MODEL), dtype="float32", threads=1, num_blocks=8, block_size=64, max_num_batched_tokens=16)
     prompt = some_token_ids(60, seed=1)
