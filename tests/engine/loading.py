@@ -1,4 +1,4 @@
-"""Loading a model for the CPU, quantised or not."""
+"""Loads a model for the CPU, quantised or not."""
 
 from pathlib import Path
 

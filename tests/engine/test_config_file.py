@@ -1,4 +1,4 @@
-"""What a `config.json` means is what transformers says it means, of every field that the engine reads."""
+"""Every field that the engine reads from a `config.json` has the value that transformers gives it."""
 
 import json
 from pathlib import Path

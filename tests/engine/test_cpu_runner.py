@@ -1,4 +1,4 @@
-"""From a plan to tokens with a real model: every sampling row reads the logits of its own sequence's last token."""
+"""Plans carried out with a real model: every sampling row reads the logits of its own sequence's last token."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,14 +37,14 @@ def greedy_prompt(n: int, block_id: int = 0) -> ScheduledSequence:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_parallel_outputs_start_from_the_prompts_last_token(runner: CpuRunner, n: int) -> None:
-    """Also when there are as many outputs as tokens in the step, which then looks like a batch of decodes."""
+    """Also with as many outputs as tokens in the step, which then resembles a batch of decodes."""
     [alone] = runner.launch(SchedulerOutput((greedy_prompt(1),), ())).collect().results
     [together] = runner.launch(SchedulerOutput((greedy_prompt(n),), ())).collect().results
     assert [sampled.token_id for sampled in together.sampled] == [alone.sampled[0].token_id] * n
 
 
 def test_a_chunk_without_rows_lends_its_tokens_to_nobody(runner: CpuRunner) -> None:
-    """Six tokens, six rows, all of them of the second sequence."""
+    """The step has six tokens and six rows, all rows of the second sequence."""
     [alone] = runner.launch(SchedulerOutput((greedy_prompt(1),), ())).collect().results
     chunk = ScheduledSequence(token_ids=(9, 8, 7), start=0, block_table=[1], rows=())
     _, together = runner.launch(SchedulerOutput((chunk, greedy_prompt(6)), ())).collect().results
@@ -52,7 +52,7 @@ def test_a_chunk_without_rows_lends_its_tokens_to_nobody(runner: CpuRunner) -> N
 
 
 def test_a_row_of_the_step_before_is_the_input(runner: CpuRunner) -> None:
-    """The second row of two sequences' prompts: what its sequence goes on with."""
+    """The input is the second row of a step with two prompts."""
     prompts = (greedy_prompt(1), replace(greedy_prompt(1, block_id=1), token_ids=(9, 8, 7)))
     first = runner.launch(SchedulerOutput(prompts, ())).collect().results[1].sampled[0].token_id
     row = replace(prompts[1].rows[0], position=4, num_output_tokens=1)
@@ -63,7 +63,7 @@ def test_a_row_of_the_step_before_is_the_input(runner: CpuRunner) -> None:
 
 
 def test_a_step_that_can_not_sample_fails_alone(runner: CpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot later either: what it has computed stays as it is."""
+    """It fails again if it is collected again, since what it has computed stays as it is."""
     plan = SchedulerOutput((greedy_prompt(1),), ())
     expected = runner.launch(plan).collect()
     forward = runner._model.forward

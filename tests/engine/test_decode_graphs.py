@@ -1,4 +1,4 @@
-"""Which batch sizes are recorded, in which order, and which one a batch is padded to."""
+"""The batch sizes that are recorded, their order, and the one that a batch is padded to."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which device is taken, and what somebody without a usable card is told."""
+"""Which device is chosen, and what the user is told if no GPU can be used."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_a_rocm_gpu_is_not_refused_by_compute_capability() -> None:
 
 def test_device_cpu_does_not_initialise_the_driver() -> None:
     def look() -> Machine:
-        raise AssertionError("nobody asked for a card")
+        raise AssertionError("nobody asked for a GPU")
 
     assert choose_device("cpu", look)[0].type == "cpu"
 

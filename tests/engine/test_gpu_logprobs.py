@@ -1,4 +1,4 @@
-"""Log-probabilities beside the logits equal those that the host computes row by row."""
+"""Log-probabilities computed on the GPU equal those that the host computes row by row."""
 
 import pytest
 import torch

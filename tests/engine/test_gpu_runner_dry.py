@@ -1,6 +1,5 @@
-"""A step for a card, carried out over tensors without memory: whatever would read from the device between launch and
-collect, or mixes devices, raises. Shapes are those of a real model; nothing is computed, and no card is needed.
-"""
+"""Steps for a GPU, carried out over tensors without memory: a read from the device between launch and collect raises,
+and so does mixing devices. Shapes are those of a real model; nothing is computed, and no GPU is needed."""
 
 import itertools
 from collections import Counter
@@ -73,7 +72,7 @@ def a_large_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Kernels by name; every tensor that one gets is on the device."""
+    """Counts launched kernels by name, and checks that every tensor they get is on the device."""
     names: Counter[str] = Counter()
 
     def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
@@ -101,7 +100,7 @@ def make_runner(model: DecoderForCausalLM, recorder: EagerRecorder | None, limit
 
 
 def decodes(count: int, row: SamplingRow) -> SchedulerOutput:
-    """Tokens that only the device knows."""
+    """Returns decodes of tokens that only the device knows."""
     sequences = [ScheduledSequence((UNKNOWN_TOKEN,), 40, (1, 2, 3), (row,), input_row=at) for at in range(count)]
     return SchedulerOutput(tuple(sequences), ((1, 2),))
 
@@ -138,7 +137,7 @@ def test_the_largest_step_runs_without_reading_the_gpu(model: DecoderForCausalLM
 def test_the_largest_step_has_as_many_log_probabilities_as_may_be(
     model: DecoderForCausalLM, launched: Counter[str], max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sampled tokens, and of a prompt, whose rows are as many at a time as there are tokens."""
+    """That holds for sampled tokens and for a prompt, as many of whose rows are computed at a time as it has tokens."""
     taken: list[tuple[str, int, int]] = []
 
     def recorder(of: str) -> Callable[[Tensor, Tensor, Sequence[int]], LaunchedLogprobs]:
@@ -164,7 +163,7 @@ def test_the_largest_step_has_as_many_log_probabilities_as_may_be(
 def test_every_way_to_launch_attention_is_compiled_at_the_start(
     model: DecoderForCausalLM, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether or not the last layer keeps all tokens of a prompt."""
+    """That holds whether or not the last layer keeps all tokens of a prompt."""
     limits = replace(LIMITS, max_num_seqs=max_num_seqs)
     ways: set[tuple[object, ...]] = set()
 

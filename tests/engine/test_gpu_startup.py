@@ -1,4 +1,4 @@
-"""The start of an engine on a card, with stand-ins for what needs one."""
+"""The start of an engine on a GPU, with stand-ins for what needs one."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""An FP8 KV cache: where its scales come from, that they are the same everywhere, and what it does to a model."""
+"""An FP8 KV cache: where its scales come from, that they are the same on every node, and what it does to a model."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_scales(llama: Path, tmp_path: Path) -> Path:
-    """A copy that a test adds scales to."""
+    """A copy of a model to which a test adds scales."""
     return shutil.copytree(llama, tmp_path / "scaled")
 
 
@@ -48,13 +48,13 @@ def _load(directory: Path, *, dtype: DTypeName = "auto", backend: BackendName = 
 
 
 def _add(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """`tensors` by what follows `model.layers.`."""
+    """Adds `tensors`, by the part of their names that follows `model.layers.`."""
     stored = load_file(directory / WEIGHTS) | {f"model.layers.{name}": tensor for name, tensor in tensors.items()}
     save_file(stored, directory / WEIGHTS, metadata={"format": "pt"})
 
 
 def _scales(key: str, value: str, *shape: int) -> dict[str, Tensor]:
-    """K of layer i has i + 1 / 4, V twice that; with more than one value, head h has h more."""
+    """Returns scales: i + 1 / 4 for K of layer i, and twice that for V. With more than one value, head h has h more."""
     found = {}
     for layer in range(NUM_LAYERS):
         heads = torch.zeros(1) if not shape else torch.arange(NUM_KV_HEADS).float().view(shape)
@@ -72,7 +72,7 @@ def _prepare(directory: Path, **options: Any) -> PreparedEngine:
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-rope-yarn", "mistral", "qwen2", "qwen3-bias-sliding"])
 def test_no_key_or_value_is_beyond_the_calculated_scales(family: str, tmp_path: Path) -> None:
-    """Held against K and V of random tokens, at positions far apart; and not larger than they need be."""
+    """K and V of random tokens at positions far apart fit, and the scales are no larger than necessary."""
     loaded = _load(make_tiny_model(family, tmp_path), backend="reference")
     scales = calculate_kv_scales(loaded.checkpoint, loaded.config)
     run = PagedRun(loaded.model, num_sequences=4, max_tokens=300)
@@ -87,7 +87,7 @@ def test_no_key_or_value_is_beyond_the_calculated_scales(family: str, tmp_path: 
 
 
 def test_the_bound_is_reached_by_the_input_that_points_along_a_row(llama: Path) -> None:
-    """V of head 1 in layer 2, of an input as long as RMSNorm leaves it: no V can be larger, and this one is."""
+    """V of head 1 in layer 2 reaches the bound for an input as long as RMSNorm makes it."""
     loaded = _load(llama)
     weights = {name.removeprefix("model.layers.2."): tensor for name, tensor in load_file(llama / WEIGHTS).items()}
     rows = (weights["self_attn.v_proj.weight"] * weights["input_layernorm.weight"])[16:].double()
@@ -107,7 +107,7 @@ def test_an_engine_that_starts_again_has_the_same_scales_whatever_it_computes_wi
 
 
 def test_the_scales_of_a_model_never_change() -> None:
-    """Other releases, other machines: the same weights, the same names."""
+    """Nodes of other releases and on other machines need the same scales for the same names."""
     layout = _prepare(DEMO_MODEL, kv_cache_dtype="fp8", calculate_kv_scales=True).layout
     assert layout.scales_digest == "73a7fd4953eda450b250f87b1df1f9c7"
 
@@ -249,7 +249,7 @@ def test_kv_of_another_dtype_or_other_scales_has_other_names(llama: Path) -> Non
 
 
 def test_the_digest_is_over_little_endian_floats() -> None:
-    """A promise to other releases: the same scales, the same names."""
+    """Nodes of other releases need the same digest for the same names."""
     scales = KVScales(torch.tensor([[0.5, 1.0]]), torch.tensor([[2.0, 0.25]]))
     assert scales_digest(scales) == "fb3c44495f3722a69752208793765fd0"
 
@@ -258,7 +258,7 @@ def test_the_digest_is_over_little_endian_floats() -> None:
 
 
 class RoundTripBackend(ReferenceBackend):
-    """The oracle: K and V are quantised and dequantised at once, and kept in float32."""
+    """The reference: K and V are quantised, dequantised at once, and kept in float32."""
 
     def __init__(self, kv_scales: KVScales) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compiled decoder layers give the results of their pieces, to the bit."""
+"""The compiled stack of decoder layers gives the results of the layers one by one, to the bit."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def load(directory: Path, quantization: Quantization, dtype: DTypeName = "bfloat
 
 
 def logits_and_kv(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None) -> Tensor:
-    """Prompts of many rows, of which all, some or no results are read, and steps of one and of two tokens."""
+    """Runs prompts of many rows, of which all, some or no results are read, and steps of one and of two tokens."""
     run = PagedRun(model, num_sequences=2, max_tokens=64)
     if kv_dtype is not None:
         run.pool = run.pool.to(kv_dtype)
@@ -85,7 +85,7 @@ def test_models_that_the_kernels_do_not_support_have_no_stack(tmp_path: Path) ->
 
 
 def linear(num_outputs: int, num_inputs: int) -> _native.Projection:
-    """int8, all zero."""
+    """Returns an int8 projection whose weights are all zero."""
     groups = -(-num_inputs // 128)
     return _native.quantized_projection(
         torch.zeros(-(-num_outputs // 16), groups * 128 * 16, dtype=torch.uint8),
@@ -95,7 +95,7 @@ def linear(num_outputs: int, num_inputs: int) -> _native.Projection:
 
 
 def stack(qkv: _native.Projection, norm: Tensor) -> LayerStack:
-    """One layer of two query heads and one KV head of 16, 32 wide."""
+    """Returns one layer of two query heads and one KV head, with head_dim 16 and hidden size 32."""
     layer = StackedLayer(
         qkv=qkv, output=linear(32, 32), gate_up=linear(128, 32), down=linear(32, 64), input_norm=norm, norm=norm,
         query_norm=None, key_norm=None, window=None,

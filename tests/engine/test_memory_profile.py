@@ -1,4 +1,4 @@
-"""How much of a card the pool gets; no card is needed for the arithmetic."""
+"""How much of a GPU's memory the pool gets. The arithmetic needs no GPU."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_the_pool_gets_what_is_left_of_the_share() -> None:
 
 
 def test_the_pool_never_gets_more_than_is_free() -> None:
-    """Others may use the GPU too."""
+    """Other processes may use the GPU too."""
     assert PROFILE.pool_bytes(0.95) == (50 - 3) * GIB
 
 

@@ -1,4 +1,4 @@
-"""Logits of every family against transformers' own modelling code, through a paged pool."""
+"""Logits of every family, through a paged pool, compared with those of transformers."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_sequences_of_a_step_do_not_see_each_other(family: str, tmp_path: Path) 
 def test_tokens_whose_results_nobody_reads_may_leave_before_the_end(
     family: str, last_of: tuple[int, ...], backend: BackendName, tmp_path: Path
 ) -> None:
-    """Their logits and the KV of all tokens are those of a step whose every result is read."""
+    """Logits and the KV of all tokens are those of a step whose results are all read."""
     model = _load(make_tiny_model(family, tmp_path), backend=backend).model
     chunks = [_tokens(length, seed=length) for length in (1, 16, 33, 40)]
     whole, some = (PagedRun(model, num_sequences=4, max_tokens=41) for _ in range(2))

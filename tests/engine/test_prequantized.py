@@ -1,4 +1,4 @@
-"""AWQ's and GPTQ's checkpoints against transformers running the weights that they mean, in float32."""
+"""Checkpoints of AWQ and GPTQ, compared with transformers on the dequantised float32 weights."""
 
 import json
 import logging
@@ -65,7 +65,7 @@ def test_plain_torch_draws_the_same_tokens(recipe: str, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("recipe", ["awq-64", "gptq-32-order"])
 def test_bfloat16_follows_the_dequantised_weights(recipe: str, tmp_path: Path) -> None:
-    """What the nodes run: both the many rows of a prompt and the one of a decode step."""
+    """Nodes compute in bfloat16, with many rows in a prompt and one row in a decode step."""
     model = make_prequantized_model("llama", recipe, tmp_path)
     prompt = torch.randint(0, 320, (100,), generator=torch.Generator().manual_seed(2)).tolist()
     run = PagedRun(load(model.directory, dtype="bfloat16").model, num_sequences=1, max_tokens=100)
@@ -93,7 +93,7 @@ def test_each_weight_is_exact(recipe: str, tmp_path: Path) -> None:
 
 
 def _weight_of(linear: LinearLayer) -> Tensor:
-    """`[num_outputs, num_inputs]`, from what the layer holds."""
+    """Returns the layer's weights, dequantised, `[num_outputs, num_inputs]`."""
     assert isinstance(linear, PrequantizedLinear)
     rows = []
     for product, _ in linear._products:
@@ -150,7 +150,7 @@ def test_a_quantised_head_stays_quantised(tmp_path: Path) -> None:
 
 
 def test_biases_that_the_model_does_not_know_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Older GPTQ writers give every layer one, of zeros."""
+    """Older GPTQ tools write a bias of zeros for every layer."""
     model = make_prequantized_model("llama", "gptq-64", tmp_path)
     before = load(model.directory)
     edit_tensors(model.directory, {f"{DOWN}.bias": torch.zeros(64)})

@@ -1,4 +1,4 @@
-"""A request that began at another engine: it goes on with the tokens it would have had, and counts those it has."""
+"""A request that began on another engine continues with the tokens it would have had, and its tokens so far count."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ MAX_TOKENS = 30
 
 
 def resumed(request_id: str, num_prior: int, *, choice: int = 0, role: KVRole = KVRole.LOCAL) -> EngineRequest:
-    """With the first tokens of output `choice`."""
+    """Returns a request that continues after the first tokens of output `choice`."""
     prior = tuple(expected_output(PROMPT, num_prior, choice_index=choice))
     asked = request(request_id, PROMPT, MAX_TOKENS, role=role)
     return replace(asked, prior_output_token_ids=prior, first_choice_index=choice)
@@ -31,7 +31,7 @@ def resumed(request_id: str, num_prior: int, *, choice: int = 0, role: KVRole = 
 @pytest.mark.parametrize("choice", [0, 3])
 @pytest.mark.parametrize("num_prior", [0, 1, 2, 3, 4, 10, 11, 12, 29])
 def test_a_resumed_output_is_the_rest_of_the_whole_one(num_prior: int, choice: int) -> None:
-    """Given tokens that end in, at, and one after a block; only the last one left."""
+    """The given tokens end in, at, and one after a block, or only the last output token is left."""
     harness = Harness()
     harness.engine.add(resumed("a", num_prior, choice=choice))
     harness.run()
@@ -62,7 +62,7 @@ def test_a_resumed_output_split_over_two_engines_recomputes_no_token(num_prior: 
 
 
 def test_what_the_first_engine_computed_is_found_by_name() -> None:
-    """Blocks with generated tokens too."""
+    """So are blocks with generated tokens."""
     harness = Harness()
     harness.engine.add(request("a", PROMPT, 12))
     harness.run()
@@ -94,7 +94,7 @@ def test_outputs_without_tokens_may_begin_at_any_index() -> None:
 
 
 class RecordingRunner(FakeRunner):
-    """Keeps what it was asked to sample."""
+    """A runner that records what it was asked to sample."""
 
     def __init__(self) -> None:
         super().__init__(64, BLOCK_SIZE)
@@ -111,7 +111,7 @@ def _values(row: SamplingRow) -> tuple[int, int, int, list[int], list[int]]:
 
 
 def test_the_sampler_sees_what_it_would_have_seen() -> None:
-    """Position, number of output tokens, and which tokens are output: all that seeds, penalties and bounds mean."""
+    """Position, number of output tokens, and which tokens are output decide what seeds, penalties and limits do."""
     seen = []
     for num_prior in (0, 7):
         harness = Harness()

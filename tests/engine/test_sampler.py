@@ -1,4 +1,4 @@
-"""The sampler against a reference written with plain Python numbers, and against the exact distribution."""
+"""The sampler, compared with a reference in plain Python numbers and with the exact distribution."""
 
 import math
 import random
@@ -79,8 +79,8 @@ def reference_probabilities(values: list[float], params: SamplingParams) -> list
 
 
 def check_distribution(logits: Tensor, params: SamplingParams, *, output: Sequence[int] = (), num_draws: int) -> None:
-    """Draws at `num_draws` positions of one seed, against the reference by Pearson's chi-square with rare tokens
-    pooled."""
+    """Compares draws at `num_draws` positions of one seed with the reference, by Pearson's chi-square test with rare
+    tokens pooled."""
     rows = [make_row(params, position=position, output=output) for position in range(num_draws)]
     sampled = Sampler(logits.numel(), [EOS]).sample(logits.expand(num_draws, -1), rows)
     counts = [0] * logits.numel()
@@ -354,7 +354,8 @@ def test_a_vocabulary_of_one_token_gives_that_token() -> None:
 
 
 def test_the_tokens_of_a_seed_never_change() -> None:
-    """Computed with Python's own integers and floats. Other tokens would break streams that change between versions."""
+    """The tokens were computed with Python's own integers and floats. Other tokens would break streams that move
+    between versions."""
     logits = (torch.arange(1000) * 7919 % 101).to(torch.float32) / 50.0
     rows = [make_row(SamplingParams(seed=1234567890123), position=i, choice_index=i % 2) for i in range(8)]
     sampled = Sampler(1000, []).sample(logits.expand(8, -1), rows)

@@ -1,4 +1,4 @@
-"""Weights that another node has loaded are those that this node would have loaded itself, or are not used."""
+"""A node uses weights that another node has loaded only if they are those it would have loaded itself."""
 
 import json
 import os
@@ -42,7 +42,8 @@ def logits(loaded: LoadedModel) -> Tensor:
 
 
 def overwrite_weights(directory: Path, *, later: bool = False) -> None:
-    """With zeros, and so that no listing of the directory shows it, but `later` by its time."""
+    """Overwrites the weights with zeros. A listing of the directory shows nothing of it, except the time with
+    `later`."""
     path = directory / WEIGHTS
     before = path.stat()
     header_bytes = 8 + int.from_bytes(path.read_bytes()[:8], "little")
@@ -53,7 +54,7 @@ def overwrite_weights(directory: Path, *, later: bool = False) -> None:
 
 
 def copied_kib() -> int:
-    """Of the store's memory: pages that this process has written to and so has for itself."""
+    """Returns how much of the store's memory this process has copied by writing to it, in KiB."""
     sizes = list[str]()
     is_of_store = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -136,7 +137,7 @@ def test_weights_of_other_files_or_formats_are_not_used(
 
 
 def test_a_quantised_checkpoint_is_loaded_by_every_node(tmp_path: Path, store: WeightStore) -> None:
-    """What its weights are repacked to is not shared."""
+    """Its repacked weights are not shared."""
     directory = make_prequantized_model("llama", "awq-64", tmp_path).directory
     first, second = load(directory, store, dtype="float32"), load(directory, store, dtype="float32")
     assert first.fingerprint == second.fingerprint and torch.equal(logits(first), logits(second))

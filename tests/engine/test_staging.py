@@ -10,7 +10,7 @@ from kvrelay.engine.loading.staging import Staging
 
 @dataclass(slots=True)
 class Gpu:
-    """Makes chunks, and ends that know whether they were waited for."""
+    """A stand-in that makes chunks, and ends that record whether they were waited for."""
 
     chunks: list[Tensor] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""How many threads a step runs on: as the table says at every layer, with results that do not depend on it."""
+"""How many threads a step runs on: as many as the table says at every layer, and results do not depend on it."""
 
 import os
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def threads_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
-    """Of two nodes with a core each."""
+    """The shares of two nodes with one core each."""
     descriptor = CoreTable.create(2, 2)
     table = CoreTable(descriptor)
     os.close(descriptor)  # the mapping stays
@@ -118,7 +118,7 @@ def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, C
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderForCausalLM:
-    """Every product of it is by kernels of our own."""
+    """A model all of whose products are computed by our own kernels."""
     directory = make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=320)
     attention = select_backend("native")
     loaded = load_model(str(directory), dtype="bfloat16", attention=attention, max_model_len=None, quantization="int8")
@@ -126,7 +126,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderForCausalLM:
 
 
 def logits_of(model: DecoderForCausalLM, num_tokens: int, threads_by_layer: tuple[int, ...]) -> Tensor:
-    """Of all positions of one prompt."""
+    """Returns the logits of all positions of one prompt."""
     config = model.config
     pool = torch.zeros(8, config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim, dtype=torch.bfloat16)
     positions = torch.arange(num_tokens)

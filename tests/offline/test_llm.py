@@ -1,4 +1,4 @@
-"""The offline API on the demo model, held against transformers' `generate`."""
+"""The offline API on the demo model, compared with transformers' `generate`."""
 
 import subprocess
 import sys
@@ -173,7 +173,7 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
 def test_the_caller_keeps_its_numbers_of_threads(
     dtype: Literal["bfloat16", "float32"], threads: int, during: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the kernels and of torch, which gets a single one where the kernels multiply."""
+    """That holds for the threads of the kernels and of torch, which gets a single one if the kernels multiply."""
     seen = set()
     launch = CpuRunner.launch
 
@@ -207,7 +207,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
 
 
 def test_chunks_smaller_than_a_block_give_the_same_tokens() -> None:
-    """A step that fills no block and ends no prompt has nothing to tell, and is no end."""
+    """A step that fills no block and ends no prompt has no result, but is not the end."""
     small = LLM(str(DEMO_MODEL), dtype="float32", threads=1, num_blocks=8, block_size=64, max_num_batched_tokens=16)
     prompt = some_token_ids(60, seed=1)
     [result] = small.generate(prompt, replace(GREEDY, ignore_eos=True), progress=False)
@@ -215,7 +215,7 @@ def test_chunks_smaller_than_a_block_give_the_same_tokens() -> None:
 
 
 def test_an_interrupted_batch_says_nothing_in_the_next_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C may come when a step is done and its result not taken yet."""
+    """Ctrl-C may come when a step is done and its result is not taken yet."""
     expected = llm.generate(PROMPTS[1], GREEDY, progress=False)
 
     def interrupted() -> StepResult | None:
