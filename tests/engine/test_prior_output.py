@@ -4,16 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.wire import sampling_to_wire
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.sampler import SamplingRow
-from kvrelay.node.convert import engine_request
-from kvrelay.v1.decode_node_pb2 import Admit
 from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.engine.harness import BLOCK_SIZE, Harness, first_tokens, move, prompt_of, request
 
@@ -139,26 +134,6 @@ def test_prompt_logprobs_are_of_the_prompt_alone() -> None:
     harness.run()
     [prompt] = [found for result in harness.results for found in result.prompts]
     assert [entry.token_id for entry in prompt.prompt_logprobs] == PROMPT[1:]
-
-
-@pytest.mark.parametrize(
-    ("num_prior", "sampling", "field"),
-    [
-        (13, SamplingParams(max_tokens=30, seed=0), "num_prior_output_tokens"),
-        (5, SamplingParams(max_tokens=5, seed=0), "num_prior_output_tokens"),
-        (5, SamplingParams(max_tokens=30, n=2, seed=0), "n"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_at_the_nodes_edge(num_prior: int, sampling: SamplingParams, field: str) -> None:
-    asked = Admit(
-        request_id="a",
-        prompt_token_ids=PROMPT,
-        sampling_params=sampling_to_wire(sampling),
-        num_prior_output_tokens=num_prior,
-    )
-    with pytest.raises(InvalidRequestError) as refusal:
-        engine_request(asked, KVRole.LOCAL, vocab_size=1000, has_store=False)
-    assert refusal.value.field == field
 
 
 def test_a_first_token_that_ends_the_output_is_the_last_one() -> None:
