@@ -42,13 +42,11 @@ from kvrelay.engine.sequence import Sequence, SequenceState
 
 
 class Engine:
-    """What turns requests into `StepResult`s, step by step.
-
-    With `publish`, newly named blocks are pinned and reported so that the node can publish them. With `publish_hits`,
-    so are blocks that a PRODUCE request has found by name, because what was published before may be gone. `run_ahead`
-    is of use only with a runner whose steps run concurrently with the caller, on a GPU. `threads` are those of a runner
-    that computes on the CPU. They rest when a step finds nothing to do; a caller that stops stepping before that calls
-    `threads.rest`."""
+    """What turns requests into `StepResult`s, step by step. With `publish`, newly named blocks are pinned and reported
+    so that the node can publish them. With `publish_hits`, so are blocks that a PRODUCE request has found by name,
+    because what was published before may be gone. `run_ahead` is of use only with a runner whose steps run concurrently
+    with the caller, on a GPU. `threads` are those of a runner that computes on the CPU. They rest when a step finds
+    nothing to do; a caller that stops stepping before that calls `threads.rest`."""
 
     def __init__(
         self,
@@ -170,12 +168,11 @@ class Engine:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, on_layers_begin: Callable[[], None] | None = None) -> tuple[StepResult | None, bool]:
-        """Launches a step and collects it, or with `run_ahead` collects the step before it.
-
-        If the launched step has written KV that other nodes wait for and still has to sample, it is left for the next
-        call to collect, so that they can fetch meanwhile. Returns what has changed, None if nothing has, and whether
-        another step could make progress without new requests. `on_layers_begin` is called once, when the model's layers
-        begin, by runners on a CPU."""
+        """Launches a step and collects it, or with `run_ahead` collects the step before it. If the launched step has
+        written KV that other nodes wait for and still has to sample, it is left for the next call to collect, so that
+        they can fetch meanwhile. Returns what has changed, None if nothing has, and whether another step could make
+        progress without new requests. `on_layers_begin` is called once, when the model's layers begin, by runners on a
+        CPU."""
         if self._in_flight and not self._run_ahead:
             self.settle()
             return self._take_result(), True
