@@ -49,7 +49,7 @@ FULL = (
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    GpuMemoryError("the device has no memory for a step of 64 tokens"),
+    GpuMemoryError("the GPU has no memory for a step of 64 tokens"),
 )
 
 
