@@ -44,7 +44,7 @@ def sample_one(logits: Tensor, params: SamplingParams, *, output: Sequence[int] 
 def reference_adjusted(logits: Tensor, row: SamplingRow) -> list[float]:
     params = row.params
     values: list[float] = logits.to(torch.float64).tolist()
-    for token_id, bias in params.logit_bias:
+    for token_id, bias in params.biases:
         values[token_id] += bias
     if row.num_output_tokens < params.min_tokens:
         for token_id in (*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))):
