@@ -25,10 +25,10 @@ from paged_kernels.threads import use_threads
 
 from bench.random_model import SHAPES, PrequantizedMethod, write_random_model
 from bench.timing import torch_computes, wall_seconds
+from kvrelay.core.option_types import Quantization
 from kvrelay.core.weight_store import WeightStore
-from kvrelay.engine.layers.weight_format import Quantization
+from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
-from kvrelay.engine.models.loader import load_model
 
 BLOCK_SIZE = 16
 _SHARED = "shared"

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
+from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.linear import Linear
-from kvrelay.engine.layers.weight_format import Quantization
+from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
-from kvrelay.engine.models.loader import load_model
 
 BLOCK_SIZE = 16
 STEPS = ("512:0", "128:0", "64:1024", "33:1024", "16*1:300,112:0")

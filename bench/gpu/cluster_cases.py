@@ -23,8 +23,8 @@ from kvrelay.bench.base import Answer, Generation
 from kvrelay.bench.grpc_client import GrpcClient
 from kvrelay.cli.local_cluster import ClusterAddress, local_cluster
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.option_types import DeviceName
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.device import DeviceName
 from kvrelay.offline.llm import LLM, Prompt
 
 _FIRST_ID = 300  # behind bytes and special tokens

@@ -29,8 +29,8 @@ from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
-from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
-from kvrelay.engine.gpu.sampler import DeviceSampler
+from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
+from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
 from kvrelay.engine.request import EngineRequest
 from kvrelay.engine.sampling.sampler import SamplingRow
@@ -95,10 +95,10 @@ class EngineBench:
         config = self.model.config
         shape = (plan.num_blocks, config.num_kv_heads, config.num_layers, 2, _BLOCK_SIZE, config.head_dim)
         self._pool = torch.zeros(shape, dtype=dtype, device=device)
-        self._sampler = DeviceSampler(config.vocab_size, ())
+        self._sampler = GpuSampler(config.vocab_size, ())
         start = time.perf_counter()
         recorder = CudaGraphRecorder() if device.type == "cuda" else EagerRecorder()
-        self._runner = DeviceRunner(self.model, self._sampler, self._pool, limits, recorder)
+        self._runner = GpuRunner(self.model, self._sampler, self._pool, limits, recorder)
         _logger.info("%s: recorded decode steps in %.1f s", plan.name, time.perf_counter() - start)
         self._engine = self._make_engine()
         self._num_requests = 0
@@ -186,16 +186,16 @@ class EngineBench:
         return greedy_error(found, self.model.dtype)
 
     @contextmanager
-    def _plain_runner(self) -> Iterator[DeviceRunner]:
+    def _plain_runner(self) -> Iterator[GpuRunner]:
         """Nothing is recorded, and attention is in plain torch meanwhile."""
         kernels = self.model.layers[0].attention.backend
         self.model.attend_with(ReferenceBackend())
         try:
-            yield DeviceRunner(self.model, self._sampler, self._pool, self._plan.limits)
+            yield GpuRunner(self.model, self._sampler, self._pool, self._plan.limits)
         finally:
             self.model.attend_with(kernels)
 
-    def _top_logprobs(self, runner: DeviceRunner) -> Tensor:
+    def _top_logprobs(self, runner: GpuRunner) -> Tensor:
         """`[num_seqs, 20]`, largest first: which of two equally likely tokens comes first does not matter."""
         outputs = [runner.launch(plan).collect() for plan in self._plans()]
         rows = [result.sampled[0].logprobs for result in outputs[-1].results]

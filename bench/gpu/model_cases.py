@@ -16,8 +16,8 @@ from bench.gpu.report import Result
 from bench.gpu.task import Task
 from bench.random_model import PrequantizedMethod, write_random_model
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.offline.generation import Generation
 from kvrelay.offline.llm import LLM
+from kvrelay.offline.request_output import RequestOutput
 
 _DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"  # trained: no two tokens are nearly as likely
 _PROMPTS = ["The capital of France is", "Water freezes at", "A week has", "The capital of France is Paris. Water"]
@@ -69,7 +69,7 @@ def _compare(name: str, kind: Kind, device: str, directory: Path) -> Result:
     return Result(name, error, seconds, 0.0)
 
 
-def _speak(path: Path, device: Literal["cpu", "cuda"], options: Mapping[str, Any]) -> tuple[list[Generation], float]:
+def _speak(path: Path, device: Literal["cpu", "cuda"], options: Mapping[str, Any]) -> tuple[list[RequestOutput], float]:
     """And the seconds of the start. On the processor what is for cards only has no effect."""
     start = time.perf_counter()
     llm = LLM(str(path), device=device, **_FIXED, **options)
@@ -78,12 +78,12 @@ def _speak(path: Path, device: Literal["cpu", "cuda"], options: Mapping[str, Any
     return llm.generate(_PROMPTS, sampling, progress=False), seconds
 
 
-def _distance(one: Generation, other: Generation) -> float:
+def _distance(one: RequestOutput, other: RequestOutput) -> float:
     pairs = list(zip(one.prompt_logprobs, other.prompt_logprobs, strict=True))
     assert pairs, "a prompt without log-probabilities"
     worst = max(abs(ours.logprob - theirs.logprob) for ours, theirs in pairs)
     return worst if worst == worst else float("inf")
 
 
-def _tokens(generation: Generation) -> list[tuple[int, ...]]:
-    return [tuple(output.token_ids) for output in generation.outputs]
+def _tokens(result: RequestOutput) -> list[tuple[int, ...]]:
+    return [tuple(output.token_ids) for output in result.outputs]

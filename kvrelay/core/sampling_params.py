@@ -1,7 +1,9 @@
 """How tokens are chosen: one frozen value that the client API, the router and the engine share."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
 
 from kvrelay.core.errors import InvalidRequestError
 
@@ -11,15 +13,25 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
 MAX_SEED = 2**64 - 1
 
+_INTEGERS = ("n", "max_tokens", "min_tokens", "top_k")
+_OPTIONAL_INTEGERS = ("seed", "logprobs", "prompt_logprobs")
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request; `validate` names the first field that is wrong.
 
-    Names and defaults follow the OpenAI API where it has the field and vLLM's extensions elsewhere. `top_k` 0 and
-    `temperature` 0 mean off and greedy. `logprobs` k asks for the sampled token and the k most likely ones, from the
-    unmodified logits. Randomness is a pure function of (seed, choice index, position); `seed` None lets the router
-    draw one.
+    Names and defaults follow the OpenAI API where it has the field and vLLM's extensions elsewhere. `top_k` 0 turns it
+    off; `temperature` 0 is greedy. `logprobs` k asks for the sampled token and the k most likely ones, from the
+    unmodified logits. Randomness is a pure function of (seed, choice index, position); with `seed` None the router
+    (or `LLM`) draws one.
+
+    `stop` may be one string, and `logit_bias` a mapping from token id to bias or such pairs. Both become tuples, and
+    so does `stop_token_ids`; InvalidRequestError if that is not possible.
     """
 
     n: int = 1
@@ -32,9 +44,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = field(default=())
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -42,12 +54,26 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    def __post_init__(self) -> None:
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        object.__setattr__(self, "logit_bias", _tuple("logit_bias", pairs, "a mapping from token id to bias"))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple("stop", stop, "a string or several"))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids, "several token ids"))
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Returns `logit_bias` as pairs of token id and bias."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
     def validate(self, *, vocab_size: int) -> None:
         """Raises InvalidRequestError naming the field; called once, at the edge."""
+        self._check_types()
         _in_range("n", self.n, 1, MAX_N)
         _at_least("max_tokens", self.max_tokens, 1)
         _at_least("min_tokens", self.min_tokens, 0)
@@ -66,7 +92,7 @@ class SamplingParams:
             )
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for token_id, bias in self.logit_bias:
+        for token_id, bias in self.biases:
             _token_id("logit_bias", token_id, vocab_size)
             _in_range("logit_bias", bias, -100.0, 100.0)
         for token_id in self.stop_token_ids:
@@ -86,6 +112,41 @@ class SamplingParams:
             _in_range("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
         if self.prompt_logprobs is not None:
             _in_range("prompt_logprobs", self.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+
+    def _check_types(self) -> None:
+        for name in _INTEGERS:
+            _check_type(name, getattr(self, name), Integral, "an integer")
+        for name in _OPTIONAL_INTEGERS:
+            if (value := getattr(self, name)) is not None:
+                _check_type(name, value, Integral, "an integer or None")
+        for name in _NUMBERS:
+            _check_type(name, getattr(self, name), Real, "a number")
+        for pair in self.biases:
+            token_id, bias = _pair("logit_bias", pair)
+            _check_type("logit_bias", token_id, Integral, "a mapping from token ids")
+            _check_type("logit_bias", bias, Real, "a mapping to numbers")
+        for item in self.stop_token_ids:
+            _check_type("stop_token_ids", item, Integral, "token ids")
+        for text in self.stop:
+            _check_type("stop", text, str, "a string or several")
+
+
+def _tuple(name: str, values: Iterable[object], wanted: str) -> tuple[object, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise InvalidRequestError(f"{name} must be {wanted}, got {values!r}", field=name) from None
+
+
+def _pair(name: str, value: object) -> tuple[object, object]:
+    if not (isinstance(value, Sequence) and len(value) == 2):
+        raise InvalidRequestError(f"{name} must be a mapping or pairs of token id and bias, got {value!r}", field=name)
+    return value[0], value[1]
+
+
+def _check_type(name: str, value: object, wanted: type, words: str) -> None:
+    if not isinstance(value, wanted):
+        raise InvalidRequestError(f"{name} must be {words}, got {value!r}", field=name)
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

@@ -49,7 +49,7 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),
+        logit_bias=dict(params.biases),
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         seed=params.seed,

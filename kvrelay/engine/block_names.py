@@ -1,7 +1,7 @@
-"""Gives computed blocks their names, and offers them to the node to be published.
+"""Names for computed blocks. Named blocks are offered to the node, which publishes them.
 
-Invariant: a block is named when its tokens are known and the step that has filled it is collected, or says that its KV
-is written.
+Invariant: a block is named once its tokens are known and the step that filled it has been collected or reports that its
+KV is written.
 """
 
 from kvrelay.core.block_hash import BlockHash
@@ -13,7 +13,8 @@ from kvrelay.engine.sequence import Sequence
 
 
 class BlockNames:
-    """`publish` and `publish_hits` as Engine's. What is offered is pinned and reported in `changes.named`."""
+    """The names of the blocks that sequences fill. `publish` and `publish_hits` are those of `Engine`. Offered blocks
+    are pinned and reported in `changes.named`."""
 
     def __init__(
         self,
@@ -33,48 +34,50 @@ class BlockNames:
         self._publish_hits = publish and publish_hits
 
     def name_full_blocks(self, sequence: Sequence, *, num_written_tokens: int = 0) -> None:
-        """Those that `num_computed_tokens` cover, with as many more that a step in flight has written."""
+        """Names the full blocks among the computed tokens and the `num_written_tokens` after them, which a step in
+        flight has written."""
         num_full = (sequence.num_computed_tokens + num_written_tokens) // self._block_size
         if num_full == sequence.num_named_blocks:
             return
-        names = sequence.names(num_full)
+        block_hashes = sequence.block_hashes(num_full)
         for index in range(sequence.num_named_blocks, num_full):
-            self._name(sequence, index, names[index], self._block_size)
+            self._name(sequence, index, block_hashes[index], self._block_size)
         sequence.num_named_blocks = num_full
 
     def name_tail(self, sequence: Sequence) -> None:
-        """The partial last block of the given tokens, if there is one."""
+        """Names the partial last block of the given tokens, if there is one."""
         tail = sequence.given_tail()
         if tail is not None:
             self._name(sequence, len(sequence.block_table) - 1, *tail)
 
     def offer_hits(self, sequence: Sequence) -> None:
-        """Before the first progress of a PRODUCE request: the blocks that were here already, if those are asked for."""
+        """Offers the blocks that a PRODUCE request has found by name, if `publish_hits` is set. Called before its first
+        progress is reported."""
         if not self._publish_hits:
             return
         num_hits = sequence.num_cached_tokens // self._block_size
-        for block_id, block_hash in zip(sequence.block_table, sequence.names(num_hits), strict=False):
+        for block_id, block_hash in zip(sequence.block_table, sequence.block_hashes(num_hits), strict=False):
             self._offer(PinnedBlock(block_id, block_hash, self._block_size))
 
     def _name(self, sequence: Sequence, index: int, block_hash: BlockHash, num_tokens: int) -> None:
-        """Names a computed block; when another block has the name already, the sequence takes that one and gives its
-        own back.
+        """Names a computed block. If another block has the name already, the sequence takes that one and releases its
+        own.
         """
         block_id = sequence.block_table[index]
-        holder = self._pool.find(block_hash)
-        if holder is None:
+        named_block_id = self._pool.find(block_hash)
+        if named_block_id is None:
             self._pool.register(block_id, block_hash)
             if self._publish:
                 self._offer(PinnedBlock(block_id, block_hash, num_tokens))
             return
-        if holder != block_id:
-            self._pool.acquire([holder])
+        if named_block_id != block_id:
+            self._pool.acquire([named_block_id])
             self._in_flight.release([block_id])
-            sequence.block_table[index] = holder
+            sequence.block_table[index] = named_block_id
         if self._publish_hits and sequence.request.role is KVRole.PRODUCE:
-            self._offer(PinnedBlock(holder, block_hash, num_tokens))
+            self._offer(PinnedBlock(named_block_id, block_hash, num_tokens))
 
     def _offer(self, block: PinnedBlock) -> None:
-        """Has the node publish a block; it unpins it."""
+        """Pins a block and reports it to the node, which publishes and then unpins it."""
         self._pool.pin([block.block_id])
         self._changes.named.append(block)

@@ -1,4 +1,4 @@
-"""What has happened in an engine since its last `StepResult`, in the order of happening."""
+"""What has happened in an engine since its last `StepResult`, in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,29 +10,30 @@ from kvrelay.engine.request import (
     PinnedBlock,
     PromptOutput,
     RequestFailure,
-    RequestOutput,
+    SequenceOutput,
     StepResult,
 )
 
 
 @dataclass(slots=True)
 class Changes:
-    """The lists that a `StepResult` has as tuples."""
+    """The events of the next `StepResult`, as lists."""
 
     admissions: list[Admission] = field(default_factory=list)
     prompts: list[PromptOutput] = field(default_factory=list)
-    outputs: list[RequestOutput] = field(default_factory=list)
+    outputs: list[SequenceOutput] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
     named: list[PinnedBlock] = field(default_factory=list)
     progress: list[tuple[str, int]] = field(default_factory=list)
-    load: bool = False  # the load changed without anything else to tell
+    load: bool = False  # the load changed and nothing else did
 
     def any(self) -> bool:
+        """Tells whether there is anything to report."""
         events = self.admissions or self.prompts or self.outputs or self.failures or self.named or self.progress
         return bool(events) or self.load
 
     def take(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], load: EngineLoad) -> StepResult:
-        """All of it, which is forgotten here."""
+        """Returns all events as a `StepResult` and clears them here."""
         result = StepResult(
             admissions=tuple(self.admissions),
             prompts=tuple(self.prompts),

@@ -1,21 +1,19 @@
-"""Where the engine computes: what was asked for against what this process has.
+"""Chooses the device to compute on, from what was asked for and what this process can use.
 
-Invariant: a device is chosen once, before anything is loaded, and the log says which and why.
+Invariant: the device is chosen once, before anything is loaded, and the log says which one and why.
 """
 
 import importlib.util
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.option_types import DeviceName
 
-DeviceName = Literal["auto", "cpu", "cuda"]
-
-_OLDEST = (8, 0)  # compute capability; what the kernels are compiled for at least
+_OLDEST = (8, 0)  # the lowest compute capability that the kernels support
 _MODULE = "kvrelay_build_probe"
 _MODULE_SOURCE = f"""
 #include <Python.h>
@@ -25,8 +23,8 @@ PyMODINIT_FUNC PyInit_{_MODULE}(void) {{ return PyModule_Create(&definition); }}
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """The first card that this process sees. `capability` is None for ROCm, whose versions are not CUDA's."""
+class Gpu:
+    """The first GPU that this process sees. `capability` is CUDA's compute capability, None for ROCm."""
 
     name: str
     total_bytes: int
@@ -35,23 +33,23 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What of a GPU there is. `torch_has_cuda`: torch was built for CUDA or ROCm."""
+    """What this process has for computing on a GPU. `torch_has_cuda` tells whether torch was built for CUDA or ROCm."""
 
     torch_has_cuda: bool
     has_triton: bool
-    card: Card | None
+    gpu: Gpu | None
     can_build: bool = True
 
     @property
     def problem(self) -> tuple[str, str] | None:
-        """Why no card can be used, and what to do about it; None when one can."""
+        """Returns why no GPU can be used and what to do about it, or None if one can."""
         if not self.torch_has_cuda:
             return "this torch is for CPUs only", "install one built for CUDA (pytorch.org says how)"
-        if self.card is None:
-            return "torch sees no card", "check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
-        if self.card.capability is not None and self.card.capability < _OLDEST:
-            has, needed = (".".join(map(str, version)) for version in (self.card.capability, _OLDEST))
-            return f"{self.card.name} has compute capability {has}, the kernels need {needed}", "use a later card"
+        if self.gpu is None:
+            return "torch sees no GPU", "check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        if self.gpu.capability is not None and self.gpu.capability < _OLDEST:
+            has, needed = (".".join(map(str, version)) for version in (self.gpu.capability, _OLDEST))
+            return f"{self.gpu.name} has compute capability {has}, the kernels need {needed}", "use a later GPU"
         if not self.has_triton:
             return "the GPU kernels need triton", "install the package triton"
         if not self.can_build:
@@ -60,9 +58,10 @@ class Machine:
 
 
 def look_at_machine() -> Machine:
+    """Returns what this process has. It initialises the GPU's driver."""
     has_cuda = torch.version.cuda is not None or torch.version.hip is not None
-    has_triton, card = importlib.util.find_spec("triton") is not None, _first_card()
-    return Machine(has_cuda, has_triton, card, can_build=card is None or not has_triton or can_build_launchers())
+    has_triton, gpu = importlib.util.find_spec("triton") is not None, _first_gpu()
+    return Machine(has_cuda, has_triton, gpu, can_build=gpu is None or not has_triton or can_build_launchers())
 
 
 def can_build_launchers() -> bool:
@@ -78,10 +77,10 @@ def can_build_launchers() -> bool:
 
 
 def choose_device(name: DeviceName, look: Callable[[], Machine], *, cpu_only: str = "") -> tuple[torch.device, str]:
-    """The device, and why it. `look` is called only where a card may be used: it wakes the driver. `cpu_only` names an
-    option that was given and works on a CPU only, if there is one.
+    """Returns the device and the reason for it. `look` is called only if a GPU may be used, because it initialises the
+    driver. `cpu_only` names a given option that works only on a CPU, if there is one.
 
-    Raises ConfigurationError for `cuda` where that cannot be had."""
+    Raises ConfigurationError if `name` is `cuda` and no GPU can be used."""
     cpu = torch.device("cpu")
     if name == "cpu":
         return cpu, "as asked for"
@@ -95,13 +94,13 @@ def choose_device(name: DeviceName, look: Callable[[], Machine], *, cpu_only: st
         if name == "cuda":
             raise ConfigurationError(f"--device cuda: {problem}: {remedy}, or use --device cpu")
         return cpu, problem
-    assert machine.card is not None
-    return torch.device("cuda", 0), f"{machine.card.name}, {machine.card.total_bytes / 2**30:.0f} GiB"
+    assert machine.gpu is not None
+    return torch.device("cuda", 0), f"{machine.gpu.name}, {machine.gpu.total_bytes / 2**30:.0f} GiB"
 
 
-def _first_card() -> Card | None:
+def _first_gpu() -> Gpu | None:
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
     capability = None if torch.version.hip is not None else (properties.major, properties.minor)
-    return Card(properties.name, properties.total_memory, capability)
+    return Gpu(properties.name, properties.total_memory, capability)

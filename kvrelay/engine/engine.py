@@ -1,12 +1,12 @@
-"""The engine: schedule, launch, collect, update. One thread owns it; `EngineThread` is how the others reach it.
+"""The engine: schedule, launch, collect, update. One thread owns it; other threads reach it through `EngineThread`.
 
-With `run_ahead` a step is planned and launched while the one before it runs, as if every output went on by one token.
-That token is the runner's to fill in. An output that has ended with it (an end token, an abort) has its extra token
-thrown away. Where the plan depends on what the token is, the engine waits for it: see `Scheduler.can_run_ahead` and
-`Sequence.waits_for_result`. The tokens are the same as without.
+With `run_ahead`, a step is planned and launched while the step before it runs, on the assumption that every output
+continues by one token. The runner fills in that token. If an output ends with it (an end token, an abort), the output's
+extra token is discarded. Where the plan depends on the token itself, the engine waits for it: see
+`Scheduler.can_run_ahead` and `Sequence.waits_for_result`. The tokens are the same with and without `run_ahead`.
 
-Invariant between steps: every block is free, cached, referenced by a sequence, or pinned by a lease, a step in flight
-or a transfer the node was told about; `check_idle` says so when there are no requests.
+Invariant between steps: every block is free, cached, referenced by a sequence, or pinned by a lease, by a step in
+flight, or by a transfer that the node was told about. `check_idle` checks this when there are no requests.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.engine.block_names import BlockNames
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.changes import Changes
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.in_flight import StepInFlight, StepsInFlight
 from kvrelay.engine.leases import Leases
 from kvrelay.engine.plan import ModelRunnerOutput, SequenceResult
@@ -31,22 +32,21 @@ from kvrelay.engine.request import (
     PinnedBlock,
     PromptOutput,
     RequestFailure,
-    RequestOutput,
+    SequenceOutput,
     StepResult,
 )
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampling.sampler import SampledToken
 from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
-from kvrelay.engine.step_threads import StepThreads
 
 
 class Engine:
-    """Requests in, `StepResult`s out. `publish`: newly named blocks are pinned and reported so that the node can
-    publish them. `publish_hits`: so are blocks that a PRODUCE request has found by name, since what was published once
-    may be gone. `run_ahead`: for a runner whose steps run while the caller does other things; of no use with another.
-    `threads`: those of a runner that computes on the caller's processor; they rest when a step finds nothing to do, and
-    whoever stops before that calls their `rest`."""
+    """What turns requests into `StepResult`s, step by step. With `publish`, newly named blocks are pinned and reported
+    so that the node can publish them. With `publish_hits`, so are blocks that a PRODUCE request has found by name,
+    because what was published before may be gone. `run_ahead` is of use only with a runner whose steps run concurrently
+    with the caller, on a GPU. `threads` are those of a runner that computes on the CPU. They rest when a step finds
+    nothing to do; a caller that stops stepping before that calls `threads.rest`."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class Engine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
-        """Takes a request. A PRODUCE request opens the lease of the same id. Raises InvalidRequestError when it can
-        never run."""
+        """Adds a request. A PRODUCE request also opens a lease of the same id. Raises InvalidRequestError if the
+        request can never run."""
         self._check_fits(request)
         self._num_arrived += 1
         sequence = Sequence(
@@ -111,8 +111,8 @@ class Engine:
         self._scheduler.add(sequence)
 
     def deliver(self, request_id: str, num_blocks: int) -> None:
-        """The first `num_blocks` missing blocks of a receiving request hold their KV now. Unknown ids are ignored: it
-        was aborted."""
+        """Notes that the first `num_blocks` missing blocks of a receiving request have their KV. Ignores unknown ids,
+        since a request may have been aborted."""
         sequence = self._receiving(request_id)
         if sequence is not None:
             start = sequence.num_computed_tokens // self.config.block_size
@@ -122,8 +122,8 @@ class Engine:
             self._leases.extend(sequence, sequence.num_named_blocks)
 
     def start(self, request_id: str, first_tokens: SequenceOf[TokenOutput] = ()) -> None:
-        """No more KV will arrive for a receiving request: compute what is missing and go on from `first_tokens`
-        (CONSUME only)."""
+        """Starts a receiving request, for which no more KV will arrive. The engine computes what is missing and, for
+        CONSUME, continues from `first_tokens`."""
         sequence = self._receiving(request_id)
         if sequence is None:
             return
@@ -134,23 +134,23 @@ class Engine:
             self._branch(sequence, unfinished)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request without output and gives its blocks back; its lease, if any, ends too. Idempotent."""
+        """Ends a request without further output, releases its blocks and ends its lease, if it has one. Idempotent."""
         for sequence in self._sequences.pop(request_id, []):
             self._scheduler.remove(sequence)
             self._changes.load = True
         self.release_lease(request_id)
 
     def release_lease(self, request_id: str) -> None:
-        """Ends the lease on a request's published blocks; they stay cached. Idempotent and valid in every state."""
+        """Ends the lease on a request's published blocks, which stay cached. Idempotent, and allowed in every state."""
         self._leases.release(request_id)
 
     def unpin(self, block_ids: SequenceOf[int]) -> None:
-        """A transfer of these blocks, reported as `Admission.missing` or `StepResult.named`, has ended."""
+        """Unpins blocks reported in `Admission.missing` or `StepResult.named` when their transfer has ended."""
         self.pool.unpin(block_ids)
-        self._changes.load = True  # an idle node's last report must say that they are free
+        self._changes.load = True  # the last report of an idle node must count them as free
 
     def check_idle(self) -> None:
-        """Raises when anything is left of any request. Steps in flight are collected first."""
+        """Raises AssertionError if anything is left of any request. Steps in flight are collected first."""
         self.settle()
         assert not self._sequences, f"requests left: {sorted(self._sequences)}"
         self._leases.check_idle()
@@ -158,20 +158,21 @@ class Engine:
 
     @property
     def has_steps_in_flight(self) -> bool:
-        """Whether the next `step` has to wait for one that was launched before."""
+        """Tells whether a step was launched and not collected yet."""
         return bool(self._in_flight)
 
     def serves_only(self, request_id: str) -> bool:
-        """Whether this request is here, and no other one."""
+        """Tells whether this request is here and no other one is."""
         return list(self._sequences) == [request_id]
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, on_layers_begin: Callable[[], None] | None = None) -> tuple[StepResult | None, bool]:
-        """Launches a step, and collects it, or with `run_ahead` the one before it. One that has written what other
-        nodes wait for, and is yet to sample, is collected by the next call: they fetch meanwhile. The result is None
-        when nothing changed; the flag says whether another step could do anything by itself. `on_layers_begin` is
-        called once, when the model's layers begin, if the runner says when that is."""
+        """Launches a step and collects it, or with `run_ahead` collects the step before it. If the launched step has
+        written KV that other nodes wait for and still has to sample, it is left for the next call to collect, so that
+        they can fetch meanwhile. Returns what has changed, None if nothing has, and whether another step could make
+        progress without new requests. `on_layers_begin` is called once, when the model's layers begin, by runners on a
+        CPU."""
         if self._in_flight and not self._run_ahead:
             self.settle()
             return self._take_result(), True
@@ -190,12 +191,12 @@ class Engine:
         return self._take_result(), launched or was_in_flight
 
     def settle(self) -> None:
-        """Waits for the steps in flight; the next step's result tells of them."""
+        """Collects the steps in flight. The result of the next `step` includes theirs."""
         while self._in_flight:
             self._collect()
 
     def _launch(self, on_layers_begin: Callable[[], None] | None) -> bool:
-        """False when there is nothing to do."""
+        """Plans and launches a step. Returns False if there is nothing to compute."""
         plan, sequences = self._scheduler.schedule()
         if not plan.scheduled:
             return False
@@ -205,7 +206,7 @@ class Engine:
         try:
             launched = self._runner.launch(plan)
         except KVRelayError as error:
-            self.settle()  # it may end some of these sequences; and no later plan is to refer to a step that never ran
+            self.settle()  # it may end some of these sequences, and no later plan may refer to a step that never ran
             self._in_flight.cancel(plan)
             self._fail(sequences, str(error))
         else:
@@ -213,7 +214,8 @@ class Engine:
         return True
 
     def _name_written(self) -> bool:
-        """Whether the step just launched has written blocks that a lease now keeps for others while it samples."""
+        """Names the blocks that the step just launched has written for PRODUCE requests, if only its sampling is left.
+        Returns whether there is progress to report."""
         step = self._in_flight.newest
         if step is None or not step.launched.only_samples or not any(entry.rows for entry in step.plan.scheduled):
             return False
@@ -228,7 +230,7 @@ class Engine:
         return len(self._changes.progress) > num_before
 
     def _name_given(self, sequence: Sequence) -> None:
-        """A PRODUCE request's given tokens all have their KV."""
+        """Names and leases all blocks of a PRODUCE request whose given tokens all have their KV."""
         if sequence.num_reported_blocks < len(sequence.block_table):
             self._names.name_tail(sequence)
             self._leases.extend(sequence, len(sequence.block_table))
@@ -241,7 +243,7 @@ class Engine:
             self._fail(step.sequences, str(error))
             return
         finally:
-            self._changes.load |= self._in_flight.end(step)  # who is idle must still say that these are free
+            self._changes.load |= self._in_flight.end(step)  # the last report of an idle node must count them as free
         now = self._clock.now()
         self._prefill.count(step.plan, now - max(step.launched_at, self._collected_at))
         self._collected_at = now
@@ -250,7 +252,7 @@ class Engine:
     def _update(self, step: StepInFlight, output: ModelRunnerOutput) -> None:
         for entry, sequence, result in zip(step.plan.scheduled, step.sequences, output.results, strict=True):
             if sequence.state is SequenceState.FINISHED:
-                continue  # while the step was in flight: this is its extra token
+                continue  # it ended while the step was in flight, which computed its extra token
             sequence.num_computed_tokens += entry.num_scheduled_tokens
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
             self._names.name_full_blocks(sequence)
@@ -262,7 +264,7 @@ class Engine:
                 self._leases.extend(sequence, sequence.num_named_blocks)
 
     def _finish_given(self, sequence: Sequence, result: SequenceResult) -> None:
-        """The last given token's logits are here: every output of the request gets its first new token."""
+        """Reports the prompt and the first new token of every output, sampled from the last given token's logits."""
         request = sequence.request
         if not sequence.prompt_reported:
             sequence.prompt_reported = True
@@ -291,7 +293,7 @@ class Engine:
         reason, stop_token_id = self._finish_reason(sequence, sampled.token_id, num_output_tokens)
         logprobs: tuple[TokenLogprobs, ...] = () if sampled.logprobs is None else (sampled.logprobs,)
         output = TokenOutput(index, (sampled.token_id,), logprobs, reason, stop_token_id)
-        self._changes.outputs.append(RequestOutput(sequence.request.request_id, output))
+        self._changes.outputs.append(SequenceOutput(sequence.request.request_id, output))
         return reason
 
     def _finish_reason(
@@ -306,7 +308,8 @@ class Engine:
         return None, None
 
     def _branch(self, sequence: Sequence, tokens: list[tuple[int, int]]) -> None:
-        """The outputs (index, first new token) go on as one sequence each, sharing the given tokens' blocks."""
+        """Continues each output (index, first new token) as a sequence of its own. They share the given tokens'
+        blocks."""
         siblings = [sequence.fork(index) for index, _ in tokens[1:]]
         for sibling in siblings:
             self.pool.acquire(sibling.block_table)
@@ -334,13 +337,13 @@ class Engine:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def _admission(self, sequence: Sequence) -> Admission:
-        """Pins the blocks that wait for KV: the last given token's own block is left out when it is computed here
-        anyway."""
+        """Returns the report of an admitted sequence, and pins the blocks that wait for KV. The last given token's
+        block is not among them if it has to be computed here anyway."""
         num_cached = sequence.num_named_blocks
-        wanted = sequence.names(sequence.num_cacheable_blocks)[num_cached:]
+        wanted = sequence.block_hashes(sequence.num_cacheable_blocks)[num_cached:]
         missing = [
-            PinnedBlock(sequence.block_table[num_cached + offset], name, self.config.block_size)
-            for offset, name in enumerate(wanted)
+            PinnedBlock(sequence.block_table[num_cached + offset], block_hash, self.config.block_size)
+            for offset, block_hash in enumerate(wanted)
         ]
         if sequence.request.role is KVRole.CONSUME and (tail := sequence.given_tail()) is not None:
             missing.append(PinnedBlock(sequence.block_table[-1], *tail))
@@ -379,7 +382,7 @@ class Engine:
         return None
 
     def _check_fits(self, request: EngineRequest) -> None:
-        """A request that passes will run to its end even if it has to run alone."""
+        """Raises InvalidRequestError for a request that could not run to its end even if it were alone."""
         num_given = len(request.given_token_ids)
         if request.request_id in self._sequences or request.request_id in self._leases:
             raise InvalidRequestError(f"request {request.request_id} is running already", field="request_id")

@@ -1,8 +1,8 @@
-"""The engine's own thread: it alone touches the engine, steps while there is work, and takes messages between steps.
+"""The engine's own thread. It alone touches the engine, steps while there is work, and runs messages between steps.
 
-Other threads never wait for a lock here. A step's result is handed over when the layers of the next step begin, which
-leave the interpreter to the loop; earlier, the two threads would only wait for each other. Invariant: messages run in
-the order they were posted, and results reach the loop in the order they were made, answers to messages among them.
+There are no locks. A step's result is handed to the loop when the layers of the next step begin, because these release
+the interpreter; any earlier, the two threads would only wait for each other. Invariant: messages run in the order in
+which they were posted, and results and answers to messages reach the loop in the order in which they were made.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from kvrelay.engine.loop_calls import LoopCalls
 from kvrelay.engine.request import StepResult
 
 _logger = logging.getLogger(__name__)
-_IDLE_WAIT_SECONDS = 1.0  # an idle engine looks up this often; messages wake it at once
-# A first token passes the loop, the router and its client. While a step has all cores each of them waits for a time
-# slice (docs/benchmarks_amx.md, Cores), so that a request that is alone leaves them the cores once.
+_IDLE_WAIT_SECONDS = 1.0  # an idle engine makes a turn this often; messages wake it at once
+# A first token passes through the loop, the router and its client. While a step uses all cores, each of them waits for
+# a time slice (docs/benchmarks_amx.md, Cores). A request that is alone therefore yields the cores once.
 _FIRST_TOKEN_SECONDS = 0.0015
 
 T = TypeVar("T")
 Message = Callable[[Engine], None]
 
 
-def gives_way(engine: Engine, result: StepResult | None) -> bool:
-    """Whether the next step waits until a first token is on its way: when that is of the only request, which goes on,
-    and steps take cores that others need."""
+def should_yield_cores(engine: Engine, result: StepResult | None) -> bool:
+    """Tells whether the next step should wait while a first token is delivered: the token belongs to the only request,
+    that request continues, and steps use several cores."""
     return (
         result is not None
         and len(result.prompts) == 1
@@ -40,9 +40,11 @@ def gives_way(engine: Engine, result: StepResult | None) -> bool:
 
 
 class EngineThread:
-    """`on_result` and `on_crash` are called on `loop`. After a crash the engine is gone: every later `call` raises
-    UnavailableError. `num_turns` grows with every turn of the thread, at least once a second also while there is
-    nothing to do. `stream_interval`: seconds that results may wait for others where nobody needs them at once.
+    """The thread that owns an engine, and the messages to it.
+
+    `on_result` and `on_crash` are called on `loop`. After a crash every `call` raises UnavailableError. `num_turns`
+    grows with every turn of the thread, at least once a second even if there is nothing to do. `stream_interval` is how
+    many seconds a result may be held back if nobody needs it at once (`StepResult.can_wait`).
     """
 
     def __init__(
@@ -61,25 +63,25 @@ class EngineThread:
         self._on_crash = on_crash
         self.num_turns = 0  # written by the thread, read by anyone
         self._mailbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._result: StepResult | None = None  # of the last step, not handed over yet
+        self._result: StepResult | None = None  # the last step's, until it is handed over
         self._stopped = threading.Event()
-        self._pending: dict[asyncio.Future[Any], None] = {}  # on the loop, oldest first
+        self._pending: dict[asyncio.Future[Any], None] = {}  # used on the loop only, oldest first
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def post(self, message: Message) -> None:
-        """Runs `message` on the engine thread, between steps. For messages that cannot fail."""
+        """Runs `message`, which must not raise, on the engine thread between steps."""
         self._mailbox.put(message)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Runs `function` on the engine thread and returns (or raises) what it does."""
+        """Runs `function` on the engine thread. Returns what it returns and raises what it raises."""
         return await self.submit(function)
 
     def submit(self, function: Callable[[Engine], T]) -> "asyncio.Future[T]":
-        """As `call`, in the order of `post`, for callers that do not wait: the future always resolves, with
-        UnavailableError when the engine ends before it comes to this."""
+        """Posts `function` like `post` and returns a future for its outcome. The future always resolves; if the engine
+        ends first, with UnavailableError."""
         future: asyncio.Future[T] = self._loop.create_future()
         future.add_done_callback(self._pending.pop)
         self._pending[future] = None
@@ -98,7 +100,7 @@ class EngineThread:
         return future
 
     async def stop(self, timeout: float) -> None:
-        """Ends the thread after the step it is in."""
+        """Ends the thread after its current step, waiting for it at most `timeout` seconds."""
         self._mailbox.put(None)
         await asyncio.to_thread(self._thread.join, timeout)
 
@@ -114,30 +116,30 @@ class EngineThread:
             self._to_loop(self._fail_pending)
 
     def _fail_pending(self) -> None:
-        """On the loop, once the thread reads no more messages."""
+        """Fails all pending calls. Runs on the loop, once the thread reads no more messages."""
         for future in list(self._pending):
             _reject(future, UnavailableError("the engine has stopped"))
 
     def _steps(self) -> None:
         busy, result = False, None
         while True:
-            if gives_way(self._engine, result):
-                goes_on = self._give_way()
+            if should_yield_cores(self._engine, result):
+                goes_on = self._yield_cores()
             else:
                 goes_on = self._handle_messages(0.0 if busy else _IDLE_WAIT_SECONDS)
             if not goes_on:
-                self._engine.settle()  # whose memory may be gone after this
+                self._engine.settle()  # the memory that they use may be gone after this
                 self._engine.threads.rest()
                 return
             self.num_turns += 1
             result, busy = self._engine.step(self._hand_over)
-            self._hand_over()  # that of the step before, unless this one has
+            self._hand_over()  # the previous result, unless the step has called this already
             self._result = result
             if not busy or self._engine.has_steps_in_flight or (result is not None and result.prompts):
-                self._hand_over()  # now: a first token counts more than the step after it
+                self._hand_over()  # at once: a first token is more urgent than the next step
 
-    def _give_way(self) -> bool:
-        """Leaves the cores to others for a moment, and handles messages meanwhile. False when asked to stop."""
+    def _yield_cores(self) -> bool:
+        """Leaves the cores to others for a moment, and handles messages meanwhile. Returns False if asked to stop."""
         end = time.monotonic() + _FIRST_TOKEN_SECONDS
         while (left := end - time.monotonic()) > 0:
             if not self._handle_messages(left):
@@ -150,7 +152,8 @@ class EngineThread:
             self._result = None
 
     def _handle_messages(self, seconds: float) -> bool:
-        """Runs what is in the mailbox; sleeps at most so long until there is something. False when asked to stop."""
+        """Runs the messages in the mailbox, after waiting at most `seconds` for the first one. Returns False if asked
+        to stop."""
         try:
             message = self._mailbox.get(timeout=seconds) if seconds else self._mailbox.get_nowait()
             self._hand_over()

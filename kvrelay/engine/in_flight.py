@@ -1,7 +1,7 @@
-"""The steps that were launched and not collected yet, and the blocks that were given back meanwhile.
+"""The steps that were launched but not collected yet, and the blocks that were released meanwhile.
 
-Invariant: a block that a launched step may read or write stays in use until that step is collected, whoever gives it
-back: the step runs on a device, concurrently with transfers that write to blocks as soon as they get them.
+Invariant: a block that a launched step may read or write stays in use until that step is collected, whoever releases
+it. The step runs on a device, concurrently with transfers that write to blocks as soon as they get them.
 """
 
 from collections import deque
@@ -16,7 +16,8 @@ from kvrelay.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """`sequences` are those of the plan, in its order; `pinned` blocks wait for the step."""
+    """A launched step. `sequences` are those of the plan, in its order; `launched_at` is in seconds of the engine's
+    clock; the blocks in `pinned` are unpinned when the step ends."""
 
     plan: SchedulerOutput
     sequences: SequenceOf[Sequence]
@@ -26,8 +27,8 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """In the order of launching. While there are any, blocks given back stay pinned until the newest of them ends; that
-    is simpler than tracking which step uses which block, and costs one step."""
+    """A queue of launched steps, oldest first. A block released while any are in flight stays pinned until the newest
+    of them ends: that is simpler than tracking which step uses which block, and delays the block by one step."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -38,18 +39,19 @@ class StepsInFlight:
 
     @property
     def newest(self) -> StepInFlight | None:
-        """None when nothing is in flight."""
+        """Returns the step launched last, or None if none is in flight."""
         return self._steps[-1] if self._steps else None
 
     def release(self, block_ids: SequenceOf[int]) -> None:
-        """As `BlockPool.release`; the blocks are not handed out before every step launched so far is collected."""
+        """Releases blocks like `BlockPool.release`, but keeps them pinned until every step launched so far is
+        collected."""
         if self._steps and block_ids:
             self._pool.pin(block_ids)
             self._steps[-1].pinned.append(block_ids)
         self._pool.release(block_ids)
 
     def add(self, plan: SchedulerOutput, sequences: SequenceOf[Sequence], launched: LaunchedStep, now: float) -> None:
-        """A step has been launched. The plan's copies read from blocks that the scheduler has pinned."""
+        """Adds a step that has been launched. The scheduler has pinned the blocks that the plan's copies read."""
         step = StepInFlight(plan, sequences, launched, now)
         step.pinned.append(_sources(plan))
         self._steps.append(step)
@@ -62,16 +64,17 @@ class StepsInFlight:
                 row += len(entry.rows)
 
     def cancel(self, plan: SchedulerOutput) -> None:
-        """A plan that was not launched, with no other step in flight."""
+        """Unpins the sources of a plan's copies when its launch has failed. No other step may be in flight."""
         assert not self._steps, "a step in flight may still need these blocks"
         self._pool.unpin(_sources(plan))
 
     def pop(self) -> StepInFlight:
-        """The oldest, to be collected; `end` follows in any case."""
+        """Removes and returns the oldest step. The caller collects it and then calls `end`, whether or not that
+        failed."""
         return self._steps.popleft()
 
     def end(self, step: StepInFlight) -> bool:
-        """The step touches nothing any more. True when blocks have waited for it."""
+        """Updates the counters of a step's sequences and unpins its blocks. Returns whether there were any."""
         for entry, sequence in zip(step.plan.scheduled, step.sequences, strict=True):
             sequence.num_launched_tokens -= entry.num_scheduled_tokens
             sequence.num_unknown_tokens -= bool(entry.rows)

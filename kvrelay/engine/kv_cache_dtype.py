@@ -1,31 +1,29 @@
-"""What the KV pool stores: the model's own dtype, or FP8 with scales of which every node has the same.
+"""The dtype of the KV pool: the model's own, or FP8 with scales that are the same on every node.
 
-Invariant: two engines whose scales differ in a bit have different layouts, so that neither takes a block of the other.
+Invariant: engines whose scales differ in any bit have different layouts, so that neither takes a block of the other.
 """
 
 import hashlib
 import logging
-from typing import Literal
 
 import torch
 from paged_kernels.kv_scales import FP8, KVScales
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.models.calculated_kv_scales import calculate_kv_scales
-from kvrelay.engine.models.loader import LoadedModel
-from kvrelay.engine.models.stored_kv_scales import stored_kv_scales
+from kvrelay.core.option_types import KVCacheDType
+from kvrelay.engine.loading.calculated_kv_scales import calculate_kv_scales
+from kvrelay.engine.loading.loader import LoadedModel
+from kvrelay.engine.loading.stored_kv_scales import stored_kv_scales
 
 _logger = logging.getLogger(__name__)
 
-KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
-"""`fp8` and `fp8_e4m3` are the same."""
-
 
 def choose_kv_scales(loaded: LoadedModel, kv_cache_dtype: KVCacheDType, *, calculate: bool) -> KVScales | None:
-    """None: the pool has the model's dtype. Otherwise it is FP8: with the checkpoint's scales where it has some, else
-    calculated ones if so asked, else all 1. On the model's device. Raises ModelLoadError for unusable scales,
-    ConfigurationError when scales are asked for without FP8."""
+    """Returns the scales of an FP8 pool on the model's device, or None if the pool has the model's dtype.
+
+    They are the checkpoint's scales if it has any, otherwise calculated ones with `calculate`, otherwise all 1. Raises
+    ModelLoadError for unusable scales, and ConfigurationError for `calculate` without FP8."""
     if kv_cache_dtype == "auto":
         if calculate:
             raise ConfigurationError("--calculate-kv-scales is for an FP8 KV cache: add --kv-cache-dtype fp8")
@@ -47,7 +45,7 @@ def choose_kv_scales(loaded: LoadedModel, kv_cache_dtype: KVCacheDType, *, calcu
 
 
 def kv_layout(loaded: LoadedModel, block_size: int, kv_scales: KVScales | None) -> KVLayout:
-    """Of a pool for this model, FP8 exactly when there are scales."""
+    """Returns the layout of a pool for this model, which is FP8 if there are scales."""
     dtype = loaded.dtype if kv_scales is None else FP8
     return KVLayout(
         num_kv_heads=loaded.config.num_kv_heads,
@@ -60,7 +58,8 @@ def kv_layout(loaded: LoadedModel, block_size: int, kv_scales: KVScales | None) 
 
 
 def scales_digest(kv_scales: KVScales) -> str:
-    """32 hex digits: SHA-256 over the float32 scales, little-endian, of K by layer and head, then of V, cut to half."""
+    """Returns 32 hex digits, the first half of a SHA-256 over the scales as little-endian float32: those of K by layer
+    and head, then those of V."""
     digest = hashlib.sha256()
     for scales in (kv_scales.key, kv_scales.value):
         digest.update(scales.cpu().contiguous().numpy().astype("<f4").tobytes())

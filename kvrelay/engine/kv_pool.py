@@ -1,6 +1,6 @@
-"""The pool's tensor, `[num_blocks, *layout.block_shape]`, over memory that somebody else made or of our own.
+"""The tensor of the KV pool, `[num_blocks, *layout.block_shape]`, in given memory or in newly allocated memory.
 
-Invariant: its dtype is the layout's, whatever the model computes in.
+Invariant: its dtype is the layout's, whichever dtype the model computes in.
 """
 
 import mmap
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.device_memory import no_room
+from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
 
 _CPU = torch.device("cpu")
 
@@ -21,17 +21,18 @@ def pool_dtype(layout: KVLayout) -> torch.dtype:
 
 
 def pool_over(memory: memoryview, layout: KVLayout, num_blocks: int) -> Tensor:
-    """A view of host memory: writable, zeroed, `num_blocks * layout.block_bytes` bytes, alive as long as the tensor."""
+    """Returns the pool as a view of `memory`: host memory of `num_blocks * layout.block_bytes` bytes that is writable,
+    zeroed and outlives the tensor."""
     return torch.frombuffer(memory, dtype=pool_dtype(layout)).view(num_blocks, *layout.block_shape)
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device = _CPU) -> Tensor:
-    """Zeroed memory of its own. On the host the kernel zeroes a page when it is first touched. Raises
-    ConfigurationError when a card has not got so much."""
+    """Returns a pool in newly allocated, zeroed memory. In host memory, the kernel zeroes each page at its first use.
+    Raises ConfigurationError if a GPU has too little memory."""
     if device.type == "cpu":
         return pool_over(memoryview(mmap.mmap(-1, num_blocks * layout.block_bytes)), layout, num_blocks)
-    with no_room(
+    with out_of_memory_as_configuration_error(
         f"{device} has no room for {num_blocks} KV blocks ({num_blocks * layout.block_bytes / 2**30:.1f} GiB): end "
-        "what else uses the card, or lower --gpu-memory-utilization or --num-blocks"
+        "what else uses the GPU, or lower --gpu-memory-utilization or --num-blocks"
     ):
         return torch.zeros(num_blocks, *layout.block_shape, dtype=pool_dtype(layout), device=device)

@@ -1,6 +1,6 @@
-"""The leases of PRODUCE requests: their named blocks stay pinned until they were fetched, or the lease ends.
+"""The leases of PRODUCE requests: a lease keeps a request's named blocks pinned until it is released.
 
-Invariant: a lease pins exactly the leading blocks that it lists. It may outlive its request, and end before it.
+Invariant: a lease pins exactly the leading blocks that it lists. It may outlive its request or end before it.
 """
 
 from kvrelay.engine.block_names import BlockNames
@@ -11,7 +11,7 @@ from kvrelay.engine.sequence import Sequence
 
 
 class Leases:
-    """By request id."""
+    """The open leases, by request id."""
 
     def __init__(self, pool: BlockPool, names: BlockNames, changes: Changes) -> None:
         self._pool = pool
@@ -29,8 +29,8 @@ class Leases:
         self._blocks[request_id] = []
 
     def extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """The first `num_blocks` blocks of a PRODUCE request stay until its lease ends. One that has ended already
-        keeps nothing, but who waits for the blocks still hears of them.
+        """Adds the first `num_blocks` blocks of a PRODUCE request to its lease, and reports them as progress. If the
+        lease has ended, nothing is pinned, but the progress is still reported to those who wait for the blocks.
         """
         request = sequence.request
         if request.role is not KVRole.PRODUCE:
@@ -47,18 +47,20 @@ class Leases:
             self._changes.progress.append((request.request_id, num_blocks))
 
     def restart(self, sequence: Sequence) -> None:
-        """A preempted request keeps no blocks by its lease either: two such would wait for each other for ever."""
+        """Empties the lease of a preempted request: two such requests would otherwise wait for each other's blocks for
+        ever."""
         lease = self._blocks.get(sequence.request.request_id)
         if lease:
             self._pool.unpin(lease)
             lease.clear()
 
     def release(self, request_id: str) -> None:
-        """Idempotent."""
+        """Ends a lease and unpins its blocks. Idempotent."""
         lease = self._blocks.pop(request_id, None)
         if lease is not None:
             self._pool.unpin(lease)
             self._changes.load = True
 
     def check_idle(self) -> None:
+        """Raises AssertionError if a lease is open."""
         assert not self._blocks, f"leases left: {sorted(self._blocks)}"

@@ -1,4 +1,4 @@
-"""A step's plan and its result: frozen data between scheduler and runner, which never see each other."""
+"""The plan of a step and its result: the only data that scheduler and runner exchange."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 
-UNKNOWN_TOKEN = -1  # no id that a model has: to run it unresolved is an error
+UNKNOWN_TOKEN = -1  # no model has this id, so running it is an error
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """`token_ids` are run at positions `start` .. and their KV is written into `block_table`.
+    """The part of one sequence in a step: `token_ids` are computed at positions from `start` on, and their KV is
+    written into the blocks of `block_table`.
 
-    `input_row` is set when the token was not known yet: `token_ids` is `(UNKNOWN_TOKEN,)` then, and stands for what the
-    step launched before this one samples in that row, counted over all `rows` of its plan.
-    `rows` is empty while the prompt is incomplete; otherwise one row per output to sample from the last token's logits.
-    `prompt_logprobs` (k, target ids): log-probabilities of the tokens that follow each scheduled prompt token, when
-    asked for.
+    `input_row` is set if the token is not known yet. `token_ids` is then `(UNKNOWN_TOKEN,)`, and stands for the token
+    that the step launched before this one samples in that row; rows are counted over all `rows` of that step's plan.
+    `rows` has one entry per output to sample from the last token's logits, and is empty while the prompt is incomplete.
+    `prompt_logprobs` is (k, target ids) if log-probabilities of the prompt were asked for: one target for each
+    scheduled prompt token, the token that follows it.
     """
 
     token_ids: SequenceOf[int]
@@ -34,7 +35,8 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """`copies` (source, destination) block ids are carried out before anything is written."""
+    """The plan of a step. `copies` are pairs of block ids (source, destination), copied before the step writes any
+    KV."""
 
     scheduled: tuple[ScheduledSequence, ...]
     copies: tuple[tuple[int, int], ...]
@@ -46,7 +48,8 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """For one `ScheduledSequence`: one sampled token per row, and prompt log-probabilities where asked for."""
+    """The result of one `ScheduledSequence`: one sampled token per row, and the prompt log-probabilities it asked
+    for."""
 
     sampled: tuple[SampledToken, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
@@ -54,6 +57,6 @@ class SequenceResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """In the order of the plan."""
+    """The results of a step, in the order of its plan."""
 
     results: tuple[SequenceResult, ...]

@@ -1,6 +1,6 @@
-"""How many blocks a pool gets, and how long a sequence may be in it.
+"""How many blocks a pool gets, and how long a sequence may be.
 
-Invariant: a pool holds at least one sequence of the length that is promised.
+Invariant: a pool has room for at least one sequence of the greatest length allowed.
 """
 
 import logging
@@ -13,24 +13,25 @@ from kvrelay.engine.options import EngineOptions
 
 _logger = logging.getLogger(__name__)
 _DEFAULT_POOL_BYTES = 1 << 30
-_LARGEST_DEFAULT_SHARE = 0.5  # of free memory, for the pool that nobody asked to be larger
+_LARGEST_DEFAULT_SHARE = 0.5  # of free memory, unless the options ask for more
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """What fits: `num_blocks` in the pool, and the longest sequence that is promised."""
+    """The number of blocks of a pool, and the most tokens of a sequence."""
 
     num_blocks: int
     max_model_len: int
 
 
 def free_memory() -> int:
-    """Bytes of RAM that could be used now."""
+    """Returns the bytes of RAM that are free now."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def size_pool(options: EngineOptions, layout: KVLayout, *, model_limit: int, free_bytes: int) -> PoolSize:
-    """For a pool in host memory: how many blocks, and how long a sequence may be (`fit_length`)."""
+    """Returns the size of a pool in host memory, of which `free_bytes` are free. Raises ConfigurationError as
+    `fit_length` does."""
     wanted = options.max_model_len or model_limit
     num_blocks = options.num_blocks
     if not num_blocks and options.gpu_memory_utilization:
@@ -42,10 +43,10 @@ def size_pool(options: EngineOptions, layout: KVLayout, *, model_limit: int, fre
 
 
 def fit_length(options: EngineOptions, layout: KVLayout, num_blocks: int, *, model_limit: int) -> PoolSize:
-    """The pool always holds at least one sequence of max_model_len tokens.
+    """Returns the size of a pool of `num_blocks`, with the longest sequence that fits into it and the model allows.
 
-    An explicit `max_model_len` that does not fit raises ConfigurationError; the model's own limit is lowered to what
-    fits.
+    Raises ConfigurationError if an explicit `max_model_len` does not fit. The model's own limit, `model_limit` tokens,
+    is lowered to what fits.
     """
     wanted = options.max_model_len or model_limit
     if options.max_model_len > model_limit:

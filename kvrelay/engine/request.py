@@ -1,4 +1,4 @@
-"""What a node asks of the engine, and what the engine answers: plain values, no state."""
+"""The values that a node and its engine exchange."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -19,11 +19,11 @@ class KVRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """`sampling.seed` is drawn. `receive`: blocks are reserved first and filled from outside before the engine
-    computes what is left (always so for CONSUME).
+    """A request to an engine. `sampling.seed` must be set. With `receive`, which CONSUME requires, the engine reserves
+    blocks for the given tokens, the node fills them from outside, and the engine computes the rest.
 
-    A request may have begun elsewhere: `prior_output_token_ids` are its output so far, `n` is 1 then. The outputs are
-    those from index `first_choice_index` on."""
+    `prior_output_token_ids` is the output so far of a request that began on another node; `n` is then 1. The outputs
+    have the indices from `first_choice_index` on."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -37,12 +37,12 @@ class EngineRequest:
 
     @property
     def given_token_ids(self) -> tuple[int, ...]:
-        """What this engine starts from: the prompt, and the output sampled elsewhere."""
+        """Returns the prompt and the output sampled elsewhere, from which this engine starts."""
         return self.prompt_token_ids + self.prior_output_token_ids
 
     @property
     def choices(self) -> range:
-        """Indices of the outputs."""
+        """Returns the indices of the outputs."""
         return range(self.first_choice_index, self.first_choice_index + self.sampling.n)
 
 
@@ -57,8 +57,8 @@ class PinnedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A receiving request has blocks for all its given tokens: the leading `num_cached_tokens` are here, `missing`
-    wait for their KV, in order.
+    """The report that a receiving request has blocks for all its given tokens. The KV of the first `num_cached_tokens`
+    is here; the blocks in `missing`, in order, wait for theirs.
     """
 
     request_id: str
@@ -67,14 +67,17 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
+class SequenceOutput:
+    """New tokens of one output of a request."""
+
     request_id: str
     output: TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOutput:
-    """The given tokens of a request are computed. `num_cached_tokens` were found by name when it was scheduled."""
+    """The report that a request's given tokens are computed. `num_cached_tokens` of them were found by name when it was
+    scheduled."""
 
     request_id: str
     num_cached_tokens: int
@@ -83,7 +86,7 @@ class PromptOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """The engine could not go on with this request; it holds nothing for it any more."""
+    """The report that a request has failed. The engine holds nothing for it any more."""
 
     request_id: str
     message: str
@@ -99,16 +102,16 @@ class EngineLoad(NodeLoad):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Everything that changed since the last result. Order inside each tuple is order of happening.
+    """Everything that changed since the last result, in order within each tuple.
 
-    `progress`: (request id, leading blocks of the given tokens that have their names) of PRODUCE requests. `stored`
-    and `removed` are names. `named` are pinned, to be published: new blocks, and hits where the engine was asked for
-    those.
+    `progress` has pairs (request id, number of leading blocks that have their names) of PRODUCE requests. `stored` and
+    `removed` are the names that the pool has gained and lost. The blocks in `named` are pinned for the node to publish:
+    new blocks, and with `publish_hits` those found by name.
     """
 
     admissions: tuple[Admission, ...]
     prompts: tuple[PromptOutput, ...]
-    outputs: tuple[RequestOutput, ...]
+    outputs: tuple[SequenceOutput, ...]
     failures: tuple[RequestFailure, ...]
     named: tuple[PinnedBlock, ...]
     progress: tuple[tuple[str, int], ...]
@@ -118,7 +121,8 @@ class StepResult:
 
     @property
     def can_wait(self) -> bool:
-        """Whether nobody needs it at once: further tokens of outputs that go on are all that it tells requests."""
+        """Tells whether the result may be delivered late: all it has for requests is further tokens of outputs that
+        continue."""
         if self.admissions or self.prompts or self.failures or self.progress:
             return False
         return all(item.output.finish_reason is None for item in self.outputs)

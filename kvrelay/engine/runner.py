@@ -1,4 +1,4 @@
-"""The seam between the engine and what carries its plans out, on whatever device that is.
+"""The seam between the engine and the runners that carry out its plans on a CPU or a GPU.
 
 Invariant: steps are carried out in the order in which they were launched, and collected in that order, each once.
 """
@@ -9,28 +9,28 @@ from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
 
 
 class LaunchedStep(Protocol):
-    """A step under way. Until it is collected it may read and write every block of its plan."""
+    """A launched step. Until it is collected it may read and write every block of its plan."""
 
     @property
     def only_samples(self) -> bool:
-        """The KV of all its tokens lies in the blocks; what is left, and takes time, is to sample."""
+        """Tells whether the KV of all tokens is written, so that only sampling is left."""
         ...
 
     def collect(self) -> ModelRunnerOutput:
-        """Waits for the step to end. Raises KVRelayError when it failed; its sequences then fail and the engine goes
-        on."""
+        """Waits for the step and returns its result. Raises KVRelayError if it failed; the engine then fails its
+        sequences and continues."""
         ...
 
 
 class Runner(Protocol):
-    """Carries out plans: copies blocks, writes KV, samples. Called by the engine's thread only."""
+    """What carries out plans: it copies blocks, writes KV and samples. Only the engine thread calls it."""
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
-        """Enqueues a step and returns at once where there is a device to wait for. At most one other step has been
-        launched and not been collected; an `input_row` of `plan` names a row of that one. Should that row fail, this
-        step runs on any valid token, and nobody reads what it samples there.
+        """Starts a step. On a GPU it returns at once. At most one other step is in flight; an `input_row` of `plan`
+        refers to a row of that step. If that row fails, this step computes with any valid token instead, and nobody
+        reads what it samples for that sequence.
 
-        Raises KVRelayError when this plan cannot be carried out: nothing of it is under way then, its sequences fail,
-        and no later plan refers to it.
+        Raises KVRelayError if the plan cannot be carried out. Nothing of it is then in flight, its sequences fail, and
+        no later plan refers to it.
         """
         ...

@@ -1,19 +1,19 @@
-"""Decides what the next step computes. There are no phases: a sequence has `num_computed_tokens` catching up with its
+"""Decides what the next step computes. There are no phases: the `num_computed_tokens` of a sequence catch up with its
 tokens.
 
-Chunked prefill, prefix hits and KV received from other nodes are all "tokens already computed", and so are those that a
-launched step computes. Invariant: every sequence is in exactly one of the queues, and owns one request reference for
-each entry of its block table.
+Tokens of earlier chunks, prefix hits, KV received from other nodes and the tokens of launched steps all count as
+already computed. Invariant: every sequence is in exactly one of the queues, and owns one request reference for each
+entry of its block table.
 
-Chunked prefill together with decodes: Sarathi-Serve (Agrawal et al., 2024), section 4. Preemption by recompute:
-PagedAttention (Kwon et al., 2023), section 4.5.
+Computing chunks of prompts together with decodes follows Sarathi-Serve (Agrawal et al., 2024), section 4. Preemption by
+recomputing follows PagedAttention (Kwon et al., 2023), section 4.5.
 """
 
 import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
+from kvrelay.core.option_types import SchedulingPolicy
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.in_flight import StepsInFlight
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
@@ -21,25 +21,26 @@ from kvrelay.engine.sampling.penalties import reads_tokens
 from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sequence import Sequence, SequenceState
 
-SMALLEST_CHUNK = 16  # tokens of a prompt that a step has room for, whatever else it computes
+SMALLEST_CHUNK = 16  # the least room for prompt tokens in a step, whatever else it computes
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`max_num_batched_tokens` bounds the tokens of one step, `max_num_mixed_tokens` those of one in which sequences
-    decode (None: the same), `max_num_seqs` the sequences that run at a time. Under `fcfs` the priority of requests is
-    ignored; under `priority` lower values go first, and arrival decides among equals."""
+    """The limits of a scheduler. `max_num_batched_tokens` is the most tokens of a step, `max_num_mixed_tokens` those of
+    a step that also decodes (None: the same), `max_num_seqs` the most sequences running at a time. The policy `fcfs`
+    ignores the priority of requests; with `priority` lower values go first, and among equals the one that came
+    first."""
 
     block_size: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int = 4096
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: SchedulingPolicy = "fcfs"
     max_num_mixed_tokens: int | None = None
 
 
 class SequenceQueue:
-    """Sequences in the order in which they may go on."""
+    """Sequences sorted by `Sequence.order`."""
 
     def __init__(self) -> None:
         self._items: list[Sequence] = []
@@ -67,9 +68,11 @@ class SequenceQueue:
 
 
 class Scheduler:
-    """Owns the queues; owned by the engine thread. Only receiving and running sequences hold blocks, so that those can
-    always be taken from a running one or will be given back by a receiving one. `on_preempt` is told who has just lost
-    its blocks, and gives up whatever else keeps them."""
+    """The queues of sequences, and the plans of steps. The engine thread owns it.
+
+    Only receiving and running sequences hold blocks. Blocks can therefore always be taken from a running sequence, or
+    will be released by a receiving one. `on_preempt` is called with a sequence that has just lost its blocks, and must
+    release whatever else keeps them."""
 
     def __init__(
         self,
@@ -90,11 +93,11 @@ class Scheduler:
         self._pool = pool
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence; its state says whether its KV will arrive from outside."""
+        """Adds a new sequence. Its state says whether its KV will arrive from outside."""
         (self.reserving if sequence.state is SequenceState.RESERVING else self.waiting).push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its queue and gives its blocks back."""
+        """Removes a sequence from its queue and releases its blocks."""
         match sequence.state:
             case SequenceState.RESERVING:
                 self.reserving.remove(sequence)
@@ -110,8 +113,8 @@ class Scheduler:
         self._free_blocks(sequence)
 
     def reserve(self) -> list[Sequence]:
-        """Gives receiving requests the blocks their given tokens need, in order, as far as there are any. A sequence
-        that has lost its blocks gets them back before any that comes after it."""
+        """Reserves the blocks of sequences whose KV will arrive from outside, in order, until blocks run out. Returns
+        those that got theirs. A preempted sequence gets its blocks back before any that comes after it."""
         admitted = []
         preempted = next((sequence for sequence in self.waiting if sequence.was_preempted), None)
         while self.reserving:
@@ -127,18 +130,18 @@ class Scheduler:
         return admitted
 
     def received(self, sequence: Sequence) -> None:
-        """No more KV will arrive for a receiving sequence: it runs, and computes what is missing itself."""
+        """Moves a receiving sequence to the running ones: no more KV will arrive, and it computes what is missing."""
         self.receiving.remove(sequence)
         self.run(sequence)
 
     def run(self, sequence: Sequence) -> None:
-        """A sequence that holds its blocks joins the running ones."""
+        """Adds a sequence that holds its blocks to the running ones."""
         sequence.state = SequenceState.RUNNING
         self.running.append(sequence)
 
     def can_run_ahead(self) -> bool:
-        """Whether the next step can be planned while one is in flight: nobody's sampling reads a token that is not
-        known yet, and nobody has to be preempted, which helps only when the blocks come back at once."""
+        """Tells whether the next step can be planned while one is in flight: no sampling reads a token that is still
+        unknown, and no sequence has to be preempted, whose blocks would be free only after the step in flight."""
         num_blocks = 0
         for sequence in self.running:
             if sequence.waits_for_result:
@@ -151,8 +154,8 @@ class Scheduler:
         return num_blocks <= self._pool.num_free
 
     def schedule(self) -> tuple[SchedulerOutput, list[Sequence]]:
-        """The next step's plan and its sequences, in the same order. Running sequences first, then waiting ones,
-        within the budget.
+        """Returns the next step's plan and its sequences, in the same order: running sequences first, then waiting
+        ones, within the budget of tokens.
         """
         copies: list[tuple[int, int]] = []
         chosen: list[tuple[Sequence, int]] = []
@@ -162,14 +165,15 @@ class Scheduler:
         return plan, [sequence for sequence, _ in chosen]
 
     def _schedule_running(self, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> int:
-        """Returns the budget that is left. A prompt's chunk leaves one token of it to every decode behind it."""
+        """Schedules running sequences and returns the budget that is left. A chunk of a prompt leaves one token of the
+        budget for every decode after it."""
         going_on = (sequence for sequence in self.running if not sequence.waits_for_result)
         ordered = sorted(going_on, key=lambda item: item.order)
         decodes_left = sum(sequence.num_missing_tokens == 1 for sequence in ordered)
         budget = self._budget(decodes_left)
         for sequence in ordered:
             if sequence.state is not SequenceState.RUNNING:
-                continue  # preempted for one before it
+                continue  # preempted for a sequence before it
             if sequence.num_missing_tokens == 1:
                 decodes_left -= 1
                 count = min(1, budget)  # never behind the decodes that come after it
@@ -181,8 +185,8 @@ class Scheduler:
         return budget
 
     def _budget(self, num_decodes: int) -> int:
-        """Tokens of a step with so many decodes. Beside them a prompt gets a chunk that keeps the step short, however
-        many they are."""
+        """Returns the most tokens of a step with `num_decodes` decodes. Beside decodes, prompts get a chunk small
+        enough to keep the step short, but never less than `SMALLEST_CHUNK`."""
         most, mixed = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
         if num_decodes == 0 or mixed is None:
             return most
@@ -206,8 +210,8 @@ class Scheduler:
         return used + sequence.width <= self.config.max_num_seqs
 
     def _grow_or_preempt(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> bool:
-        """Room for `count` more tokens, taken from running sequences behind this one if it must be; False if it went
-        itself.
+        """Makes room for `count` more tokens, preempting running sequences from the last one on if necessary. Returns
+        False if the sequence itself was preempted.
         """
         while not self._grow(sequence, count, copies):
             victim = max(self.running, key=lambda item: item.order)
@@ -217,7 +221,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        assert not self._in_flight, "a launched step may need the blocks that this is to free"
+        assert not self._in_flight, "a launched step may need the blocks that preempting would free"
         self.running.remove(sequence)
         self._free_blocks(sequence)
         self._on_preempt(sequence)
@@ -227,10 +231,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _grow(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> bool:
-        """Makes room for `count` tokens after the computed ones; a block others use is copied before it is written
-        (copy-on-write).
+        """Makes room for `count` tokens after the computed ones. Blocks that other sequences use are replaced by copies
+        before they are written to (copy-on-write).
 
-        All or nothing: False leaves the sequence as it was.
+        Returns False, with the sequence unchanged, if the pool has too few blocks.
         """
         size = self.config.block_size
         table = sequence.block_table
@@ -251,8 +255,8 @@ class Scheduler:
         return True
 
     def _blocks_to_take(self, sequence: Sequence, count: int) -> tuple[list[int], int]:
-        """For `count` more tokens: indices in the block table of shared blocks that they are written to, and how many
-        blocks the table lacks."""
+        """Returns what `count` more tokens need: the indices in the block table of shared blocks that they are written
+        to, and how many blocks the table lacks."""
         size = self.config.block_size
         first = sequence.next_position // size
         end = -(-(sequence.next_position + count) // size)
@@ -261,8 +265,8 @@ class Scheduler:
         return shared, max(0, end - len(table))
 
     def _take_cached_blocks(self, sequence: Sequence) -> None:
-        """Starts the block table with what is found by name."""
-        found = self._pool.lookup(sequence.names(sequence.num_cacheable_blocks))
+        """Starts the block table with the blocks that are found by name."""
+        found = self._pool.lookup(sequence.block_hashes(sequence.num_cacheable_blocks))
         self._pool.acquire(found)
         sequence.block_table = found
         sequence.num_named_blocks = len(found)
@@ -271,6 +275,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
 
     def _take_given_blocks(self, sequence: Sequence) -> bool:
+        """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few."""
         self._take_cached_blocks(sequence)
         num_blocks = -(-sequence.num_given_tokens // self.config.block_size)
         blocks = self._pool.allocate(num_blocks - len(sequence.block_table))
@@ -292,7 +297,7 @@ class Scheduler:
 def _entry(sequence: Sequence, count: int) -> ScheduledSequence:
     start = sequence.next_position
     end = start + count
-    is_unknown = start == sequence.num_tokens  # what the step in flight samples
+    is_unknown = start == sequence.num_tokens  # the step in flight samples it
     sampling = sequence.request.sampling
     rows: tuple[SamplingRow, ...] = ()
     if end == sequence.num_expected_tokens:

@@ -1,8 +1,7 @@
 """The engine's state for one output: tokens, block table, counters.
 
-Invariant: the first `num_computed_tokens` tokens have their KV in `block_table`, the `num_launched_tokens` after them
-get it from launched steps; the first `num_named_blocks` entries of `block_table` are full and carry their names in the
-pool.
+Invariant: the first `num_computed_tokens` tokens have their KV in `block_table`; launched steps write that of the next
+`num_launched_tokens`. The first `num_named_blocks` entries of `block_table` are full and named in the pool.
 """
 
 from enum import Enum
@@ -13,23 +12,23 @@ from kvrelay.engine.request import EngineRequest, KVRole
 
 
 class SequenceState(Enum):
-    RESERVING = "reserving"  # waits for the blocks its given tokens need, KV will arrive from outside
-    RECEIVING = "receiving"  # holds its blocks, KV arrives
+    RESERVING = "reserving"  # waits for blocks for its given tokens, whose KV will arrive from outside
+    RECEIVING = "receiving"  # holds its blocks while their KV arrives
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class Sequence:
-    """One output of a request; the first one also computes the given tokens for its siblings.
+    """One output of a request. The first output of a request also computes the given tokens for its siblings.
 
-    `token_ids` are the prompt, output tokens sampled elsewhere before the request came here, and new ones. The first
-    two are given: the prompt has `num_prompt_tokens`, both together `num_given_tokens`. Behind them come
-    `num_unknown_tokens` that launched steps sample, the last of them in row `sampled_row` of the newest such step. The
-    output ends at `max_num_tokens`, if not before."""
+    `token_ids` holds the prompt, output tokens that were sampled elsewhere before the request came here, and new output
+    tokens. The first two are the given tokens: `num_prompt_tokens` in the prompt, `num_given_tokens` in both. After
+    `token_ids` come `num_unknown_tokens` tokens that launched steps sample; the last of them is in row `sampled_row` of
+    the newest such step. The output ends at `max_num_tokens` at the latest."""
 
     __slots__ = (
-        "_names",
+        "_block_hashes",
         "_root",
         "arrival",
         "block_size",
@@ -81,13 +80,13 @@ class Sequence:
         self.num_cached_tokens = 0
         self.block_table: list[int] = []
         self.num_named_blocks = 0
-        self.num_reported_blocks = 0  # of a PRODUCE request: leading blocks its progress has told of
+        self.num_reported_blocks = 0  # leading blocks that a PRODUCE request has reported as progress
         self.state = SequenceState.RESERVING if request.receive else SequenceState.WAITING
         self.was_preempted = False
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_reported = False
         self._root = root
-        self._names: list[BlockHash] = []
+        self._block_hashes: list[BlockHash] = []
 
     @property
     def num_tokens(self) -> int:
@@ -95,34 +94,34 @@ class Sequence:
 
     @property
     def num_expected_tokens(self) -> int:
-        """With the unknown ones."""
+        """Counts the known tokens and the unknown ones."""
         return len(self.token_ids) + self.num_unknown_tokens
 
     @property
     def next_position(self) -> int:
-        """Where the next step begins."""
+        """Returns the position of the first token of the next step."""
         return self.num_computed_tokens + self.num_launched_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Known ones, since the request's beginning, wherever they were sampled."""
+        """Counts the known output tokens of the request, including those sampled elsewhere."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def has_new_tokens(self) -> bool:
-        """Whether this output is known to go on by itself: siblings are forked off with the first new token."""
+        """Tells whether a token was sampled here. Siblings are forked off with the first one."""
         return len(self.token_ids) > self.num_given_tokens
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Who goes first: lower priority value, then arrival, then index."""
+        """Returns the sort key of the queues: lower priority value first, then earlier arrival, then lower index."""
         return (self.priority, self.arrival, self.index)
 
     @property
     def num_cacheable_blocks(self) -> int:
-        """Leading full blocks that may be taken as they are found: those before the last token, whose logits are
-        needed; with the next token known elsewhere (CONSUME) all of the given ones; none when the logits of every
-        prompt token are wanted."""
+        """Counts the leading full blocks that may be taken from the cache. The last token must be computed, because its
+        logits are needed, unless its successor is known from elsewhere (CONSUME). If log-probabilities of the prompt
+        are wanted, every prompt token must be computed."""
         if self.request.role is KVRole.CONSUME and not self.has_new_tokens:
             return self.num_given_tokens // self.block_size
         if self.request.sampling.prompt_logprobs is not None and not self.prompt_reported:
@@ -131,13 +130,13 @@ class Sequence:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
+        """Counts the tokens whose KV is still to be computed: 1 for a sequence that decodes."""
         return self.num_expected_tokens - self.next_position
 
     @property
     def waits_for_result(self) -> bool:
-        """Whether no step can be planned before the one that samples its newest token is collected: the output ends
-        with that token, or branches, or goes on elsewhere."""
+        """Tells whether the next step of this sequence can be planned only after its newest token is known: the output
+        ends with that token, splits into `n`, or continues on another node."""
         if self.num_unknown_tokens == 0:
             return False
         request = self.request
@@ -146,29 +145,31 @@ class Sequence:
 
     @property
     def width(self) -> int:
-        """How many running sequences this one stands for: its siblings are forked off with the first token."""
+        """Counts the running sequences that this one stands for, with the siblings that its first token will fork
+        off."""
         return 1 if self.has_new_tokens else self.request.sampling.n
 
-    def names(self, num_blocks: int) -> list[BlockHash]:
-        """Names of the first `num_blocks` full blocks; their tokens must be known."""
-        num_named, size = len(self._names), self.block_size
+    def block_hashes(self, num_blocks: int) -> list[BlockHash]:
+        """Returns the names of the first `num_blocks` full blocks, whose tokens must be known."""
+        num_named, size = len(self._block_hashes), self.block_size
         if num_named < num_blocks:
-            parent = self._names[-1] if self._names else self._root
-            self._names += block_hashes(parent, self.token_ids[num_named * size : num_blocks * size], size)
-        return self._names[:num_blocks]
+            parent = self._block_hashes[-1] if self._block_hashes else self._root
+            self._block_hashes += block_hashes(parent, self.token_ids[num_named * size : num_blocks * size], size)
+        return self._block_hashes[:num_blocks]
 
     def given_tail(self) -> tuple[BlockHash, int] | None:
-        """Name of the given tokens' partial tail block and its number of tokens; None when they end with a block."""
+        """Returns the name and the number of tokens of the given tokens' partial last block, or None if their last
+        block is full."""
         num_full, num_tail = divmod(self.num_given_tokens, self.block_size)
         if num_tail == 0:
             return None
-        names = self.names(num_full)
-        parent = names[-1] if names else self._root
+        full = self.block_hashes(num_full)
+        parent = full[-1] if full else self._root
         start = num_full * self.block_size
         return next_block_hash(parent, self.token_ids[start : self.num_given_tokens]), num_tail
 
     def fork(self, index: int) -> "Sequence":
-        """A sibling with the same tokens and blocks; the caller takes the block references."""
+        """Returns a sibling with the same tokens and blocks. The caller takes the references to the blocks."""
         sibling = Sequence(
             self.request,
             index=index,
@@ -185,5 +186,5 @@ class Sequence:
         sibling.num_named_blocks = self.num_named_blocks
         sibling.prompt_reported = True
         sibling.state = self.state
-        sibling._names = self._names.copy()
+        sibling._block_hashes = self._block_hashes.copy()
         return sibling

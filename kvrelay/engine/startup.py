@@ -1,6 +1,7 @@
-"""From options to an engine: load the model, size the pool, join runner, pool and scheduler. Logs each step as it goes.
+"""From options to an engine: loads the model, sizes the pool, joins runner, pool and scheduler, and logs each step.
 
-Two steps, because the pool is somebody else's: `prepare_engine` says how large, `build` takes it.
+It takes two calls, because the caller makes the pool: `prepare_engine` says how large it must be, and
+`PreparedEngine.build` takes it.
 """
 
 import importlib
@@ -24,18 +25,18 @@ from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.cpu.runner import CpuRunner
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.device import choose_device, look_at_machine
-from kvrelay.engine.device_memory import no_room
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout
-from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
 from kvrelay.engine.pool_size import PoolSize, free_memory, size_pool
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampling.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig
-from kvrelay.engine.step_threads import StepThreads
 
 _logger = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 1.0
@@ -43,7 +44,7 @@ _PROGRESS_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PreparedEngine:
-    """An engine that lacks only the memory of its pool."""
+    """An engine that lacks only the memory of its pool. `attention` is the name of the backend."""
 
     options: EngineOptions
     loaded: LoadedModel
@@ -53,7 +54,7 @@ class PreparedEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where the pool must be."""
+        """Returns the device on which the pool must be."""
         return self.loaded.model.device
 
     @property
@@ -74,10 +75,12 @@ class PreparedEngine:
         publish_hits: bool = False,
         core_share: CoreShare | None = None,
     ) -> Engine:
-        """`kv_pool`: zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on the model's device.
-        `on_evict` as BlockPool's, `publish` and `publish_hits` as Engine's. `core_share`: of an engine that computes on
-        the processor; unset, as many cores as `threads` of the options, or the calling thread has. On a card this
-        also records decode steps, which takes seconds."""
+        """Returns the engine. `kv_pool` is zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on
+        the model's device. `on_evict` is that of `BlockPool`, `publish` and `publish_hits` are those of `Engine`.
+
+        `core_share` is for an engine that computes on the CPU. Without it, the engine has as many cores as the option
+        `threads` says, or as the calling thread has threads. On a GPU this also records decode steps, which takes
+        seconds, and raises ConfigurationError if there is no memory for them."""
         assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape) and kv_pool.device == self.device
         eos_token_ids = self.loaded.config.eos_token_ids
         on_cpu = self.device.type == "cpu"
@@ -106,21 +109,22 @@ class PreparedEngine:
 
     def _runner(self, kv_pool: Tensor, threads: StepThreads) -> Runner:
         if self.device.type != "cpu":
-            build = _gpu_startup().device_runner
+            build = _gpu_startup().gpu_runner
             runner: Runner = build(self.options, self.loaded, kv_pool, self.size.max_model_len)
             return runner
         config = self.loaded.config
-        return ModelRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool, threads)
+        return CpuRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool, threads)
 
 
 def planned_device(options: EngineOptions) -> torch.device:
-    """Where `prepare_engine` will load. Raises ConfigurationError as it does."""
+    """Returns the device that `prepare_engine` will choose. Raises ConfigurationError if it cannot be used."""
     device, _ = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
     return device
 
 
 def prepare_engine(options: EngineOptions) -> PreparedEngine:
-    """Loads the model, on as many threads as the options say. Raises ModelLoadError or ConfigurationError."""
+    """Loads the model on as many threads as the options say, and sizes the pool. Raises ModelLoadError or
+    ConfigurationError."""
     with threads_kept():
         if options.threads:
             use_threads(options.threads, torch_multiplies=True)
@@ -144,13 +148,13 @@ def _prepare(options: EngineOptions) -> PreparedEngine:
     if device.type == "cpu":
         size = size_pool(options, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
     else:
-        size = _gpu_startup().size_device_pool(options, loaded, layout)
+        size = _gpu_startup().size_gpu_pool(options, loaded, layout)
     return PreparedEngine(options, loaded, layout, size, attention.name)
 
 
 def _load(options: EngineOptions, device: torch.device, attention: AttentionBackend) -> LoadedModel:
-    with no_room(
-        f"the weights of {options.model} do not fit on {device}: end what else uses the card, or take a smaller or a "
+    with out_of_memory_as_configuration_error(
+        f"the weights of {options.model} do not fit on {device}: end what else uses the GPU, or take a smaller or a "
         "quantised (AWQ, GPTQ) model"
     ):
         return load_model(
@@ -166,12 +170,12 @@ def _load(options: EngineOptions, device: torch.device, attention: AttentionBack
 
 
 def _gpu_startup() -> ModuleType:
-    """Only where there is a card: it imports Triton, which need not be installed elsewhere."""
+    """Imports what a GPU needs. Called only with a GPU: it imports Triton, which need not be installed elsewhere."""
     return importlib.import_module("kvrelay.engine.gpu.startup")
 
 
 def _cpu_only(options: EngineOptions) -> str:
-    """An option among those given that leaves only the CPU; empty without one."""
+    """Returns the flag of a given option that works only on a CPU, or an empty string."""
     if options.quantization != "none":
         return f"--quantization {options.quantization}"
     return "--attention-backend native" if options.attention_backend == "native" else ""
@@ -185,7 +189,7 @@ def _attention(options: EngineOptions, device: torch.device, kv_scales: KVScales
 
 
 def _progress_logger() -> Callable[[int, int], None]:
-    """Says how far loading is, about once a second."""
+    """Returns a callback that logs how far loading is, about once a second."""
     last = time.monotonic()
 
     def progress(done: int, total: int) -> None:

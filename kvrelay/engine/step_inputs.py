@@ -1,7 +1,7 @@
-"""A plan as flat arrays: what a forward pass reads, for all sequences of the step one after the other.
+"""The inputs of a step as flat arrays, with the step's sequences one after the other.
 
-Invariant: of two plans with as many tokens and sequences, padding included, every array but the block tables has the
-same size.
+Invariant: the sizes of all arrays but the block tables follow from the numbers of tokens and sequences, padding
+included.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,19 @@ from kvrelay.engine.sampling.sampler import SamplingRow
 
 Array = npt.NDArray[Any]
 
-_PADDING_SLOT = -1  # nothing is written for it
+_PADDING_SLOT = -1  # no KV is written to it
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Lists, since most steps have a few tokens only, for which numpy costs more than it saves. One entry per token:
-    `token_ids`, `input_rows` (-1: the token is known), `positions`, `slots`. One per sequence: `block_tables`,
-    `seq_lens`, and one more in `query_start_loc`. One per sampling row: `rows`, `hidden_rows` (which of the hidden
-    states it reads; parallel outputs share one).
+    """The inputs of a step as lists: most steps have so few tokens that numpy would cost more than it saves.
 
-    Hidden states are those of the last tokens of `last_seqs`, in their order, or of all tokens where that is None.
+    One entry per token: `token_ids`, `input_rows` (-1 if the token is known), `positions`, `slots`. One entry per
+    sequence: `block_tables`, `seq_lens`, and `query_start_loc`, which has one more. One entry per sampling row: `rows`,
+    and `hidden_rows`, the hidden state that the row reads; parallel outputs share one.
+
+    The model returns the hidden states of the last token of each sequence in `last_seqs`, in that order, or of all
+    tokens if it is None.
     """
 
     token_ids: list[int]
@@ -53,9 +55,8 @@ class StepInputs:
         return self.num_tokens == self.num_seqs
 
     def arrays(self, *, num_rows: int = 0) -> dict[str, Array]:
-        """With `num_rows`, at least as many as sequences, a step of one token each is padded to so many. Padding has no
-        slot and length 0. All but the block tables, which come last, have a size that follows from the number of tokens
-        and sequences."""
+        """Returns the arrays by name, block tables last. A step of one token per sequence is padded to `num_rows`
+        sequences if that is more. Padding has length 0, and its KV is not written."""
         padding = max(0, num_rows - self.num_seqs)
         assert not padding or self.one_token_each, "only a step of one token each is padded"
         input_rows = _array(self.input_rows, padding, -1, np.int64)
@@ -73,6 +74,7 @@ class StepInputs:
 
 
 def flatten(plan: SchedulerOutput, block_size: int) -> StepInputs:
+    """Returns the inputs of a planned step."""
     last_seqs: list[int] | None = [] if _reads_last_only(plan) else None
     inputs = StepInputs([], [], [], [], [0], [], [], [], [], last_seqs)
     for index, entry in enumerate(plan.scheduled):
@@ -94,14 +96,16 @@ def flatten(plan: SchedulerOutput, block_size: int) -> StepInputs:
 
 
 def _reads_last_only(plan: SchedulerOutput) -> bool:
-    """Of a step of one token each nothing is left out: it may be one that was recorded."""
+    """Tells whether the model need return only the hidden states that are sampled from. That does
+    not hold with log-probabilities of a prompt, which read all of them, nor for a step of one token per sequence, which
+    may replay a recorded step."""
     return plan.num_scheduled_tokens > len(plan.scheduled) and all(
         entry.prompt_logprobs is None for entry in plan.scheduled
     )
 
 
 def padded_tables(block_tables: Sequence[Sequence[int]], num_rows: int) -> Array:
-    """`[num_rows, that of the longest]` int32, padded with 0."""
+    """Returns `[num_rows, length of the longest table]` int32, padded with 0."""
     padded = np.zeros((num_rows, max(map(len, block_tables))), dtype=np.int32)
     for row, block_table in zip(padded, block_tables, strict=False):
         row[: len(block_table)] = block_table

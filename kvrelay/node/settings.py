@@ -8,15 +8,28 @@ from pydantic_settings import CliPositionalArg
 from kvrelay.core.config import ProcessSettings
 from kvrelay.core.connectors import AUTO, ConnectorSetting
 from kvrelay.core.logs import LogLevel
+from kvrelay.core.option_types import (
+    AttentionBackendName,
+    BlockSize,
+    Count,
+    DeviceName,
+    DTypeName,
+    FileDescriptor,
+    KVCacheDType,
+    MemoryShare,
+    NodesPerDevice,
+    Quantization,
+    SchedulingPolicy,
+)
 
 
 class NodeOptions(ProcessSettings):
     """What all nodes of a cluster have alike; `kvrelay serve` takes it too, for all of its nodes."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    dtype: DTypeName = Field(
         default="auto", description="Data type of weights, and of KV unless that is fp8; auto takes the checkpoint's."
     )
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = Field(
+    kv_cache_dtype: KVCacheDType = Field(
         default="auto",
         description="Data type of KV: auto takes that of dtype; fp8 (the same as fp8_e4m3) needs half of bfloat16's "
         "memory, and uses the checkpoint's scales if it has any.",
@@ -26,16 +39,16 @@ class NodeOptions(ProcessSettings):
         description="With an FP8 KV cache, if the checkpoint has no scales: derive them from the weights instead of "
         "using 1.",
     )
-    quantization: Literal["none", "int8", "int4"] = Field(
+    quantization: Quantization = Field(
         default="none",
         description="Weight-only quantisation, rounded to nearest while loading: int8 (a scale per 128 weights) or "
         "int4 (per 64; the output head stays int8). Steps are faster and take less memory; the tokens differ. AWQ and "
         "GPTQ checkpoints need none.",
     )
-    attention_backend: Literal["auto", "native", "reference"] = Field(
+    attention_backend: AttentionBackendName = Field(
         default="auto", description="Attention kernels; auto takes the fastest ones installed."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: DeviceName = Field(
         default="auto",
         description="Where to compute; auto takes a card if torch sees one that the kernels support; "
         "the nodes of a machine share it.",
@@ -72,23 +85,21 @@ class NodeOptions(ProcessSettings):
     fetch_timeout: float = Field(
         default=10.0, gt=0, le=600, description="Seconds that one fetch of KV from another node may take."
     )
-    block_size: int = Field(default=16, ge=8, le=256, multiple_of=8, description="Tokens per KV block.")
-    num_blocks: int = Field(default=0, ge=0, description="KV blocks in a node's pool; 0 sizes the pool by memory.")
-    max_model_len: int = Field(
-        default=0, ge=0, description="Most tokens of prompt and output together; 0 takes the model's."
+    block_size: BlockSize = Field(default=16, description="Tokens per KV block.")
+    num_blocks: Count = Field(default=0, description="KV blocks in a node's pool; 0 sizes the pool by memory.")
+    max_model_len: Count = Field(
+        default=0, description="Most tokens of prompt and output together; 0 takes the model's."
     )
-    max_num_seqs: int = Field(
-        default=0, ge=0, description="Most sequences that a node runs at a time; 0 is 64 on a CPU, 256 on a card."
+    max_num_seqs: Count = Field(
+        default=0, description="Most sequences that a node runs at a time; 0 is 64 on a CPU, 256 on a card."
     )
-    max_num_batched_tokens: int = Field(
+    max_num_batched_tokens: Count = Field(
         default=0,
-        ge=0,
         description="Most tokens that a node computes in one step; long prompts are cut into chunks of it. 0 is 512 on "
         "a CPU, 2048 on a card.",
     )
-    max_num_mixed_tokens: int = Field(
+    max_num_mixed_tokens: Count = Field(
         default=0,
-        ge=0,
         description="Most tokens computed in a step that also decodes: a smaller value makes decoding steadier while "
         "prompts are computed, and delays those prompts' first tokens. 0 is 128 on a CPU, max_num_batched_tokens on a "
         "card.",
@@ -100,7 +111,7 @@ class NodeOptions(ProcessSettings):
         description="Longest time, in seconds (not tokens), that a stream's further tokens are held back to be sent "
         "together; its first and last ones never are. Affects only steps shorter than this. 0 sends each at once.",
     )
-    scheduling_policy: Literal["fcfs", "priority"] = Field(
+    scheduling_policy: SchedulingPolicy = Field(
         default="fcfs", description="fcfs ignores the priority of requests; priority runs lower values first."
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages that are logged.")
@@ -119,18 +130,15 @@ class NodeSettings(NodeOptions):
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     node_id: str = Field(default="", description="Name of this node in logs and metrics; empty: a random one.")
-    threads: int = Field(default=0, ge=0, description="CPU threads to compute with; 0 leaves the choice to torch.")
-    gpu_memory_utilization: float = Field(
+    threads: Count = Field(default=0, description="CPU threads to compute with; 0 leaves the choice to torch.")
+    gpu_memory_utilization: MemoryShare = Field(
         default=0.0,
-        ge=0.0,
-        le=0.95,
         description="When num_blocks is 0. On a card: share of its memory for this node, weights and all; 0 takes 0.9, "
         "divided by nodes_per_device. On a CPU: share of free RAM for KV; 0 takes 1 GiB, or what one sequence of "
         "max_model_len needs if that is more.",
     )
-    nodes_per_device: int = Field(
+    nodes_per_device: NodesPerDevice = Field(
         default=1,
-        ge=1,
         description="How many nodes share this one's card; divides the memory that it takes by default.",
     )
     cluster_secret: SecretStr = Field(
@@ -156,9 +164,8 @@ class NodeSettings(NodeOptions):
         description="Inherited file descriptor of the table through which nodes of one machine lend each other cores, "
         "and this node's entry in it, such as 3:0 (used by kvrelay serve).",
     )
-    weight_store: int | None = Field(
+    weight_store: FileDescriptor | None = Field(
         default=None,
-        ge=0,
         description="Inherited file descriptor of the memory in which the nodes of one machine share their weights "
         "(used by kvrelay serve).",
     )

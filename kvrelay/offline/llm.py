@@ -7,21 +7,27 @@ import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from os import PathLike, fspath
 
 from tqdm import tqdm
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.option_types import (
+    AttentionBackendName,
+    BlockSize,
+    Count,
+    DeviceName,
+    DTypeName,
+    KVCacheDType,
+    MemoryShare,
+    Quantization,
+)
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.device import DeviceName
-from kvrelay.engine.kv_cache_dtype import KVCacheDType
 from kvrelay.engine.kv_pool import allocate_pool
-from kvrelay.engine.layers.weight_format import Quantization
-from kvrelay.engine.models.loader import DTypeName
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
 from kvrelay.engine.startup import prepare_engine
-from kvrelay.offline.generation import Generation, PendingGeneration
+from kvrelay.offline.request_output import PendingRequest, RequestOutput
 from kvrelay.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -34,36 +40,36 @@ class LLM:
     """A model in this process.
 
         llm = LLM(model="./my-model")
-        for generation in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
-            print(generation.outputs[0].text)
+        for result in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+            print(result.outputs[0].text)
 
-    `model` is a Hugging Face directory or the name of a cached one. The other arguments are those of `kvrelay decode`
-    (its `--help` explains them); 0 leaves the choice to kvrelay. Raises ModelLoadError or ConfigurationError. Use it
-    from one thread at a time.
+    `model` is a Hugging Face directory or the name of a cached one. The other arguments and their defaults are those of
+    `kvrelay decode`, whose `--help` explains them; 0 leaves the choice to kvrelay. Raises ConfigurationError for an
+    argument that cannot work, ModelLoadError for a model that cannot be run. Use it from one thread at a time.
     """
 
     def __init__(
         self,
-        model: str,
+        model: str | PathLike[str],
         *,
         dtype: DTypeName = "auto",
         kv_cache_dtype: KVCacheDType = "auto",
         calculate_kv_scales: bool = False,
         quantization: Quantization = "none",
-        threads: int = 0,
-        attention_backend: Literal["auto", "native", "reference"] = "auto",
+        threads: Count = 0,
+        attention_backend: AttentionBackendName = "auto",
         device: DeviceName = "auto",
         enforce_eager: bool = False,
-        block_size: int = 16,
-        num_blocks: int = 0,
-        gpu_memory_utilization: float = 0.0,
-        max_model_len: int = 0,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 0,
-        max_num_mixed_tokens: int = 0,
+        block_size: BlockSize = 16,
+        num_blocks: Count = 0,
+        gpu_memory_utilization: MemoryShare = 0.0,
+        max_model_len: Count = 0,
+        max_num_seqs: Count = 0,
+        max_num_batched_tokens: Count = 0,
+        max_num_mixed_tokens: Count = 0,
     ) -> None:
         options = EngineOptions(
-            model=model,
+            model=fspath(model),
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             calculate_kv_scales=calculate_kv_scales,
@@ -80,14 +86,14 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_mixed_tokens=max_num_mixed_tokens,
         )
-        self.tokenizer = Tokenizer.load(model)
+        self.tokenizer = Tokenizer.load(options.model)
         prepared = prepare_engine(options)
         self.max_model_len = prepared.size.max_model_len
         self.vocab_size = prepared.loaded.config.vocab_size
         kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
         self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
         self._max_num_seqs = prepared.options.max_num_seqs
-        self._batches = itertools.count()  # what an interrupted one still has to say is not taken for a later one's
+        self._batches = itertools.count()  # late results of an interrupted batch must not count for the next
 
     def generate(
         self,
@@ -95,11 +101,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
-    ) -> list[Generation]:
-        """One Generation per prompt, in order. `sampling_params`: for all prompts, or one for each; None is
-        `SamplingParams()`. `progress` shows a bar on standard error.
+    ) -> list[RequestOutput]:
+        """Returns one RequestOutput per prompt, in order. `sampling_params` is one for all prompts or one for each;
+        None means `SamplingParams()`. `progress` shows a bar on standard error.
 
-        Raises InvalidRequestError, naming the prompt and the field, before anything is computed."""
+        Raises InvalidRequestError, which names the prompt and the field, before anything is computed."""
         given = _prompts(prompts)
         encoded = [self._encode(prompt, number) for number, prompt in enumerate(given)]
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
@@ -111,8 +117,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
-    ) -> list[Generation]:
-        """As `generate`, for one conversation or several, through the model's chat template."""
+    ) -> list[RequestOutput]:
+        """Works like `generate`, but takes one conversation or several and applies the model's chat template."""
         texts = [self.tokenizer.render_chat(conversation) for conversation in _conversations(messages)]
         encoded = [self.tokenizer.encode_now(text, add_special_tokens=False) for text in texts]
         return self._generate(texts, encoded, sampling_params, progress=progress)
@@ -135,17 +141,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         progress: bool,
-    ) -> list[Generation]:
+    ) -> list[RequestOutput]:
         sampling = _per_prompt(sampling_params, len(encoded))
         pending = [
-            PendingGeneration(text, tuple(token_ids), self._checked(one, token_ids, number), self.tokenizer)
+            PendingRequest(text, tuple(token_ids), self._checked(one, token_ids, number), self.tokenizer)
             for number, (text, token_ids, one) in enumerate(zip(texts, encoded, sampling, strict=True))
         ]
         self._run(pending, progress=progress)
         return [one.result() for one in pending]
 
     def _checked(self, sampling: SamplingParams, token_ids: Sequence[int], number: int) -> SamplingParams:
-        """With a seed. `max_tokens` is lowered to what the model's length leaves."""
+        """Returns `sampling` with a seed, and with `max_tokens` and `min_tokens` lowered to what the model's length
+        leaves after the prompt. Raises InvalidRequestError."""
         room = self.max_model_len - len(token_ids)
         if not token_ids:
             raise InvalidRequestError(f"prompt {number} has no tokens", field="prompts")
@@ -155,9 +162,9 @@ class LLM:
                 f"({self.max_model_len})",
                 field="prompts",
             )
+        sampling.validate(vocab_size=self.vocab_size)
         if sampling.n > self._max_num_seqs:
             raise InvalidRequestError(f"n is above max_num_seqs ({self._max_num_seqs})", field="n")
-        sampling.validate(vocab_size=self.vocab_size)
         return replace(
             sampling,
             max_tokens=min(sampling.max_tokens, room),
@@ -168,7 +175,7 @@ class LLM:
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
-    def _run(self, pending: Sequence[PendingGeneration], *, progress: bool) -> None:
+    def _run(self, pending: Sequence[PendingRequest], *, progress: bool) -> None:
         batch = next(self._batches)
         under_way = {f"{batch}.{number}": one for number, one in enumerate(pending)}
         bar = tqdm(total=len(pending), desc="generating", unit=" prompts", disable=not progress, dynamic_ncols=True)
@@ -179,10 +186,10 @@ class LLM:
             while under_way:
                 result, busy = self._engine.step()
                 assert result is not None or busy, "requests are left, but no step changes anything"
-                if result is not None:  # there is nothing to tell of a chunk that fills no block
+                if result is not None:  # a chunk of a prompt that fills no block has no result
                     num_tokens += self._take(result, under_way)
                 for request_id in [request_id for request_id, one in under_way.items() if one.finished]:
-                    self._engine.abort(request_id)  # of no effect, unless stop strings have ended it
+                    self._engine.abort(request_id)  # stop strings end a request here; otherwise the engine has ended it
                     del under_way[request_id]
                     rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
                     bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
@@ -193,7 +200,7 @@ class LLM:
                 self._engine.abort(request_id)
             self._engine.threads.rest()
 
-    def _take(self, result: StepResult, under_way: Mapping[str, PendingGeneration]) -> int:
+    def _take(self, result: StepResult, under_way: Mapping[str, PendingRequest]) -> int:
         """Returns the number of new output tokens."""
         for failure in result.failures:
             if failure.request_id in under_way:
@@ -208,7 +215,7 @@ class LLM:
 
 
 def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several to several."""
+    """Returns a list of prompts, whether one or several were given. Raises InvalidRequestError."""
     if isinstance(given, str):
         return [given]
     if all(isinstance(item, int) for item in given):
@@ -222,7 +229,7 @@ def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation or several to several."""
+    """Returns a list of conversations, whether one or several were given. Raises InvalidRequestError."""
     messages = [item for item in given if isinstance(item, Mapping)]
     conversations = [item for item in given if not isinstance(item, Mapping)]
     if messages and conversations:

@@ -1,7 +1,8 @@
-"""A runner without a model, whose KV is the tokens themselves: whatever goes wrong with blocks changes what it samples.
+"""A runner without a model, whose KV is the tokens themselves. Any mistake with blocks therefore changes what it
+samples.
 
-The next token is a pure function of the tokens read back through the block table: `expected_output` knows it. What a
-sampler would be told is held against them.
+The next token is a pure function of the tokens read back through the block table, which `expected_output` computes too.
+The runner also checks the sampling rows against those tokens.
 """
 
 import hashlib
@@ -31,13 +32,13 @@ def expected_output(prompt: Sequence[int], num_tokens: int, *, choice_index: int
 
 
 class SamplingStep(FinishedStep):
-    """Says what holds for a `ModelRunner`'s steps: blocks are written, tokens come when it is collected."""
+    """A launched step like that of `CpuRunner`: its blocks are written, its tokens come when it is collected."""
 
     only_samples = True
 
 
 class FakeRunner:
-    """`pool[block_id][offset]` is the token whose KV would be there."""
+    """A runner over lists of tokens: `pool[block_id][offset]` is the token whose KV would be there."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]

@@ -1,10 +1,10 @@
-"""What a runner launches that carries a plan out at once."""
+"""A launched step for runners that carry out a plan at once."""
 
 from kvrelay.engine.plan import ModelRunnerOutput
 
 
 class FinishedStep:
-    """Implements LaunchedStep: there is nothing to wait for."""
+    """A `LaunchedStep` without anything to wait for."""
 
     __slots__ = ("_output",)
     only_samples = False

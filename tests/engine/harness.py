@@ -1,4 +1,4 @@
-"""An engine over a runner whose KV is the tokens, and what connector and receiver do around it."""
+"""An engine with a runner whose KV is the tokens, and what a connector and a receiver do for it."""
 
 import random
 from collections import defaultdict
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.scheduler import SchedulerConfig
-from kvrelay.engine.step_threads import StepThreads
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.late_runner import LateRunner, WatchedPool
 
@@ -20,8 +20,8 @@ NAMESPACE = KVNamespace(b"fake", "float32", "fake", BLOCK_SIZE)
 
 
 class Harness:
-    """An engine, its fake runner, and everything it reported. With `run_ahead`, `late` stands between the two, and
-    `wrap` may put another runner before it."""
+    """An engine, its fake runner, and everything it has reported. With `run_ahead`, `late` is the runner between the
+    two. `wrap` may put another runner in front."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def move(source: Harness, target: Harness, admission: Admission, *, count: int | None = None) -> None:
-    """What connector and receiver do: copies blocks by name, delivers, unpins."""
+    """Copies blocks by name, delivers and unpins them, as a connector and a receiver do."""
     for block in admission.missing[:count]:
         holder = source.engine.pool.find(block.block_hash)
         assert holder is not None

@@ -1,4 +1,4 @@
-"""A device at its slowest: a step runs when it is collected, the last moment at which it may.
+"""A runner as slow as a device may be: a step runs when it is collected.
 
 Invariant: steps are collected in the order in which they were launched, each once, and there are never more than two.
 """
@@ -24,7 +24,8 @@ class LateStep:
 
 
 class LateRunner:
-    """Runs `inner`. `num_ahead` steps were launched while another was in flight."""
+    """A runner that carries out the plans of `inner` when they are collected. `num_ahead` counts the steps that were
+    launched while another was in flight."""
 
     def __init__(self, inner: Runner) -> None:
         self.inner = inner
@@ -39,14 +40,14 @@ class LateRunner:
         return step
 
     def blocks_in_flight(self) -> set[int]:
-        """What the device may still read or write."""
+        """Returns the blocks that the device may still read or write."""
         tables = [entry.block_table for step in self.in_flight for entry in step.plan.scheduled]
         copies = [copy for step in self.in_flight for copy in step.plan.copies]
         return {block_id for block_ids in (*tables, *copies) for block_id in block_ids}
 
 
 class WatchedPool(BlockPool):
-    """Hands out no block that a step in flight may touch."""
+    """A pool that checks that it hands out no block which a step in flight may touch."""
 
     def __init__(self, num_blocks: int, runner: LateRunner, *, on_evict: Callable[[Sequence[int]], None]) -> None:
         super().__init__(num_blocks, on_evict=on_evict)

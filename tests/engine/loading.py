@@ -1,12 +1,12 @@
-"""Loading a model for the CPU, quantised or not."""
+"""Loads a model for the CPU, quantised or not."""
 
 from pathlib import Path
 
 from paged_kernels.registry import select_backend
 
+from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
-from kvrelay.engine.layers.weight_format import Quantization
-from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 
 
 def load(

@@ -1,5 +1,5 @@
-"""Runs a decoder the way the engine does, without the engine: chunks of sequences through a small pool whose blocks
-are in disorder."""
+"""Runs a decoder as the engine does, without the engine: chunks of sequences in a small pool whose blocks are in
+disorder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tests.engine.reference import Reference
 
 @dataclass(slots=True)
 class PagedRun:
-    """Sequences of one model, each with room for `max_tokens` in blocks drawn at random from a pool that starts as
+    """Sequences of one model, each with room for `max_tokens` tokens in blocks drawn at random from a pool full of
     NaN."""
 
     model: DecoderForCausalLM
@@ -38,8 +38,8 @@ class PagedRun:
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Sequence[int]], last_of: Sequence[int] | None = None) -> list[Tensor]:
-        """The next tokens of every sequence (at least one each). Returns logits per sequence, `[num_tokens,
-        vocab_size]`, or with `last_of` those of the last token of each of these, `[1, vocab_size]`."""
+        """Computes the next tokens of every sequence, at least one each. Returns logits per sequence, `[num_tokens,
+        vocab_size]`, or with `last_of` those of the last token of each of these sequences, `[1, vocab_size]`."""
         query_lens = [len(chunk) for chunk in chunks]
         positions = torch.cat(
             [torch.arange(start, start + n) for start, n in zip(self.num_computed, query_lens, strict=True)]
@@ -63,7 +63,8 @@ class PagedRun:
 
 
 def check_greedy(model: DecoderForCausalLM, reference: Reference, prompt: Sequence[int], *, num_tokens: int) -> None:
-    """The prompt as one chunk, then `num_tokens` one by one: the reference's tokens and, up to rounding, its logits."""
+    """Checks that the prompt as one chunk and then `num_tokens` single tokens give the reference's tokens and, up to
+    rounding, its logits."""
     run = PagedRun(model, num_sequences=1, max_tokens=len(prompt) + num_tokens)
     logits, tokens = run.step([prompt])[0], list(prompt)
     torch.testing.assert_close(logits, reference.logits(tokens), atol=2e-4, rtol=2e-4)

@@ -1,6 +1,6 @@
-"""Tiny models as AWQ and GPTQ publish them, and beside each the float32 model that it means.
+"""Tiny models as AWQ and GPTQ publish them, each with its dequantised float32 model beside it.
 
-Codes, zeros and scales are drawn; every other tensor is that of the family's random model.
+Codes, zeros and scales are random; every other tensor is that of the family's random model.
 """
 
 import json
@@ -23,7 +23,8 @@ _SPREAD = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a checkpoint is quantised. `order` gives the seed of a module's groups where they are scattered."""
+    """A way to quantise a checkpoint. `order` returns the seed for a module's order of groups, if they are
+    scattered."""
 
     fields: Mapping[str, Any]
     format: PrequantizedFormat
@@ -47,7 +48,7 @@ def _gptq(
 
 
 def _by_inputs(module: str) -> int:
-    """What sees the same inputs has the same order, as GPTQ finds it."""
+    """Returns the same seed for modules with the same inputs, as GPTQ gives them the same order."""
     return {"q": 1, "k": 1, "v": 1, "o": 2, "g": 3, "u": 3, "d": 4}[module.rsplit(".", 1)[1][0]]
 
 
@@ -72,7 +73,8 @@ RECIPES: Mapping[str, Recipe] = {
 
 @dataclass(frozen=True, slots=True)
 class PrequantizedModel:
-    """`meant`: a directory with the same model, dequantised, in float32. `layers` by the name of their module."""
+    """A quantised checkpoint. `meant` is a directory with the same model dequantised, in float32; `layers` are by the
+    name of their module."""
 
     directory: Path
     meant: Path
@@ -88,7 +90,8 @@ def make_prequantized_model(
     quantize_head: bool = False,
     **fields: Any,
 ) -> PrequantizedModel:
-    """`leave`: ends of names of modules that stay as they are. `fields` go into the `quantization_config`."""
+    """Writes a quantised checkpoint. Modules whose names end with one of `leave` stay as they are. `fields` go into the
+    `quantization_config`."""
     config = FAMILIES[family]()
     config.vocab_size = 320
     config.intermediate_size = 192  # a multiple of the group sizes
@@ -142,7 +145,7 @@ def _stored(recipe: Recipe, layer: Layer) -> dict[str, Tensor]:
 
 
 def split_in_shards(directory: Path, *, num_shards: int) -> None:
-    """The weights file as several, so that the tensors of a layer are in different ones."""
+    """Splits the weights file into several, so that the tensors of a layer are in different ones."""
     tensors = load_file(directory / WEIGHTS)
     (directory / WEIGHTS).unlink()
     weight_map: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What transformers says: the oracle of whatever runs a model."""
+"""transformers as the reference for whatever runs a model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 
 
 class Reference:
-    """A model in float32 with eager attention."""
+    """A model of transformers, in float32 with eager attention."""
 
     def __init__(self, path: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """Greedy; end tokens are ignored."""
+        """Returns greedy tokens, ignoring end tokens."""
         input_ids = torch.tensor([list(prompt)])
         with torch.inference_mode():
             output = self._model.generate(
@@ -29,13 +29,13 @@ class Reference:
         return [int(token) for token in output[0, len(prompt) :]]
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """`[num_tokens, vocab_size]`, row i of what follows token i."""
+        """Returns `[num_tokens, vocab_size]`: row i predicts the token after token i."""
         with torch.inference_mode():
             logits: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits[0]
         return logits
 
     def decode_logits(self, prompt: Sequence[int], rest: Sequence[int]) -> torch.Tensor:
-        """`[len(rest), vocab_size]`: of `rest`, fed one token at a time after `prompt`."""
+        """Returns the logits of `rest`, fed one token at a time after `prompt`: `[len(rest), vocab_size]`."""
         with torch.inference_mode():
             cache = self._model(torch.tensor([list(prompt)]), use_cache=True).past_key_values
             rows: list[torch.Tensor] = []
@@ -45,5 +45,5 @@ class Reference:
         return torch.stack(rows)
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """`[num_tokens, vocab_size]`: row i is about token i + 1."""
+        """Returns `[num_tokens, vocab_size]`: row i is about token i + 1."""
         return torch.log_softmax(self.logits(token_ids).float(), dim=-1)

@@ -1,4 +1,5 @@
-"""BlockPool: where blocks go, which one is evicted next, and random runs against a model that only searches lists."""
+"""BlockPool: where blocks go, which is evicted next, and random histories compared with a model of lists and
+searches."""
 
 import random
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ def name(number: int) -> BlockHash:
 
 
 class Pool(BlockPool):
-    """A pool that remembers what was evicted, and with which name."""
+    """A pool that records which blocks were evicted, and under which names."""
 
     def __init__(self, num_blocks: int) -> None:
         self.evicted: list[tuple[int, BlockHash | None]] = []
@@ -219,7 +220,7 @@ def test_check_integrity_finds_what_is_broken() -> None:
     with pytest.raises(AssertionError, match="block 0 is"):
         pool.check_integrity()
     pool = Pool(2)
-    pool._names[0] = name(1)
+    pool._block_hashes[0] = name(1)
     with pytest.raises(AssertionError, match="free block 0 has a name"):
         pool.check_integrity()
     pool = Pool(2)
@@ -230,7 +231,7 @@ def test_check_integrity_finds_what_is_broken() -> None:
 
 
 class NaivePool:
-    """The same rules, with lists and searches only."""
+    """A model of the pool with the same rules, made of lists and searches."""
 
     def __init__(self, num_blocks: int) -> None:
         self.refs = dict.fromkeys(range(num_blocks), 0)
@@ -247,7 +248,7 @@ class NaivePool:
         return sum(not self.held(block_id) for block_id in self.refs)
 
     def allocate(self, block_ids: list[int]) -> None:
-        """Takes what the pool took, after checking that it was entitled to."""
+        """Takes the blocks that the real pool took, after checking that its choice was right."""
         unnamed = {block_id for block_id in self.refs if not self.held(block_id) and block_id not in self.names}
         num_plain = min(len(block_ids), len(unnamed))
         assert set(block_ids[:num_plain]) <= unnamed
@@ -280,7 +281,7 @@ class NaivePool:
 
 
 class Run:
-    """One random history, applied to both."""
+    """One random history, applied to both pools."""
 
     def __init__(self, seed: int, num_blocks: int) -> None:
         self.rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What a `config.json` means is what transformers says it means, of every field that the engine reads."""
+"""Every field that the engine reads from a `config.json` has the value that transformers gives it."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.engine.models.config_file import FAMILIES, complete_config
+from kvrelay.engine.loading.config_file import FAMILIES, complete_config
 
 READ = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
@@ -50,7 +50,7 @@ FILES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", FILES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_means_what_transformers_says(family: str, case: str, tmp_path: Path) -> None:
+def test_every_field_equals_that_of_transformers(family: str, case: str, tmp_path: Path) -> None:
     raw = {"model_type": family, **FILES[case]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     expected = AutoConfig.from_pretrained(tmp_path, local_files_only=True)

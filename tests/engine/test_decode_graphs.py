@@ -1,4 +1,4 @@
-"""Which batch sizes are recorded, in which order, and which one a batch is padded to."""
+"""The batch sizes that are recorded, their order, and the one that a batch is padded to."""
 
 import pytest
 import torch
@@ -17,11 +17,13 @@ from kvrelay.engine.gpu.decode_graphs import DecodeGraphs, RecordedStep, Step, b
         (32, (1, 2, 4, 8, 16, 24, 32)),
     ],
 )
-def test_ladder(max_num_seqs: int, expected: tuple[int, ...]) -> None:
+def test_batch_sizes_are_doubled_then_grow_by_eight_up_to_the_largest_batch(
+    max_num_seqs: int, expected: tuple[int, ...]
+) -> None:
     assert batch_sizes(max_num_seqs) == expected
 
 
-def test_the_ladder_is_coarse_at_the_top() -> None:
+def test_large_batch_sizes_grow_by_64() -> None:
     assert batch_sizes(400)[-4:] == (256, 320, 384, 400)
 
 

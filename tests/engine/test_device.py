@@ -1,55 +1,55 @@
-"""Which device is taken, and what somebody without a usable card is told."""
+"""Which device is chosen, and what the user is told if no GPU can be used."""
 
 from pathlib import Path
 
 import pytest
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.engine.device import Card, Machine, can_build_launchers, choose_device, look_at_machine
+from kvrelay.engine.device import Gpu, Machine, can_build_launchers, choose_device, look_at_machine
 
-CARD = Card("H200", 141 << 30, (9, 0))
-WITH_CARD = Machine(torch_has_cuda=True, has_triton=True, card=CARD)
+GPU = Gpu("H200", 141 << 30, (9, 0))
+WITH_GPU = Machine(torch_has_cuda=True, has_triton=True, gpu=GPU)
 PROBLEMS = {
     "this torch is for CPUs only: install one built for CUDA": Machine(False, True, None),
-    "torch sees no card: check the driver": Machine(True, True, None),
-    "the GPU kernels need triton: install the package triton": Machine(True, False, CARD),
+    "torch sees no GPU: check the driver": Machine(True, True, None),
+    "the GPU kernels need triton: install the package triton": Machine(True, False, GPU),
     "triton finds no C compiler, or no Python.h: install gcc and python3-dev": Machine(
-        True, True, CARD, can_build=False
+        True, True, GPU, can_build=False
     ),
-    "T4 has compute capability 7.5, the kernels need 8.0: use": Machine(True, True, Card("T4", 16 << 30, (7, 5))),
+    "T4 has compute capability 7.5, the kernels need 8.0: use": Machine(True, True, Gpu("T4", 16 << 30, (7, 5))),
 }
 
 
-def test_auto_takes_the_card() -> None:
-    device, reason = choose_device("auto", lambda: WITH_CARD)
+def test_auto_takes_the_gpu() -> None:
+    device, reason = choose_device("auto", lambda: WITH_GPU)
     assert (str(device), reason) == ("cuda:0", "H200, 141 GiB")
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_without_a_usable_card(problem: str) -> None:
+def test_without_a_usable_gpu_auto_takes_the_cpu_and_cuda_says_what_to_do(problem: str) -> None:
     device, reason = choose_device("auto", lambda: PROBLEMS[problem])
     assert device.type == "cpu" and reason == problem.partition(":")[0]
     with pytest.raises(ConfigurationError, match=f"--device cuda: {problem}.*, or use --device cpu"):
         choose_device("cuda", lambda: PROBLEMS[problem])
 
 
-def test_the_versions_of_rocm_cards_are_not_compared() -> None:
-    device, _ = choose_device("cuda", lambda: Machine(True, True, Card("MI300X", 192 << 30, None)))
+def test_a_rocm_gpu_is_not_refused_by_compute_capability() -> None:
+    device, _ = choose_device("cuda", lambda: Machine(True, True, Gpu("MI300X", 192 << 30, None)))
     assert device.type == "cuda"
 
 
-def test_the_cpu_as_asked_for_wakes_no_driver() -> None:
+def test_device_cpu_does_not_initialise_the_driver() -> None:
     def look() -> Machine:
-        raise AssertionError("nobody asked for a card")
+        raise AssertionError("nobody asked for a GPU")
 
     assert choose_device("cpu", look)[0].type == "cpu"
 
 
-def test_an_option_for_cpus_only() -> None:
-    device, reason = choose_device("auto", lambda: WITH_CARD, cpu_only="--quantization int8")
+def test_an_option_for_cpus_makes_auto_take_the_cpu_and_refuses_cuda() -> None:
+    device, reason = choose_device("auto", lambda: WITH_GPU, cpu_only="--quantization int8")
     assert device.type == "cpu" and reason == "--quantization int8 is for CPUs"
     with pytest.raises(ConfigurationError, match="--quantization int8 is for CPUs; leave it out"):
-        choose_device("cuda", lambda: WITH_CARD, cpu_only="--quantization int8")
+        choose_device("cuda", lambda: WITH_GPU, cpu_only="--quantization int8")
 
 
 def test_a_compiler_without_pythons_headers_or_none_at_all_is_noticed(
@@ -69,4 +69,4 @@ def test_a_compiler_without_pythons_headers_or_none_at_all_is_noticed(
 
 def test_this_machine_is_described() -> None:
     machine = look_at_machine()
-    assert machine.has_triton and (machine.card is None or machine.torch_has_cuda)
+    assert machine.has_triton and (machine.gpu is None or machine.torch_has_cuda)

@@ -40,7 +40,7 @@ def test_chunks_respect_the_token_budget_and_decodes_are_not_starved() -> None:
 
 @pytest.mark.parametrize(("num_decodes", "largest_mixed"), [(1, 20), (4, 20), (8, 24)])
 def test_beside_decodes_a_prompt_gets_a_smaller_chunk(num_decodes: int, largest_mixed: int) -> None:
-    """However many decode, it goes on; once nobody does, its chunks are as large as a step may be."""
+    """The prompt proceeds however many sequences decode. Once none does, its chunks are as large as a step may be."""
     harness = Harness(max_num_batched_tokens=48, max_num_mixed_tokens=20)
     for index in range(num_decodes):
         harness.engine.add(request(f"decode {index}", prompt_of(4, index), 6))
@@ -266,7 +266,7 @@ def test_a_lease_keeps_published_blocks_until_it_is_released() -> None:
 
 
 def test_a_preempted_prefill_gives_up_what_its_lease_keeps() -> None:
-    """Otherwise it and the request it made room for would wait for each other's blocks for ever."""
+    """Otherwise the request and the one it made room for would wait for each other's blocks for ever."""
     other, harness = Harness(publish=True), Harness(num_blocks=12, publish=True, max_num_batched_tokens=16)
     first, second = prompt_of(64), prompt_of(64, 1)
     produce(other, "x", second)
@@ -367,7 +367,8 @@ def test_a_prefill_engine_takes_what_others_hold() -> None:
 @pytest.mark.parametrize("publish_hits", [False, True])
 @pytest.mark.parametrize("length", [8, 16, 20, 60])
 def test_hits_of_a_produced_prompt_are_offered_again_where_asked_for(length: int, publish_hits: bool) -> None:
-    """With the progress that tells of them or before, the tail too; not for requests that nobody else will read."""
+    """They are offered with the progress that reports them or before, the tail too, but not for requests whose blocks
+    nobody will fetch."""
     harness = Harness(publish=True, publish_hits=publish_hits, max_num_batched_tokens=16)
     prompt = prompt_of(length)
     produce(harness, "first", prompt)
@@ -438,8 +439,8 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_traffic_on_a_small_pool(seed: int) -> None:
-    """Arrivals, aborts, shared prefixes, siblings, preemptions in any order: tokens are right, nothing is left."""
+def test_random_traffic_on_a_small_pool_has_the_right_tokens_and_leaves_nothing(seed: int) -> None:
+    """Arrivals, aborts, shared prefixes, siblings and preemptions come in any order."""
     rng = random.Random(seed)
     harness = Harness(num_blocks=rng.choice([12, 20, 40]), max_num_batched_tokens=rng.choice([16, 40]), max_num_seqs=6)
     prefix = prompt_of(24, seed)

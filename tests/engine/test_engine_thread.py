@@ -1,4 +1,4 @@
-"""The engine's thread as others see it: whoever asked gets an answer, even from an engine that has ended."""
+"""The engine's thread from outside: every call gets an answer, even if the engine has ended."""
 
 import asyncio
 import threading
@@ -11,8 +11,9 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.engine_thread import EngineThread, gives_way
+from kvrelay.engine.engine_thread import EngineThread, should_yield_cores
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import (
     Admission,
@@ -20,11 +21,10 @@ from kvrelay.engine.request import (
     KVRole,
     PromptOutput,
     RequestFailure,
-    RequestOutput,
+    SequenceOutput,
     StepResult,
 )
 from kvrelay.engine.runner import LaunchedStep, Runner
-from kvrelay.engine.step_threads import StepThreads
 from tests.engine.harness import Harness, prompt_of, request
 
 PATIENCE = 10.0
@@ -68,7 +68,7 @@ async def test_calls_behind_a_stop_fail_too() -> None:
 
 
 async def test_an_answer_never_overtakes_the_results_before_it() -> None:
-    """A step's result waits for the next one's layers; who asks meanwhile hears of it first."""
+    """A step's result waits for the layers of the next step, but an answer in between is preceded by it."""
     harness, crashes = Harness(), list[BaseException]()
     num_told = 0
 
@@ -88,7 +88,7 @@ async def test_an_answer_never_overtakes_the_results_before_it() -> None:
 
 
 class HeldAt:
-    """The runner `inner`, whose steps of these numbers wait to be told to go on."""
+    """A runner around `inner` whose steps with these numbers wait until they are released."""
 
     def __init__(self, inner: Runner, numbers: tuple[int, ...]) -> None:
         self._inner = inner
@@ -105,7 +105,7 @@ class HeldAt:
 
 
 async def test_further_tokens_wait_for_the_last_one() -> None:
-    """Where no interval ends before; the first one waits for nothing."""
+    """No interval ends before the last one; the first one does not wait."""
     held: list[HeldAt] = []
 
     def hold(inner: Runner) -> HeldAt:
@@ -143,7 +143,7 @@ async def test_further_tokens_wait_for_the_last_one() -> None:
 
 
 class BrokenAtThird:
-    """The runner `inner`, but the third step ends the engine before its layers begin."""
+    """A runner around `inner` whose third step ends the engine before its layers begin."""
 
     def __init__(self, inner: Runner) -> None:
         self._inner = inner
@@ -157,7 +157,7 @@ class BrokenAtThird:
 
 
 async def test_before_a_crash_every_result_is_told() -> None:
-    """Also that of the last step, which waits for the layers of one that never comes so far."""
+    """So is the result of the last step, which waits for the layers of a step that never gets so far."""
     harness, crashed = Harness(wrap=BrokenAtThird), asyncio.Event()
     results: list[StepResult] = []
     told_at_crash: list[int] = []
@@ -176,7 +176,7 @@ async def test_before_a_crash_every_result_is_told() -> None:
 
 
 async def test_a_stopped_thread_leaves_no_step_in_flight() -> None:
-    """Its memory may be gone next."""
+    """The memory of the step may be gone next."""
     harness, started = Harness(run_ahead=True), asyncio.Event()
 
     def on_result(result: StepResult) -> None:
@@ -214,14 +214,14 @@ def test_only_a_request_that_is_alone_and_goes_on_leaves_the_cores_to_its_first_
             harness.engine.add(one)
         while not any(result.prompts for result in harness.results):
             harness.step()
-        assert gives_way(harness.engine, harness.results[-1]) == (gives and num_cores > 1)
+        assert should_yield_cores(harness.engine, harness.results[-1]) == (gives and num_cores > 1)
 
 
 def test_only_further_tokens_of_outputs_that_go_on_can_wait() -> None:
     load = Harness().engine.load()
     nothing = StepResult((), (), (), (), (), (), (), (), load)
-    goes_on = RequestOutput("a", TokenOutput(0, (5,)))
-    ends = RequestOutput("b", TokenOutput(0, (5,), finish_reason=FinishReason.LENGTH))
+    goes_on = SequenceOutput("a", TokenOutput(0, (5,)))
+    ends = SequenceOutput("b", TokenOutput(0, (5,), finish_reason=FinishReason.LENGTH))
     assert nothing.can_wait
     assert replace(nothing, outputs=(goes_on,), stored=(BlockHash(bytes(32)),)).can_wait
     for urgent in (

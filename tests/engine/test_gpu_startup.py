@@ -1,4 +1,4 @@
-"""The start of an engine on a card, with stand-ins for what needs one."""
+"""The start of an engine on a GPU, with stand-ins for what needs one."""
 
 import re
 from typing import Any
@@ -10,11 +10,11 @@ import torch
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine import startup as engine_startup
-from kvrelay.engine.device import Card, Machine
-from kvrelay.engine.device_memory import DeviceMemoryError, no_room
+from kvrelay.engine.device import Gpu, Machine
 from kvrelay.engine.gpu import startup
 from kvrelay.engine.gpu.memory_profile import MemoryProfile
 from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.out_of_memory import GpuMemoryError, out_of_memory_as_configuration_error
 
 GIB = 1 << 30
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="bfloat16")
@@ -36,11 +36,11 @@ def test_decode_steps_are_recorded_where_they_can_be_and_are_wanted(
     profile, runner, recorder = mock.Mock(), mock.Mock(), mock.Mock()
     profile.return_value = MemoryProfile(total=80 * GIB, free=70 * GIB, resident=GIB, step=GIB, graphs=0)
     monkeypatch.setattr(startup, "profile_memory", profile)
-    monkeypatch.setattr(startup, "DeviceRunner", runner)
+    monkeypatch.setattr(startup, "GpuRunner", runner)
     monkeypatch.setattr(startup, "CudaGraphRecorder", recorder)
-    assert startup.size_device_pool(options, LOADED, LAYOUT).num_blocks > 0
+    assert startup.size_gpu_pool(options, LOADED, LAYOUT).num_blocks > 0
     assert profile.call_args.kwargs == {"graphs": records}
-    assert startup.device_runner(options, LOADED, torch.empty(0), 4096) is runner.return_value
+    assert startup.gpu_runner(options, LOADED, torch.empty(0), 4096) is runner.return_value
     assert runner.call_args.args[-1] == (recorder.return_value if records else None)
 
 
@@ -49,25 +49,31 @@ FULL = (
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    DeviceMemoryError("the device has no memory for a step of 64 tokens"),
+    GpuMemoryError("the GPU has no memory for a step of 64 tokens"),
 )
 
 
 @pytest.mark.parametrize("error", FULL, ids=lambda error: str(error)[:30])
-def test_a_full_card_is_recognised_whoever_says_so(error: Exception) -> None:
+def test_a_full_gpu_is_recognised_whoever_says_so(error: Exception) -> None:
     expected = f"lower something ({str(error).splitlines()[0]})"
-    with pytest.raises(ConfigurationError, match=f"^{re.escape(expected)}$"), no_room("lower something"):
+    with (
+        pytest.raises(ConfigurationError, match=f"^{re.escape(expected)}$"),
+        out_of_memory_as_configuration_error("lower something"),
+    ):
         raise error
 
 
-def test_other_errors_of_a_card_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match="illegal memory access"), no_room("lower something"):
+def test_other_errors_of_a_gpu_stay_what_they_are() -> None:
+    with (
+        pytest.raises(RuntimeError, match="illegal memory access"),
+        out_of_memory_as_configuration_error("lower something"),
+    ):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_no_room_for_the_weights_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card("a card", 24 * GIB, (8, 9))
-    monkeypatch.setattr(engine_startup, "look_at_machine", lambda: Machine(True, True, card))
+    gpu = Gpu("a GPU", 24 * GIB, (8, 9))
+    monkeypatch.setattr(engine_startup, "look_at_machine", lambda: Machine(True, True, gpu))
     monkeypatch.setattr(engine_startup, "load_model", mock.Mock(side_effect=torch.OutOfMemoryError("3 GiB")))
     with pytest.raises(ConfigurationError, match=r"weights of m do not fit on cuda:0: end what else.*AWQ.*3 GiB"):
         engine_startup.prepare_engine(OPTIONS)
@@ -76,11 +82,11 @@ def test_no_room_for_the_weights_names_the_remedy(monkeypatch: pytest.MonkeyPatc
 def test_no_room_for_a_step_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "profile_memory", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB")))
     with pytest.raises(ConfigurationError, match=r"step of 64 tokens.*--max-num-batched-tokens.*2 GiB"):
-        startup.size_device_pool(OPTIONS, LOADED, LAYOUT)
+        startup.size_gpu_pool(OPTIONS, LOADED, LAYOUT)
 
 
 def test_no_room_for_recorded_steps_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "DeviceRunner", mock.Mock(side_effect=torch.OutOfMemoryError("1 GiB")))
+    monkeypatch.setattr(startup, "GpuRunner", mock.Mock(side_effect=torch.OutOfMemoryError("1 GiB")))
     monkeypatch.setattr(startup, "CudaGraphRecorder", mock.Mock())
     with pytest.raises(ConfigurationError, match=r"--gpu-memory-utilization.*--enforce-eager.*1 GiB"):
-        startup.device_runner(OPTIONS, LOADED, torch.empty(0), 4096)
+        startup.gpu_runner(OPTIONS, LOADED, torch.empty(0), 4096)

@@ -1,4 +1,4 @@
-"""An FP8 KV cache: where its scales come from, that they are the same everywhere, and what it does to a model."""
+"""An FP8 KV cache: where its scales come from, that they are the same on every node, and what it does to a model."""
 
 import json
 import logging
@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.core.option_types import DTypeName
 from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout, scales_digest
-from kvrelay.engine.models.calculated_kv_scales import calculate_kv_scales, largest_values
-from kvrelay.engine.models.checkpoint import open_checkpoint
-from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from kvrelay.engine.loading.calculated_kv_scales import calculate_kv_scales, largest_values
+from kvrelay.engine.loading.checkpoint import open_checkpoint
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, prepare_engine
 from tests.demo_model import DEMO_MODEL
@@ -38,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_scales(llama: Path, tmp_path: Path) -> Path:
-    """A copy that a test adds scales to."""
+    """A copy of a model to which a test adds scales."""
     return shutil.copytree(llama, tmp_path / "scaled")
 
 
@@ -47,13 +48,13 @@ def _load(directory: Path, *, dtype: DTypeName = "auto", backend: BackendName = 
 
 
 def _add(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """`tensors` by what follows `model.layers.`."""
+    """Adds `tensors`, by the part of their names that follows `model.layers.`."""
     stored = load_file(directory / WEIGHTS) | {f"model.layers.{name}": tensor for name, tensor in tensors.items()}
     save_file(stored, directory / WEIGHTS, metadata={"format": "pt"})
 
 
 def _scales(key: str, value: str, *shape: int) -> dict[str, Tensor]:
-    """K of layer i has i + 1 / 4, V twice that; with more than one value, head h has h more."""
+    """Returns scales: i + 1 / 4 for K of layer i, and twice that for V. With more than one value, head h has h more."""
     found = {}
     for layer in range(NUM_LAYERS):
         heads = torch.zeros(1) if not shape else torch.arange(NUM_KV_HEADS).float().view(shape)
@@ -71,7 +72,7 @@ def _prepare(directory: Path, **options: Any) -> PreparedEngine:
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-rope-yarn", "mistral", "qwen2", "qwen3-bias-sliding"])
 def test_no_key_or_value_is_beyond_the_calculated_scales(family: str, tmp_path: Path) -> None:
-    """Held against K and V of random tokens, at positions far apart; and not larger than they need be."""
+    """K and V of random tokens at positions far apart fit, and the scales are no larger than necessary."""
     loaded = _load(make_tiny_model(family, tmp_path), backend="reference")
     scales = calculate_kv_scales(loaded.checkpoint, loaded.config)
     run = PagedRun(loaded.model, num_sequences=4, max_tokens=300)
@@ -86,7 +87,7 @@ def test_no_key_or_value_is_beyond_the_calculated_scales(family: str, tmp_path: 
 
 
 def test_the_bound_is_reached_by_the_input_that_points_along_a_row(llama: Path) -> None:
-    """V of head 1 in layer 2, of an input as long as RMSNorm leaves it: no V can be larger, and this one is."""
+    """V of head 1 in layer 2 reaches the bound for an input as long as RMSNorm makes it."""
     loaded = _load(llama)
     weights = {name.removeprefix("model.layers.2."): tensor for name, tensor in load_file(llama / WEIGHTS).items()}
     rows = (weights["self_attn.v_proj.weight"] * weights["input_layernorm.weight"])[16:].double()
@@ -106,7 +107,7 @@ def test_an_engine_that_starts_again_has_the_same_scales_whatever_it_computes_wi
 
 
 def test_the_scales_of_a_model_never_change() -> None:
-    """Other releases, other machines: the same weights, the same names."""
+    """Nodes of other releases and on other machines need the same scales for the same names."""
     layout = _prepare(DEMO_MODEL, kv_cache_dtype="fp8", calculate_kv_scales=True).layout
     assert layout.scales_digest == "73a7fd4953eda450b250f87b1df1f9c7"
 
@@ -119,7 +120,7 @@ def test_a_head_that_is_always_zero_has_a_scale_of_one(with_scales: Path) -> Non
     assert calculate_kv_scales(loaded.checkpoint, loaded.config).value[1, 1] == 1
 
 
-def test_weights_that_give_no_scales(with_scales: Path) -> None:
+def test_weights_that_are_not_finite_give_no_scales(with_scales: Path) -> None:
     loaded = _load(with_scales)
     weight = load_file(with_scales / WEIGHTS)["model.layers.1.self_attn.v_proj.weight"]
     weight[0, 0] = float("nan")
@@ -138,7 +139,7 @@ def test_weights_that_give_no_scales(with_scales: Path) -> None:
         ("llama", "gptq-64-8-bits", ()),
     ],
 )
-def test_a_quantised_checkpoint_has_the_scales_of_what_it_means(
+def test_a_quantised_checkpoint_has_the_scales_of_its_dequantised_weights(
     family: str, recipe: str, leave: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = make_prequantized_model(family, recipe, tmp_path, leave=leave)
@@ -154,7 +155,7 @@ def test_a_quantised_checkpoint_has_the_scales_of_what_it_means(
     [("k_scale", "v_scale"), ("attn.k_scale", "attn.v_scale"), ("k_proj.k_scale", "v_proj.v_scale")],
 )
 @pytest.mark.parametrize("shape", [(), (1,), (NUM_KV_HEADS,), (NUM_KV_HEADS, 1, 1)], ids=str)
-def test_the_scales_of_a_checkpoint(
+def test_the_scales_of_a_checkpoint_are_read_under_every_name_and_shape(
     key: str, value: str, shape: tuple[int, ...], with_scales: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     per_head = NUM_KV_HEADS in shape
@@ -168,7 +169,7 @@ def test_the_scales_of_a_checkpoint(
     assert torch.equal(scales.value, 2 * scales.key)
 
 
-def test_one_scale_for_both(with_scales: Path) -> None:
+def test_one_scale_may_be_for_keys_and_values(with_scales: Path) -> None:
     _add(with_scales, {f"{layer}.self_attn.kv_scale": torch.tensor([0.5], dtype=torch.bfloat16) for layer in range(3)})
     scales = choose_kv_scales(_load(with_scales), "fp8_e4m3", calculate=False)
     assert scales is not None and bool((scales.key == 0.5).all()) and bool((scales.value == 0.5).all())
@@ -183,7 +184,7 @@ def test_one_scale_for_both(with_scales: Path) -> None:
         ({"0.self_attn.v_scale": torch.tensor([1.0, float("nan")])}, "v_scale must be finite and above zero"),
     ],
 )
-def test_scales_that_can_not_be_used_matter_to_fp8_alone(
+def test_unusable_scales_are_refused_only_with_fp8(
     change: dict[str, Tensor | None], message: str, with_scales: Path
 ) -> None:
     tensors = _scales("k_scale", "v_scale") | change
@@ -194,7 +195,7 @@ def test_scales_that_can_not_be_used_matter_to_fp8_alone(
         choose_kv_scales(loaded, "fp8", calculate=False)
 
 
-def test_a_checkpoint_whose_config_quantises_nothing_but_kv(with_scales: Path) -> None:
+def test_a_config_that_quantises_only_kv_to_static_fp8_is_accepted(with_scales: Path) -> None:
     path = with_scales / "config.json"
     config = json.loads(path.read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -219,7 +220,7 @@ def test_without_scales_they_are_one_and_the_log_says_so(llama: Path, caplog: py
     assert "--calculate-kv-scales" in caplog.text
 
 
-def test_scales_without_fp8_are_a_mistake(llama: Path) -> None:
+def test_calculating_scales_without_fp8_is_refused(llama: Path) -> None:
     with pytest.raises(ConfigurationError, match="add --kv-cache-dtype fp8"):
         _prepare(llama, calculate_kv_scales=True)
 
@@ -248,7 +249,7 @@ def test_kv_of_another_dtype_or_other_scales_has_other_names(llama: Path) -> Non
 
 
 def test_the_digest_is_over_little_endian_floats() -> None:
-    """A promise to other releases: the same scales, the same names."""
+    """Nodes of other releases need the same digest for the same names."""
     scales = KVScales(torch.tensor([[0.5, 1.0]]), torch.tensor([[2.0, 0.25]]))
     assert scales_digest(scales) == "fb3c44495f3722a69752208793765fd0"
 
@@ -257,7 +258,7 @@ def test_the_digest_is_over_little_endian_floats() -> None:
 
 
 class RoundTripBackend(ReferenceBackend):
-    """The oracle: K and V are quantised and dequantised at once, and kept in float32."""
+    """The reference: K and V are quantised, dequantised at once, and kept in float32."""
 
     def __init__(self, kv_scales: KVScales) -> None:
         super().__init__()

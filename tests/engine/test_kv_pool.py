@@ -25,7 +25,7 @@ def test_a_pool_of_its_own_is_zeroed() -> None:
     assert pool.shape == (3, *LAYOUT.block_shape) and not pool.any()
 
 
-def test_a_card_without_room_is_a_setting_that_can_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_does_not_fit_on_a_gpu_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def zeros(*args: object, **options: object) -> NoReturn:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB\nand much more to say")
 

@@ -1,4 +1,4 @@
-"""Compiled decoder layers give the results of their pieces, to the bit."""
+"""The compiled stack of decoder layers gives the results of the layers one by one, to the bit."""
 
 from pathlib import Path
 
@@ -12,9 +12,8 @@ from paged_kernels.reference import ReferenceBackend
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
-from kvrelay.engine.layers.weight_format import Quantization
+from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
-from kvrelay.engine.models.loader import DTypeName
 from tests.engine import loading
 from tests.engine.paged_run import PagedRun
 from tests.engine.prequantized_models import make_prequantized_model
@@ -28,7 +27,7 @@ def load(directory: Path, quantization: Quantization, dtype: DTypeName = "bfloat
 
 
 def logits_and_kv(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None) -> Tensor:
-    """Prompts of many rows, of which all, some or no results are read, and steps of one and of two tokens."""
+    """Runs prompts of many rows, of which all, some or no results are read, and steps of one and of two tokens."""
     run = PagedRun(model, num_sequences=2, max_tokens=64)
     if kv_dtype is not None:
         run.pool = run.pool.to(kv_dtype)
@@ -46,7 +45,7 @@ def logits_and_kv(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("family", ["llama-bias", "llama-mqa", "qwen2", "qwen3-bias-sliding"])
-def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp_path: Path) -> None:
+def test_the_stack_equals_the_layers_one_by_one(family: str, quantization: Quantization, tmp_path: Path) -> None:
     model = load(make_tiny_model(family, tmp_path), quantization)
     assert model.stack is not None
     compiled = logits_and_kv(model)
@@ -55,7 +54,7 @@ def test_the_same_as_piece_by_piece(family: str, quantization: Quantization, tmp
 
 
 @pytest.mark.parametrize("recipe", ["awq-32", "gptq-64"])
-def test_prequantized_weights(recipe: str, tmp_path: Path) -> None:
+def test_the_stack_equals_the_layers_with_prequantized_weights(recipe: str, tmp_path: Path) -> None:
     model = load(make_prequantized_model("llama-bias", recipe, tmp_path).directory, "none")
     assert model.stack is not None
     compiled = logits_and_kv(model)
@@ -63,7 +62,7 @@ def test_prequantized_weights(recipe: str, tmp_path: Path) -> None:
     assert torch.equal(logits_and_kv(model), compiled)
 
 
-def test_the_same_over_an_fp8_pool(tmp_path: Path) -> None:
+def test_the_stack_equals_the_layers_over_an_fp8_pool(tmp_path: Path) -> None:
     model = load(make_tiny_model("llama", tmp_path), "int8")
     assert model.stack is not None
     with pytest.raises(ValueError, match="needs kv_scales"):
@@ -76,7 +75,7 @@ def test_the_same_over_an_fp8_pool(tmp_path: Path) -> None:
     assert torch.equal(logits_and_kv(model, FP8), compiled)
 
 
-def test_who_goes_piece_by_piece(tmp_path: Path) -> None:
+def test_models_that_the_kernels_do_not_support_have_no_stack(tmp_path: Path) -> None:
     scattered = make_prequantized_model("llama", "gptq-32-order", tmp_path / "scattered")
     assert load(scattered.directory, "none").stack is None
     assert load(make_tiny_model("llama", tmp_path), "int8", "float32").stack is None
@@ -86,7 +85,7 @@ def test_who_goes_piece_by_piece(tmp_path: Path) -> None:
 
 
 def linear(num_outputs: int, num_inputs: int) -> _native.Projection:
-    """int8, all zero."""
+    """Returns an int8 projection whose weights are all zero."""
     groups = -(-num_inputs // 128)
     return _native.quantized_projection(
         torch.zeros(-(-num_outputs // 16), groups * 128 * 16, dtype=torch.uint8),
@@ -96,7 +95,7 @@ def linear(num_outputs: int, num_inputs: int) -> _native.Projection:
 
 
 def stack(qkv: _native.Projection, norm: Tensor) -> LayerStack:
-    """One layer of two query heads and one KV head of 16, 32 wide."""
+    """Returns one layer of two query heads and one KV head, with head_dim 16 and hidden size 32."""
     layer = StackedLayer(
         qkv=qkv, output=linear(32, 32), gate_up=linear(128, 32), down=linear(32, 64), input_norm=norm, norm=norm,
         query_norm=None, key_norm=None, window=None,

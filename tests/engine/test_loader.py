@@ -16,10 +16,11 @@ from transformers import AutoTokenizer
 
 from bench.random_model import write_random_model
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.core.option_types import DTypeName
 from kvrelay.engine.layers.linear import Linear
 from kvrelay.engine.layers.rotary import RopeKind
 from kvrelay.engine.layers.weight_format import WeightFormat
-from kvrelay.engine.models.loader import DTypeName, LoadedModel, fingerprint, load_model
+from kvrelay.engine.loading.loader import LoadedModel, fingerprint, load_model
 from kvrelay.engine.models.model_config import ModelConfig, load_model_config
 from tests.engine.tiny_models import FAMILIES, SLIDING_WINDOW, make_tiny_model, save_random
 
@@ -303,7 +304,7 @@ def test_the_benchmark_model_loads_and_every_token_decodes(tmp_path: Path) -> No
     ],
 )
 @pytest.mark.parametrize("named_in_config", [True, False])
-def test_dtype(
+def test_weights_are_converted_to_the_dtype_to_compute_in(
     stored: torch.dtype, asked: DTypeName, computed: torch.dtype, named_in_config: bool, tmp_path: Path
 ) -> None:
     make_tiny_model("llama", tmp_path, dtype=stored)

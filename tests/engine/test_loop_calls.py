@@ -1,4 +1,4 @@
-"""Calls from a thread reach the loop in order and all of them; those that can wait do, others do not."""
+"""Calls from a thread reach the loop in order, and none is lost. Those that can wait do, the others do not."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ NEVER = 3600.0  # an interval that no test sees the end of
 
 
 async def turns_of_the_loop() -> None:
-    """Enough of them for whatever is due."""
+    """Lets the loop run often enough for everything that is due."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -49,7 +49,7 @@ async def test_without_an_interval_nothing_waits() -> None:
 
 
 async def test_a_thread_that_never_rests_loses_no_call() -> None:
-    """Whenever it adds one: while a turn takes calls, while an interval ends."""
+    """The thread adds calls at any moment, also while a turn takes calls or an interval ends."""
     num_calls = 20_000
     ran: list[int] = []
     all_ran = asyncio.Event()

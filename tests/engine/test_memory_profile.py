@@ -1,4 +1,4 @@
-"""How much of a card the pool gets; no card is needed for the arithmetic."""
+"""How much of a GPU's memory the pool gets. The arithmetic needs no GPU."""
 
 import pytest
 
@@ -17,12 +17,12 @@ def test_the_pool_gets_what_is_left_of_the_share() -> None:
 
 
 def test_the_pool_never_gets_more_than_is_free() -> None:
-    """Others may use the card too."""
+    """Other processes may use the GPU too."""
     assert PROFILE.pool_bytes(0.95) == (50 - 3) * GIB
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(0, 21 * GIB // LAYOUT.block_bytes), (100, 100)])
-def test_blocks(wanted: int, expected: int) -> None:
+def test_a_pool_has_as_many_blocks_as_fit_or_as_were_asked_for(wanted: int, expected: int) -> None:
     assert blocks_that_fit(PROFILE, LAYOUT, utilization=0.5, num_blocks=wanted) == expected
 
 
@@ -30,8 +30,8 @@ def test_blocks(wanted: int, expected: int) -> None:
     ("num_blocks", "utilization", "what"),
     [(0, 0.2, "one KV block needs 0.00 GiB and 0.00 GiB are left"), (2**20, 0.5, "1048576 KV blocks need 32.00 GiB")],
 )
-def test_too_little_names_sizes_and_remedies(num_blocks: int, utilization: float, what: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{what}.*80.0 GiB card.*weights 16.0 GiB.*--gpu-memory-utilization"):
+def test_too_little_memory_is_refused_with_sizes_and_remedies(num_blocks: int, utilization: float, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{what}.*80.0 GiB GPU.*weights 16.0 GiB.*--gpu-memory-utilization"):
         blocks_that_fit(PROFILE, LAYOUT, utilization=utilization, num_blocks=num_blocks)
 
 

@@ -1,4 +1,4 @@
-"""Logits of every family against transformers' own modelling code, through a paged pool."""
+"""Logits of every family, through a paged pool, compared with those of transformers."""
 
 from pathlib import Path
 
@@ -9,7 +9,8 @@ from paged_kernels.registry import BackendName, select_backend
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 
-from kvrelay.engine.models.loader import DTypeName, LoadedModel, load_model
+from kvrelay.core.option_types import DTypeName
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 from tests.engine.paged_run import PagedRun
 from tests.engine.reference import Reference
 from tests.engine.tiny_models import FAMILIES, SLIDING_WINDOW, make_tiny_model, save_random
@@ -52,8 +53,10 @@ def test_sequences_of_a_step_do_not_see_each_other(family: str, tmp_path: Path) 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("last_of", [(0, 1, 2, 3), (1, 3), (2,), ()])
 @pytest.mark.parametrize("family", ["llama-mqa", "mistral-sliding", "qwen3"])
-def test_only_some_last_tokens(family: str, last_of: tuple[int, ...], backend: BackendName, tmp_path: Path) -> None:
-    """Their logits and the KV of all tokens are those of a step whose every result is read."""
+def test_tokens_whose_results_nobody_reads_may_leave_before_the_end(
+    family: str, last_of: tuple[int, ...], backend: BackendName, tmp_path: Path
+) -> None:
+    """Logits and the KV of all tokens are those of a step whose results are all read."""
     model = _load(make_tiny_model(family, tmp_path), backend=backend).model
     chunks = [_tokens(length, seed=length) for length in (1, 16, 33, 40)]
     whole, some = (PagedRun(model, num_sequences=4, max_tokens=41) for _ in range(2))

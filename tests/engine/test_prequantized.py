@@ -1,4 +1,4 @@
-"""AWQ's and GPTQ's checkpoints against transformers running the weights that they mean, in float32."""
+"""Checkpoints of AWQ and GPTQ, compared with transformers on the dequantised float32 weights."""
 
 import json
 import logging
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from bench.random_model import write_random_model
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.linear import Linear, LinearLayer, LinearsApart
 from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear, RepackedProduct
-from kvrelay.engine.layers.weight_format import Quantization
-from kvrelay.engine.models.loader import LoadedModel
+from kvrelay.engine.loading.loader import LoadedModel
 from tests.engine.loading import load
 from tests.engine.paged_run import PagedRun, check_greedy
 from tests.engine.prequantized_models import (
@@ -42,7 +42,7 @@ def _check_greedy(model: PrequantizedModel, loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_greedy_tokens_are_those_of_the_meant_weights(recipe: str, tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_the_dequantised_weights(recipe: str, tmp_path: Path) -> None:
     model = make_prequantized_model("qwen2", recipe, tmp_path)
     _check_greedy(model, load(model.directory))
 
@@ -51,7 +51,7 @@ def test_greedy_tokens_are_those_of_the_meant_weights(recipe: str, tmp_path: Pat
     ("family", "recipe"),
     [("llama", "awq-64"), ("llama-bias", "gptq-32-orders"), ("mistral", "gptq-all"), ("qwen3", "gptq_v2-64")],
 )
-def test_every_family(family: str, recipe: str, tmp_path: Path) -> None:
+def test_every_family_draws_the_tokens_of_the_dequantised_weights(family: str, recipe: str, tmp_path: Path) -> None:
     model = make_prequantized_model(family, recipe, tmp_path)
     _check_greedy(model, load(model.directory))
 
@@ -64,8 +64,8 @@ def test_plain_torch_draws_the_same_tokens(recipe: str, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("recipe", ["awq-64", "gptq-32-order"])
-def test_bfloat16_follows_the_meant_weights(recipe: str, tmp_path: Path) -> None:
-    """What the nodes run: both the many rows of a prompt and the one of a decode step."""
+def test_bfloat16_follows_the_dequantised_weights(recipe: str, tmp_path: Path) -> None:
+    """Nodes compute in bfloat16, with many rows in a prompt and one row in a decode step."""
     model = make_prequantized_model("llama", recipe, tmp_path)
     prompt = torch.randint(0, 320, (100,), generator=torch.Generator().manual_seed(2)).tolist()
     run = PagedRun(load(model.directory, dtype="bfloat16").model, num_sequences=1, max_tokens=100)
@@ -93,7 +93,7 @@ def test_each_weight_is_exact(recipe: str, tmp_path: Path) -> None:
 
 
 def _weight_of(linear: LinearLayer) -> Tensor:
-    """`[num_outputs, num_inputs]`, from what the layer holds."""
+    """Returns the layer's weights, dequantised, `[num_outputs, num_inputs]`."""
     assert isinstance(linear, PrequantizedLinear)
     rows = []
     for product, _ in linear._products:
@@ -128,7 +128,7 @@ def test_modules_that_were_left_alone_are_plain_layers(tmp_path: Path) -> None:
     _check_greedy(model, loaded)
 
 
-def test_the_tensors_tell_where_no_list_does(tmp_path: Path) -> None:
+def test_without_a_list_the_tensors_tell_which_modules_are_quantised(tmp_path: Path) -> None:
     rules: dict[str, Any] = {r"-:.*\.o_proj": {}}
     model = make_prequantized_model("llama", "gptq-64", tmp_path, leave=("o_proj",), dynamic=rules)
     loaded = load(model.directory)
@@ -136,13 +136,13 @@ def test_the_tensors_tell_where_no_list_does(tmp_path: Path) -> None:
     _check_greedy(model, loaded)
 
 
-def test_a_module_of_the_list_is_not_taken_quantised(tmp_path: Path) -> None:
+def test_a_module_on_the_list_of_exceptions_must_be_plain(tmp_path: Path) -> None:
     model = make_prequantized_model("llama", "awq-64", tmp_path, modules_to_not_convert=["down_proj"])
     with pytest.raises(ModelLoadError, match=r"tensor model.layers.0.mlp.down_proj.weight is missing"):
         load(model.directory)
 
 
-def test_a_quantised_head(tmp_path: Path) -> None:
+def test_a_quantised_head_stays_quantised(tmp_path: Path) -> None:
     model = make_prequantized_model("llama", "gptq-64", tmp_path, quantize_head=True, lm_head=True)
     loaded = load(model.directory)
     assert isinstance(loaded.model.lm_head, PrequantizedLinear)
@@ -150,7 +150,7 @@ def test_a_quantised_head(tmp_path: Path) -> None:
 
 
 def test_biases_that_the_model_does_not_know_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Older GPTQ writers give every layer one, of zeros."""
+    """Older GPTQ tools write a bias of zeros for every layer."""
     model = make_prequantized_model("llama", "gptq-64", tmp_path)
     before = load(model.directory)
     edit_tensors(model.directory, {f"{DOWN}.bias": torch.zeros(64)})
@@ -174,7 +174,7 @@ def test_shards_give_the_same_model(tmp_path: Path) -> None:
     assert torch.equal(first, second)
 
 
-def test_scales_of_any_dtype(tmp_path: Path) -> None:
+def test_scales_may_have_any_dtype(tmp_path: Path) -> None:
     model = make_prequantized_model("llama", "awq-64", tmp_path)
     stored = load_file(model.directory / WEIGHTS)
     edit_tensors(model.directory, {name: t.float() for name, t in stored.items() if name.endswith(".scales")})
@@ -189,7 +189,7 @@ def test_no_checkpoint_tensor_is_kept_on_a_cpu(tmp_path: Path) -> None:
     assert down.num_bytes == codes + scales_and_zeros
 
 
-def test_it_is_said_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_which_quantisation_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     load(make_prequantized_model("llama", "gptq-64", tmp_path).directory)
     assert "a quantised checkpoint (gptq, 4 bits, groups of 64): " in caplog.text
@@ -217,7 +217,7 @@ def test_a_random_model_needs_whole_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_it_is_not_quantised_again(quantization: Quantization, tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_is_not_quantised_again(quantization: Quantization, tmp_path: Path) -> None:
     model = make_prequantized_model("llama", "awq-64", tmp_path)
     expected = rf"quantization {quantization}: .* quantised already \(awq, 4 bits, groups of 64\); use none"
     with pytest.raises(ConfigurationError, match=expected):
@@ -247,13 +247,15 @@ def test_it_is_not_quantised_again(quantization: Quantization, tmp_path: Path) -
         ({"quant_method": "awq", "bits": 8}, "bits: 8 is not supported"),
     ],
 )
-def test_configurations_that_we_can_not_read(changes: dict[str, Any], message: str, gptq: Path) -> None:
+def test_an_unsupported_quantization_config_is_refused_by_field(
+    changes: dict[str, Any], message: str, gptq: Path
+) -> None:
     _edit_quantization(gptq, **changes)
     with pytest.raises(ModelLoadError, match=rf"config.json: quantization_config.{message}"):
         load(gptq)
 
 
-def test_a_configuration_that_is_no_object(gptq: Path) -> None:
+def test_a_quantization_config_that_is_no_object_is_refused(gptq: Path) -> None:
     fields = json.loads((gptq / "config.json").read_text())
     (gptq / "config.json").write_text(json.dumps(fields | {"quantization_config": "awq"}))
     with pytest.raises(ModelLoadError, match="quantization_config must be an object, not a str"):
@@ -283,7 +285,7 @@ def test_bad_tensors_are_named_with_their_file(name: str, tensor: Tensor | None,
     assert str(gptq / WEIGHTS) in str(caught.value)
 
 
-def test_groups_of_unequal_sizes(gptq: Path) -> None:
+def test_groups_of_unequal_sizes_are_refused(gptq: Path) -> None:
     groups = torch.arange(192) // 64
     groups[0] = 2
     edit_tensors(gptq, {f"{DOWN}.g_idx": groups.int()})
@@ -291,7 +293,7 @@ def test_groups_of_unequal_sizes(gptq: Path) -> None:
         load(gptq)
 
 
-def test_scattered_groups_must_be_named(gptq: Path) -> None:
+def test_groups_in_no_order_need_an_index(gptq: Path) -> None:
     _edit_quantization(gptq, desc_act=True)
     edit_tensors(gptq, {f"{DOWN}.g_idx": None})
     with pytest.raises(ModelLoadError, match=rf"tensor {DOWN}.g_idx is missing"):

@@ -1,19 +1,14 @@
-"""A request that began at another engine: it goes on with the tokens it would have had, and counts those it has."""
+"""A request that began on another engine continues with the tokens it would have had, and its tokens so far count."""
 
 from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.wire import sampling_to_wire
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.sampler import SamplingRow
-from kvrelay.node.convert import engine_request_from_wire
-from kvrelay.v1.decode_node_pb2 import Admit
 from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.engine.harness import BLOCK_SIZE, Harness, first_tokens, move, prompt_of, request
 
@@ -22,7 +17,7 @@ MAX_TOKENS = 30
 
 
 def resumed(request_id: str, num_prior: int, *, choice: int = 0, role: KVRole = KVRole.LOCAL) -> EngineRequest:
-    """With the first tokens of output `choice`."""
+    """Returns a request that continues after the first tokens of output `choice`."""
     prior = tuple(expected_output(PROMPT, num_prior, choice_index=choice))
     asked = request(request_id, PROMPT, MAX_TOKENS, role=role)
     return replace(asked, prior_output_token_ids=prior, first_choice_index=choice)
@@ -31,7 +26,7 @@ def resumed(request_id: str, num_prior: int, *, choice: int = 0, role: KVRole = 
 @pytest.mark.parametrize("choice", [0, 3])
 @pytest.mark.parametrize("num_prior", [0, 1, 2, 3, 4, 10, 11, 12, 29])
 def test_a_resumed_output_is_the_rest_of_the_whole_one(num_prior: int, choice: int) -> None:
-    """Given tokens that end in, at, and one after a block; only the last one left."""
+    """The given tokens end in, at, and one after a block, or only the last output token is left."""
     harness = Harness()
     harness.engine.add(resumed("a", num_prior, choice=choice))
     harness.run()
@@ -62,7 +57,7 @@ def test_a_resumed_output_split_over_two_engines_recomputes_no_token(num_prior: 
 
 
 def test_what_the_first_engine_computed_is_found_by_name() -> None:
-    """Blocks with generated tokens too."""
+    """So are blocks with generated tokens."""
     harness = Harness()
     harness.engine.add(request("a", PROMPT, 12))
     harness.run()
@@ -94,7 +89,7 @@ def test_outputs_without_tokens_may_begin_at_any_index() -> None:
 
 
 class RecordingRunner(FakeRunner):
-    """Keeps what it was asked to sample."""
+    """A runner that records what it was asked to sample."""
 
     def __init__(self) -> None:
         super().__init__(64, BLOCK_SIZE)
@@ -111,7 +106,7 @@ def _values(row: SamplingRow) -> tuple[int, int, int, list[int], list[int]]:
 
 
 def test_the_sampler_sees_what_it_would_have_seen() -> None:
-    """Position, number of output tokens, and which tokens are output: all that seeds, penalties and bounds mean."""
+    """Position, number of output tokens, and which tokens are output decide what seeds, penalties and limits do."""
     seen = []
     for num_prior in (0, 7):
         harness = Harness()
@@ -139,26 +134,6 @@ def test_prompt_logprobs_are_of_the_prompt_alone() -> None:
     harness.run()
     [prompt] = [found for result in harness.results for found in result.prompts]
     assert [entry.token_id for entry in prompt.prompt_logprobs] == PROMPT[1:]
-
-
-@pytest.mark.parametrize(
-    ("num_prior", "sampling", "field"),
-    [
-        (13, SamplingParams(max_tokens=30, seed=0), "num_prior_output_tokens"),
-        (5, SamplingParams(max_tokens=5, seed=0), "num_prior_output_tokens"),
-        (5, SamplingParams(max_tokens=30, n=2, seed=0), "n"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_at_the_nodes_edge(num_prior: int, sampling: SamplingParams, field: str) -> None:
-    asked = Admit(
-        request_id="a",
-        prompt_token_ids=PROMPT,
-        sampling_params=sampling_to_wire(sampling),
-        num_prior_output_tokens=num_prior,
-    )
-    with pytest.raises(InvalidRequestError) as refusal:
-        engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False)
-    assert refusal.value.field == field
 
 
 def test_a_first_token_that_ends_the_output_is_the_last_one() -> None:

@@ -1,4 +1,4 @@
-"""Models with 8- and 4-bit weights against transformers running the same weights, widened again, in float32."""
+"""Models with 8- and 4-bit weights, compared with transformers on the same weights widened to float32."""
 
 import json
 import shutil
@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
-from kvrelay.engine.layers.weight_format import Quantization, WeightFormat
-from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.layers.weight_format import WeightFormat
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 from tests.demo_model import DEMO_MODEL
 from tests.engine.loading import load
 from tests.engine.paged_run import PagedRun, check_greedy
@@ -45,7 +46,7 @@ def test_greedy_tokens_are_those_of_the_widened_weights(
 def test_the_demo_model_in_bfloat16_follows_the_widened_weights(
     quantization: Quantization, bits: Bits, tmp_path: Path
 ) -> None:
-    """bfloat16 activations: what the nodes run. Both the many rows of a prompt and the one of a decode step."""
+    """Nodes have bfloat16 activations, with many rows in a prompt and one row in a decode step."""
     loaded = load(DEMO_MODEL, quantization, dtype="bfloat16")
     reference = Reference(_widened(DEMO_MODEL, tmp_path, bits))
     generator = torch.Generator().manual_seed(2)
@@ -88,7 +89,7 @@ def test_shards_in_any_order_give_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_one_tensor_at_a_time_is_open_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peak memory: the packed weights, and the largest tensor in full."""
+    """The peak of memory is the packed weights and the largest tensor in full."""
     make_tiny_model("llama", tmp_path)
     full_sizes: list[int] = []
 
@@ -120,7 +121,7 @@ def test_one_tensor_at_a_time_is_open_while_loading(tmp_path: Path, monkeypatch:
     assert isinstance(loaded.model.lm_head, QuantizedLinear) and loaded.model.lm_head.weight.bits == 8
 
 
-def test_other_devices_are_refused(tmp_path: Path) -> None:
+def test_quantising_for_a_gpu_is_refused(tmp_path: Path) -> None:
     make_tiny_model("llama", tmp_path)
     with pytest.raises(ConfigurationError, match="quantization int8 is for CPUs"):
         load_model(
@@ -138,7 +139,7 @@ def _step(loaded: LoadedModel, prompt: list[int]) -> Tensor:
 
 
 def _widened(source: Path, target: Path, bits: Bits) -> Path:
-    """The checkpoint with every quantised matrix replaced by what its integers and scales mean, as float32."""
+    """Writes the checkpoint with every quantised matrix replaced by its integers times its scales, in float32."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     tensors = {name: tensor.float() for name, tensor in load_file(source / WEIGHTS).items()}
     tensors.setdefault(HEAD, tensors[EMBEDDING].clone())

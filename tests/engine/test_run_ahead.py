@@ -1,4 +1,4 @@
-"""Planning a step while the one before it is in flight changes no token, and no block changes hands too early."""
+"""Planning a step while the one before it is in flight changes no token, and no block is reused too early."""
 
 import random
 from collections import Counter
@@ -13,10 +13,10 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import FinishReason
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.in_flight import StepsInFlight
-from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.models.loader import LoadedModel, load_model
+from kvrelay.engine.loading.loader import LoadedModel, load_model
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ModelRunnerOutput, SchedulerOutput
 from kvrelay.engine.request import Admission, EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep, Runner
@@ -31,7 +31,7 @@ EOS = tuple(range(0, 1000, 23))
 
 
 class RecordingRunner:
-    """Keeps the plans of `inner`."""
+    """A runner that records the plans for `inner`."""
 
     def __init__(self, inner: Runner) -> None:
         self.inner = inner
@@ -160,7 +160,7 @@ def test_parallel_outputs_branch_when_their_first_tokens_are_known() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request, how many steps come behind it, and who is aborted then."""
+    """A request, the number of steps after it, and the requests that are then aborted."""
 
     request: EngineRequest
     num_steps: int
@@ -223,7 +223,7 @@ def work_through_drawn(seed: int, *, run_ahead: bool) -> tuple[Harness, list[Arr
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_workload_has_the_same_tokens(seed: int) -> None:
-    """Shared prefixes, parallel outputs, end tokens, penalties, preemptions, aborts at any step."""
+    """Workloads have shared prefixes, parallel outputs, end tokens, penalties, preemptions, and aborts at any step."""
     ahead, arrivals = work_through_drawn(seed, run_ahead=True)
     plain, _ = work_through_drawn(seed, run_ahead=False)
     aborted = {arrival.aborts for arrival in arrivals}
@@ -240,14 +240,14 @@ def test_any_workload_has_the_same_tokens(seed: int) -> None:
 
 
 def prompt_reports(harness: Harness, aborted: set[str | None]) -> dict[str, int]:
-    """How many log-probabilities each request has got."""
+    """Returns how many log-probabilities of the prompt each request has got."""
     found = [prompt for result in harness.results for prompt in result.prompts if prompt.request_id not in aborted]
     assert len({prompt.request_id for prompt in found}) == len(found)
     return {prompt.request_id: len(prompt.prompt_logprobs) for prompt in found}
 
 
 def test_the_workloads_run_ahead_and_preempt() -> None:
-    """Otherwise they would prove nothing."""
+    """Otherwise the tests with these workloads would prove nothing."""
     done = [work_through_drawn(seed, run_ahead=True)[0] for seed in range(5)]
     assert sum(harness.late.num_ahead for harness in done) > sum(h.engine.load().num_steps for h in done) / 3
     assert sum(harness.engine.load().num_preemptions for harness in done) > 5
@@ -268,7 +268,7 @@ def test_the_workloads_notice_blocks_given_back_too_early(monkeypatch: pytest.Mo
 
 
 class FailedStep:
-    """Fails when it is done."""
+    """A step that fails when it is collected."""
 
     def __init__(self, step: LaunchedStep) -> None:
         self.only_samples = step.only_samples
@@ -280,7 +280,7 @@ class FailedStep:
 
 
 class FailingRunner:
-    """Some steps cannot be launched, others fail later."""
+    """A runner with some steps that cannot be launched and others that fail when they are collected."""
 
     def __init__(self, inner: Runner, rng: random.Random) -> None:
         self._inner = inner
@@ -331,7 +331,7 @@ def test_steps_that_fail_end_their_requests_only(run_ahead: bool) -> None:
 
 
 class Pair:
-    """A prefill and a decode engine, and whatever moves blocks between them, at random moments."""
+    """A prefill and a decode engine, and what moves blocks between them, at random moments."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -348,7 +348,7 @@ class Pair:
         self.decode.engine.add(request(request_id, prompt, 8, role=KVRole.CONSUME, n=n))
 
     def turn(self) -> bool:
-        """True while anything may still happen."""
+        """Steps both engines and may move blocks. Returns whether anything may still happen."""
         busy = self.prefill.step() | self.decode.step()
         for result in self.decode.results[self._num_seen :]:
             self.waiting.update({admission.request_id: admission for admission in result.admissions})
@@ -359,7 +359,7 @@ class Pair:
         return busy or bool(self.waiting)
 
     def _move(self, request_id: str) -> None:
-        """All blocks, or some of them; the others are computed."""
+        """Moves all blocks or some of them; the decode engine computes the others."""
         admission = self.waiting.pop(request_id)
         count = None if self.rng.random() < 0.7 else self.rng.randrange(len(admission.missing) + 1)
         move(self.prefill, self.decode, admission, count=count)
@@ -375,7 +375,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_prefill_here_and_decode_there(seed: int) -> None:
+def test_prefill_here_and_decode_there_give_the_same_tokens(seed: int) -> None:
     rng = random.Random(seed)
     pair = Pair(rng)
     outputs = {}
@@ -408,12 +408,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def test_a_model_samples_the_same_tokens(loaded: LoadedModel) -> None:
-    """With seeds, penalties, bounds on the length, log-probabilities, parallel outputs and preemptions."""
+    """The requests have seeds, penalties, limits of length, log-probabilities, parallel outputs and preemptions."""
     model = loaded.config
     found: list[dict[tuple[str, int], list[int]]] = []
     for run_ahead in (False, True):
         memory = torch.zeros(14, model.num_kv_heads, model.num_layers, 2, BLOCK_SIZE, model.head_dim)
-        runner: Runner = ModelRunner(loaded.model, Sampler(model.vocab_size, model.eos_token_ids), memory)
+        runner: Runner = CpuRunner(loaded.model, Sampler(model.vocab_size, model.eos_token_ids), memory)
         late = LateRunner(runner)
         engine = Engine(
             SchedulerConfig(BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=24, max_model_len=14 * BLOCK_SIZE),

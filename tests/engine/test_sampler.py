@@ -1,4 +1,4 @@
-"""The sampler against a reference written with plain Python numbers, and against the exact distribution."""
+"""The sampler, compared with a reference in plain Python numbers and with the exact distribution."""
 
 import math
 import random
@@ -44,7 +44,7 @@ def sample_one(logits: Tensor, params: SamplingParams, *, output: Sequence[int] 
 def reference_adjusted(logits: Tensor, row: SamplingRow) -> list[float]:
     params = row.params
     values: list[float] = logits.to(torch.float64).tolist()
-    for token_id, bias in params.logit_bias:
+    for token_id, bias in params.biases:
         values[token_id] += bias
     if row.num_output_tokens < params.min_tokens:
         for token_id in (*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))):
@@ -79,8 +79,8 @@ def reference_probabilities(values: list[float], params: SamplingParams) -> list
 
 
 def check_distribution(logits: Tensor, params: SamplingParams, *, output: Sequence[int] = (), num_draws: int) -> None:
-    """Draws at `num_draws` positions of one seed, against the reference by Pearson's chi-square with rare tokens
-    pooled."""
+    """Compares draws at `num_draws` positions of one seed with the reference, by Pearson's chi-square test with rare
+    tokens pooled."""
     rows = [make_row(params, position=position, output=output) for position in range(num_draws)]
     sampled = Sampler(logits.numel(), [EOS]).sample(logits.expand(num_draws, -1), rows)
     counts = [0] * logits.numel()
@@ -308,7 +308,7 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
     assert (none.token_id, none.rank, none.top) == (best, 1, ())
 
 
-def test_prompt_logprobs() -> None:
+def test_prompt_logprobs_are_those_of_a_log_softmax() -> None:
     logits = make_logits(6, 5, ties=True)
     targets = [0, 1, 2, 150, 299]
     exact = logits.to(torch.float64).log_softmax(-1)
@@ -344,17 +344,18 @@ def test_tokens_the_model_itself_excludes_are_never_sampled() -> None:
     assert {token.token_id for token in sampled} == {3, 200}
 
 
-def test_an_empty_batch() -> None:
+def test_an_empty_batch_has_no_tokens() -> None:
     assert Sampler(VOCAB_SIZE, [EOS]).sample(torch.empty(0, VOCAB_SIZE), []) == []
 
 
-def test_a_vocabulary_of_one_token() -> None:
+def test_a_vocabulary_of_one_token_gives_that_token() -> None:
     params = SamplingParams(seed=1, top_k=1, top_p=0.1, min_p=1.0, logprobs=1)
     assert sample_one(torch.tensor([1.5]), params) == SampledToken(0, TokenLogprobs(0, 0.0, 1, ((0, 0.0),)))
 
 
-def test_what_a_seed_means_does_not_change() -> None:
-    """Computed with Python's own integers and floats. Other tokens would break streams that change between versions."""
+def test_the_tokens_of_a_seed_never_change() -> None:
+    """The tokens were computed with Python's own integers and floats. Other tokens would break streams that move
+    between versions."""
     logits = (torch.arange(1000) * 7919 % 101).to(torch.float32) / 50.0
     rows = [make_row(SamplingParams(seed=1234567890123), position=i, choice_index=i % 2) for i in range(8)]
     sampled = Sampler(1000, []).sample(logits.expand(8, -1), rows)

@@ -1,4 +1,4 @@
-"""Weights that another node has loaded are those that this node would have loaded itself, or are not used."""
+"""A node uses weights that another node has loaded only if they are those it would have loaded itself."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
-from kvrelay.engine.layers.weight_format import Quantization
-from kvrelay.engine.models.loader import DTypeName, LoadedModel
+from kvrelay.engine.loading.loader import LoadedModel
 from tests.engine import loading
 from tests.engine.paged_run import PagedRun
 from tests.engine.prequantized_models import make_prequantized_model
@@ -42,7 +42,8 @@ def logits(loaded: LoadedModel) -> Tensor:
 
 
 def overwrite_weights(directory: Path, *, later: bool = False) -> None:
-    """With zeros, and so that no listing of the directory shows it, but `later` by its time."""
+    """Overwrites the weights with zeros. A listing of the directory shows nothing of it, except the time with
+    `later`."""
     path = directory / WEIGHTS
     before = path.stat()
     header_bytes = 8 + int.from_bytes(path.read_bytes()[:8], "little")
@@ -53,7 +54,7 @@ def overwrite_weights(directory: Path, *, later: bool = False) -> None:
 
 
 def copied_kib() -> int:
-    """Of the store's memory: pages that this process has written to and so has for itself."""
+    """Returns how much of the store's memory this process has copied by writing to it, in KiB."""
     sizes = list[str]()
     is_of_store = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -76,7 +77,7 @@ def copied_kib() -> int:
         ("qwen2", "bfloat16", "int4"),
     ],
 )
-def test_the_second_one_reads_no_weights(
+def test_the_second_node_reads_no_weights(
     family: str, dtype: DTypeName, quantization: Quantization, tmp_path: Path, store: WeightStore
 ) -> None:
     make_tiny_model(family, tmp_path)
@@ -90,7 +91,7 @@ def test_the_second_one_reads_no_weights(
     assert copied_kib() == 0
 
 
-def test_what_the_second_one_writes_is_its_own(tmp_path: Path, store: WeightStore) -> None:
+def test_writes_of_the_second_node_do_not_reach_the_first(tmp_path: Path, store: WeightStore) -> None:
     make_tiny_model("qwen2", tmp_path)
     first = load(tmp_path, store)
     expected = logits(first)
@@ -101,7 +102,7 @@ def test_what_the_second_one_writes_is_its_own(tmp_path: Path, store: WeightStor
     assert torch.equal(logits(first), expected)
 
 
-def test_a_load_that_fails_leaves_the_next_one_to_begin_again(tmp_path: Path, store: WeightStore) -> None:
+def test_after_a_load_that_failed_the_next_one_begins_again(tmp_path: Path, store: WeightStore) -> None:
     make_tiny_model("llama", tmp_path)
     intact = (tmp_path / WEIGHTS).read_bytes()
     tensors = load_file(tmp_path / WEIGHTS)
@@ -114,7 +115,7 @@ def test_a_load_that_fails_leaves_the_next_one_to_begin_again(tmp_path: Path, st
 
 
 @pytest.mark.parametrize("change", ["other quantization", "other dtype", "other files", "later files", "other model"])
-def test_other_weights_are_not_used(
+def test_weights_of_other_files_or_formats_are_not_used(
     change: str, tmp_path: Path, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_tiny_model("llama", tmp_path)
@@ -135,8 +136,8 @@ def test_other_weights_are_not_used(
     assert "not those of this model" in caplog.text
 
 
-def test_a_quantised_checkpoint_is_loaded_by_everybody(tmp_path: Path, store: WeightStore) -> None:
-    """What its weights are repacked to is not shared."""
+def test_a_quantised_checkpoint_is_loaded_by_every_node(tmp_path: Path, store: WeightStore) -> None:
+    """Its repacked weights are not shared."""
     directory = make_prequantized_model("llama", "awq-64", tmp_path).directory
     first, second = load(directory, store, dtype="float32"), load(directory, store, dtype="float32")
     assert first.fingerprint == second.fingerprint and torch.equal(logits(first), logits(second))

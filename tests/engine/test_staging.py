@@ -1,16 +1,16 @@
-"""Weights on their way to a card: chunks are used in turn, and none before the copy out of it has ended."""
+"""Weights on their way to a GPU: chunks are used in turn, and none before the copy out of it has ended."""
 
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kvrelay.engine.models.staging import Staging
+from kvrelay.engine.loading.staging import Staging
 
 
 @dataclass(slots=True)
-class Card:
-    """Makes chunks, and ends that know whether they were waited for."""
+class Gpu:
+    """A stand-in that makes chunks, and ends that record whether they were waited for."""
 
     chunks: list[Tensor] = field(default_factory=list)
 
@@ -24,7 +24,7 @@ class Card:
 
 @dataclass(slots=True)
 class End:
-    card: Card
+    gpu: Gpu
     recorded: int = 0
     waited: int = 0
 
@@ -37,13 +37,13 @@ class End:
 
 
 def test_no_chunk_is_written_to_before_its_copy_has_ended() -> None:
-    card = Card()
-    staging = Staging(16, card.make_chunk, card.make_end)
+    gpu = Gpu()
+    staging = Staging(16, gpu.make_chunk, gpu.make_end)
     target = torch.zeros(10, 8, dtype=torch.float32)
     for row in target:
         chunk = staging.chunk()
         values = torch.arange(8, dtype=torch.bfloat16)
         chunk.copy_(values.view(torch.uint8))
         staging.send(chunk.view(torch.bfloat16), row)
-    assert len(card.chunks) == 4
+    assert len(gpu.chunks) == 4
     assert torch.equal(target, torch.arange(8.0).expand(10, 8))

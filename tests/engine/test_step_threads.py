@@ -1,4 +1,4 @@
-"""How many threads a step runs on: as the table says at every layer, with results that do not depend on it."""
+"""How many threads a step runs on: as many as the table says at every layer, and results do not depend on it."""
 
 import os
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from paged_kernels.threads import num_threads, threads_kept, use_threads
 from torch import Tensor
 
 from kvrelay.core.core_table import CoreShare, CoreTable
+from kvrelay.engine.cpu.step_threads import StepThreads
+from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
-from kvrelay.engine.models.loader import load_model
-from kvrelay.engine.step_threads import StepThreads
 from tests.engine.harness import Harness, prompt_of, request
 from tests.engine.tiny_models import make_tiny_model
 
@@ -31,7 +31,7 @@ def threads_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
-    """Of two nodes with a core each."""
+    """The shares of two nodes with one core each."""
     descriptor = CoreTable.create(2, 2)
     table = CoreTable(descriptor)
     os.close(descriptor)  # the mapping stays
@@ -75,7 +75,7 @@ def test_numbers_are_put_back_when_there_is_nothing_to_do(shares: tuple[CoreShar
             assert num_threads() == torch.get_num_threads() == 3
 
 
-def test_without_a_share_nothing_changes() -> None:
+def test_without_a_share_numbers_of_threads_never_change() -> None:
     torch.set_num_threads(2)
     threads = StepThreads()
     threads.begin_step()
@@ -85,7 +85,7 @@ def test_without_a_share_nothing_changes() -> None:
     assert threads.num_lent_steps == 0
 
 
-def test_what_is_to_run_beside_a_step_starts_once_and_with_its_layers() -> None:
+def test_the_callback_of_a_step_runs_once_when_its_layers_begin() -> None:
     threads = StepThreads()
     started: list[str] = []
     threads.begin_step(lambda: started.append("first"))
@@ -118,7 +118,7 @@ def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, C
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderForCausalLM:
-    """Every product of it is by kernels of our own."""
+    """A model all of whose products are computed by our own kernels."""
     directory = make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=320)
     attention = select_backend("native")
     loaded = load_model(str(directory), dtype="bfloat16", attention=attention, max_model_len=None, quantization="int8")
@@ -126,7 +126,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderForCausalLM:
 
 
 def logits_of(model: DecoderForCausalLM, num_tokens: int, threads_by_layer: tuple[int, ...]) -> Tensor:
-    """Of all positions of one prompt."""
+    """Returns the logits of all positions of one prompt."""
     config = model.config
     pool = torch.zeros(8, config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim, dtype=torch.bfloat16)
     positions = torch.arange(num_tokens)

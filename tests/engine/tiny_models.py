@@ -1,7 +1,8 @@
-"""Random-weight models of every supported family, made and saved by transformers itself.
+"""Models of every supported family with random weights, made and saved by transformers itself.
 
-Small enough to run in milliseconds, and initialised widely (biases and norms too), so that every part of the
-computation matters and the most likely token is rarely a close call. All of them take prompts of up to 4,096 tokens.
+They are small enough to run in milliseconds. Their weights (biases and norms too) are spread widely, so that every part
+of the computation matters and the most likely token is rarely a close call. All of them take prompts of up to 4,096
+tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,7 +84,7 @@ def save_random(
     with_tokenizer: bool = False,
     max_shard_size: str = "1GB",
 ) -> Path:
-    """A model of `config` with every parameter drawn from `seed`, whatever else the process has drawn."""
+    """Saves a model of `config` with every parameter drawn from `seed`, whatever else the process has drawn."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     model.to_empty(device="cpu")

@@ -1,4 +1,4 @@
-"""The offline API on the demo model, held against transformers' `generate`."""
+"""The offline API on the demo model, compared with transformers' `generate`."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from paged_kernels.threads import num_threads, threads_kept
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.engine.model_runner import ComputedStep, ModelRunner
+from kvrelay.engine.cpu.runner import ComputedStep, CpuRunner
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import StepResult
 from tests.demo_model import DEMO_MODEL
@@ -36,16 +36,16 @@ def nothing_is_left(llm: LLM) -> Any:
 def test_greedy_tokens_are_those_of_transformers(llm: LLM) -> None:
     reference = Reference(DEMO_MODEL)
     prompts: list[str | list[int]] = [*PROMPTS, some_token_ids(100, seed=1), some_token_ids(1, seed=2)]
-    generations = llm.generate(prompts, replace(GREEDY, ignore_eos=True), progress=False)
-    assert len(generations) == len(prompts)
-    for prompt, generation in zip(prompts, generations, strict=True):
-        [output] = generation.outputs
-        assert list(output.token_ids) == reference.generate(list(generation.prompt_token_ids), 12)
-        assert generation.prompt == (prompt if isinstance(prompt, str) else None)
+    results = llm.generate(prompts, replace(GREEDY, ignore_eos=True), progress=False)
+    assert len(results) == len(prompts)
+    for prompt, result in zip(prompts, results, strict=True):
+        [output] = result.outputs
+        assert list(output.token_ids) == reference.generate(list(result.prompt_token_ids), 12)
+        assert result.prompt == (prompt if isinstance(prompt, str) else None)
         assert output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
 
-def test_more_prompts_than_fit_at_a_time(llm: LLM) -> None:
+def test_more_prompts_than_run_at_a_time_give_the_tokens_of_each_alone(llm: LLM) -> None:
     prompts: list[str | list[int]] = [some_token_ids(60 + number, seed=number) for number in range(24)]
     together = llm.generate(prompts, GREEDY, progress=False)
     assert [one.outputs[0].token_ids for one in together] == [
@@ -53,7 +53,7 @@ def test_more_prompts_than_fit_at_a_time(llm: LLM) -> None:
     ]
 
 
-def test_one_prompt_alone_and_none(llm: LLM) -> None:
+def test_one_prompt_and_no_prompts_are_accepted(llm: LLM) -> None:
     assert len(llm.generate("The capital of France is", GREEDY, progress=False)) == 1
     assert len(llm.generate([5, 6, 7], GREEDY, progress=False)) == 1
     assert llm.generate([], progress=False) == []
@@ -61,9 +61,9 @@ def test_one_prompt_alone_and_none(llm: LLM) -> None:
 
 def test_every_prompt_can_have_its_own_sampling(llm: LLM) -> None:
     sampling = [replace(GREEDY, max_tokens=count, ignore_eos=True) for count in (1, 2, 3)]
-    generations = llm.generate(PROMPTS, sampling, progress=False)
-    assert [len(one.outputs[0].token_ids) for one in generations] == [1, 2, 3]
-    assert [one.outputs[0].finish_reason for one in generations] == ["length"] * 3
+    results = llm.generate(PROMPTS, sampling, progress=False)
+    assert [len(one.outputs[0].token_ids) for one in results] == [1, 2, 3]
+    assert [one.outputs[0].finish_reason for one in results] == ["length"] * 3
 
 
 def test_a_seed_decides_the_tokens_alone_or_in_a_batch(llm: LLM) -> None:
@@ -76,24 +76,34 @@ def test_a_seed_decides_the_tokens_alone_or_in_a_batch(llm: LLM) -> None:
 
 
 def test_stop_strings_end_an_output(llm: LLM) -> None:
-    [generation] = llm.generate(PROMPTS[0], replace(GREEDY, stop=("France",)), progress=False)
-    [output] = generation.outputs
+    [result] = llm.generate(PROMPTS[0], replace(GREEDY, stop=("France",)), progress=False)
+    [output] = result.outputs
     assert (output.text, output.finish_reason, output.stop_reason) == (" Paris. ", "stop", "France")
+
+
+def test_one_stop_string_may_be_given_as_such(llm: LLM) -> None:
+    [result] = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, stop="France"), progress=False)
+    assert (result.outputs[0].text, result.outputs[0].stop_reason) == (" Paris. ", "France")
+
+
+def test_a_mapping_of_biases_is_applied(llm: LLM) -> None:
+    [result] = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, logit_bias={7: 100.0}), progress=False)
+    assert set(result.outputs[0].token_ids) == {7}
 
 
 def test_quantised_weights_still_answer_and_name_their_kv_otherwise(llm: LLM) -> None:
     int8 = LLM(str(DEMO_MODEL), quantization="int8", threads=1, num_blocks=16, max_num_seqs=1)
-    [generation] = int8.generate(PROMPTS[0], GREEDY, progress=False)
-    assert generation.outputs[0].text.startswith(" Paris")
+    [result] = int8.generate(PROMPTS[0], GREEDY, progress=False)
+    assert result.outputs[0].text.startswith(" Paris")
     assert int8._engine._namespace.model_fingerprint != llm._engine._namespace.model_fingerprint
 
 
-def test_logprobs(llm: LLM) -> None:
+def test_logprobs_cover_the_output_and_the_prompt_as_asked(llm: LLM) -> None:
     sampling = replace(GREEDY, logprobs=2, prompt_logprobs=1, max_tokens=3)
-    [generation] = llm.generate([some_token_ids(20, seed=3)], sampling, progress=False)
-    [output] = generation.outputs
+    [result] = llm.generate([some_token_ids(20, seed=3)], sampling, progress=False)
+    [output] = result.outputs
     assert [entry.token_id for entry in output.logprobs] == list(output.token_ids)
-    assert [entry.token_id for entry in generation.prompt_logprobs] == list(generation.prompt_token_ids[1:])
+    assert [entry.token_id for entry in result.prompt_logprobs] == list(result.prompt_token_ids[1:])
     assert all(entry.rank == 1 and len(entry.top) == 2 for entry in output.logprobs)
 
 
@@ -103,7 +113,7 @@ def test_a_known_prefix_is_not_computed_again(llm: LLM) -> None:
     assert llm.generate(prompt, GREEDY, progress=False)[0].num_cached_tokens == 48
 
 
-def test_chat(llm: LLM) -> None:
+def test_chat_applies_the_template_to_one_conversation_or_several(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of Italy?"}]
     sampling = replace(GREEDY, max_tokens=16)
     [one] = llm.chat(question, sampling, progress=False)
@@ -115,8 +125,8 @@ def test_chat(llm: LLM) -> None:
 
 def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
     sampling = replace(GREEDY, max_tokens=10**6, ignore_eos=True)
-    [generation] = llm.generate(some_token_ids(llm.max_model_len - 4, seed=5), sampling, progress=False)
-    assert len(generation.outputs[0].token_ids) == 4
+    [result] = llm.generate(some_token_ids(llm.max_model_len - 4, seed=5), sampling, progress=False)
+    assert len(result.outputs[0].token_ids) == 4
 
 
 @pytest.mark.parametrize(
@@ -129,6 +139,7 @@ def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
         ([[5] * 100_000], GREEDY, "prompt 0 has 100000 tokens"),
         (["one", "two"], [GREEDY], "1 sampling_params for 2 prompts"),
         (["one"], replace(GREEDY, n=9), r"n is above max_num_seqs \(8\)"),
+        (["one"], SamplingParams(max_tokens=None), "max_tokens must be an integer, got None"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input_says_what_is_wrong_and_the_next_call_works(
@@ -162,15 +173,15 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
 def test_the_caller_keeps_its_numbers_of_threads(
     dtype: Literal["bfloat16", "float32"], threads: int, during: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the kernels and of torch, which gets a single one where the kernels multiply."""
+    """That holds for the threads of the kernels and of torch, which gets a single one if the kernels multiply."""
     seen = set()
-    launch = ModelRunner.launch
+    launch = CpuRunner.launch
 
-    def watched(self: ModelRunner, plan: SchedulerOutput) -> ComputedStep:
+    def watched(self: CpuRunner, plan: SchedulerOutput) -> ComputedStep:
         seen.add((num_threads(), torch.get_num_threads()))
         return launch(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "launch", watched)
+    monkeypatch.setattr(CpuRunner, "launch", watched)
     with threads_kept():
         torch.set_num_threads(3)
         llm = LLM(str(DEMO_MODEL), dtype=dtype, threads=threads, num_blocks=64)
@@ -188,20 +199,23 @@ def test_a_bar_shows_progress(llm: LLM, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
-    code = "import kvrelay, sys; kvrelay.SamplingParams(); assert 'torch' not in sys.modules; kvrelay.LLM"
+    code = (
+        "import kvrelay, sys; kvrelay.SamplingParams(), kvrelay.KVRelayError; assert 'torch' not in sys.modules; "
+        "[getattr(kvrelay, name) for name in kvrelay.__all__]"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_chunks_smaller_than_a_block() -> None:
-    """A step that fills no block and ends no prompt has nothing to tell, and is no end."""
+def test_chunks_smaller_than_a_block_give_the_same_tokens() -> None:
+    """A step that fills no block and ends no prompt has no result, but is not the end."""
     small = LLM(str(DEMO_MODEL), dtype="float32", threads=1, num_blocks=8, block_size=64, max_num_batched_tokens=16)
     prompt = some_token_ids(60, seed=1)
-    [generation] = small.generate(prompt, replace(GREEDY, ignore_eos=True), progress=False)
-    assert list(generation.outputs[0].token_ids) == Reference(DEMO_MODEL).generate(prompt, 12)
+    [result] = small.generate(prompt, replace(GREEDY, ignore_eos=True), progress=False)
+    assert list(result.outputs[0].token_ids) == Reference(DEMO_MODEL).generate(prompt, 12)
 
 
 def test_an_interrupted_batch_says_nothing_in_the_next_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C may come when a step is done and its result not taken yet."""
+    """Ctrl-C may come when a step is done and its result is not taken yet."""
     expected = llm.generate(PROMPTS[1], GREEDY, progress=False)
 
     def interrupted() -> StepResult | None:

@@ -1,1 +1,1 @@
-"""The engine on a card. Nothing of it is imported where the engine runs on a CPU."""
+"""The engine on a GPU. None of it is imported if the engine runs on a CPU."""

@@ -1,7 +1,7 @@
-"""Steps of one token per sequence, recorded once for each batch size of a ladder and replayed: a replay costs the host
-one call instead of one for each kernel.
+"""Steps of one token per sequence, recorded once for some batch sizes and then replayed. A replay costs the host one
+call instead of one call per kernel.
 
-Invariant: a recorded step reads its inputs from memory that stays where it is, and nothing from the host.
+Invariant: a recorded step reads its inputs from memory that never moves, and nothing from the host.
 """
 
 import logging
@@ -18,34 +18,36 @@ Step = Callable[[], Tensor]
 
 
 class RecordedStep(Protocol):
+    """A step that can be replayed."""
+
     def replay(self) -> Tensor:
-        """Enqueues the step. The result is the same memory each time, valid until any other step of the same recorder
-        is replayed."""
+        """Enqueues the step and returns its result, which is the same memory each time, and valid until another step of
+        the same recorder is replayed."""
         ...
 
 
 class StepRecorder(Protocol):
-    """Records steps; those of one recorder share what memory they need, and never run at the same time."""
+    """What records steps. The steps of one recorder share memory and never run at the same time."""
 
     def record(self, step: Step) -> RecordedStep:
-        """Calls `step` as often as it likes."""
+        """Records `step`, which it may call more than once."""
         ...
 
 
 class CudaGraphRecorder:
-    """CUDA graphs. Needs a card; everything else of this file does not."""
+    """A recorder of CUDA graphs. Only this class needs a GPU."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # One of its own: with torch's default two recorders would share what libraries keep for a stream in the pool of
-        # one of them, whose end is not the other's.
+        # A stream of its own. On torch's default stream for graphs, libraries would keep memory for two recorders in
+        # the pool of one of them, which may be freed before the other's.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, step: Step) -> RecordedStep:
         step()  # compiles kernels and lets libraries allocate, neither of which may happen while recording
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process, which move KV, may use the card meanwhile.
+        # Other threads of the process, which move KV, may use the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = step()
         return _CudaGraph(graph, result)
@@ -62,17 +64,18 @@ class _CudaGraph:
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, then multiples of 8 up to 256 and of 64 beyond, the last one `max_num_seqs`: little is padded, and few
-    graphs are needed."""
+    """Returns the batch sizes to record: 1, 2, 4, multiples of 8 up to 256, multiples of 64 beyond, and `max_num_seqs`.
+    With them little is padded and few graphs are needed."""
     ladder = (1, 2, 4, *range(8, 257, 8), *range(320, max_num_seqs, 64))
     return (*(size for size in ladder if size < max_num_seqs), max_num_seqs)
 
 
 class DecodeGraphs:
-    """Recorded steps by batch size."""
+    """The recorded steps, by batch size."""
 
     def __init__(self, recorder: StepRecorder, sizes: Sequence[int], step_of: Callable[[int], Step]) -> None:
-        """Records `step_of(size)` for each size, largest first: smaller ones fit into the memory of larger ones."""
+        """Records `step_of(size)` for each size, largest first, so that smaller ones reuse the memory of larger
+        ones."""
         self._steps: dict[int, RecordedStep] = {}
         self._sizes = sorted(sizes)
         for count, size in enumerate(reversed(self._sizes), start=1):
@@ -81,7 +84,7 @@ class DecodeGraphs:
                 _logger.info("recorded %d of %d decode steps (batch size %d)", count, len(self._sizes), size)
 
     def size_for(self, num_seqs: int) -> int | None:
-        """The smallest size that `num_seqs` sequences can be padded to."""
+        """Returns the smallest recorded size that `num_seqs` sequences can be padded to, or None."""
         return next((size for size in self._sizes if size >= num_seqs), None)
 
     def replay(self, size: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Log-probabilities where the logits are: enqueued with the step, read when it is collected.
+"""Log-probabilities on a GPU, enqueued with a step and read when it is collected.
 
-Invariant: equal to `sampler.prompt_logprobs` and `sampler.logprobs_of` up to the rounding of a log-softmax; the rank
-and the most likely tokens are equal exactly.
+Invariant: they equal those of `sampler.prompt_logprobs` and `sampler.logprobs_of` up to the rounding of a log-softmax.
+Ranks and most likely tokens are exactly equal.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from kvrelay.engine.gpu.packed_arrays import to_host
 
 @dataclass(frozen=True, slots=True)
 class LaunchedLogprobs:
-    """Host tensors, one entry a row, valid once the step has ended; `num_top[i]` of row i's most likely are wanted."""
+    """Log-probabilities in host tensors with one entry per row, valid once the step has ended. `num_top[i]` is how many
+    of row i's most likely tokens are wanted."""
 
     num_top: tuple[int, ...]
     token_ids: Tensor
@@ -35,8 +36,9 @@ class LaunchedLogprobs:
 
 
 def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> LaunchedLogprobs:
-    """Of `token_ids` `[num_rows]` int64 under `logits` `[num_rows, vocab_size]` float32; ids below 0 count as 0. Among
-    equals lower ids come first, and tokens as likely as the given one do not count against its rank."""
+    """Enqueues the log-probabilities of `token_ids`, `[num_rows]` int64, under `logits`, `[num_rows, vocab_size]`
+    float32. Ids below 0 count as 0. Among equals lower ids come first, and tokens as likely as the given one do not
+    count against its rank."""
     chosen = token_ids.clamp(min=0)[:, None]
     logprobs = logits.log_softmax(dim=-1)
     ranks = (logits > logits.gather(1, chosen)).sum(dim=-1) + 1
@@ -52,11 +54,13 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:
-    """`[num_rows, count]` ids. `topk` promises nothing about equals, and a stable sort of all logits takes several
-    times their memory: compared are integers with the logit, as an integer of the same order, before the id."""
+    """Returns the ids of the `count` largest logits of each row, `[num_rows, count]`, lower ids first among equals.
+
+    `topk` promises no order among equals, and a stable sort of all logits takes several times their memory. It
+    therefore compares integers made of the logit, mapped to an integer of the same order, and the id."""
     if count == 0:
         return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-    bits = (logits + 0.0).view(torch.int32)  # one zero only
+    bits = (logits + 0.0).view(torch.int32)  # makes -0 equal to 0
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     keys <<= 32
     last = logits.shape[1] - 1

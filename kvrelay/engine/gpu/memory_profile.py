@@ -1,7 +1,7 @@
-"""How much of a card is left for the pool: what a worst-case step needs is measured, not guessed.
+"""How much of a GPU's memory is left for the pool. What the largest step needs is measured, not estimated.
 
-Invariant: the engine's own memory (weights, the largest step, recorded steps, pool) stays below its share of the card,
-and below what is free when the pool is made.
+Invariant: the engine's memory (weights, the largest step, recorded steps, pool) stays below its share of the GPU's
+memory, and below what is free when the pool is made.
 """
 
 import logging
@@ -13,8 +13,8 @@ from kvrelay.core.errors import ConfigurationError, KVRelayError, ModelLoadError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.engine.gpu.decode_graphs import batch_sizes
-from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
-from kvrelay.engine.gpu.sampler import DeviceSampler
+from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
+from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
@@ -23,16 +23,22 @@ from kvrelay.engine.sampling.sampler import SamplingRow
 DEFAULT_UTILIZATION = 0.9
 
 _logger = logging.getLogger(__name__)
-_GRAPH_BYTES = 8 << 20  # an estimate of what the driver keeps for one recorded step
+_GRAPH_BYTES = 8 << 20  # an estimate of the driver's memory for one recorded step
 _GIB = 1 << 30
 _ALL_THAT_CAN_BE_ASKED_FOR = SamplingParams(seed=0, top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
-_SHORTER_PROMPTS = (256, 64, 32, 2)  # by their rows products with quantised weights are launched differently
+_SHORTER_PROMPTS = (
+    256,
+    64,
+    32,
+    2,
+)  # products with quantised weights are launched differently for these numbers of rows
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Bytes. `resident` is the weights, `step` what the largest step needs besides them, `graphs` is set aside for
-    recorded steps. `free` is what the card had left with only the weights loaded, whoever uses the rest."""
+    """The memory of a GPU and what the engine needs of it, in bytes. `resident` is for the weights, `step` for the
+    largest step besides them, and `graphs` is set aside for recorded steps. `free` was left when only the weights were
+    loaded, whoever uses the rest."""
 
     total: int
     free: int
@@ -41,18 +47,19 @@ class MemoryProfile:
     graphs: int
 
     def pool_bytes(self, utilization: float) -> int:
-        """What the pool may take of a share of the card; negative when even the rest does not fit."""
+        """Returns how much the pool may take if the engine may use the share `utilization` of the GPU's memory.
+        Negative if even the rest does not fit."""
         needed = self.step + self.graphs
         return min(int(self.total * utilization) - self.resident - needed, self.free - needed)
 
 
 def blocks_that_fit(profile: MemoryProfile, layout: KVLayout, *, utilization: float, num_blocks: int) -> int:
-    """`num_blocks` if they fit, as many as do for 0. Raises ConfigurationError, naming the sizes, when it is too
-    few."""
+    """Returns `num_blocks` if so many fit, and for 0 the number that fits. Raises ConfigurationError, which names the
+    sizes, if they do not fit, or not even one does."""
     pool_bytes = profile.pool_bytes(utilization)
     wanted = max(1, num_blocks) * layout.block_bytes
     summary = (
-        f"{profile.total / _GIB:.1f} GiB card of which {utilization:.0%} may be used and {profile.free / _GIB:.1f} GiB "
+        f"{profile.total / _GIB:.1f} GiB GPU of which {utilization:.0%} may be used and {profile.free / _GIB:.1f} GiB "
         f"are free; weights {profile.resident / _GIB:.1f} GiB, the largest step {profile.step / _GIB:.1f} GiB, "
         f"recorded steps {profile.graphs / _GIB:.1f} GiB"
     )
@@ -60,7 +67,7 @@ def blocks_that_fit(profile: MemoryProfile, layout: KVLayout, *, utilization: fl
         asked = f"{num_blocks} KV blocks need" if num_blocks else "one KV block needs"
         raise ConfigurationError(
             f"{asked} {wanted / _GIB:.2f} GiB and {max(0, pool_bytes) / _GIB:.2f} GiB are left ({summary}); end what "
-            "else uses the card, raise --gpu-memory-utilization, or lower --num-blocks, --max-num-batched-tokens or "
+            "else uses the GPU, raise --gpu-memory-utilization, or lower --num-blocks, --max-num-batched-tokens or "
             "--max-num-seqs"
         )
     _logger.info("%s: %.1f GiB are left for KV", summary, pool_bytes / _GIB)
@@ -68,17 +75,17 @@ def blocks_that_fit(profile: MemoryProfile, layout: KVLayout, *, utilization: fl
 
 
 def graph_bytes(step_bytes: int, limits: StepLimits) -> int:
-    """What to set aside for recorded steps: they share the activations of the largest, whose tokens are part of the
-    largest step's."""
+    """Returns the bytes to set aside for recorded steps. They share the activations of the largest recorded step, which
+    are a part of `step_bytes`, those of the largest step of all."""
     sizes = batch_sizes(limits.max_num_seqs)
     num_tokens = max(1, min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len))
     return len(sizes) * _GRAPH_BYTES + step_bytes * min(sizes[-1], num_tokens) // num_tokens
 
 
 def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
-    """As many tokens and as many sampled rows as a step may have, all of them in block 0, with all log-probabilities.
-    Those of a prompt are computed many at a time, which its length decides: the first prompts are as long as may be.
-    One with parallel outputs samples more than one row."""
+    """Returns the plan that needs most memory: as many tokens and as many sampled rows as a step may have, with all
+    log-probabilities, and all in block 0. A long prompt computes many log-probabilities at a time, so the first prompts
+    are as long as possible. Parallel outputs of the first one make up for sampled rows that lack a sequence."""
     num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     num_left = limits.max_num_batched_tokens
     entries: list[ScheduledSequence] = []
@@ -91,10 +98,10 @@ def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
 
 
 def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
-    """Every way in which a prompt's attention and products are launched, so that it is compiled before somebody waits
-    for it: prompts of several lengths, each alone and together with a decode, of which no token leaves the step; and
-    ends of ever longer prompts, of which the last layer attends with one token or with all. Decode steps are compiled
-    when they are recorded."""
+    """Returns plans that launch a prompt's attention and products in every way, so that all kernels are compiled before
+    a request waits for them. They are prompts of several lengths, alone and together with a decode, whose tokens all
+    stay until the end of the step; and the ends of ever shorter prompts, whose last layer attends with one token or
+    with all. Decode steps are compiled when they are recorded."""
     longest = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
     plans = []
     for length in sorted({min(length, longest) for length in (*_SHORTER_PROMPTS, longest)}, reverse=True):
@@ -111,8 +118,8 @@ def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
 
 
 def _prompt(num_new: int, length: int, block_size: int, *, num_rows: int, all_stay: bool) -> ScheduledSequence:
-    """The last `num_new` of `length` tokens. `all_stay`: with log-probabilities of the prompt, no token leaves the step
-    before its end."""
+    """Returns the last `num_new` tokens of a prompt of `length`. With `all_stay`, log-probabilities of the prompt keep
+    all tokens in the step until its end."""
     row = SamplingRow(_ALL_THAT_CAN_BE_ASKED_FOR, 0, length, 0, (0,), ())
     return ScheduledSequence(
         token_ids=(0,) * num_new,
@@ -124,15 +131,16 @@ def _prompt(num_new: int, length: int, block_size: int, *, num_rows: int, all_st
 
 
 def profile_memory(
-    model: DecoderForCausalLM, sampler: DeviceSampler, layout: KVLayout, limits: StepLimits, *, graphs: bool
+    model: DecoderForCausalLM, sampler: GpuSampler, layout: KVLayout, limits: StepLimits, *, graphs: bool
 ) -> MemoryProfile:
-    """Runs the largest step once, and smaller ones that compile the kernels it does not need. Raises ModelLoadError
-    when a step has no result, what `no_room` knows when there is no memory for it."""
+    """Measures the largest step by running it, and runs smaller steps to compile the kernels that it does not use.
+    Raises ModelLoadError if a step has no valid result. If memory runs out, raises an error that
+    `out_of_memory_as_configuration_error` recognises."""
     device = model.device
     torch.cuda.empty_cache()
     resident = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    runner = DeviceRunner(model, sampler, allocate_pool(layout, 1, device), limits)
+    runner = GpuRunner(model, sampler, allocate_pool(layout, 1, device), limits)
     _run(runner, largest_step(limits, layout.block_size))
     step = torch.cuda.max_memory_reserved(device) - resident
     for plan in smaller_steps(limits, layout.block_size):
@@ -143,7 +151,7 @@ def profile_memory(
     return MemoryProfile(total, free, resident, step, graph_bytes(step, limits) if graphs else 0)
 
 
-def _run(runner: DeviceRunner, plan: SchedulerOutput) -> None:
+def _run(runner: GpuRunner, plan: SchedulerOutput) -> None:
     launched = runner.launch(plan)
     try:
         launched.collect()
@@ -151,5 +159,5 @@ def _run(runner: DeviceRunner, plan: SchedulerOutput) -> None:
         raise ModelLoadError(
             f"a step of {plan.num_scheduled_tokens} tokens, run to measure its memory, failed: {error}; the checkpoint "
             "is damaged, its activations overflow its dtype (--dtype bfloat16 has the range of float32), or a kernel "
-            "is wrong on this card (--attention-backend reference avoids those of attention)"
+            "is wrong on this GPU (--attention-backend reference avoids those of attention)"
         ) from error

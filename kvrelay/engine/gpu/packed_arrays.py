@@ -1,6 +1,6 @@
-"""Many small arrays in one run of bytes, so that they reach a device in one copy.
+"""Many small arrays packed into one range of bytes, so that one copy brings them to a GPU.
 
-Invariant: every array begins at a multiple of 16 bytes, which is what Triton assumes of a pointer it has seen aligned.
+Invariant: every array begins at a multiple of 16 bytes. Triton assumes that of a pointer it has once seen aligned.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _TORCH_DTYPES = {
 
 
 class PackedArrays:
-    """Where each array lies depends on the shapes of those before it only."""
+    """Arrays with their offsets in the packed bytes. An offset depends only on the sizes of the arrays before it."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self._arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -34,7 +34,7 @@ class PackedArrays:
             self.num_bytes += -(-max(1, array.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
     def to(self, target: Tensor) -> None:
-        """Enqueues the copy into the beginning of `target`, uint8 on any device."""
+        """Enqueues the copy of all arrays to the beginning of `target`, which is uint8 on any device."""
         staging = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=target.is_cuda)
         memory = staging.numpy()
         for name, array in self._arrays.items():
@@ -43,7 +43,7 @@ class PackedArrays:
         target[: self.num_bytes].copy_(staging, non_blocking=True)  # torch keeps pinned memory until the copy is done
 
     def views(self, target: Tensor) -> dict[str, Tensor]:
-        """The arrays in `target`."""
+        """Returns the arrays as views of `target`."""
         found = {}
         for name, array in self._arrays.items():
             offset = self._offsets[name]
@@ -53,7 +53,7 @@ class PackedArrays:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, there once the work enqueued before it is done."""
+    """Returns a copy in host memory, valid once the work enqueued so far has ended."""
     if not tensor.is_cuda:
         return tensor.clone()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

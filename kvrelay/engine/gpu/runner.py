@@ -1,8 +1,8 @@
-"""Carries out plans on a card: inputs travel in one copy, everything is enqueued, and the host waits once a step, when
-the sampled tokens are collected.
+"""Carries out plans on a GPU: a step's inputs are copied at once, all its work is enqueued, and the host waits once per
+step, when the sampled tokens are collected.
 
-Invariant: nothing between `launch` and `collect` reads from the device. Work is in the order of one stream, so that a
-step may read what the one before samples, and memory may be reused as soon as what uses it has been enqueued.
+Invariant: nothing between `launch` and `collect` reads from the GPU. All work runs in the order of one stream. A step
+may therefore read what the step before it samples, and memory may be reused once its last use has been enqueued.
 """
 
 from collections.abc import Mapping
@@ -15,37 +15,38 @@ import torch
 from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
-from kvrelay.engine.device_memory import DeviceMemoryError, is_out_of_memory
 from kvrelay.engine.gpu.decode_graphs import DecodeGraphs, Step, StepRecorder, batch_sizes
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
-from kvrelay.engine.gpu.sampler import DeviceSampler, LaunchedSampling
+from kvrelay.engine.gpu.sampler import GpuSampler, LaunchedSampling
 from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.out_of_memory import GpuMemoryError, is_out_of_memory
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS
 from kvrelay.engine.step_inputs import Array, StepInputs, flatten
 
-_SAMPLING_BYTES = 128  # of a row's sampling parameters; steps that need more, for penalties, are not replayed
+_SAMPLING_BYTES = 128  # for the sampling parameters of a row; steps that need more, for penalties, are not replayed
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What no plan exceeds."""
+    """Limits that no plan exceeds."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
 
 
-class DeviceRunner:
-    """`Runner` for a card, or for the CPU where Triton is interpreted. `kv_pool` as `ModelRunner`'s. With a `recorder`
-    every step of one token per sequence is recorded at once, in `batch_sizes`, and replayed from then on.
+class GpuRunner:
+    """The `Runner` of a GPU, or of a CPU with Triton interpreted. `kv_pool` is that of `CpuRunner`.
+
+    With a `recorder`, steps of one token per sequence are recorded here for all `batch_sizes`, and replayed later.
     """
 
     def __init__(
         self,
         model: DecoderForCausalLM,
-        sampler: DeviceSampler,
+        sampler: GpuSampler,
         kv_pool: Tensor,
         limits: StepLimits,
         recorder: StepRecorder | None = None,
@@ -56,10 +57,10 @@ class DeviceRunner:
         self._limits = limits
         self._block_size = kv_pool.shape[4]
         self._table_width = -(-limits.max_model_len // self._block_size)
-        # By the step before, one token for each row of its plan; -1 for a row that failed.
+        # What the previous step sampled, one token for each row of its plan; -1 for a row that failed.
         self._last_sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=kv_pool.device)
-        # What recorded steps read: their inputs, and block tables as wide as any may get, of which a step fills what it
-        # needs: what is left there from steps before is beyond the end of every sequence.
+        # Memory that recorded steps read: their inputs, and block tables of the greatest width. A step fills only the
+        # part it needs; what earlier steps have left in the rest is beyond the end of every sequence.
         self._inputs = torch.zeros(0, dtype=torch.uint8, device=kv_pool.device)
         self._tables = torch.zeros(0, self._table_width, dtype=torch.int32, device=kv_pool.device)
         self._graphs: DecodeGraphs | None = None
@@ -67,21 +68,21 @@ class DeviceRunner:
             self._record(recorder)
 
     @torch.inference_mode()
-    def launch(self, plan: SchedulerOutput) -> "DeviceStep":
+    def launch(self, plan: SchedulerOutput) -> "GpuStep":
         try:
             return self._launch(plan)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             if self._kv_pool.is_cuda:
-                # What was enqueued of it may still write to its blocks.
+                # The part that was enqueued may still write to the step's blocks.
                 torch.cuda.current_stream(self._kv_pool.device).synchronize()
-            raise DeviceMemoryError(
-                f"the device has no memory for a step of {plan.num_scheduled_tokens} tokens; lower "
+            raise GpuMemoryError(
+                f"the GPU has no memory for a step of {plan.num_scheduled_tokens} tokens; lower "
                 f"--gpu-memory-utilization or --max-num-batched-tokens ({error})"
             ) from error
 
-    def _launch(self, plan: SchedulerOutput) -> "DeviceStep":
+    def _launch(self, plan: SchedulerOutput) -> "GpuStep":
         for source, target in plan.copies:
             self._kv_pool[target].copy_(self._kv_pool[source], non_blocking=True)
         inputs = flatten(plan, self._block_size)
@@ -101,11 +102,11 @@ class DeviceRunner:
             hidden = self._forward(tensors, longest, max(inputs.seq_lens), resolve=unknown)
         sampled = self._sample(inputs, hidden, tensors)
         prompt_logprobs = self._prompt_logprobs(plan, hidden, tensors)
-        return DeviceStep(plan.scheduled, sampled, prompt_logprobs, _mark(self._kv_pool.device))
+        return GpuStep(plan.scheduled, sampled, prompt_logprobs, _mark(self._kv_pool.device))
 
     def _arrays(self, plan: SchedulerOutput, inputs: StepInputs, size: int | None) -> dict[str, Array]:
-        """Those that a recorded step reads come first, so that they lie where it looks for them; how wide block tables
-        are, which follow, differs."""
+        """Returns all arrays that travel to the GPU, by name. Those that recorded steps read come first, at places that
+        never change; the block tables after them vary in width."""
         arrays = inputs.arrays() if size is None else inputs.arrays(num_rows=size)
         if inputs.rows:
             arrays["hidden_rows"] = np.array(inputs.hidden_rows, dtype=np.int64)
@@ -118,8 +119,8 @@ class DeviceRunner:
         return arrays
 
     def _forward(self, tensors: Mapping[str, Tensor], max_query_len: int, max_seq_len: int, *, resolve: bool) -> Tensor:
-        """The final hidden states, one row per token, or per sequence of `last_seqs` where there are. `resolve`: some
-        tokens are those of the step before."""
+        """Runs the model and returns the final hidden states, one row per token, or per sequence in `last_seqs` if that
+        is given. With `resolve`, unknown tokens are taken from the previous step's samples."""
         token_ids = tensors["token_ids"]
         if resolve:
             before = self._last_sampled[tensors["input_rows"]].clamp(min=0)
@@ -147,7 +148,7 @@ class DeviceRunner:
     def _prompt_logprobs(
         self, plan: SchedulerOutput, hidden: Tensor, tensors: Mapping[str, Tensor]
     ) -> list[list[LaunchedLogprobs]]:
-        """One list per scheduled sequence."""
+        """Enqueues the log-probabilities of prompts. Returns one list per scheduled sequence."""
         found: list[list[LaunchedLogprobs]] = []
         first_token = first_target = 0
         for entry in plan.scheduled:
@@ -168,7 +169,7 @@ class DeviceRunner:
         sizes = batch_sizes(self._limits.max_num_seqs)
         padding = flatten(SchedulerOutput((_PADDING,), ()), self._block_size)
         arrays = {size: padding.arrays(num_rows=size) for size in sizes}
-        for of_size in arrays.values():  # the one sequence of the plan becomes padding, too
+        for of_size in arrays.values():  # the only sequence of the plan becomes padding, too
             of_size["slots"][:] = -1
             of_size["seq_lens"][:] = 0
         packed = {size: PackedArrays(of_size) for size, of_size in arrays.items()}
@@ -191,8 +192,8 @@ _PADDING = ScheduledSequence((0,), 0, (0,), ())
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceStep:
-    """A `LaunchedStep`; `end` is None where the launch itself computes everything."""
+class GpuStep:
+    """The `LaunchedStep` of a GPU. `end` is None if the launch computes everything, on a CPU."""
 
     only_samples: ClassVar[bool] = False
     scheduled: tuple[ScheduledSequence, ...]
@@ -216,7 +217,7 @@ class DeviceStep:
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """The end of what has been enqueued until now."""
+    """Returns an event at the end of what has been enqueued so far, or None on a CPU."""
     if device.type != "cuda":
         return None
     end = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""The sampler for logits on a GPU: rows become arrays that travel with a step's other inputs, one kernel draws, and the
-tokens come back in one read, which is all that waits for the device.
+"""The sampler for logits on a GPU. Sampling parameters are arrays among a step's inputs, one kernel draws all tokens,
+and one read brings them back to the host.
 
-Invariant: the same row gives the token that `Sampler` gives, unless two tokens' noisy scores are closer than the
+Invariant: a row gives the same token as with `Sampler`, unless the noisy scores of two tokens are closer than the
 rounding of float32.
 """
 
@@ -37,20 +37,20 @@ _DTYPES = {
     "edit_amounts": np.float32,
     "edit_flags": np.int32,
 }
-_PREFIX = "sampling."  # of our arrays among those of a step
+_PREFIX = "sampling."  # keeps these names apart from those of the step's other arrays
 _LOGPROB_ROWS = _PREFIX + "logprob_rows"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedSampling:
-    """Tokens on their way to the host. `logprob_rows`: which rows asked for log-probabilities."""
+    """Tokens on their way to the host. `logprob_rows` are the indices of rows that asked for log-probabilities."""
 
     token_ids: Tensor  # [num_rows] int64 in host memory, valid once the step has ended
     logprob_rows: tuple[int, ...]
     logprobs: LaunchedLogprobs | None
 
     def collect(self) -> list[SampledToken]:
-        """Raises KVRelayError for a row whose largest logit is not finite."""
+        """Returns one token per row. Raises KVRelayError for rows whose largest logit is not finite."""
         token_ids: list[int] = self.token_ids.tolist()
         bad = [index for index, token_id in enumerate(token_ids) if token_id < 0]
         if bad:
@@ -61,16 +61,17 @@ class LaunchedSampling:
         return [SampledToken(token_id, found.get(index)) for index, token_id in enumerate(token_ids)]
 
 
-class DeviceSampler:
-    """`Sampler` for CUDA, in three steps: what the rows need on the device, the launch, the read. Stateless; any thread
-    may call it."""
+class GpuSampler:
+    """The counterpart of `Sampler` for a GPU, in three steps: `arrays` prepares what the rows need there, `launch`
+    enqueues the sampling, and `LaunchedSampling.collect` reads the result. It has no state; any thread may call it."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
 
     def arrays(self, rows: Sequence[SamplingRow]) -> dict[str, Array]:
-        """What `launch` needs as tensors on the device, by names that nothing else of a step has."""
+        """Returns the arrays that `launch` needs as tensors on the GPU, under names that no other input of a step
+        has."""
         arrays = {_PREFIX + name: array for name, array in _sampling_arrays(rows, self.eos_token_ids).items()}
         if wanted := _logprob_rows(rows):
             arrays[_LOGPROB_ROWS] = np.array(wanted, dtype=np.int64)
@@ -79,8 +80,8 @@ class DeviceSampler:
     def launch(
         self, logits: Tensor, rows: Sequence[SamplingRow], tensors: Mapping[str, Tensor], token_ids: Tensor
     ) -> LaunchedSampling:
-        """Enqueues the choice of one token per row of `logits` `[len(rows), vocab_size]` float32. `token_ids`, int64,
-        gets them on the device, -1 for a row that failed; `tensors` holds `arrays(rows)`."""
+        """Enqueues sampling one token per row of `logits`, `[len(rows), vocab_size]` float32. Tokens are written to
+        `token_ids`, `[len(rows)]` int64 on the GPU, -1 for a row that fails. `tensors` holds `arrays(rows)`."""
         names = SamplingTensors.__dataclass_fields__
         sample_tokens(logits, SamplingTensors(**{name: tensors[_PREFIX + name] for name in names}), token_ids)
         wanted = _logprob_rows(rows)
@@ -91,17 +92,6 @@ class DeviceSampler:
             logprobs = launch_logprobs(logits[index], token_ids[index], num_top)
         return LaunchedSampling(to_host(token_ids), wanted, logprobs)
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """As `Sampler.sample`, for callers with nothing else to do meanwhile."""
-        packed = PackedArrays(self.arrays(rows))
-        memory = torch.empty(packed.num_bytes, dtype=torch.uint8, device=logits.device)
-        packed.to(memory)
-        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        launched = self.launch(logits, rows, packed.views(memory), token_ids)
-        if logits.is_cuda:
-            torch.cuda.current_stream(logits.device).synchronize()
-        return launched.collect()
-
 
 def _logprob_rows(rows: Sequence[SamplingRow]) -> tuple[int, ...]:
     return tuple(index for index, row in enumerate(rows) if row.params.logprobs is not None)
@@ -110,7 +100,7 @@ def _logprob_rows(rows: Sequence[SamplingRow]) -> tuple[int, ...]:
 def sampling_tensors(
     rows: Sequence[SamplingRow], eos_token_ids: Sequence[int], device: torch.device
 ) -> SamplingTensors:
-    """What the kernel reads for `rows`, in one block of memory on `device`."""
+    """Returns what the kernel reads for `rows`, in one piece of memory on `device`."""
     packed = PackedArrays(_sampling_arrays(rows, eos_token_ids))
     memory = torch.empty(packed.num_bytes, dtype=torch.uint8, device=device)
     packed.to(memory)
@@ -159,10 +149,10 @@ def _edits(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> dict[st
 def _edits_of(
     row: SamplingRow, eos_token_ids: Sequence[int]
 ) -> tuple[dict[int, float], dict[int, float], Counter[int]]:
-    """Of one row: what is added, what is subtracted at last, and flags, each by token id."""
+    """Returns one row's changes to its logits by token id: what is added first, what is subtracted last, and flags."""
     params = row.params
     bias: dict[int, float] = {}
-    for token, amount in params.logit_bias:
+    for token, amount in params.biases:
         bias[token] = bias.get(token, 0.0) + amount
     flags: Counter[int] = Counter()
     if row.num_output_tokens < params.min_tokens:

@@ -1,6 +1,6 @@
-"""The part of start-up that needs Triton and a card: profile a step, size the pool, record decode steps.
+"""The part of start-up that needs Triton and a GPU: profiles a step, sizes the pool, records decode steps.
 
-Imported only where the engine runs on a card.
+It is imported only if the engine runs on a GPU.
 """
 
 import logging
@@ -9,31 +9,31 @@ import time
 from torch import Tensor
 
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.device_memory import no_room
 from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
 from kvrelay.engine.gpu.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
-from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
-from kvrelay.engine.gpu.sampler import DeviceSampler
-from kvrelay.engine.models.loader import LoadedModel
+from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
+from kvrelay.engine.gpu.sampler import GpuSampler
+from kvrelay.engine.loading.loader import LoadedModel
 from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
 from kvrelay.engine.pool_size import PoolSize, fit_length
 from kvrelay.engine.runner import Runner
 
 _logger = logging.getLogger(__name__)
 
 
-def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout) -> PoolSize:
-    """Raises ConfigurationError when too little of the card is left, ModelLoadError when the model computes nothing of
-    use."""
+def size_gpu_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout) -> PoolSize:
+    """Returns the size of the pool, after running the largest step to measure its memory. Raises ConfigurationError if
+    too little of the GPU's memory is left, ModelLoadError if the model's results are not finite."""
     _logger.info("profiling a step of %d tokens", options.max_num_batched_tokens)
     start = time.monotonic()
-    with no_room(
-        f"after the weights, the card has no memory for a step of {options.max_num_batched_tokens} tokens: end what "
+    with out_of_memory_as_configuration_error(
+        f"after the weights, the GPU has no memory for a step of {options.max_num_batched_tokens} tokens: end what "
         "else uses it, or lower --max-num-batched-tokens or --max-num-seqs"
     ):
         profile = profile_memory(
             loaded.model,
-            DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids),
+            GpuSampler(loaded.config.vocab_size, loaded.config.eos_token_ids),
             layout,
             _limits(options, loaded.max_model_len),
             graphs=_records(options),
@@ -44,23 +44,25 @@ def size_device_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayo
     return fit_length(options, layout, num_blocks, model_limit=loaded.max_model_len)
 
 
-def device_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max_model_len: int) -> Runner:
-    """Records decode steps, unless they are not wanted. Raises ConfigurationError when there is no room for them."""
+def gpu_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max_model_len: int) -> Runner:
+    """Returns the runner, after recording decode steps unless the options say not to. Raises ConfigurationError if
+    there is no memory for them."""
     start = time.monotonic()
     recorder = CudaGraphRecorder() if _records(options) else None
-    sampler = DeviceSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
-    with no_room(
-        "the card has no memory left for recorded decode steps: lower --gpu-memory-utilization or --max-num-seqs, or "
+    sampler = GpuSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
+    with out_of_memory_as_configuration_error(
+        "the GPU has no memory left for recorded decode steps: lower --gpu-memory-utilization or --max-num-seqs, or "
         "record none with --enforce-eager"
     ):
-        runner = DeviceRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
+        runner = GpuRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
     if recorder is not None:
         _logger.info("recorded decode steps in %.1f s", time.monotonic() - start)
     return runner
 
 
 def _records(options: EngineOptions) -> bool:
-    """The reference attention reads sizes of the batch from the card, which no recorded step can."""
+    """Tells whether decode steps are recorded. With the reference attention they cannot be: it reads sizes of the batch
+    from the GPU."""
     return not options.enforce_eager and options.attention_backend != "reference"
 
 

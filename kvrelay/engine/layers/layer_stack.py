@@ -1,4 +1,4 @@
-"""All decoder layers as one compiled call for few tokens, where that can be had."""
+"""All decoder layers as a stack of compiled layers, if the compiled kernels support the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Of one decoder layer. `linears`: packed, those of the heads, of the attention's output, of gate and up, and of
-    down. `window`: tokens that a query sees; None is all."""
+    """The weights of one decoder layer. `linears` are packed: query, key and value; the attention's output; gate and
+    up; down. `window` is how many tokens a query sees, None for all."""
 
     linears: tuple[LinearLayer, ...]
     input_norm: Tensor
@@ -42,8 +42,8 @@ def layer_stack(
     head_counts: Sequence[int],
     head_dim: int,
 ) -> "LayerStack | None":
-    """`head_counts`: of query, key and value. None unless all is bfloat16 on the CPU, or quantised there, the kernels
-    were compiled, and `backend` is theirs."""
+    """Returns the stack, or None unless the model computes in bfloat16 on a CPU, all its linear layers can be stacked,
+    the kernels were compiled, and `backend` uses them. `head_counts` are the numbers of query, key and value heads."""
     if load_extension() is None or final_norm.dtype is not torch.bfloat16 or final_norm.device.type != "cpu":
         return None
     from paged_kernels.layer_stack import LayerStack  # needs the extension

@@ -1,6 +1,6 @@
-"""A linear layer that may hold several of a checkpoint's side by side, so that one matrix product serves them all.
+"""Linear layers. One may hold several of a checkpoint's layers side by side, so that they are one matrix product.
 
-Invariant: the layer owns its weights. Before `pack` they can be filled; after it they can only be used.
+Invariant: a layer owns its weights. Before `pack` they can be filled; after it they can only be used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,21 +21,21 @@ from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 
 
 class LinearLayer(Protocol):
-    """What the decoder needs of a linear layer. Weights are undefined until every slot has been filled, and the layer
-    is used only after `pack`."""
+    """What the decoder needs of a linear layer. Its weights are undefined until every slot has been filled. It can be
+    called only after `pack`."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[num_tokens, num_inputs]` -> `[num_tokens, num_outputs]`."""
+        """Multiplies `[num_tokens, num_inputs]` with the weights and returns `[num_tokens, num_outputs]`."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Checkpoint name and place of every tensor. Not after `pack`."""
+        """Yields the name in the checkpoint and the slot of every tensor. Not allowed after `pack`."""
 
     def pack(self) -> None:
-        """Once, after loading: brings the weights into the order in which they are read fastest."""
+        """Brings the weights into the order in which they are read fastest. Called once, after loading."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights as a product reads them. Only after `pack`."""
+        """Returns the bytes of weights that a product reads. Allowed only after `pack`."""
 
 
 def make_linear(
@@ -46,8 +46,8 @@ def make_linear(
     weights: WeightFormat,
     prefix: str,
 ) -> LinearLayer:
-    """`parts` names the checkpoint's layers, which are there with `prefix` before their names, and their output sizes,
-    in order of rows. What the checkpoint holds quantised stays so."""
+    """Returns a layer that joins the checkpoint's layers in `parts`, pairs of name and number of outputs, in that
+    order. In the checkpoint `prefix` precedes the names. Layers that the checkpoint has quantised stay quantised."""
     prequantized = weights.prequantized
     if prequantized is None:
         return make_plain_linear(parts, num_inputs, bias=bias, weights=weights, bits=weights.bits)
@@ -63,15 +63,16 @@ def make_linear(
 def make_plain_linear(
     parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat, bits: Bits | None
 ) -> LinearLayer:
-    """As `make_linear`, of weights that are in no quantised form yet."""
+    """Returns a layer like `make_linear`, for weights that the checkpoint has not quantised. With `bits` they are
+    quantised while loading."""
     if bits is None:
         return Linear(parts, num_inputs, bias=bias, weights=weights)
     return QuantizedLinear(parts, num_inputs, bias=bias, weights=weights, bits=bits)
 
 
 class Linear:
-    """`LinearLayer` whose weights have the format's dtype. Where there are kernels for it, they are packed as they come
-    and no more than one tensor of the checkpoint is held in addition."""
+    """A `LinearLayer` whose weights have the format's dtype. If there are kernels for packed weights, weights are
+    packed as they are read, and no more than one tensor of the checkpoint is held besides them."""
 
     def __init__(self, parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat) -> None:
         num_outputs = sum(size for _, size in parts)
@@ -93,7 +94,7 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """`[num_rows, num_inputs]`: what the weights of `outputs`, int64 `[num_rows]`, were filled with."""
+        """Returns the weights of `outputs` (`[num_rows]` int64) as they were filled in, `[num_rows, num_inputs]`."""
         if isinstance(self.weight, PackedWeight):
             return packed.take_rows(self.weight, outputs)
         return self.weight.index_select(0, outputs)
@@ -103,13 +104,14 @@ class Linear:
         return self.num_outputs * self.num_inputs * self.dtype.itemsize
 
     def fill(self, first_output: int, rows: Tensor) -> None:
+        """Sets the weights of the outputs from `first_output` on to `rows`, `[num_rows, num_inputs]`."""
         if isinstance(self.weight, PackedWeight):
             packed.pack_rows(self.weight, rows, first_output)
         else:
             self.weight[first_output : first_output + rows.shape[0]].copy_(rows)
 
     def pack(self) -> None:
-        """Nothing to do: rows were packed as they came."""
+        """Does nothing: rows were packed as they were read."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         begin = 0
@@ -120,7 +122,8 @@ class Linear:
             begin += size
 
     def _weight_slot(self, begin: int, size: int) -> Slot:
-        """A contiguous view of the merged weights, or memory of its own that is packed once it is full."""
+        """Returns a slot over a view of the weights or, if they are packed, over memory that is packed once it is
+        full."""
         if isinstance(self.weight, Tensor):
             return slot_of(self.weight[begin : begin + size])
         shape = (size, self.num_inputs)
@@ -128,7 +131,7 @@ class Linear:
 
 
 class LinearsApart:
-    """`LinearLayer` of several, side by side: parts of which only some are quantised."""
+    """A `LinearLayer` of several layers side by side, of which only some are quantised."""
 
     def __init__(self, layers: Sequence[LinearLayer]) -> None:
         self.layers = tuple(layers)

@@ -1,8 +1,8 @@
-"""A linear layer over weights that AWQ or GPTQ has quantised.
+"""Linear layers with weights that AWQ or GPTQ has quantised.
 
-Invariant: the weights that are used are the checkpoint's codes, zeros and scales, exactly. Until `pack` the layer holds
-the tensors as they were stored; `pack` joins the parts along their outputs and brings them into the device's form.
-Parts whose inputs are grouped differently (`desc_act`) cannot be joined and stay products of their own.
+Invariant: products use exactly the checkpoint's codes, zeros and scales. Until `pack` the layer holds the tensors as
+they are stored; `pack` joins the parts along their outputs and converts them into the device's form. Parts whose inputs
+are grouped differently (`desc_act`) cannot be joined and are multiplied one by one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,17 +25,17 @@ _MIDDLE_ZEROS = -0x77777778  # eight times 8, as int32: AWQ without zero points
 
 
 class Product(Protocol):
-    """A weight in a device's form."""
+    """A weight in the form that a device multiplies with."""
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`[num_tokens, num_inputs]` -> `[num_tokens, num_outputs]`."""
+        """Multiplies `[num_tokens, num_inputs]` with the weight and returns `[num_tokens, num_outputs]`."""
 
     @property
     def num_bytes(self) -> int: ...
 
 
 class RepackedProduct:
-    """On the CPU: the codes in the order of its integer kernels."""
+    """The product on a CPU, over codes in the order that its integer kernels read."""
 
     def __init__(self, weight: PrequantizedWeight, memory: WeightMemory) -> None:
         self.weight = repacked.repack(weight, memory)
@@ -49,10 +49,10 @@ class RepackedProduct:
 
 
 class TritonProduct:
-    """On a GPU: the tensors as the checkpoint stores them."""
+    """The product on a GPU, over the tensors as the checkpoint stores them."""
 
     def __init__(self, weight: PrequantizedWeight) -> None:
-        from paged_kernels.triton_prequantized import prequantized_matmul  # Triton is there only where GPUs are
+        from paged_kernels.triton_prequantized import prequantized_matmul  # Triton is installed only where GPUs are
 
         self.weight = weight
         self._matmul = prequantized_matmul
@@ -73,7 +73,7 @@ def product_for(weight: PrequantizedWeight, memory: WeightMemory) -> Product:
 
 @dataclass(slots=True)
 class _Part:
-    """One layer of the checkpoint. `tensors` by the last word of their names, as far as they have been read."""
+    """One layer of the checkpoint, with the tensors read so far by the last word of their names."""
 
     name: str
     num_outputs: int
@@ -81,10 +81,10 @@ class _Part:
 
 
 class PrequantizedLinear:
-    """`LinearLayer` of parts that are all quantised as `weights.prequantized` says. `prefix` and a part's name are the
-    checkpoint's name of a layer.
+    """A `LinearLayer` whose parts are all quantised as `weights.prequantized` says. A part's name in the checkpoint is
+    `prefix` followed by its name.
 
-    Raises ModelLoadError for sizes that the quantisation cannot have been made for.
+    Raises ModelLoadError for sizes that do not fit the quantisation.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class PrequantizedLinear:
         self._memory = weights.memory
         self._parts = [_Part(name, size) for name, size in parts]
         self._names = prequantized.names
-        self._products: list[tuple[Product, Tensor | None]] = []  # with the bias of its outputs
+        self._products: list[tuple[Product, Tensor | None]] = []  # each with the bias of its outputs
         self._check_sizes(prefix)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class PrequantizedLinear:
 
     @property
     def whole_weight(self) -> QuantizedWeight | None:
-        """That of all parts on the CPU; None where there are several products, or inputs are put in another order."""
+        """Returns the weight of all parts on a CPU. None if there are several products, or one reorders its inputs."""
         product = self._products[0][0] if len(self._products) == 1 else None
         if not isinstance(product, RepackedProduct) or product.weight.input_order is not None:
             return None
@@ -147,7 +147,7 @@ class PrequantizedLinear:
             begin += part.num_outputs
 
     def _shapes(self, module: str, num_outputs: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Last words of the names of the tensors that a module must have."""
+        """Yields the last word of the name, and the shape, of every tensor that a module must have."""
         per_word, num_groups = 32 // self.quantization.bits, self.num_inputs // self.group_size
         is_awq = self.quantization.format is PrequantizedFormat.AWQ
         codes = (self.num_inputs, num_outputs // per_word) if is_awq else (self.num_inputs // per_word, num_outputs)
@@ -159,7 +159,7 @@ class PrequantizedLinear:
             yield "g_idx", (self.num_inputs,)
 
     def _slot(self, part: _Part, kind: str, shape: tuple[int, ...]) -> Slot:
-        """Scales are read as float32, which holds whatever dtype they have."""
+        """Returns the slot of one tensor. Scales are read as float32, which represents every dtype they may have."""
         dtype = torch.float32 if kind == "scales" else torch.int32
         opened = partial(torch.empty, shape, dtype=dtype, device=self._device)
         if kind == "g_idx":
@@ -167,7 +167,8 @@ class PrequantizedLinear:
         return Slot(shape, opened, partial(part.tensors.__setitem__, kind), integers=kind != "scales")
 
     def _keep_groups(self, part: _Part, group_of_input: Tensor) -> None:
-        """Groups in their natural order are not kept: every kernel knows them."""
+        """Keeps the groups of the inputs unless they are in their natural order, which needs no index. Raises
+        ValueError if they do not fit the scales."""
         num_groups = self.num_inputs // self.group_size
         lowest, highest = int(group_of_input.min()), int(group_of_input.max())
         if lowest < 0 or highest >= num_groups:
@@ -198,13 +199,13 @@ class PrequantizedLinear:
 def layer_weight(
     tensors: dict[str, Tensor], quantization: CheckpointQuantization, num_inputs: int
 ) -> PrequantizedWeight:
-    """Of one layer of the checkpoint by itself; `tensors` by the last word of their names."""
+    """Returns the weight of one layer of the checkpoint. `tensors` are by the last word of their names."""
     part = _Part("", tensors["scales"].shape[1], tensors)
     return _join([part], quantization, quantization.group_size or num_inputs)
 
 
 def _joinable(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Neighbours whose inputs are grouped alike."""
+    """Yields runs of neighbouring parts whose inputs are grouped alike."""
 
     def key(part: _Part) -> bytes | None:
         index = part.tensors.get("g_idx")
@@ -215,10 +216,10 @@ def _joinable(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def _join(parts: Sequence[_Part], quantization: CheckpointQuantization, group_size: int) -> PrequantizedWeight:
-    """Takes the tensors away from the parts."""
+    """Returns the weight of several parts side by side. The parts lose their tensors."""
 
     def take(kind: str) -> Tensor:
-        """Along the outputs, which are the columns of all of them."""
+        """Joins one kind of tensor along the outputs, which are the columns of every kind."""
         tensors = [part.tensors.pop(kind) for part in parts]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
 
@@ -228,7 +229,7 @@ def _join(parts: Sequence[_Part], quantization: CheckpointQuantization, group_si
             part.tensors["qzeros"] = part.tensors["qweight"].new_full(shape, _MIDDLE_ZEROS)
     scales = take("scales")
     if scales.device.type != "cpu" and torch.equal(scales.half().float(), scales):
-        scales = scales.half()  # which is how nearly all are stored: half the bytes, and nothing lost
+        scales = scales.half()  # nearly all are stored so; half the bytes, and exact
     return PrequantizedWeight(
         format=quantization.format,
         codes=take("qweight"),

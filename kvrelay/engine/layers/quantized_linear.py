@@ -14,7 +14,7 @@ from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 
 
 class QuantizedLinear:
-    """`LinearLayer` with weight-only quantisation, on the CPU; activations and bias keep the format's dtype."""
+    """A `LinearLayer` with weight-only quantisation, on the CPU. Activations and bias keep the format's dtype."""
 
     def __init__(
         self, parts: Sequence[tuple[str, int]], num_inputs: int, *, bias: bool, weights: WeightFormat, bits: Bits
@@ -33,11 +33,11 @@ class QuantizedLinear:
         return self.weight.num_bytes
 
     def fill(self, first_output: int, rows: Tensor) -> None:
-        """Quantises `[num_rows, num_inputs]` into outputs `first_output` and following."""
+        """Quantises `rows`, `[num_rows, num_inputs]`, into the outputs from `first_output` on."""
         pack_rows(self.weight, rows, first_output)
 
     def pack(self) -> None:
-        """Nothing: the weights are in their final order from the start."""
+        """Does nothing: the weights are in their final order from the start."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         begin = 0

@@ -1,5 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, "RoFormer", arXiv:2104.09864) and the ways to stretch it over longer
-contexts.
+"""Rotary position embedding (Su et al. 2021, "RoFormer", arXiv:2104.09864) and ways to stretch it over longer contexts.
 
 Invariant: the rotation of a token is a pure function of its position. KV blocks are named by their tokens and shared
 between sequences, so it must depend neither on the length of the sequence nor on how the prompt was cut into chunks.
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 class RopeKind(Enum):
-    """How inverse frequencies are derived from theta. Values are the names that checkpoints use.
+    """The way in which inverse frequencies are derived from theta. Values are the names that checkpoints use.
 
     `LINEAR`: position interpolation (Chen et al. 2023, arXiv:2306.15595). `DYNAMIC`: NTK-aware scaling whose base
     grows with the length (Peng et al. 2023, "YaRN", arXiv:2309.00071, section 3.3). `LLAMA3`:
@@ -31,10 +30,10 @@ class RopeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """Fields that a kind does not use keep their defaults. Lengths are in tokens.
+    """The parameters of a rotary embedding. Fields that a kind does not use keep their defaults. Lengths are in tokens.
 
-    `original_max_position_embeddings`: the length the model was trained with, before stretching. `attention_factor`
-    multiplies cos and sin; only YaRN has one that is not 1.
+    `original_max_position_embeddings` is the length that the model was trained with, before stretching.
+    `attention_factor` multiplies cos and sin; it differs from 1 only for YaRN.
     """
 
     kind: RopeKind
@@ -50,7 +49,8 @@ class RopeParameters:
 
 
 class RotaryTable:
-    """cos and sin of every position below `max_positions`, float32, `[max_positions, head_dim // 2]` each."""
+    """A table of cos and sin for every position below `max_positions`: float32, `[max_positions, head_dim // 2]`
+    each."""
 
     def __init__(self, rope: RopeParameters, *, head_dim: int, max_positions: int, device: torch.device) -> None:
         positions = torch.arange(max_positions, dtype=torch.float32)
@@ -59,17 +59,17 @@ class RotaryTable:
         self.sin = (angles.sin() * rope.attention_factor).to(device)
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each `[num_tokens, head_dim // 2]`, of `positions` `[num_tokens]` int64."""
+        """Returns cos and sin, `[num_tokens, head_dim // 2]` each, of `positions`, `[num_tokens]` int64."""
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
 def inverse_frequencies(rope: RopeParameters, *, head_dim: int, max_positions: int) -> Tensor:
-    """float32, `[head_dim // 2]`; for DYNAMIC `[max_positions, head_dim // 2]`, one row per position.
+    """Returns the inverse frequencies: float32, `[head_dim // 2]`, or `[max_positions, head_dim // 2]` for DYNAMIC.
 
-    DYNAMIC within `original_max_position_embeddings` is plain RoPE. A token at a position p beyond it gets the
-    frequencies of a sequence of p + 1 tokens: what token by token decoding gives it. (Rotating a long prompt as a
-    whole by its final length, as an unpaged implementation may, would give the same tokens different KV in different
-    prompts.)
+    DYNAMIC is plain RoPE within `original_max_position_embeddings`. A token at a position p beyond it gets the
+    frequencies of a sequence of p + 1 tokens, as if the sequence were decoded token by token. (Rotating a long prompt
+    as a whole by its final length, as an implementation without paging may, would give the same tokens different KV in
+    different prompts.)
     """
     if rope.kind is RopeKind.DYNAMIC:
         return _dynamic(rope, head_dim, max_positions)
@@ -84,7 +84,8 @@ def inverse_frequencies(rope: RopeParameters, *, head_dim: int, max_positions: i
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """arXiv:2309.00071, section 3.4; the form with two multipliers is that of DeepSeek-V2 (arXiv:2405.04434)."""
+    """Returns YaRN's attention factor (arXiv:2309.00071, section 3.4). The form with two multipliers is that of
+    DeepSeek-V2 (arXiv:2405.04434)."""
 
     def scale(multiplier: float) -> float:
         return 1.0 if factor <= 1.0 else 0.1 * multiplier * math.log(factor) + 1.0
@@ -95,7 +96,7 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
 
 
 def _powers(theta: float | Tensor, head_dim: int) -> Tensor:
-    """theta ** (2i / head_dim) for i in 0 .. head_dim / 2 - 1; `theta` may be `[n, 1]`."""
+    """Returns theta ** (2i / head_dim) for i in 0 .. head_dim / 2 - 1. `theta` may be `[n, 1]`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     powers: Tensor = theta**exponents
     return powers
@@ -110,8 +111,8 @@ def _dynamic(rope: RopeParameters, head_dim: int, max_positions: int) -> Tensor:
 
 
 def _llama3(rope: RopeParameters, plain: Tensor) -> Tensor:
-    """Short wavelengths stay, long ones are interpolated, those between are blended by how often they turn in the
-    trained length."""
+    """Interpolates long wavelengths, keeps short ones, and blends those between by how often they turn in the trained
+    length."""
     turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -119,8 +120,8 @@ def _llama3(rope: RopeParameters, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeParameters, plain: Tensor, head_dim: int) -> Tensor:
-    """Dimensions that turn more than `beta_fast` times stay, those below `beta_slow` are interpolated, a linear ramp
-    between."""
+    """Interpolates dimensions that turn less than `beta_slow` times, keeps those that turn more than `beta_fast` times,
+    and blends those between linearly."""
 
     def dimension_of(turns: float) -> float:
         trained = rope.original_max_position_embeddings

@@ -1,8 +1,8 @@
-"""How a model holds its weights, and how a checkpoint's tensors get there."""
+"""How a model stores its weights, and where the tensors of a checkpoint are copied to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import assert_never
 
 import torch
 from paged_kernels.prequantized_weight import PrequantizedFormat
@@ -10,16 +10,16 @@ from paged_kernels.quantized_weight import Bits
 from paged_kernels.weight_memory import WeightMemory
 from torch import Tensor
 
-Quantization = Literal["none", "int8", "int4"]
+from kvrelay.core.option_types import Quantization
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointQuantization:
     """How a checkpoint was quantised before it was published: its `quantization_config`.
 
-    `group_size` None: one group of all inputs. `zeros`: `qzeros` must be there, otherwise codes may count from the
-    middle. `group_index`: `g_idx` must be there, for groups are in no order. `excluded`: names of modules, or ends or
-    parts of them, that were left as they are.
+    `group_size` is None if all inputs are one group. With `zeros`, the tensors `qzeros` are required; without it and
+    them, codes count from the middle of their range. With `group_index`, the tensors `g_idx` are required, because the
+    groups are in no order. `excluded` has the names of modules that are not quantised, or parts of these names.
     """
 
     format: PrequantizedFormat
@@ -36,12 +36,13 @@ class CheckpointQuantization:
 
 @dataclass(frozen=True, slots=True)
 class PrequantizedTensors:
-    """A quantised checkpoint's way of quantisation and the names of its tensors, which tell what it was done to."""
+    """The quantisation of a checkpoint, and the names of its tensors, from which follows which modules it covers."""
 
     quantization: CheckpointQuantization
     names: frozenset[str]
 
     def quantizes(self, module: str) -> bool:
+        """Tells whether a module is quantised: it has packed tensors and is not excluded."""
         if any(f".{name}." in f".{module}." for name in self.quantization.excluded):
             return False
         return any(f"{module}.{kind}" in self.names for kind in ("qweight", "qzeros", "scales"))
@@ -49,9 +50,12 @@ class PrequantizedTensors:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """`dtype` is that of activations, of KV unless it is FP8, and of all weights that are not quantised. `bits` is
-    None, or the width of the decoder layers' matrices in weight-only quantisation, which is for the CPU. `prequantized`
-    is of a checkpoint that is quantised already; `bits` is None then. `memory` is where weights lie on the CPU.
+    """How the weights of a model are stored.
+
+    `dtype` is that of activations, of KV unless it is FP8, and of all weights that are not quantised. `bits` is the
+    width of the decoder layers' weights if they are quantised while loading, which works on the CPU only, else None.
+    `prequantized` describes a checkpoint that is quantised already; `bits` is then None. `memory` provides memory for
+    weights on the CPU.
     """
 
     dtype: torch.dtype
@@ -62,19 +66,20 @@ class WeightFormat:
 
     @property
     def head_bits(self) -> Bits | None:
-        """Of the output head. Its errors go straight into the logits, so that it never gets less than 8."""
+        """Returns the width of the output head: never less than 8, because its errors go straight into the logits."""
         return None if self.bits is None else 8
 
     def empty(self, *shape: int) -> Tensor:
-        """For a weight."""
+        """Returns memory for a weight."""
         return self.memory.empty(shape, self.dtype) if self.device.type == "cpu" else self.scratch(*shape)
 
     def scratch(self, *shape: int) -> Tensor:
-        """For a tensor of the checkpoint on its way into a weight."""
+        """Returns memory for a tensor of the checkpoint that is converted into a weight."""
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
 
 
 def bits_of(quantization: Quantization) -> Bits | None:
+    """Returns the width of quantised weights, or None."""
     match quantization:
         case "none":
             return None
@@ -82,13 +87,17 @@ def bits_of(quantization: Quantization) -> Bits | None:
             return 8
         case "int4":
             return 4
+        case _:
+            assert_never(quantization)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor of the checkpoint goes: `open` gives contiguous memory of `shape` to copy it into, converting the
-    dtype, and `filled` takes that memory back once it holds the whole tensor; it raises ValueError for values that can
-    not be. At most one slot need be open at a time. `integers`: the tensor holds int32 instead of weights.
+    """The place of one tensor of the checkpoint.
+
+    `open` returns contiguous memory of `shape` to copy the tensor into, converting its dtype. `filled` is called with
+    that memory once it holds the whole tensor, and raises ValueError for values that a valid tensor cannot have. At
+    most one slot is open at a time. `integers` says that the tensor has int32 codes or indices instead of weights.
     """
 
     shape: tuple[int, ...]
@@ -98,5 +107,5 @@ class Slot:
 
 
 def slot_of(tensor: Tensor) -> Slot:
-    """A slot that is the tensor itself, which must be contiguous."""
+    """Returns a slot whose memory is `tensor` itself, which must be contiguous."""
     return Slot(tuple(tensor.shape), lambda: tensor, lambda _: None)

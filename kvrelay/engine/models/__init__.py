@@ -1,1 +1,1 @@
-"""Model families and their loader."""
+"""The decoder of the Llama family and its configuration."""

@@ -1,10 +1,9 @@
-"""One decoder for the Llama family: Llama 2 and 3, Mistral, Qwen2 / 2.5 and Qwen3 differ only in what `ModelConfig`
-says.
+"""The decoder of the Llama family: Llama 2 and 3, Mistral, Qwen2 / 2.5 and Qwen3 differ only in their `ModelConfig`.
 
-Pre-norm transformer with RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), grouped-query attention
-(arXiv:2305.13245) and rotary positions. Tokens of all sequences of a step lie in one row of `num_tokens`; only
-attention knows where sequences begin. Invariant: a token's row depends on its own sequence alone, up to
-the rounding of matrix products.
+It is a pre-norm transformer with RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), grouped-query attention
+(arXiv:2305.13245) and rotary positions. The tokens of all sequences of a step form one dimension, `num_tokens`; only
+attention knows where sequences begin. Invariant: the values of a token depend on its own sequence alone, up to the
+rounding of matrix products.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ _EMBEDDING = "model.embed_tokens"  # its name in the checkpoint
 
 
 def layer_prefix(layer: int) -> str:
-    """Of the names of a layer's tensors in the checkpoint."""
+    """Returns the prefix of the names of a layer's tensors in the checkpoint."""
     return f"model.layers.{layer}."
 
 
@@ -37,7 +36,7 @@ def _nothing() -> None:
 
 
 class Attention:
-    """Projections, per-head norms and rotary positions around the paged attention of one layer."""
+    """The attention of one layer: projections, per-head norms and rotary positions around paged attention."""
 
     def __init__(self, config: ModelConfig, layer: int, backend: AttentionBackend, weights: WeightFormat) -> None:
         self.layer = layer
@@ -57,7 +56,8 @@ class Attention:
         self.key_norm = weights.empty(config.head_dim) if config.qk_norm else None
 
     def write_kv(self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> Tensor:
-        """Returns the queries, `[num_tokens, num_heads, head_dim]`."""
+        """Writes the KV of `x`, `[num_tokens, hidden_size]`, into the pool. Returns the queries, `[num_tokens,
+        num_heads, head_dim]`."""
         heads = self.qkv(x).view(len(x), -1, self.head_dim)  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
         query, key, value = heads.split_with_sizes(self.head_counts, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
@@ -66,13 +66,14 @@ class Attention:
         return query
 
     def attend(self, query: Tensor, kv_pool: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Returns the projected result of attention, `[num_tokens, hidden_size]`."""
         attended = self.backend.attend(
             query, kv_pool, self.layer, metadata, scale=self.scale, sliding_window=self.sliding_window
         )
         return self.output(attended.view(len(query), -1))  # [num_tokens, hidden_size]
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`[num_tokens, heads, head_dim]`, each head of each token by itself."""
+        """Normalises each head of each token of `x`, `[num_tokens, heads, head_dim]`."""
         return rms_norm(x.reshape(-1, self.head_dim), weight, self.eps).view(x.shape)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
@@ -84,7 +85,7 @@ class Attention:
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x))."""
+    """The MLP of one layer: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightFormat) -> None:
         size, prefix = config.intermediate_size, f"{layer_prefix(layer)}mlp."
@@ -102,8 +103,9 @@ class Mlp:
 
 
 class DecoderLayer:
-    """`write_kv` and then `attend`: behind the KV of the last layer, tokens whose results nobody reads can go. Both
-    take the running residual; the last sublayer's output is added to it on the way into the norm."""
+    """One layer, computed in two calls, `write_kv` and `attend`. Once the last layer has written its KV, tokens whose
+    results nobody reads can leave the step. Both calls take the residual, to which the output of the previous sublayer
+    is added together with the norm."""
 
     def __init__(self, config: ModelConfig, layer: int, backend: AttentionBackend, weights: WeightFormat) -> None:
         self.eps = config.rms_norm_eps
@@ -121,7 +123,7 @@ class DecoderLayer:
         kv_pool: Tensor,
         slot_mapping: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the queries, `[num_tokens, num_heads, head_dim]`, and the residual."""
+        """Writes the layer's KV. Returns the queries, `[num_tokens, num_heads, head_dim]`, and the residual."""
         if residual is None:
             x, residual = rms_norm(x, self.input_norm, self.eps), x
         else:
@@ -152,7 +154,7 @@ class DecoderLayer:
         )
 
     def linear_layers(self) -> tuple[LinearLayer, ...]:
-        """Of the heads, of the attention's output, of gate and up, and of down."""
+        """Returns the layers of query, key and value; of the attention's output; of gate and up; and of down."""
         return self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
@@ -163,10 +165,10 @@ class DecoderLayer:
 
 
 class DecoderForCausalLM:
-    """The whole model. Weights are uninitialised until something has filled `checkpoint_slots`.
+    """The whole model. Its weights are undefined until all `checkpoint_slots` are filled and `pack` is called.
 
-    Positions reach up to `max_model_len` - 1. The KV pool is `[num_blocks, num_kv_heads, num_layers, 2, block_size,
-    head_dim]` of the model's dtype, or of FP8, on its device.
+    Positions are below `max_model_len`. The KV pool is `[num_blocks, num_kv_heads, num_layers, 2, block_size,
+    head_dim]` of the model's dtype or of FP8, on the model's device.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class DecoderForCausalLM:
             config.rope, head_dim=config.head_dim, max_positions=max_model_len, device=weights.device
         )
         self._is_packed = False
-        self.stack: LayerStack | None = None  # once packed, where the weights are such that it can be had
+        self.stack: LayerStack | None = None  # set by `pack` if the compiled kernels support the model
 
     def forward(
         self,
@@ -201,8 +203,9 @@ class DecoderForCausalLM:
         last: LastTokens | None = None,
         before_layer: Callable[[], None] = _nothing,
     ) -> Tensor:
-        """`input_ids` and `positions` are `[num_tokens]` int64. Writes the KV of all tokens into the pool. Returns the
-        final hidden states after the last norm, of `last` or of all tokens, `[num_rows, hidden_size]`."""
+        """Writes the KV of all tokens into the pool. Returns the hidden states after the last norm, `[num_rows,
+        hidden_size]`, of the tokens in `last` or of all. `input_ids` and `positions` are `[num_tokens]` int64. Calls
+        `before_layer` before each layer, or once before all layers if they are computed in one call."""
         cos, sin = self.rotary.rows(positions)
         x = self._embed(input_ids)
         if self.stack is not None:
@@ -220,17 +223,18 @@ class DecoderForCausalLM:
         return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[num_rows, hidden_size]` -> float32 `[num_rows, vocab_size]`."""
+        """Turns hidden states, `[num_rows, hidden_size]`, into float32 logits, `[num_rows, vocab_size]`."""
         return self.lm_head(hidden).float()
 
     def attend_with(self, backend: AttentionBackend) -> None:
-        """From the next step on; an FP8 pool needs one that knows its scales."""
+        """Uses `backend` from the next step on. An FP8 pool needs a backend that knows its scales."""
         for layer in self.layers:
             layer.attention.backend = backend
         self.stack = self._stack()
 
     def checkpoint_slots(self) -> dict[str, Slot]:
-        """The place of every tensor of the checkpoint, by its name there. Not after `pack`."""
+        """Returns the slot of every tensor that the model reads, by its name in the checkpoint. Not allowed after
+        `pack`."""
         slots = {"model.norm.weight": slot_of(self.norm)}
         for index, layer in enumerate(self.layers):
             slots.update(layer.slots(layer_prefix(index)))
@@ -243,7 +247,8 @@ class DecoderForCausalLM:
         return slots
 
     def pack(self) -> None:
-        """Once, after the slots are filled and dropped: weights take the form that matrix products read fastest."""
+        """Brings the weights into the form that matrix products read fastest. Called once, after the slots are filled
+        and released."""
         for layer in self.layers:
             layer.pack()
         if self.config.tie_word_embeddings and isinstance(self.lm_head, QuantizedLinear):
@@ -270,30 +275,31 @@ class DecoderForCausalLM:
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads: all linear layers and the head."""
+        """Returns the bytes of weights that a step reads: those of all linear layers and the head."""
         return self.lm_head.num_bytes + sum(linear.num_bytes for linear in self.linear_layers())
 
     def linear_layers(self) -> Iterator[LinearLayer]:
-        """Without the head."""
+        """Yields all linear layers but the head."""
         for layer in self.layers:
             yield from layer.linear_layers()
 
     def _embedding(self) -> Tensor | Linear:
-        """`[vocab_size, hidden_size]`; the output head itself where it is tied and not quantised. That keeps the form
-        that products read fastest, for a step reads all of it, and as an embedding only a row per token."""
+        """Returns the embedding, `[vocab_size, hidden_size]`. If it is tied and the head is not quantised, it is the
+        head itself, in the form that products read fastest: a step reads all of the head, but only one row of the
+        embedding per token."""
         vocab_size, hidden_size = self.config.vocab_size, self.config.hidden_size
         if self.config.tie_word_embeddings and self.weights.head_bits is None:
             return Linear(((_EMBEDDING, vocab_size),), hidden_size, bias=False, weights=self.weights)
         return self.weights.empty(vocab_size, hidden_size)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
-        """`[num_tokens, hidden_size]`."""
+        """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
         if isinstance(self.embedding, Linear):
             return self.embedding.rows(input_ids)
         return self.embedding.index_select(0, input_ids)
 
     def _head(self) -> LinearLayer:
-        """One of its own: as the checkpoint holds it, or quantised."""
+        """Returns a head of its own: as the checkpoint holds it, or quantised while loading."""
         parts, size = (("lm_head", self.config.vocab_size),), self.config.hidden_size
         prequantized = self.weights.prequantized
         if prequantized is not None and prequantized.quantizes("lm_head"):

@@ -1,7 +1,7 @@
-"""What the decoder needs to know about a checkpoint, read from its `config.json`.
+"""The configuration of a decoder, read from a checkpoint's `config.json`.
 
-Invariant: a `ModelConfig` that exists describes a model the decoder can run exactly; everything else raised
-ModelLoadError naming the field.
+Invariant: a `ModelConfig` that exists describes a model that the decoder can run exactly. Everything else raises
+ModelLoadError, which names the field.
 """
 
 import logging
@@ -13,8 +13,8 @@ from typing import Any
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, yarn_attention_factor
 from kvrelay.engine.layers.weight_format import CheckpointQuantization
-from kvrelay.engine.models.config_file import FAMILIES, complete_config, read_json_object
-from kvrelay.engine.models.quantization_config import parse_quantization
+from kvrelay.engine.loading.config_file import FAMILIES, complete_config, read_json_object
+from kvrelay.engine.loading.quantization_config import parse_quantization
 
 _logger = logging.getLogger(__name__)
 
@@ -23,12 +23,12 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCa
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes are counts of elements, lengths are in tokens.
+    """The configuration of a decoder. Sizes are counts of elements, lengths are in tokens.
 
-    `qkv_bias`, `output_bias`, `mlp_bias`: the linear layers of attention (in, out) and of the MLP that have one.
-    `qk_norm`: queries and keys are RMS-normalised per head. `sliding_windows`: one entry per layer, None where
-    attention sees everything. `dtype`: what the configuration says the weights are stored in, if it says so.
-    `quantization`: how they were quantised before they were published, None where they were not.
+    `qkv_bias`, `output_bias` and `mlp_bias` tell which linear layers have a bias: those before attention, the one after
+    it, and those of the MLP. With `qk_norm`, queries and keys are RMS-normalised per head. `sliding_windows` has one
+    entry per layer, None for attention over all tokens. `dtype` is the configuration's own statement about the stored
+    weights, if it has one. `quantization` is how the checkpoint was quantised before it was published, if it was.
     """
 
     family: str
@@ -54,7 +54,7 @@ class ModelConfig:
 
     @property
     def max_context_length(self) -> int:
-        """The longest context the rotary embedding was made for; its stretching may reach beyond
+        """Returns the longest context that the rotary embedding allows. If it is stretched, that may be more than
         `max_position_embeddings`."""
         if self.rope.kind in (RopeKind.LINEAR, RopeKind.DYNAMIC):
             return int(self.max_position_embeddings * self.rope.factor)
@@ -158,8 +158,8 @@ def _head_dim(parsed: Mapping[str, Any], hidden_size: int, num_heads: int, path:
 
 
 def _sliding_windows(parsed: Mapping[str, Any], family: str, path: Path) -> tuple[int | None, ...]:
-    """Mistral: one window for all layers. Qwen: `layer_types`, which transformers derives from `max_window_layers` if
-    it is not given. Llama has none."""
+    """Returns the window of each layer. Mistral has one for all layers, Qwen those that `layer_types` says, Llama
+    none."""
     num_layers: int = parsed["num_hidden_layers"]
     if family == "llama" or parsed["sliding_window"] is None:
         return (None,) * num_layers
@@ -229,7 +229,8 @@ def _number(fields: dict[str, Any], field: str, path: Path) -> float:
 
 
 def _eos_token_ids(parsed: Mapping[str, Any], directory: Path) -> tuple[int, ...]:
-    """`generation_config.json` wins: it is where chat models list the tokens that end a turn."""
+    """Returns the end-of-sequence tokens. `generation_config.json` takes precedence: chat models list there which
+    tokens end a turn."""
     path = directory / "generation_config.json"
     value = read_json_object(path).get("eos_token_id") if path.is_file() else None
     source, value = (path, value) if value is not None else (directory / "config.json", parsed["eos_token_id"])

@@ -1,1 +1,1 @@
-"""From logits to tokens, as a pure function of a row and its request."""
+"""Sampling: from logits to tokens, as a pure function of a row and its request."""

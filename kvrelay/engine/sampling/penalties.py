@@ -1,8 +1,8 @@
-"""What a request changes about the logits before a token is chosen: bias, a minimum length, and penalties for
-repetition.
+"""Changes to the logits before a token is chosen: bias, minimum length and penalties for repetition.
 
-Order: logit bias; end-of-output tokens are banned while `min_tokens` is not reached; repetition penalty; presence and
-frequency penalties. Invariant: a pure function of one row; the caller's logits are never written to.
+They are applied in this order: logit bias; a ban on tokens that end the output, until `min_tokens` is reached;
+repetition penalty; presence and frequency penalties. Invariant: the result is a pure function of one row, and the
+caller's logits are never written to.
 """
 
 from collections import Counter
@@ -17,12 +17,12 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:
-    """Whether `adjust` would do anything."""
-    return bool(params.logit_bias) or num_output_tokens < params.min_tokens or reads_tokens(params)
+    """Tells whether `adjust` would change anything."""
+    return bool(params.biases) or num_output_tokens < params.min_tokens or reads_tokens(params)
 
 
 def reads_tokens(params: SamplingParams) -> bool:
-    """Whether `adjust` needs the output's tokens, and not only their number."""
+    """Tells whether `adjust` needs the output's tokens and not only their number."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
@@ -35,10 +35,10 @@ def adjust(
     prompt_token_ids: Sequence[int],
     output_token_ids: Sequence[int],
 ) -> Tensor:
-    """A changed copy of one row of logits, `[vocab_size]` float32."""
+    """Returns a changed copy of one row of logits, `[vocab_size]` float32."""
     logits = logits.clone()
-    if params.logit_bias:
-        token_ids, biases = zip(*params.logit_bias, strict=True)
+    if params.biases:
+        token_ids, biases = zip(*params.biases, strict=True)
         logits.index_add_(0, _ids(token_ids, logits), torch.tensor(biases, dtype=logits.dtype, device=logits.device))
     if num_output_tokens < params.min_tokens:
         _ban_ends(logits, params, eos_token_ids)
@@ -50,7 +50,7 @@ def adjust(
 
 
 def _ban_ends(logits: Tensor, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-    """Bans the tokens that would end the output; not when a request has declared every token to be one."""
+    """Bans the tokens that would end the output, unless those are all tokens."""
     ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
     if not ends:
         return
@@ -60,16 +60,17 @@ def _ban_ends(logits: Tensor, params: SamplingParams, eos_token_ids: Sequence[in
 
 
 def _penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> None:
-    """Positive logits are divided by the penalty and others multiplied: CTRL (Keskar et al., 2019), section 4.1, in the
-    form that also works for negative logits. In float64 and bounded, so that no penalty makes a logit infinite; banned
-    tokens stay banned. An id may occur more than once in `seen`."""
+    """Divides positive logits by the penalty and multiplies others with it: CTRL (Keskar et al., 2019), section 4.1, in
+    the form that also works for negative logits. It computes in float64 and clamps, so that no penalty makes a logit
+    infinite; banned tokens stay banned. `seen` may contain an id more than once."""
     values = logits[seen].to(torch.float64)
     penalized = torch.where(values > 0, values / penalty, values * penalty).clamp(-_LARGEST, _LARGEST)
     logits[seen] = torch.where(values.isinf(), values, penalized).to(logits.dtype)
 
 
 def _penalize_presence(logits: Tensor, counts: Counter[int], params: SamplingParams) -> None:
-    """A constant for every token of the output, and another for each time it occurs: the OpenAI API's definition."""
+    """Subtracts a constant for every token of the output and another one for each time it occurs, as the OpenAI API
+    defines it."""
     amounts = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
     logits[_ids(list(counts), logits)] -= torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
 

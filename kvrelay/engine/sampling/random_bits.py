@@ -25,11 +25,11 @@ _WORD_BITS = np.uint64(32)
 _WORDS = 4
 
 Words = NDArray[np.uint64]
-"""32-bit numbers, of which products have room for 64."""
+"""32-bit numbers in 64 bits, which have room for their products."""
 
 
 class Stream(IntEnum):
-    """What a number is for; numbers of different streams are independent."""
+    """The purpose of a random number. Numbers of different streams are independent."""
 
     TOKEN = 0
     TOKEN_GROUP = 1
@@ -37,7 +37,7 @@ class Stream(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One random choice: that of the token at `position` (of the sequence, prompt included) of output `choice_index`.
+    """One random choice: the token at `position` (counted from the beginning of the prompt) of output `choice_index`.
 
     `seed` has 64 bits; `position` and `choice_index` have 32.
     """
@@ -48,9 +48,10 @@ class Draw:
 
 
 def philox4x32(counter: Words, key: Words) -> Words:
-    """Four random 32-bit words `[4, ...]` for each counter `[4, ...]` and key `[2, ...]`; further axes broadcast.
+    """Returns four random 32-bit words `[4, ...]` for each counter `[4, ...]` and key `[2, ...]`. Further axes
+    broadcast.
 
-    A round treats words 0 and 2 alike, and 1 and 3; both pairs are done at once.
+    A round treats words 0 and 2 alike, and words 1 and 3. Both pairs are computed at once.
     """
     multiplied, added = counter[0::2], counter[1::2]
     multipliers = _MULTIPLIERS.reshape(2, *(1,) * (counter.ndim - 1))
@@ -62,11 +63,11 @@ def philox4x32(counter: Words, key: Words) -> Words:
 
 
 def uniform(draws: Sequence[Draw], stream: Stream, first: Tensor, count: int) -> Tensor:
-    """Numbers `first[i] .. first[i] + count - 1` of draw i: `[len(draws), count]` float64, uniform on the 2**32
-    midpoints in (0, 1).
+    """Returns the numbers `first[i] .. first[i] + count - 1` of draw i: `[len(draws), count]` float64 on the CPU,
+    uniform on the 2**32 midpoints in (0, 1).
 
-    `first` is `[len(draws)]` int64 of multiples of 4, on the CPU as the result is. The compiled kernels' numbers are
-    those of `uniform_in_numpy`, in a fraction of the time.
+    `first` is `[len(draws)]` int64 on the CPU and has multiples of 4. The compiled kernels compute the numbers of
+    `uniform_in_numpy` in a fraction of its time.
     """
     native = load_extension()
     if native is None:
@@ -78,7 +79,7 @@ def uniform(draws: Sequence[Draw], stream: Stream, first: Tensor, count: int) ->
 
 
 def uniform_in_numpy(draws: Sequence[Draw], stream: Stream, first: Tensor, count: int) -> Tensor:
-    """`uniform` where nothing was compiled, and what it is tested against."""
+    """Does what `uniform` does, without compiled kernels. Tests compare the kernels with it."""
     words = np.array(
         [(draw.seed & 0xFFFFFFFF, draw.seed >> 32, draw.position, draw.choice_index) for draw in draws], dtype=np.uint64
     ).T[:, :, np.newaxis]  # [4, num_draws, 1]
@@ -93,6 +94,6 @@ def uniform_in_numpy(draws: Sequence[Draw], stream: Stream, first: Tensor, count
 
 
 def gumbel(numbers: Tensor) -> Tensor:
-    """Standard Gumbel noise from uniform numbers in (0, 1); small numbers, which float64 resolves best, become large
-    noise."""
+    """Turns uniform numbers in (0, 1) into standard Gumbel noise. Small numbers, which float64 resolves best, become
+    large noise."""
     return -torch.log(-torch.log1p(-numbers))

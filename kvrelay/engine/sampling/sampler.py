@@ -1,19 +1,19 @@
-"""Logits to tokens, one row at a time or many: the same row gives the same token, whatever else is in the batch.
+"""Samples tokens from logits. The same row gives the same token, whatever else is in the batch.
 
 Order of operations for one row:
 
 1. log-probabilities, if asked for, from the unmodified logits
 2. logit bias, `min_tokens`, repetition, presence and frequency penalties (`penalties.py`)
-3. a greedy row takes the largest logit, the lowest id among equals, and is done
+3. a greedy row takes the largest logit, among equals the one of the lowest id, and ends here
 4. temperature
 5. top-k, top-p, min-p (`truncation.py`)
 6. a random choice by counter-based Gumbel noise (`random_bits.py`): the Gumbel-max trick, Maddison et al. (2014),
    "A* sampling", section 2
 
 Step 6 draws in two levels. Tokens are grouped by id; the log of a group's total weight plus Gumbel noise decides the
-group, and the tokens' scores plus independent noise decide within it. This is exact (the chance of a token is that of
-its group times that within the group) and needs noise for a small part of the vocabulary only. Invariant: float32 is
-computed row by row; only integers and float64 noise are computed across rows.
+group, and the tokens' scores plus independent noise decide within it. This is exact, because the probability of a token
+is that of its group times its probability within the group, and needs noise for a small part of the vocabulary only.
+Invariant: float32 is computed row by row; only integers and float64 noise are computed across rows.
 """
 
 import math
@@ -30,18 +30,18 @@ from kvrelay.engine.sampling.penalties import adjust, changes_logits
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
 from kvrelay.engine.sampling.truncation import EXCLUDED, most_likely, truncate
 
-PROMPT_LOGPROB_ROWS = 128  # of a prompt, computed at a time, since a row of logits is as long as the vocabulary
-_GROUP_SIZE = 128  # tokens; part of what a seed means: another size gives other tokens
-_MIN_TEMPERATURE = 1e-5  # below this a float32 score is that of the greedy choice or EXCLUDED anyway
+PROMPT_LOGPROB_ROWS = 128  # rows computed at a time, since a row of logits is as long as the vocabulary
+_GROUP_SIZE = 128  # in tokens; with another size the same seed gives other tokens
+_MIN_TEMPERATURE = 1e-5  # below this every score but the largest is EXCLUDED anyway
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What is to be sampled from one row of logits.
+    """What to sample from one row of logits.
 
-    `position`: index of the token in its sequence, prompt tokens included. `num_output_tokens`: sampled before it. The
-    token ids are read only when a penalty needs them (`reads_tokens`), and not kept; the last one of the output may be
-    missing otherwise.
+    `position` is the index of the new token in its sequence, prompt included. `num_output_tokens` were sampled before
+    it. The token ids are read only if a penalty needs them (`reads_tokens`), and are not kept; if no penalty does, the
+    last one of the output may be missing.
     """
 
     params: SamplingParams
@@ -54,14 +54,14 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """`logprobs` is None unless the request asked for them."""
+    """A sampled token. `logprobs` is None unless the request asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
 
 
 class Sampler:
-    """Stateless; any thread may call it."""
+    """The sampler for logits on the CPU. It has no state; any thread may call it."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size = vocab_size
@@ -69,10 +69,10 @@ class Sampler:
         self._num_groups = -(-vocab_size // _GROUP_SIZE)
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """One token per row. `logits`: `[len(rows), vocab_size]` float32 on the CPU, not written to.
+        """Returns one token per row. `logits` is `[len(rows), vocab_size]` float32 on the CPU and is not written to.
 
-        Raises KVRelayError when a row has a NaN, an infinity, or nothing to choose from: the model's output cannot be
-        trusted.
+        Raises KVRelayError if a row has a NaN, an infinity or nothing to choose from, since the model's output cannot
+        be trusted then.
         """
         token_ids = _largest(logits)
         drawn = []
@@ -106,7 +106,8 @@ class Sampler:
         )
 
     def _draw(self, scores: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
-        """One token id for each row of scores, `[vocab_size]` with largest 0, in proportion to exp(score)."""
+        """Draws one token id for each row of scores, in proportion to exp(score). A row is `[vocab_size]`, its largest
+        score is 0."""
         padding = self._num_groups * _GROUP_SIZE - self.vocab_size
         padded = [torch.nn.functional.pad(row, (0, padding), value=EXCLUDED) if padding else row for row in scores]
         grouped = [row.view(self._num_groups, _GROUP_SIZE) for row in padded]
@@ -122,9 +123,10 @@ class Sampler:
 
 
 def _largest(logits: Tensor) -> list[int]:
-    """The id of each row's largest logit, the lowest id among equals."""
+    """Returns the id of each row's largest logit, the lowest id among equals. Raises KVRelayError for rows whose
+    largest logit is not finite."""
     rows = logits.numpy()  # numpy's argmax takes a twentieth of the time of torch's
-    token_ids: list[int] = rows.argmax(axis=-1).tolist()  # of a row with a NaN, that NaN's
+    token_ids: list[int] = rows.argmax(axis=-1).tolist()  # in a row with a NaN, the index of that NaN
     bad = [row for row, token_id in enumerate(token_ids) if not math.isfinite(rows[row, token_id])]
     if bad:
         raise KVRelayError(f"the model returned logits that are not finite (rows {bad} of {len(token_ids)})")
@@ -132,13 +134,14 @@ def _largest(logits: Tensor) -> list[int]:
 
 
 def prompt_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Log-probabilities of `target_ids[i]` under row i of `logits` `[n, vocab_size]` float32, with the `k` most likely
-    tokens."""
+    """Returns the log-probability of `target_ids[i]` in row i of `logits`, `[n, vocab_size]` float32, with the `k` most
+    likely tokens of that row."""
     return [_token_logprobs(row, token_id, k) for row, token_id in zip(logits, target_ids, strict=True)]
 
 
 def _scores(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature and limits. The largest score is 0, so that no temperature overflows, and the least is EXCLUDED."""
+    """Applies temperature and limits. The largest score is 0, so that no temperature overflows; none is below
+    EXCLUDED."""
     scores = logits - logits.max()
     if params.temperature != 1.0:
         scores /= max(params.temperature, _MIN_TEMPERATURE)
@@ -152,14 +155,15 @@ def _draw_of(row: SamplingRow) -> Draw:
 
 
 def logprobs_of(row: SamplingRow, logits: Tensor, token_id: int) -> TokenLogprobs | None:
-    """What the row asks for, from its unmodified `logits` `[vocab_size]`."""
+    """Returns the log-probabilities that the row asks for, from its unmodified `logits`, `[vocab_size]`."""
     if row.params.logprobs is None:
         return None
     return _token_logprobs(logits, token_id, row.params.logprobs)
 
 
 def _token_logprobs(logits: Tensor, token_id: int, k: int) -> TokenLogprobs:
-    """For one row, `[vocab_size]`. Tokens as likely as the given one do not count against its rank."""
+    """Returns the log-probabilities of one row, `[vocab_size]`. Tokens as likely as the given one do not count against
+    its rank."""
     logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
     chosen = logprobs[token_id]
     top: tuple[tuple[int, float], ...] = ()

@@ -1,7 +1,7 @@
-"""Which tokens may be sampled at all: top-k, then top-p over what top-k left, then min-p.
+"""Limits the tokens that may be sampled: top-k, then top-p over what top-k left, then min-p.
 
-Invariant: the most likely token always stays, and ties at a boundary are decided for the lowest token id, so that the
-result is a pure function of one row.
+Invariant: the most likely token always stays, and ties at a boundary go to the lowest token id, so that the result is a
+pure function of one row.
 """
 
 import math
@@ -12,18 +12,18 @@ from torch import Tensor
 from kvrelay.core.sampling_params import SamplingParams
 
 EXCLUDED = -80.0
-"""The score of a token that may not be sampled, and the lowest of any. The noise of `random_bits` lies between -3.2 and
-22.9, so no token wins from so far below. Unlike -inf it costs nothing to exponentiate, and exp(-80) is still a normal
-float32."""
+"""The score of a token that may not be sampled, and the lowest score of all. The noise of `random_bits` lies between
+-3.2 and 22.9, so no token wins from so far below. Unlike -inf it is not slow to exponentiate, and exp(-80) is still a
+normal float32."""
 
 _NUM_BUCKETS = 256
 
 
 def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
-    """`scores` with EXCLUDED for every token that may not be sampled; the same tensor when there is no limit.
+    """Returns `scores` with EXCLUDED for every token that may not be sampled, or `scores` itself if there is no limit.
 
-    `scores`: `[vocab_size]` float32, logits after temperature, shifted so that the largest is 0 and none is below
-    EXCLUDED. Not written to.
+    `scores` is `[vocab_size]` float32: logits after temperature, shifted so that the largest is 0 and none is below
+    EXCLUDED. It is not written to.
     """
     if 0 < params.top_k < scores.numel():
         kept = most_likely(scores, params.top_k)
@@ -39,8 +39,8 @@ def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def most_likely(scores: Tensor, k: int) -> Tensor:
-    """Ids of the `k` largest entries of one row, largest first, lower ids first among equals; all of them when there
-    are fewer."""
+    """Returns the ids of the `k` largest entries of one row (all if there are fewer), largest first, lower ids first
+    among equals."""
     if k >= scores.numel():
         return scores.sort(descending=True, stable=True).indices
     largest = scores.topk(k + 1)
@@ -53,11 +53,11 @@ def most_likely(scores: Tensor, k: int) -> Tensor:
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """The smallest set of most likely tokens whose probabilities reach `top_p`: Holtzman et al. (2020), section 3.1.
+    """Keeps the smallest set of most likely tokens whose probabilities reach `top_p` (Holtzman et al., 2020, section
+    3.1), and excludes all others.
 
-    Instead of sorting the vocabulary, tokens are put into buckets by score, and only the bucket in which the sum is
-    reached is sorted. Tokens whose probability is below (1 - top_p) / vocab_size are never needed, and so share the
-    last bucket.
+    Instead of sorting the vocabulary, it puts tokens into buckets by score, and sorts only the bucket in which the sum
+    is reached. Tokens whose probability is below (1 - top_p) / vocab_size are never needed and share the last bucket.
     """
     weights = scores.exp().to(torch.float64)
     total = weights.sum()
@@ -76,6 +76,6 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 
 def _num_to_reach(goal: Tensor, weights: Tensor) -> int:
-    """How many of `weights`, from the first on, reach `goal` together; at least one, and all when rounding keeps them
-    below."""
+    """Returns how many of `weights`, from the first on, reach `goal` together: at least one, and all of them if
+    rounding keeps their sum below it."""
     return min(int((weights.cumsum(0) < goal).sum()) + 1, weights.numel())

@@ -20,14 +20,14 @@ from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.gpu.memory_profile import largest_step
-from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
-from kvrelay.engine.gpu.sampler import DeviceSampler
-from kvrelay.engine.gpu.startup import size_device_pool
+from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
+from kvrelay.engine.gpu.sampler import GpuSampler
+from kvrelay.engine.gpu.startup import size_gpu_pool
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters
 from kvrelay.engine.layers.weight_format import WeightFormat
-from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig
 from kvrelay.engine.options import EngineOptions
@@ -80,9 +80,9 @@ def make_pool(num_blocks: int = NUM_BLOCKS) -> Tensor:
     return torch.zeros(num_blocks, CONFIG.num_kv_heads, CONFIG.num_layers, 2, 16, CONFIG.head_dim)
 
 
-def make_runner(recorder: EagerRecorder | None, pool: Tensor | None = None) -> DeviceRunner:
+def make_runner(recorder: EagerRecorder | None, pool: Tensor | None = None) -> GpuRunner:
     kv_pool = make_pool() if pool is None else pool
-    return DeviceRunner(make_model(TritonBackend()), DeviceSampler(VOCAB_SIZE, ()), kv_pool, LIMITS, recorder)
+    return GpuRunner(make_model(TritonBackend()), GpuSampler(VOCAB_SIZE, ()), kv_pool, LIMITS, recorder)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def recorder() -> EagerRecorder:
 
 
 @pytest.fixture(scope="module")
-def recorded(recorder: EagerRecorder) -> DeviceRunner:
+def recorded(recorder: EagerRecorder) -> GpuRunner:
     """Whose steps are recorded. Tests write what they read."""
     return make_runner(recorder)
 
@@ -163,9 +163,9 @@ def exact(logprobs: Sequence[TokenLogprobs]) -> list[object]:
     return [(one.token_id, one.logprob, one.rank, list(one.top)) for one in logprobs]
 
 
-def test_the_engine_speaks_the_tokens_of_the_cpu(recorded: DeviceRunner, recorder: EagerRecorder) -> None:
+def test_the_engine_speaks_the_tokens_of_the_cpu(recorded: GpuRunner, recorder: EagerRecorder) -> None:
     recorder.replayed.clear()
-    cpu = ModelRunner(make_model(ReferenceBackend()), Sampler(VOCAB_SIZE, ()), make_pool())
+    cpu = CpuRunner(make_model(ReferenceBackend()), Sampler(VOCAB_SIZE, ()), make_pool())
     expected = speak(cpu, mixed_requests(), run_ahead=False)
     found = speak(recorded, mixed_requests(), run_ahead=True)
     assert {name: spoken.token_ids for name, spoken in found.items()} == {
@@ -187,7 +187,7 @@ def prompt(token_ids: Sequence[int], table: Sequence[int]) -> ScheduledSequence:
     return ScheduledSequence(token_ids, 0, table, (SamplingRow(GREEDY, 0, len(token_ids), 0, (), ()),))
 
 
-def tokens_of(runner: DeviceRunner, plans: Sequence[SchedulerOutput]) -> list[list[int]]:
+def tokens_of(runner: GpuRunner, plans: Sequence[SchedulerOutput]) -> list[list[int]]:
     """Every step is launched before the one before it is collected."""
     found = []
     before = None
@@ -202,7 +202,7 @@ def tokens_of(runner: DeviceRunner, plans: Sequence[SchedulerOutput]) -> list[li
 
 
 @pytest.mark.parametrize("replayed", [True, False])
-def test_a_step_reads_tokens_that_the_host_does_not_know_yet(recorded: DeviceRunner, replayed: bool) -> None:
+def test_a_step_reads_tokens_that_the_host_does_not_know_yet(recorded: GpuRunner, replayed: bool) -> None:
     runner = recorded if replayed else make_runner(None)
     tables = ([3], [5])
     prompts = SchedulerOutput((prompt((5, 6, 7), tables[0]), prompt((8, 9), tables[1])), ())
@@ -232,7 +232,7 @@ def test_a_row_that_failed_fails_its_step_and_no_other() -> None:
     assert result.sampled[0].token_id == undisturbed
 
 
-def test_blocks_are_copied_first_and_a_batch_is_padded(recorded: DeviceRunner, recorder: EagerRecorder) -> None:
+def test_blocks_are_copied_first_and_a_batch_is_padded(recorded: GpuRunner, recorder: EagerRecorder) -> None:
     plans = [
         SchedulerOutput((ScheduledSequence((5, 6, 7), 0, [2], ()),), ()),
         SchedulerOutput((decode(8, 3, [4]), decode(8, 3, [2]), decode(8, 3, [6])), ((2, 4), (2, 6))),
@@ -258,5 +258,5 @@ def test_a_profiled_step_without_a_result_is_not_called_a_lack_of_memory(monkeyp
     options = EngineOptions("m", max_num_seqs=LIMITS.max_num_seqs, max_num_batched_tokens=LIMITS.max_num_batched_tokens)
     layout = KVLayout(num_kv_heads=1, num_layers=2, block_size=16, head_dim=CONFIG.head_dim, dtype="float32")
     with pytest.raises(ModelLoadError, match=r"24 tokens.*not finite.*the checkpoint is damaged.*kernel") as raised:
-        size_device_pool(options, loaded, layout)
+        size_gpu_pool(options, loaded, layout)
     assert "memory for" not in str(raised.value)

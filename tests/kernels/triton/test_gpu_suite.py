@@ -28,7 +28,7 @@ from bench.gpu.parts import PARTS, Suite
 from bench.gpu.report import Records, read_records
 from bench.gpu.task import Task
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.gpu.runner import DeviceRunner, DeviceStep
+from kvrelay.engine.gpu.runner import GpuRunner, GpuStep
 from kvrelay.engine.gpu.sampler import sampling_tensors
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.sampling.sampler import SamplingRow
@@ -184,14 +184,14 @@ def test_launches_may_not_wait(engine_rows: Iterator[Task], monkeypatch: pytest.
         yield
         log.append("end")
 
-    launch = DeviceRunner.launch
+    launch = GpuRunner.launch
 
-    def noted_launch(runner: DeviceRunner, plan: SchedulerOutput) -> DeviceStep:
+    def noted_launch(runner: GpuRunner, plan: SchedulerOutput) -> GpuStep:
         log.append("launch")
         return launch(runner, plan)
 
     monkeypatch.setattr(engine_cases, "never_waiting", note)
-    monkeypatch.setattr(DeviceRunner, "launch", noted_launch)
+    monkeypatch.setattr(GpuRunner, "launch", noted_launch)
     assert next(engine_rows).run().is_right
     assert log == ["begin", *4 * ["launch"], "end"]
 

@@ -5,17 +5,21 @@ from pathlib import Path
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend
 
+from kvrelay.core.option_types import KVCacheDType
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.gpu.sampler import DeviceSampler
-from kvrelay.engine.kv_cache_dtype import KVCacheDType, choose_kv_scales, kv_layout
+from kvrelay.engine.cpu.runner import CpuRunner
+from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
+from kvrelay.engine.gpu.sampler import GpuSampler
+from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout
 from kvrelay.engine.kv_pool import allocate_pool
-from kvrelay.engine.model_runner import ModelRunner, TokenSampler
-from kvrelay.engine.models.loader import load_model
+from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
+from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
 from tests.engine.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
+LIMITS = StepLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
 PROMPTS = (tuple(range(5, 45)), (7, 7, 200, 31))
 TABLES = ([4, 1, 6], [2, 5, 0])
 PARAMS = (SamplingParams(temperature=0.0), SamplingParams(seed=3, top_p=0.9, repetition_penalty=1.2))
@@ -24,7 +28,6 @@ PARAMS = (SamplingParams(temperature=0.0), SamplingParams(seed=3, top_p=0.9, rep
 def generate(
     directory: Path,
     backend: type[ReferenceBackend | TritonBackend],
-    sampler: type[Sampler | DeviceSampler],
     *,
     kv_cache_dtype: KVCacheDType = "auto",
 ) -> list[list[int]]:
@@ -33,8 +36,12 @@ def generate(
     kv_scales = choose_kv_scales(loaded, kv_cache_dtype, calculate=kv_cache_dtype != "auto")
     loaded.model.attend_with(backend(kv_scales))
     pool = allocate_pool(kv_layout(loaded, 16, kv_scales), 8)
-    chosen: TokenSampler = sampler(config.vocab_size, config.eos_token_ids)
-    runner = ModelRunner(loaded.model, chosen, pool)
+    vocabulary = (config.vocab_size, config.eos_token_ids)
+    runner: Runner = (
+        CpuRunner(loaded.model, Sampler(*vocabulary), pool)
+        if backend is ReferenceBackend
+        else GpuRunner(loaded.model, GpuSampler(*vocabulary), pool, LIMITS)
+    )
     first = ScheduledSequence(PROMPTS[0][:20], 0, TABLES[0], ())
     runner.launch(SchedulerOutput((first,), ())).collect()
     outputs: list[list[int]] = [[], []]
@@ -52,13 +59,13 @@ def generate(
 
 def test_tokens_of_a_sliding_window_model(tmp_path: Path) -> None:
     directory = make_tiny_model("mistral", tmp_path, vocab_size=VOCAB_SIZE)
-    expected = generate(directory, ReferenceBackend, Sampler)
-    assert generate(directory, TritonBackend, DeviceSampler) == expected
+    expected = generate(directory, ReferenceBackend)
+    assert generate(directory, TritonBackend) == expected
     assert len({*expected[0], *expected[1]}) > 2
 
 
 def test_tokens_over_an_fp8_pool(tmp_path: Path) -> None:
     directory = make_tiny_model("qwen3", tmp_path, vocab_size=VOCAB_SIZE)
-    expected = generate(directory, ReferenceBackend, Sampler, kv_cache_dtype="fp8")
-    assert generate(directory, TritonBackend, DeviceSampler, kv_cache_dtype="fp8") == expected
+    expected = generate(directory, ReferenceBackend, kv_cache_dtype="fp8")
+    assert generate(directory, TritonBackend, kv_cache_dtype="fp8") == expected
     assert len({*expected[0], *expected[1]}) > 2

@@ -9,7 +9,7 @@ from paged_kernels.weight_memory import WeightMemory
 
 from kvrelay.engine.layers import prequantized_linear
 from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear, TritonProduct
-from kvrelay.engine.models.loader import load_model
+from kvrelay.engine.loading.loader import load_model
 from tests.engine.paged_run import check_greedy
 from tests.engine.prequantized_models import make_prequantized_model
 from tests.engine.reference import Reference

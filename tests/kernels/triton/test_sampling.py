@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.sampling_params import MAX_SEED, SamplingParams
-from kvrelay.engine.gpu.sampler import DeviceSampler
+from kvrelay.engine.gpu.packed_arrays import PackedArrays
+from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
-from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
+from kvrelay.engine.sampling.sampler import SampledToken, Sampler, SamplingRow
 
 VOCAB_SIZE = 1000
 EOS = (7, 900)
@@ -34,7 +35,16 @@ def make_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
 
 def check(logits: Tensor, rows: list[SamplingRow]) -> None:
     expected = Sampler(logits.shape[1], EOS).sample(logits, rows)
-    assert DeviceSampler(logits.shape[1], EOS).sample(logits, rows) == expected
+    assert sample(logits, rows) == expected
+
+
+def sample(logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
+    sampler = GpuSampler(logits.shape[1], EOS)
+    packed = PackedArrays(sampler.arrays(rows))
+    memory = torch.empty(packed.num_bytes, dtype=torch.uint8)
+    packed.to(memory)
+    token_ids = torch.empty(len(rows), dtype=torch.int64)
+    return sampler.launch(logits, rows, packed.views(memory), token_ids).collect()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -136,7 +146,7 @@ def test_what_is_not_finite_is_an_error(value: float) -> None:
     logits = make_logits(3)
     logits[1, 500] = value
     with pytest.raises(KVRelayError, match=r"rows \[1\] of 3"):
-        DeviceSampler(VOCAB_SIZE, EOS).sample(logits, [make_row(index) for index in range(3)])
+        sample(logits, [make_row(index) for index in range(3)])
 
 
 def test_many_draws_of_many_kinds() -> None:

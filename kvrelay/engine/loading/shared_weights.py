@@ -1,8 +1,8 @@
-"""Model weights that several nodes of a machine share: written by the first one, mapped by the others.
+"""Model weights that several nodes of a machine share: the first node writes them, the others map them.
 
-Writer and readers take memory in the same order, so that a reader finds each weight where it was written. Invariant:
-shared weights are used only if they are what this node would have loaded itself: model, formats and the checkpoint's
-files are part of the note.
+Writer and readers allocate in the same order, so that a reader finds each weight where it was written. Invariant: a
+node uses shared weights only if they are those it would have loaded itself. The store's note therefore describes the
+model, its formats and the checkpoint's files.
 """
 
 import hashlib
@@ -21,14 +21,15 @@ from torch import Tensor
 
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import WeightFormat
-from kvrelay.engine.models.checkpoint import Checkpoint
+from kvrelay.engine.loading.checkpoint import Checkpoint
 from kvrelay.engine.models.model_config import ModelConfig
 
 _logger = logging.getLogger(__name__)
 
 
 class SharedMemory(WeightMemory):
-    """Of a store. Where it is filled, what is written goes to a copy that is this process's alone."""
+    """Memory for weights in a `WeightStore`. If the store is filled already, writes go to a private copy of the pages
+    and never reach the store."""
 
     def __init__(self, store: WeightStore, *, is_filled: bool) -> None:
         super().__init__()
@@ -46,7 +47,8 @@ class SharedMemory(WeightMemory):
 
 @dataclass(slots=True)
 class WeightPlace:
-    """`digests` are of the checkpoint's files: None if the memory is still to be filled; whoever fills it sets them."""
+    """The memory for a model's weights. `digests` are those of the checkpoint's files, None until the memory is filled;
+    whoever fills it sets them."""
 
     memory: WeightMemory
     digests: Sequence[bytes] | None = None
@@ -56,8 +58,8 @@ class WeightPlace:
 def place_for(
     store: WeightStore | None, config: ModelConfig, weights: WeightFormat, checkpoint: Checkpoint
 ) -> Iterator[WeightPlace]:
-    """Where a model's weights lie: in the store, filled, or to be filled until the end of the block; in memory of our
-    own where there is no store, other weights are in it, or the format is none that is shared."""
+    """Yields the memory for a model's weights. In the store it is filled already, or must be filled within the context.
+    It is private memory without a store, if the store has other weights, or if the format cannot be shared."""
     if store is None or weights.device.type != "cpu" or weights.prequantized is not None:
         yield WeightPlace(weights.memory)
         return
@@ -82,7 +84,8 @@ def place_for(
 
 
 def _content(config: ModelConfig, weights: WeightFormat, checkpoint: Checkpoint) -> str:
-    """Equal only where the same weights would be written in the same order. Kernels decide about the order, too."""
+    """Returns a digest that is the same only if the same weights would be written in the same order. The order also
+    depends on the kernels."""
     native = load_extension()
     files = [(str(file.path), (stat := file.path.stat()).st_size, stat.st_mtime_ns) for file in checkpoint.files]
     kernels = "" if native is None else native.available_instruction_sets()[0]

@@ -1,4 +1,4 @@
-"""What is raised where a card is full, and what a person is told then."""
+"""Recognises the errors that are raised when a GPU's memory is full, and turns them into advice for the operator."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ import torch
 
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 
-# Of the driver, when torch has no allocator yet; of Triton, which loads kernels; of cuBLAS, which allocates by itself.
+# Messages of the driver before torch has an allocator, of Triton when it loads kernels, and of cuBLAS.
 _OTHERS = (
     *("CUDA error: out of memory", "HIP error: out of memory"),
     *("Triton Error [CUDA]: out of memory", "Triton Error [HIP]: out of memory"),
@@ -15,20 +15,21 @@ _OTHERS = (
 )
 
 
-class DeviceMemoryError(KVRelayError):
-    """A step needs more memory than the card has left."""
+class GpuMemoryError(KVRelayError):
+    """A step needs more memory than the GPU has left."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
+    """Tells whether an error means that a GPU's memory is full."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OTHERS)
 
 
 @contextmanager
-def no_room(message: str) -> Iterator[None]:
-    """Raises ConfigurationError with `message` where a card is full within the context."""
+def out_of_memory_as_configuration_error(message: str) -> Iterator[None]:
+    """Raises ConfigurationError with `message` if a GPU's memory turns out to be full within the context."""
     try:
         yield
-    except (RuntimeError, DeviceMemoryError) as error:
+    except (RuntimeError, GpuMemoryError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
         first_line = str(error).partition("\n")[0]

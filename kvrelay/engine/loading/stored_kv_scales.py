@@ -1,7 +1,7 @@
-"""The scales of an FP8 KV cache that a checkpoint brings, as calibration tools publish them.
+"""The scales of an FP8 KV cache that a checkpoint contains, as calibration tools publish them.
 
-A layer has one tensor for K and one for V, of one value or of one per KV head. Invariant: what is read are float32
-values that are finite and above zero, for all layers or for none.
+A layer has one tensor for K and one for V, each of one value or of one value per KV head. Invariant: the scales are
+finite float32 values above zero, for all layers or for none.
 """
 
 import re
@@ -12,11 +12,11 @@ from paged_kernels.kv_scales import KVScales
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.engine.models.checkpoint import Checkpoint, read_tensor
+from kvrelay.engine.loading.checkpoint import Checkpoint, read_tensor
 from kvrelay.engine.models.model_config import ModelConfig
 
-# Under model.layers.N.self_attn, in the order in which they are looked for: compressed-tensors and AutoFP8, vLLM's own
-# names, ModelOpt, and the older single scale of both.
+# Names under model.layers.N.self_attn, in the order in which they are looked for: those of compressed-tensors and
+# AutoFP8, of vLLM, of ModelOpt, and the older name of one scale for both K and V.
 _KEY_NAMES = ("k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale")
 _VALUE_NAMES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "kv_scale")
 _ANY_NAME = re.compile(
@@ -25,12 +25,13 @@ _ANY_NAME = re.compile(
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of this name is a scale of an FP8 KV cache."""
+    """Tells whether a tensor of this name is a scale of an FP8 KV cache."""
     return _ANY_NAME.fullmatch(name) is not None
 
 
 def stored_kv_scales(checkpoint: Checkpoint, config: ModelConfig) -> KVScales | None:
-    """On the CPU; None when the checkpoint has none. Raises ModelLoadError, naming the tensor."""
+    """Returns the checkpoint's scales, on the CPU, or None if it has none. Raises ModelLoadError, which names the
+    tensor."""
     if not any(map(is_kv_scale, checkpoint.tensors())):
         return None
     layers = range(config.num_layers)
@@ -40,7 +41,7 @@ def stored_kv_scales(checkpoint: Checkpoint, config: ModelConfig) -> KVScales | 
 
 
 def _of_heads(checkpoint: Checkpoint, layer: int, endings: Sequence[str], num_kv_heads: int) -> Tensor:
-    """`[num_kv_heads]` float32."""
+    """Returns the scales of a layer's heads, `[num_kv_heads]` float32. Raises ModelLoadError."""
     names = [f"model.layers.{layer}.self_attn.{ending}" for ending in endings]
     tensors = checkpoint.tensors()
     name = next((name for name in names if name in tensors), None)

@@ -1,10 +1,10 @@
-"""Scales for an FP8 KV cache out of a checkpoint's weights alone: the least powers of two under which no K or V of any
-request can be too large.
+"""Scales for an FP8 KV cache, calculated from a checkpoint's weights: the least powers of two with which no K or V of
+any request overflows.
 
-Nodes that exchange blocks need the same scales, each by itself and before the first request. What a model computes over
-some prompts differs in its last bits between processors, and so would maxima of it; a function of the stored weights in
-float64 is the same on all. The bound is Cauchy-Schwarz: a row of a projection times the normalised input, whose length
-RMSNorm fixes. It lies far above what is typical, about the square root of the hidden size, which costs no precision:
+Nodes that exchange blocks need the same scales, each on its own and before the first request. Activations differ in
+their last bits between processors, and so would scales measured over prompts; a function of the stored weights in
+float64 is the same everywhere. The bound is Cauchy-Schwarz for a row of a projection and the normalised input, whose
+length RMSNorm fixes. It exceeds typical values by about the square root of the hidden size. That costs no precision:
 FP8 is a floating-point format, and keeps its three bits over four decimal orders of magnitude.
 """
 
@@ -18,14 +18,15 @@ from torch import Tensor
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.prequantized_linear import layer_weight
 from kvrelay.engine.layers.weight_format import PrequantizedTensors
-from kvrelay.engine.models.checkpoint import Checkpoint, StoredTensor, read_tensor
+from kvrelay.engine.loading.checkpoint import Checkpoint, StoredTensor, read_tensor
 from kvrelay.engine.models.model_config import ModelConfig
 
-_MARGIN = 1.25  # for roundings of weights and activations on the way
+_MARGIN = 1.25  # for the rounding of weights and activations in the computation
 
 
 def calculate_kv_scales(checkpoint: Checkpoint, config: ModelConfig) -> KVScales:
-    """On the CPU, of a checkpoint that has been loaded. Raises ModelLoadError where weights are not finite."""
+    """Returns scales, on the CPU, for a checkpoint that has been loaded. Raises ModelLoadError for weights that are not
+    finite."""
     tensors = checkpoint.tensors()
     layers = range(config.num_layers)
     key = torch.stack([largest_keys(tensors, config, layer) for layer in layers])
@@ -34,24 +35,24 @@ def calculate_kv_scales(checkpoint: Checkpoint, config: ModelConfig) -> KVScales
 
 
 def largest_keys(tensors: dict[str, StoredTensor], config: ModelConfig, layer: int) -> Tensor:
-    """What no rotated K of a head exceeds, `[num_kv_heads]` float64."""
+    """Returns bounds that no rotated K of a head exceeds, `[num_kv_heads]` float64."""
     if config.qk_norm:
         weight = _read(tensors, f"model.layers.{layer}.self_attn.k_norm.weight")
         bounds = (weight.abs() * math.sqrt(config.head_dim)).expand(config.num_kv_heads, -1)
     else:
         bounds = _largest_projected(tensors, config, layer, "k_proj")
-    first, second = bounds.chunk(2, dim=-1)  # the two that turn together
+    first, second = bounds.chunk(2, dim=-1)  # the pairs that are rotated together
     return torch.hypot(first, second).amax(dim=-1) * config.rope.attention_factor
 
 
 def largest_values(tensors: dict[str, StoredTensor], config: ModelConfig, layer: int) -> Tensor:
-    """What no V of a head exceeds, `[num_kv_heads]` float64."""
+    """Returns bounds that no V of a head exceeds, `[num_kv_heads]` float64."""
     return _largest_projected(tensors, config, layer, "v_proj").amax(dim=-1)
 
 
 def _largest_projected(tensors: dict[str, StoredTensor], config: ModelConfig, layer: int, projection: str) -> Tensor:
-    """`[num_kv_heads, head_dim]`: |w . x + b| is at most |w| |x| + |b|, and RMSNorm leaves |x| at most the square root
-    of the hidden size before it multiplies with its weight."""
+    """Returns bounds of a projection's outputs, `[num_kv_heads, head_dim]`: |w . x + b| is at most |w| |x| + |b|, and
+    RMSNorm makes |x| at most the square root of the hidden size before it multiplies with its weight."""
     norm = _read(tensors, f"model.layers.{layer}.input_layernorm.weight")
     name = f"model.layers.{layer}.self_attn.{projection}"
     rows = _read_weight(tensors, config, name) * norm
@@ -62,7 +63,7 @@ def _largest_projected(tensors: dict[str, StoredTensor], config: ModelConfig, la
 
 
 def _read_weight(tensors: dict[str, StoredTensor], config: ModelConfig, name: str) -> Tensor:
-    """`[num_outputs, num_inputs]`, dequantised where the checkpoint is quantised."""
+    """Reads a weight, `[num_outputs, num_inputs]`, and dequantises it if the checkpoint is quantised."""
     quantization = config.quantization
     if quantization is None or not PrequantizedTensors(quantization, frozenset(tensors)).quantizes(name):
         return _read(tensors, f"{name}.weight")
@@ -82,7 +83,7 @@ def _finite(weights: Tensor, name: str) -> Tensor:
 
 
 def _scales(largest: Tensor) -> Tensor:
-    """The least powers of two that hold `largest`; 1 for what is always zero. Float32."""
+    """Returns the least powers of two that can represent `largest`, 1 for what is always zero, as float32."""
     mantissa, exponent = torch.frexp(largest * (_MARGIN / LARGEST_FP8))  # mantissa * 2^exponent, mantissa in [1/2, 1)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-120, 120)  # scale and 1 / scale are normal
     return torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponent, 0)).float()

@@ -1,4 +1,4 @@
-"""From a plan to tokens with a real model: every sampling row reads the logits of its own sequence's last token."""
+"""Plans carried out with a real model: every sampling row reads the logits of its own sequence's last token."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.models.loader import load_model
+from kvrelay.engine.cpu.runner import CpuRunner
+from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
 from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
 from tests.engine.tiny_models import make_tiny_model
@@ -21,12 +21,12 @@ PROMPT = (5, 77, 200)
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> CpuRunner:
     model = make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"), vocab_size=320)
     loaded = load_model(str(model), dtype="float32", attention=select_backend("reference"), max_model_len=None)
     config = loaded.config
     pool = torch.zeros(8, config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim)
-    return ModelRunner(loaded.model, Sampler(config.vocab_size, config.eos_token_ids), pool)
+    return CpuRunner(loaded.model, Sampler(config.vocab_size, config.eos_token_ids), pool)
 
 
 def greedy_prompt(n: int, block_id: int = 0) -> ScheduledSequence:
@@ -36,23 +36,23 @@ def greedy_prompt(n: int, block_id: int = 0) -> ScheduledSequence:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_parallel_outputs_start_from_the_prompts_last_token(runner: ModelRunner, n: int) -> None:
-    """Also when there are as many outputs as tokens in the step, which then looks like a batch of decodes."""
+def test_parallel_outputs_start_from_the_prompts_last_token(runner: CpuRunner, n: int) -> None:
+    """Also with as many outputs as tokens in the step, which then resembles a batch of decodes."""
     [alone] = runner.launch(SchedulerOutput((greedy_prompt(1),), ())).collect().results
     [together] = runner.launch(SchedulerOutput((greedy_prompt(n),), ())).collect().results
     assert [sampled.token_id for sampled in together.sampled] == [alone.sampled[0].token_id] * n
 
 
-def test_a_chunk_without_rows_lends_its_tokens_to_nobody(runner: ModelRunner) -> None:
-    """Six tokens, six rows, all of them of the second sequence."""
+def test_a_chunk_without_rows_lends_its_tokens_to_nobody(runner: CpuRunner) -> None:
+    """The step has six tokens and six rows, all rows of the second sequence."""
     [alone] = runner.launch(SchedulerOutput((greedy_prompt(1),), ())).collect().results
     chunk = ScheduledSequence(token_ids=(9, 8, 7), start=0, block_table=[1], rows=())
     _, together = runner.launch(SchedulerOutput((chunk, greedy_prompt(6)), ())).collect().results
     assert [sampled.token_id for sampled in together.sampled] == [alone.sampled[0].token_id] * 6
 
 
-def test_a_row_of_the_step_before_is_the_input(runner: ModelRunner) -> None:
-    """The second row of two sequences' prompts: what its sequence goes on with."""
+def test_a_row_of_the_step_before_is_the_input(runner: CpuRunner) -> None:
+    """The input is the second row of a step with two prompts."""
     prompts = (greedy_prompt(1), replace(greedy_prompt(1, block_id=1), token_ids=(9, 8, 7)))
     first = runner.launch(SchedulerOutput(prompts, ())).collect().results[1].sampled[0].token_id
     row = replace(prompts[1].rows[0], position=4, num_output_tokens=1)
@@ -62,8 +62,8 @@ def test_a_row_of_the_step_before_is_the_input(runner: ModelRunner) -> None:
     assert ahead == runner.launch(SchedulerOutput((known,), ())).collect()
 
 
-def test_a_step_that_can_not_sample_fails_alone(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot later either: what it has computed stays as it is."""
+def test_a_step_that_can_not_sample_fails_alone(runner: CpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails again if it is collected again, since what it has computed stays as it is."""
     plan = SchedulerOutput((greedy_prompt(1),), ())
     expected = runner.launch(plan).collect()
     forward = runner._model.forward
@@ -77,7 +77,7 @@ def test_a_step_that_can_not_sample_fails_alone(runner: ModelRunner, monkeypatch
 
 
 def test_tokens_that_nobody_reads_leave_before_the_last_layers_products(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+    runner: CpuRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = ScheduledSequence(token_ids=(9, 8, 7), start=0, block_table=[1], rows=())
     decode = replace(greedy_prompt(1), token_ids=(5,))

@@ -1,7 +1,7 @@
-"""What a quantised checkpoint's `quantization_config` says: AWQ and GPTQ, as AutoAWQ, AutoGPTQ and GPTQModel write it.
+"""Reads a checkpoint's `quantization_config`: AWQ and GPTQ, as AutoAWQ, AutoGPTQ and GPTQModel write it.
 
-Invariant: a `CheckpointQuantization` that exists describes a packing that we read exactly; everything else raised
-ModelLoadError naming the field.
+Invariant: a `CheckpointQuantization` that exists describes a packing that we read exactly. Everything else raises
+ModelLoadError, which names the field.
 """
 
 from pathlib import Path
@@ -18,7 +18,8 @@ GROUP_MULTIPLE = 32
 
 
 def parse_quantization(raw: Any, path: Path) -> CheckpointQuantization | None:
-    """`raw` is the field of the configuration at `path`; None where there is none, or where it is about KV alone."""
+    """Returns the quantisation of the weights, or None if they are plain. `raw` is the field `quantization_config` of
+    the configuration at `path`. Raises ModelLoadError."""
     if raw is None or _quantises_only_kv(raw):
         return None
     if not isinstance(raw, dict):
@@ -33,7 +34,7 @@ def parse_quantization(raw: Any, path: Path) -> CheckpointQuantization | None:
 
 
 def _quantises_only_kv(raw: Any) -> bool:
-    """Whether this is about nothing but a static FP8 KV cache: the weights are plain."""
+    """Tells whether this is about nothing but a static FP8 KV cache, so that the weights are plain."""
     if not isinstance(raw, dict) or raw.get("config_groups"):
         return False
     scheme = raw.get("kv_cache_scheme")
@@ -70,7 +71,7 @@ def _gptq(raw: dict[str, Any], path: Path) -> CheckpointQuantization:
         raise _unsupported("pack_dtype", raw["pack_dtype"], path)
     _check_rules(raw.get("dynamic"), path)
     bits = _bits(raw, (4, 8), path)
-    _flag(raw, "sym", True, path)  # zeros are stored either way
+    _flag(raw, "sym", True, path)  # checked only: zeros are stored either way
     return CheckpointQuantization(
         format=formats[stored],
         bits=bits,
@@ -82,8 +83,8 @@ def _gptq(raw: dict[str, Any], path: Path) -> CheckpointQuantization:
 
 
 def _check_rules(rules: Any, path: Path) -> None:
-    """GPTQModel's exceptions by regular expression. `-:` leaves layers as they are, which the tensors tell; others
-    quantise layers in another way."""
+    """Raises ModelLoadError for rules of GPTQModel that quantise some layers differently. Rules that begin with `-:`
+    only exclude layers, which is visible from the tensors."""
     if rules and not (isinstance(rules, dict) and all(str(rule).startswith("-:") for rule in rules)):
         raise _unsupported("dynamic", rules, path)
 

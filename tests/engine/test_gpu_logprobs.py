@@ -1,4 +1,4 @@
-"""Log-probabilities beside the logits equal those that the host computes row by row."""
+"""Log-probabilities computed on the GPU equal those that the host computes row by row."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from kvrelay.engine.sampling.sampler import prompt_logprobs
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_they_are_the_hosts(k: int) -> None:
+def test_log_probabilities_equal_those_of_the_host(k: int) -> None:
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(3))
     logits[1, 10:20] = 3.0  # equals
     logits[2, 5:] = -torch.inf
@@ -24,6 +24,6 @@ def test_they_are_the_hosts(k: int) -> None:
         assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-5)
 
 
-def test_each_row_gets_as_many_as_it_asked_for() -> None:
+def test_each_row_gets_as_many_top_tokens_as_it_asked_for() -> None:
     found = launch_logprobs(torch.randn(3, 20), torch.tensor([1, 2, 3]), [0, 5, 2]).collect()
     assert [len(one.top) for one in found] == [0, 5, 2]

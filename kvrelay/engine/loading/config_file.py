@@ -1,8 +1,8 @@
-"""A checkpoint's `config.json` with what its family means where the file is silent, and older spellings made today's.
+"""A checkpoint's `config.json`, completed with the defaults of its family and with older spellings translated.
 
-transformers' classes (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config; 5.x) define both. They are read here from a
-table, since importing that library takes longer than the rest of a node's start without the weights. Invariant: the
-result is what AutoConfig would say of the same file, field by field; `tests/engine/test_config_file.py` compares them.
+Both are defined by classes of transformers (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config; 5.x). This module has
+them as tables, because importing that library takes longer than the rest of a node's start without the weights.
+Invariant: every field has the value that AutoConfig gives it; `tests/engine/test_config_file.py` compares them.
 """
 
 import json
@@ -67,7 +67,7 @@ _DEFAULT_THETA = 10_000.0
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Raises ModelLoadError naming the file."""
+    """Reads a JSON file that holds an object. Raises ModelLoadError, which names the file."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -82,8 +82,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def complete_config(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
-    """`raw` with the defaults of its `family`, and its rotary embedding in one place, `rope_parameters`. Types are the
-    caller's to check. Raises ModelLoadError for what no family has."""
+    """Returns `raw` with the defaults of its `family`, and with everything about the rotary embedding in
+    `rope_parameters`. The caller checks the types of most fields. Raises ModelLoadError for layers of different
+    sizes."""
     if raw.get("per_layer_config") is not None:
         raise ModelLoadError(f"{path}: per_layer_config: layers of different sizes are not supported")
     fields = {**_DEFAULTS, **_FAMILIES[family], **raw}
@@ -98,7 +99,8 @@ def complete_config(raw: Mapping[str, Any], family: str, path: Path) -> dict[str
 
 
 def _complete_windows(fields: dict[str, Any], path: Path) -> None:
-    """Qwen's window is off unless switched on, and then for the layers from `max_window_layers` on."""
+    """Sets the windows of Qwen's layers: off unless `use_sliding_window`, and then on from layer `max_window_layers`
+    on."""
     if not fields["use_sliding_window"]:
         fields["sliding_window"] = None
     layers, first = fields["num_hidden_layers"], fields["max_window_layers"]

@@ -1,9 +1,8 @@
-"""The safetensors files of a Hugging Face directory: where every tensor lies, and one pass that copies and digests
-them.
+"""The safetensors files of a Hugging Face directory: where each tensor is, and one pass that copies and digests all.
 
-The format (https://github.com/huggingface/safetensors#format): an 8-byte little-endian header length, a JSON header,
-then the tensors without gaps. Invariant: the pass reads every byte of every file exactly once, into memory that the
-caller already holds; the digest of a file therefore covers exactly what was loaded.
+The format (https://github.com/huggingface/safetensors#format) is an 8-byte little-endian header length, a JSON header,
+and the tensors without gaps. Invariant: the pass reads every byte of every file exactly once, into memory that the
+caller provides. The digest of a file therefore covers exactly what was loaded.
 """
 
 import json
@@ -22,24 +21,24 @@ from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.weight_format import Slot
-from kvrelay.engine.models.staging import Staging
+from kvrelay.engine.loading.staging import Staging
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_CHUNK_BYTES = 4 * 1024 * 1024  # a chunk is digested while it is still in the cache; a multiple of every element size
+_CHUNK_BYTES = 4 * 1024 * 1024  # small enough to be digested in the cache; a multiple of every element size
 _MAX_HEADER_BYTES = 100_000_000
 _ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8}
 _ITEM_BITS |= {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8}
 
 WEIGHT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-INTEGER_DTYPE = "I32"  # of packed codes
+INTEGER_DTYPE = "I32"  # packed codes and group indices
 _STORED_DTYPES = WEIGHT_DTYPES | {INTEGER_DTYPE: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """`dtype` is the format's name for it (BF16); `num_bytes` is its length in `file`."""
+    """A tensor in a file. `dtype` is the format's name for it (BF16), `num_bytes` its length in `file`."""
 
     name: str
     file: Path
@@ -50,7 +49,8 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """`tensors` are in the order of their bytes, which follow the `header_bytes` first bytes without gaps."""
+    """A safetensors file. `tensors` are in the order of their bytes, which follow the first `header_bytes` bytes
+    without gaps."""
 
     path: Path
     header_bytes: int
@@ -63,7 +63,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`files` are sorted by name. Every tensor is in exactly one of them."""
+    """The files of a checkpoint, sorted by name. Every tensor is in exactly one of them."""
 
     files: tuple[CheckpointFile, ...]
 
@@ -76,8 +76,8 @@ class Checkpoint:
 
 
 def resolve_model_directory(model: str) -> Path:
-    """A directory, or a Hugging Face id whose files are in the local cache; nothing is downloaded. Raises
-    ModelLoadError."""
+    """Returns the directory of a model, given as a directory or as a Hugging Face id whose files are in the local
+    cache. Downloads nothing. Raises ModelLoadError."""
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory
@@ -88,7 +88,7 @@ def resolve_model_directory(model: str) -> Path:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Reads the headers only. Raises ModelLoadError naming the file, and the tensor where there is one."""
+    """Reads the headers of a checkpoint. Raises ModelLoadError, which names the file and the tensor, if any."""
     if (directory / SINGLE_FILE).is_file():
         return Checkpoint((_open_file(directory / SINGLE_FILE),))
     index = directory / INDEX_FILE
@@ -112,7 +112,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def read_tensor(tensor: StoredTensor) -> Tensor:
-    """One tensor as it is stored, on the CPU, apart from the pass over everything. Raises ModelLoadError."""
+    """Reads one tensor as it is stored, on the CPU. Raises ModelLoadError."""
     try:
         with safe_open(tensor.file, framework="pt") as file:
             stored = file.get_tensor(tensor.name)
@@ -123,11 +123,10 @@ def read_tensor(tensor: StoredTensor) -> Tensor:
 
 
 def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Callable[[int], None]) -> bytes:
-    """Copies the file's tensors into their `slots` (of equal shape), one after the other; those without one are
-    skipped.
+    """Copies the tensors of a file one by one into their `slots`, which have the same shapes. Skips those without one.
 
-    `advance` is called with the number of bytes read since the last call. Returns the xxh3-128 digest of the whole
-    file, 16 bytes.
+    Calls `advance` with the number of bytes read since the last call. Returns the xxh3-128 digest of the whole file, 16
+    bytes. Raises ModelLoadError.
     """
     digest = xxhash.xxh3_128()
     scratch, staging = torch.empty(_CHUNK_BYTES, dtype=torch.uint8), Staging(_CHUNK_BYTES)
@@ -224,7 +223,8 @@ def _open_file(path: Path) -> CheckpointFile:
 
 
 def _parse_header(header: Any, path: Path, *, data_bytes: int) -> tuple[StoredTensor, ...]:
-    """Checks that the tensors fill the data of the file exactly, each as long as its shape says."""
+    """Returns the tensors of a header. Raises ModelLoadError unless they fill the file's data exactly, each as long as
+    its shape says."""
     if not isinstance(header, dict):
         raise ModelLoadError(f"{path} is not a safetensors file: its header is not an object")
     spans = {name: _span(entry, name, path) for name, entry in header.items() if name != "__metadata__"}

@@ -1,11 +1,8 @@
-"""Carries out a step's plan with a model: builds the flat tensors, runs the forward pass, samples. Never looks at the
-scheduler.
-"""
+"""Carries out plans on a CPU: builds the flat tensors, runs the model, samples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,31 +10,25 @@ from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
-from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS, SampledToken, SamplingRow, prompt_logprobs
+from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS, SampledToken, Sampler, prompt_logprobs
 from kvrelay.engine.step_inputs import StepInputs, flatten, padded_tables
-from kvrelay.engine.step_threads import StepThreads
 
 
-class TokenSampler(Protocol):
-    """`Sampler`, or `DeviceSampler` where logits are on a GPU."""
+class CpuRunner:
+    """The `Runner` of a CPU. `launch` computes at once: a launched step has written its KV. It samples when it is
+    collected, or when a step is launched that reads its tokens.
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """One token per row of `logits` `[len(rows), vocab_size]` float32."""
-        ...
-
-
-class ModelRunner:
-    """`kv_pool` is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; only this class and its model
-    write to it. On the CPU, where a launch computes at once: a launched step has written its KV, and samples when it
-    is collected, or when one is launched that reads its tokens.
+    `kv_pool` is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`. Only this class, its model and
+    transfers write to it.
     """
 
     def __init__(
         self,
         model: DecoderForCausalLM,
-        sampler: TokenSampler,
+        sampler: Sampler,
         kv_pool: Tensor,
         threads: StepThreads | None = None,
     ) -> None:
@@ -62,8 +53,8 @@ class ModelRunner:
         return self._last
 
     def _last_sampled(self, plan: SchedulerOutput) -> list[int]:
-        """By the step before, one token for each row of its plan, where this one reads them. A step that cannot sample
-        fails when it is collected, and not those behind it."""
+        """Returns one token for each row of the previous step's plan, or nothing if `plan` reads none of them: the
+        previous step is then left to sample, or to fail, when it is collected."""
         if self._last is None or all(entry.input_row is None for entry in plan.scheduled):
             return []
         return self._last.sampled_tokens()
@@ -91,7 +82,7 @@ class ModelRunner:
         return _tensor(input_ids, np.int64), _tensor(inputs.positions, np.int64), metadata, inputs
 
     def _sample(self, plan: SchedulerOutput, inputs: StepInputs, hidden: Tensor) -> list[SequenceResult]:
-        """One result per scheduled sequence, without prompt log-probabilities."""
+        """Returns one result per scheduled sequence, without prompt log-probabilities."""
         tokens: Iterator[SampledToken] = iter(())
         if inputs.rows:
             in_order = inputs.hidden_rows == list(range(len(hidden)))
@@ -122,7 +113,7 @@ class ModelRunner:
 
 
 class ComputedStep:
-    """A step that has gone through the model; `finish` samples, once."""
+    """A step that has gone through the model. `finish` is called once, and samples."""
 
     only_samples = True
 
@@ -136,9 +127,9 @@ class ComputedStep:
         return self._output
 
     def sampled_tokens(self) -> list[int]:
-        """One for each row of the plan."""
+        """Returns one token for each row of the plan."""
         return [token.token_id for result in self.collect().results for token in result.sampled]
 
 
 def _tensor(values: Sequence[int], dtype: type[np.int32] | type[np.int64]) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype=dtype))  # a third of the time of torch.tensor
+    return torch.from_numpy(np.array(values, dtype=dtype))  # takes a third of the time of torch.tensor

@@ -1,6 +1,6 @@
-"""From a Hugging Face directory to a model that runs: configuration, weights, and the fingerprint that names its KV.
+"""Loads a model from a Hugging Face directory: configuration, weights, and the fingerprint that names its KV.
 
-Everything that can be wrong with a checkpoint is found from its headers, before a byte of weights is read.
+Everything that can be wrong with the tensors of a checkpoint is found from its headers, before any weights are read.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from paged_kernels.base import AttentionBackend
@@ -17,9 +17,10 @@ from paged_kernels.quantized import GROUP_SIZES
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
-from kvrelay.engine.layers.weight_format import PrequantizedTensors, Quantization, Slot, WeightFormat, bits_of
-from kvrelay.engine.models.checkpoint import (
+from kvrelay.engine.layers.weight_format import PrequantizedTensors, Slot, WeightFormat, bits_of
+from kvrelay.engine.loading.checkpoint import (
     INTEGER_DTYPE,
     WEIGHT_DTYPES,
     Checkpoint,
@@ -28,16 +29,15 @@ from kvrelay.engine.models.checkpoint import (
     read_tensors,
     resolve_model_directory,
 )
+from kvrelay.engine.loading.shared_weights import place_for
+from kvrelay.engine.loading.stored_kv_scales import is_kv_scale
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig, load_model_config
-from kvrelay.engine.models.shared_weights import place_for
-from kvrelay.engine.models.stored_kv_scales import is_kv_scale
 
 _logger = logging.getLogger(__name__)
 
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all), from the loading thread; first with 0 done."""
+"""Called on the loading thread with (bytes done, bytes in all), first with 0 done."""
 
 FINGERPRINT_VERSION = 1
 
@@ -46,8 +46,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`fingerprint`: 32 bytes; equal only where equal tokens give equal KV. `max_model_len` in tokens. `checkpoint`:
-    where the weights came from."""
+    """A model ready to run. `fingerprint` is 32 bytes; models with the same fingerprint compute the same KV from the
+    same tokens. `max_model_len` is in tokens. `checkpoint` is where the weights came from."""
 
     model: DecoderForCausalLM
     config: ModelConfig
@@ -69,14 +69,16 @@ def load_model(
     weight_store: WeightStore | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """`path` is a model directory, or a Hugging Face id that is in the local cache. `max_model_len` None takes what
-    the model was made for. `quantization` is weight-only, done tensor by tensor while they are read, for the CPU.
-    A checkpoint that is quantised already (AWQ, GPTQ) stays as it is and takes none. With a `weight_store` the CPU's
-    weights are those that other processes find there too, but for checkpoints that are quantised already.
+    """Loads the model at `path`: a directory, or a Hugging Face id that is in the local cache.
 
-    Raises ModelLoadError for a checkpoint that cannot be run, naming the tensor or field and the file;
-    ConfigurationError for a `max_model_len` beyond what the model's positions reach, or a `quantization` that does not
-    fit checkpoint or device.
+    `max_model_len` None takes the length that the model was made for. `quantization` quantises weights, tensor by
+    tensor while they are read, and works on the CPU only; a checkpoint that is quantised already (AWQ, GPTQ) is used as
+    it is and takes none. On the CPU, weights are shared with other processes through a `weight_store`, unless the
+    checkpoint is quantised already.
+
+    Raises ModelLoadError for a checkpoint that cannot be run, naming the file and the tensor or field. Raises
+    ConfigurationError for a `max_model_len` beyond the model's positions, or a `quantization` that does not fit the
+    checkpoint or the device.
     """
     clock = MonotonicClock()
     start = clock.now()
@@ -138,10 +140,10 @@ def _log_prequantized(model: DecoderForCausalLM, prequantized: PrequantizedTenso
 
 
 def fingerprint(config: ModelConfig, weights: WeightFormat, digests: Sequence[bytes]) -> bytes:
-    """SHA-256 of canonical JSON: what determines KV, the dtype it is computed in, how weights are quantised, and the
-    digests of the weights files in order of name.
+    """Returns the SHA-256 of a canonical JSON of all that determines KV: the configuration, the dtype it is computed
+    in, the quantisation, and the digests of the weights files, sorted by name.
 
-    The end-of-sequence tokens and the dtype that config.json mentions are left out: they change no KV.
+    The end-of-sequence tokens and the dtype in config.json are left out, since they change no KV.
     """
     fields = asdict(config)
     del fields["eos_token_ids"], fields["dtype"], fields["quantization"]
@@ -155,7 +157,7 @@ def fingerprint(config: ModelConfig, weights: WeightFormat, digests: Sequence[by
     if weights.bits is not None:
         content["quantization"] = {"bits": weights.bits, "group_size": GROUP_SIZES[weights.bits]}
     prequantized = config.quantization
-    if prequantized is not None:  # the same bytes mean other weights when they are read in another way
+    if prequantized is not None:  # the same bytes are other weights under another format
         content["published"] = {
             "format": prequantized.format.value,
             "bits": prequantized.bits,
@@ -166,6 +168,7 @@ def fingerprint(config: ModelConfig, weights: WeightFormat, digests: Sequence[by
 
 
 def _fill(slots: Mapping[str, Slot], checkpoint: Checkpoint, progress: Progress | None) -> list[bytes]:
+    """Reads all weights into `slots` and returns the digests of the files."""
     done, total = 0, checkpoint.num_bytes
 
     def advance(num_bytes: int) -> None:
@@ -179,11 +182,10 @@ def _fill(slots: Mapping[str, Slot], checkpoint: Checkpoint, progress: Progress 
 
 
 def _compute_dtype(name: DTypeName, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's own dtype, with one exception: float16 on a CPU becomes float32.
+    """Returns the dtype to compute in. `auto` is the checkpoint's own dtype, but float32 for float16 on a CPU.
 
-    Only some CPUs compute in float16. float32 holds every float16 value exactly, and choosing it everywhere lets
-    nodes on different machines agree on names of blocks. bfloat16, which would lose bits, is the operator's choice to
-    make.
+    Only some CPUs compute in float16. float32 represents every float16 value exactly, and choosing it on every CPU lets
+    nodes on different machines agree on names of blocks. bfloat16, which would lose bits, is left to the operator.
     """
     if name != "auto":
         return _DTYPES[name]
@@ -199,7 +201,7 @@ def _compute_dtype(name: DTypeName, config: ModelConfig, checkpoint: Checkpoint,
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Of the embedding, the one tensor whose name all families share."""
+    """Returns the dtype of the embedding, a tensor that all families have under the same name."""
     tensor = checkpoint.tensors().get("model.embed_tokens.weight")
     if tensor is None:
         raise ModelLoadError(f"tensor model.embed_tokens.weight is missing from {_names(checkpoint)}")
@@ -230,8 +232,8 @@ def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: Mo
             raise ModelLoadError(
                 f"tensor {name} in {tensor.file} has shape {list(tensor.shape)}, not {list(slot.shape)}"
             )
-    # A tied head may be stored once more, old Llama files carry the rotary frequencies, and scales of an FP8 KV cache
-    # are read by whoever wants them; none is a surprise.
+    # Expected although the model does not read them here: a tied head that is stored once more, the rotary frequencies
+    # of old Llama files, and the scales of an FP8 KV cache.
     expected = {"lm_head.weight"} if config.tie_word_embeddings else set()
     extra = [
         name

@@ -1,7 +1,6 @@
-"""How large the pool is and how long a sequence may be."""
+"""How many blocks the pool gets and how long a sequence may be."""
 
 import pytest
-import torch
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
@@ -28,7 +27,7 @@ def test_the_models_own_limit_is_lowered_to_what_fits() -> None:
     assert size.max_model_len == size.num_blocks * 16 == GIB // LAYOUT.block_bytes * 16
 
 
-def test_a_share_of_free_memory() -> None:
+def test_gpu_memory_utilization_is_a_share_of_free_memory_on_a_cpu() -> None:
     size = size_pool(EngineOptions("m", gpu_memory_utilization=0.25), LAYOUT, model_limit=4096, free_bytes=16 * GIB)
     assert size.num_blocks * LAYOUT.block_bytes == 4 * GIB
 
@@ -38,16 +37,3 @@ def test_an_explicit_length_that_does_not_fit_says_what_to_do() -> None:
         size_pool(EngineOptions("m", max_model_len=200, num_blocks=10), LAYOUT, model_limit=4096, free_bytes=GIB)
     with pytest.raises(ConfigurationError, match="lower it to 4096"):
         size_pool(EngineOptions("m", max_model_len=5000), LAYOUT, model_limit=4096, free_bytes=GIB)
-
-
-@pytest.mark.parametrize(("device", "limits"), [("cpu", (64, 512, 128)), ("cuda", (256, 2048, 2048))])
-def test_a_card_gets_larger_steps(device: str, limits: tuple[int, int, int]) -> None:
-    sized = EngineOptions("m").sized_for(torch.device(device))
-    assert (sized.max_num_seqs, sized.max_num_batched_tokens, sized.max_num_mixed_tokens) == limits
-    given = EngineOptions("m", max_num_seqs=3, max_num_batched_tokens=32, max_num_mixed_tokens=24)
-    assert given.sized_for(torch.device(device)) == given
-
-
-def test_a_step_of_a_few_tokens_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="--max-num-batched-tokens 15 is less than 16; raise it"):
-        EngineOptions("m", max_num_batched_tokens=15).sized_for(torch.device("cpu"))

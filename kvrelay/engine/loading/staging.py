@@ -1,5 +1,5 @@
-"""Host memory through which a checkpoint's bytes reach a card: pinned chunks in turn, so that one is read and digested
-while those before it are still on their way.
+"""Pinned host memory through which a checkpoint's bytes reach a GPU, used chunk by chunk: one chunk is read and
+digested while the chunks before it are still being copied.
 
 Invariant: a chunk is not written to before the copy out of it has ended.
 """
@@ -15,7 +15,8 @@ _NUM_CHUNKS = 4
 
 
 class CopyEnd(Protocol):
-    """The end of what has been enqueued when it was recorded; a `torch.cuda.Event`."""
+    """What tells when a copy has ended, such as a `torch.cuda.Event`. `record` marks the end of the work enqueued so
+    far; `synchronize` waits for it."""
 
     def record(self) -> None: ...
 
@@ -23,7 +24,7 @@ class CopyEnd(Protocol):
 
 
 class Staging:
-    """Of `chunk_bytes` a chunk. Makes nothing before it is needed; for one thread."""
+    """A ring of chunks of `chunk_bytes` each, allocated when they are needed. For one thread."""
 
     def __init__(
         self,
@@ -31,14 +32,14 @@ class Staging:
         make_chunk: Callable[[int], Tensor] | None = None,
         make_end: Callable[[], CopyEnd] | None = None,
     ) -> None:
-        """`make_chunk` and `make_end`: pinned memory and CUDA events, unless others are given."""
+        """Allocates pinned memory and CUDA events, unless `make_chunk` and `make_end` are given."""
         self._chunk_bytes = chunk_bytes
         self._make_chunk = make_chunk or _pinned
         self._make_end: Callable[[], CopyEnd] = make_end or torch.cuda.Event
         self._chunks: deque[tuple[Tensor, CopyEnd]] = deque()
 
     def chunk(self) -> Tensor:
-        """`[chunk_bytes]` uint8 to read into; waits for the copy out of it, if there was one."""
+        """Returns a chunk to read into, `[chunk_bytes]` uint8, once the last copy out of it has ended."""
         if len(self._chunks) < _NUM_CHUNKS:
             self._chunks.append((self._make_chunk(self._chunk_bytes), self._make_end()))
         else:
@@ -47,7 +48,7 @@ class Staging:
         return self._chunks[-1][0]
 
     def send(self, part: Tensor, target: Tensor) -> None:
-        """Enqueues the copy of `part`, of the chunk that `chunk` gave last, into `target`, converting its dtype."""
+        """Enqueues the copy of `part`, a part of the last chunk, into `target`, converting its dtype."""
         target.copy_(part, non_blocking=True)
         self._chunks[-1][1].record()
 

@@ -1,6 +1,5 @@
-"""A step for a card, carried out over tensors without memory: whatever would read from the device between launch and
-collect, or mixes devices, raises. Shapes are those of a real model; nothing is computed, and no card is needed.
-"""
+"""Steps for a GPU, carried out over tensors without memory: a read from the device between launch and collect raises,
+and so does mixing devices. Shapes are those of a real model; nothing is computed, and no GPU is needed."""
 
 import itertools
 from collections import Counter
@@ -24,8 +23,8 @@ from kvrelay.engine.gpu import runner as gpu_runner
 from kvrelay.engine.gpu import sampler as gpu_sampler
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.memory_profile import largest_step, smaller_steps
-from kvrelay.engine.gpu.runner import DeviceRunner, StepLimits
-from kvrelay.engine.gpu.sampler import DeviceSampler
+from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
+from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters
 from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.models.decoder import DecoderForCausalLM
@@ -73,7 +72,7 @@ def a_large_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Kernels by name; every tensor that one gets is on the device."""
+    """Counts launched kernels by name, and checks that every tensor they get is on the device."""
     names: Counter[str] = Counter()
 
     def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
@@ -95,19 +94,19 @@ def model() -> DecoderForCausalLM:
     return DecoderForCausalLM(CONFIG, TritonBackend(), max_model_len=LIMITS.max_model_len, weights=weights)
 
 
-def make_runner(model: DecoderForCausalLM, recorder: EagerRecorder | None, limits: StepLimits = LIMITS) -> DeviceRunner:
+def make_runner(model: DecoderForCausalLM, recorder: EagerRecorder | None, limits: StepLimits = LIMITS) -> GpuRunner:
     pool = torch.empty(4096, 8, 2, 2, 16, 128, dtype=torch.bfloat16, device=META)
-    return DeviceRunner(model, DeviceSampler(CONFIG.vocab_size, ()), pool, limits, recorder)
+    return GpuRunner(model, GpuSampler(CONFIG.vocab_size, ()), pool, limits, recorder)
 
 
 def decodes(count: int, row: SamplingRow) -> SchedulerOutput:
-    """Tokens that only the device knows."""
+    """Returns decodes of tokens that only the device knows."""
     sequences = [ScheduledSequence((UNKNOWN_TOKEN,), 40, (1, 2, 3), (row,), input_row=at) for at in range(count)]
     return SchedulerOutput(tuple(sequences), ((1, 2),))
 
 
 @pytest.mark.parametrize(("count", "row", "replayed"), [(3, GREEDY, 4), (64, GREEDY, 64), (3, EDITED, 4)])
-def test_a_replayed_step(
+def test_a_step_of_decodes_is_padded_and_replayed_without_reading_the_gpu(
     model: DecoderForCausalLM, launched: Counter[str], count: int, row: SamplingRow, replayed: int
 ) -> None:
     recorder = EagerRecorder()
@@ -119,14 +118,16 @@ def test_a_replayed_step(
     assert launched["sample_kernel"] == 1 and not launched["prefill_attention_kernel"]
 
 
-def test_a_mixed_step(model: DecoderForCausalLM, launched: Counter[str]) -> None:
+def test_a_mixed_step_launches_both_kinds_of_attention_without_reading_the_gpu(
+    model: DecoderForCausalLM, launched: Counter[str]
+) -> None:
     prompt = ScheduledSequence((7,) * 100, 0, tuple(range(10)), (EDITED, GREEDY), prompt_logprobs=(2, (1,) * 99))
     decode = ScheduledSequence((UNKNOWN_TOKEN,), 40, (1, 2, 3), (GREEDY,), input_row=0)
     make_runner(model, None).launch(SchedulerOutput((decode, prompt), ()))
     assert launched["prefill_attention_kernel"] == launched["decode_attention_kernel"] == CONFIG.num_layers
 
 
-def test_the_largest_step(model: DecoderForCausalLM, launched: Counter[str]) -> None:
+def test_the_largest_step_runs_without_reading_the_gpu(model: DecoderForCausalLM, launched: Counter[str]) -> None:
     make_runner(model, None).launch(largest_step(LIMITS, 16))
     assert launched["sample_kernel"] == 1
     assert launched["prefill_attention_kernel"] == CONFIG.num_layers, "prompts that want log-probabilities need most"
@@ -136,7 +137,7 @@ def test_the_largest_step(model: DecoderForCausalLM, launched: Counter[str]) -> 
 def test_the_largest_step_has_as_many_log_probabilities_as_may_be(
     model: DecoderForCausalLM, launched: Counter[str], max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sampled tokens, and of a prompt, whose rows are as many at a time as there are tokens."""
+    """That holds for sampled tokens and for a prompt, as many of whose rows are computed at a time as it has tokens."""
     taken: list[tuple[str, int, int]] = []
 
     def recorder(of: str) -> Callable[[Tensor, Tensor, Sequence[int]], LaunchedLogprobs]:
@@ -162,7 +163,7 @@ def test_the_largest_step_has_as_many_log_probabilities_as_may_be(
 def test_every_way_to_launch_attention_is_compiled_at_the_start(
     model: DecoderForCausalLM, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether or not the last layer keeps all tokens of a prompt."""
+    """That holds whether or not the last layer keeps all tokens of a prompt."""
     limits = replace(LIMITS, max_num_seqs=max_num_seqs)
     ways: set[tuple[object, ...]] = set()
 
@@ -211,6 +212,6 @@ def test_every_way_to_launch_a_product_of_quantised_weights_is_compiled_at_the_s
     assert at_the_start == ways_of(range(1, LIMITS.max_num_batched_tokens + 1))
 
 
-def test_a_read_would_be_seen() -> None:
+def test_a_read_of_the_gpu_is_noticed() -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         torch.zeros(1, device=META).item()

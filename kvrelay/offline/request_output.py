@@ -1,4 +1,4 @@
-"""What `LLM.generate` returns, and how it grows out of the engine's results."""
+"""What `LLM.generate` returns, and how it is collected from the engine's results."""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +10,8 @@ from kvrelay.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One output of a prompt. `finish_reason` is "stop" or "length"; `stop_reason` the stop string or the token that
-    ended it, None for the end of the sequence by length. `logprobs`: one entry per token, if asked for."""
+    """One output of a prompt. `finish_reason` is "stop" or "length". `stop_reason` is the stop string or the token that
+    ended the output, None if its length did. `logprobs` has one entry per token if they were asked for."""
 
     index: int
     text: str
@@ -22,9 +22,9 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """A prompt and its outputs, `n` of them in order. `prompt` is None for one that was given as token ids.
-    `num_cached_tokens` of the prompt were found in the prefix cache."""
+class RequestOutput:
+    """A prompt and its `n` outputs, by index. `prompt` is None if token ids were given. `num_cached_tokens` counts the
+    prompt's tokens that the prefix cache had."""
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
@@ -34,7 +34,7 @@ class Generation:
 
 
 @dataclass(slots=True)
-class _Growing:
+class _PendingOutput:
     choice: Choice
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -43,8 +43,9 @@ class _Growing:
     stop_reason: str | int | None = None
 
 
-class PendingGeneration:
-    """One prompt under way. `prompt_logprobs` and `num_cached_tokens` are set when the engine reports them."""
+class PendingRequest:
+    """A prompt whose outputs are being computed. The engine's caller sets `prompt_logprobs` and `num_cached_tokens`
+    when the engine reports them."""
 
     def __init__(
         self, prompt: str | None, prompt_token_ids: tuple[int, ...], sampling: SamplingParams, tokenizer: Tokenizer
@@ -54,14 +55,14 @@ class PendingGeneration:
         self.sampling = sampling
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.num_cached_tokens = 0
-        self._outputs = [_Growing(Choice(tokenizer, sampling)) for _ in range(sampling.n)]
+        self._outputs = [_PendingOutput(Choice(tokenizer, sampling)) for _ in range(sampling.n)]
 
     @property
     def finished(self) -> bool:
         return all(output.choice.finished for output in self._outputs)
 
     def take(self, new: TokenOutput) -> int:
-        """Returns the number of tokens that count: those after a stop string do not."""
+        """Adds new tokens. Returns how many of them count: those after a stop string do not."""
         output = self._outputs[new.index]
         if output.choice.finished:
             return 0
@@ -74,8 +75,8 @@ class PendingGeneration:
             output.stop_reason = chunk.stop_reason
         return len(chunk.token_ids)
 
-    def result(self) -> Generation:
-        """Once `finished`."""
+    def result(self) -> RequestOutput:
+        """Returns the prompt with its outputs. Call it only when `finished`."""
         outputs = tuple(
             CompletionOutput(
                 index=index,
@@ -87,4 +88,4 @@ class PendingGeneration:
             )
             for index, output in enumerate(self._outputs)
         )
-        return Generation(self.prompt, self.prompt_token_ids, outputs, self.prompt_logprobs, self.num_cached_tokens)
+        return RequestOutput(self.prompt, self.prompt_token_ids, outputs, self.prompt_logprobs, self.num_cached_tokens)

@@ -1,0 +1,23 @@
+"""Types of the options of an engine, with the values that each may have.
+
+Nodes read them as settings and `LLM` takes them as arguments: both check them against these types.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
+"""`fp8` and `fp8_e4m3` are the same."""
+Quantization = Literal["none", "int8", "int4"]
+AttentionBackendName = Literal["auto", "native", "reference"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+BlockSize = Annotated[int, Field(ge=8, le=256, multiple_of=8)]
+Count = Annotated[int, Field(ge=0)]
+"""0 leaves the choice to kvrelay."""
+MemoryShare = Annotated[float, Field(ge=0.0, le=0.95)]
+"""0 leaves the choice to kvrelay."""
+NodesPerDevice = Annotated[int, Field(ge=1)]
+FileDescriptor = Annotated[int, Field(ge=0)]

@@ -1,0 +1,1 @@
+"""Loading: from the files of a checkpoint to a model in memory."""

@@ -1,0 +1,52 @@
+"""What SamplingParams accepts from a caller in Python. The ranges of its values are tested at the edge, as requests."""
+
+from typing import Any
+
+import pytest
+
+from kvrelay import SamplingParams
+from kvrelay.core.errors import InvalidRequestError
+
+
+def test_one_stop_string_is_not_taken_apart() -> None:
+    sampling = SamplingParams(stop="Paris")
+    assert sampling.stop == ("Paris",)
+    sampling.validate(vocab_size=100)
+
+
+def test_sequences_and_mappings_become_tuples() -> None:
+    sampling = SamplingParams(stop=["a", "b"], stop_token_ids=[3, 4], logit_bias={5: 1.5, 6: -2})
+    sampling.validate(vocab_size=100)
+    assert sampling == SamplingParams(stop=("a", "b"), stop_token_ids=(3, 4), logit_bias=((5, 1.5), (6, -2)))
+    assert hash(sampling) == hash(
+        SamplingParams(stop=("a", "b"), stop_token_ids=(3, 4), logit_bias=[(5, 1.5), (6, -2)])
+    )
+    assert sampling.biases == ((5, 1.5), (6, -2))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", None),
+        ("max_tokens", 2.5),
+        ("n", "2"),
+        ("top_k", None),
+        ("seed", 1.5),
+        ("logprobs", "all"),
+        ("temperature", None),
+        ("top_p", "0.9"),
+        ("repetition_penalty", None),
+        ("stop", [1, 2]),
+        ("stop", 5),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", ["5"]),
+        ("logit_bias", 5),
+        ("logit_bias", [5]),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {5: None}),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field} must be") as refused:
+        SamplingParams(**{field: value}).validate(vocab_size=100)
+    assert refused.value.field == field

@@ -1,0 +1,34 @@
+"""The options of an engine: their values, and the limits of a step that they leave open."""
+
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+import torch
+from pydantic.fields import FieldInfo
+
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.engine.options import EngineOptions
+from kvrelay.node.settings import NodeSettings
+
+
+@pytest.mark.parametrize(("device", "limits"), [("cpu", (64, 512, 128)), ("cuda", (256, 2048, 2048))])
+def test_a_gpu_gets_larger_steps(device: str, limits: tuple[int, int, int]) -> None:
+    sized = EngineOptions("m").sized_for(torch.device(device))
+    assert (sized.max_num_seqs, sized.max_num_batched_tokens, sized.max_num_mixed_tokens) == limits
+    given = EngineOptions("m", max_num_seqs=3, max_num_batched_tokens=32, max_num_mixed_tokens=24)
+    assert given.sized_for(torch.device(device)) == given
+
+
+def test_a_step_of_a_few_tokens_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--max-num-batched-tokens 15 is less than 16; raise it"):
+        EngineOptions("m", max_num_batched_tokens=15).sized_for(torch.device("cpu"))
+
+
+# `model` is a positional argument of a command.
+@pytest.mark.parametrize("option", [one.name for one in fields(EngineOptions) if one.name != "model"])
+def test_a_node_takes_the_values_and_the_default_that_its_engine_takes(option: str) -> None:
+    setting = NodeSettings.model_fields[option]
+    allowed = FieldInfo.from_annotation(get_type_hints(EngineOptions, include_extras=True)[option])
+    assert (setting.annotation, setting.metadata) == (allowed.annotation, allowed.metadata)
+    assert setting.default == getattr(EngineOptions("m"), option)

@@ -1,0 +1,59 @@
+"""The arguments of `LLM`: values are checked before anything is loaded, and defaults are those of a node."""
+
+import inspect
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+
+from kvrelay import LLM, ConfigurationError
+from kvrelay.engine.options import EngineOptions
+
+# What LLM leaves at its default, and why.
+NOT_OFFERED = {
+    "weight_store",  # nodes of one machine share their weights
+    "nodes_per_device",  # an LLM is alone on its device; gpu_memory_utilization says otherwise
+    "scheduling_policy",  # no prompt has a priority
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("dtype", "fp16", "'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("kv_cache_dtype", "bfloat16", "'auto', 'fp8' or 'fp8_e4m3'"),
+        ("quantization", "awq", "'none', 'int8' or 'int4'"),
+        ("quantization", "INT8", "'none', 'int8' or 'int4'"),
+        ("quantization", "int3", "'none', 'int8' or 'int4'"),
+        ("quantization", None, "'none', 'int8' or 'int4'"),
+        ("attention_backend", "flash", "'auto', 'native' or 'reference'"),
+        ("device", "gpu", "'auto', 'cpu' or 'cuda'"),
+        ("calculate_kv_scales", "yes", "boolean"),
+        ("enforce_eager", 1, "boolean"),
+        ("block_size", 0, "greater than or equal to 8"),
+        ("block_size", 264, "less than or equal to 256"),
+        ("block_size", 20, "multiple of 8"),
+        ("threads", -1, "greater than or equal to 0"),
+        ("threads", "2", "integer"),
+        ("num_blocks", 1.5, "integer"),
+        ("gpu_memory_utilization", 90, "less than or equal to 0.95"),
+        ("max_model_len", None, "integer"),
+        ("max_num_seqs", -1, "greater than or equal to 0"),
+        ("max_num_batched_tokens", -1, "greater than or equal to 0"),
+        ("max_num_mixed_tokens", -1, "greater than or equal to 0"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have_is_refused(option: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^{option}: .*{allowed}.*, got {value!r}$"):
+        LLM("no-model-is-read", **{option: value})
+
+
+def test_arguments_are_the_options_of_an_engine_with_the_same_defaults() -> None:
+    options = {
+        one.name: inspect.Parameter.empty if one.default is MISSING else one.default for one in fields(EngineOptions)
+    }
+    parameters = list(inspect.signature(LLM).parameters.values())
+    assert {one.name: one.default for one in parameters} == {
+        name: default for name, default in options.items() if name not in NOT_OFFERED
+    }
+    assert options.keys() >= NOT_OFFERED
