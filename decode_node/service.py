@@ -162,7 +162,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         )
         stream.request_ids.add(request.request_id)
         self._node.activity.begin(request.request_id)
-        added = self._node.engine.submit(lambda engine: engine.add(request))
+        added = self._node.engine_thread.submit(lambda engine: engine.add(request))
         added.add_done_callback(partial(self._on_added, request.request_id))
 
     def _on_added(self, request_id: str, added: "asyncio.Future[None]") -> None:
@@ -190,12 +190,12 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         if _can_start(first_tokens, choices=decode.choices, vocab_size=self._node.identity.vocab_size):
             decode.first_tokens.set_result(first_tokens)
         else:
-            self._node.engine.post(lambda engine: engine.abort(start.request_id))
+            self._node.engine_thread.post(lambda engine: engine.abort(start.request_id))
             self._fail(start.request_id, KVRelayError("the first tokens are not those of the request's outputs"))
 
     def _abort(self, request_id: str) -> None:
         if self._forget(request_id):
-            self._node.engine.post(lambda engine: engine.abort(request_id))
+            self._node.engine_thread.post(lambda engine: engine.abort(request_id))
 
     def _fail(self, request_id: str, error: KVRelayError) -> None:
         """The engine holds nothing for the request any more, or was told to let go."""
@@ -244,7 +244,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         receiver.discard()
         if not reception.cancelled() and (error := reception.exception()) is not None:
             _logger.error("request %s: receiving its KV failed", request_id, exc_info=error)
-            self._node.engine.post(lambda engine: engine.abort(request_id))
+            self._node.engine_thread.post(lambda engine: engine.abort(request_id))
             self._fail(request_id, KVRelayError("internal error"))
 
     def _on_missing(self, request_id: str, num_tokens: int) -> None:
@@ -257,11 +257,11 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         request_id = admission.request_id
         fetches = decode.fetches = await receiver.run()
         if decode.is_local:
-            self._node.engine.post(lambda engine: engine.start(request_id))
+            self._node.engine_thread.post(lambda engine: engine.start(request_id))
             return
         first_tokens = await decode.first_tokens
         decode.num_unfinished = sum(output.finish_reason is None for output in first_tokens)
-        self._node.engine.post(lambda engine: engine.start(request_id, first_tokens))
+        self._node.engine_thread.post(lambda engine: engine.start(request_id, first_tokens))
         ready = pb.KVReady(
             num_cached_tokens=admission.num_cached_tokens,
             num_fetched_tokens=fetches.num_tokens,

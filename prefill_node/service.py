@@ -98,7 +98,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         self._leases.open(asked.request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
         self._node.activity.begin(asked.request_id)  # until its lease ends
         try:
-            await self._node.engine.call(lambda engine: engine.add(asked))
+            await self._node.engine_thread.call(lambda engine: engine.add(asked))
             yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=asked.request_id))
             while (event := await prefill.events.get()) is not None:
                 if isinstance(event, KVRelayError):
@@ -121,11 +121,11 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             prefill.reception.cancel()
         if not prefill.finished:
             self._leases.release([request_id])
-            self._node.engine.post(lambda engine: engine.abort(request_id))
+            self._node.engine_thread.post(lambda engine: engine.abort(request_id))
 
     def _end_lease(self, lease_id: str) -> None:
         self._node.activity.end(lease_id)
-        self._node.engine.post(lambda engine: engine.release_lease(lease_id))
+        self._node.engine_thread.post(lambda engine: engine.release_lease(lease_id))
 
     def _end_stall(self) -> None:
         """When requests wait and no step was made since the last sweep, leases keep the blocks they need, perhaps for
@@ -202,7 +202,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     async def _run_reception(self, request_id: str, prefill: _Prefill, receiver: Receiver) -> None:
         prefill.fetches = await receiver.run()
-        self._node.engine.post(lambda engine: engine.start(request_id))
+        self._node.engine_thread.post(lambda engine: engine.start(request_id))
 
 
 def _on_reception_over(prefill: _Prefill, receiver: Receiver, reception: "asyncio.Task[None]") -> None:

@@ -61,7 +61,7 @@ class MakeEngineThread(Protocol):
 class Node:
     """`on_result` is the service's handler, called on the loop for each StepResult; `on_progress` when a PRODUCE
     request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone, or
-    hangs. `engine_thread` makes what steps the engine."""
+    hangs. `make_engine_thread` makes the thread that steps the engine."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Node:
         *,
         fetch_timeout: float = 10.0,
         prefill_rate: PrefillRate | None = None,
-        engine_thread: MakeEngineThread = EngineThread,
+        make_engine_thread: MakeEngineThread = EngineThread,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.identity = identity
@@ -82,8 +82,8 @@ class Node:
         self.activity = Activity()
         self.lease_counts = LeaseCounts()
         self.draining = False
-        self.engine = engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
-        self._publisher = Publisher(connector, posted_unpin(self.engine))
+        self.engine_thread = make_engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
+        self._publisher = Publisher(connector, posted_unpin(self.engine_thread))
         self._fetch_timeout = fetch_timeout
         self._absences = Absences(loop.time)
         self._watchdog: Watchdog | None = None
@@ -100,11 +100,11 @@ class Node:
         self._handler = handler
         self._on_progress = on_progress
         self._publisher.start(self._on_crash)
-        self.engine.start()
+        self.engine_thread.start()
 
     def watch_steps(self, timeout: float) -> None:
         """An engine that makes no turn for so many seconds counts as crashed. Call once, after `start`."""
-        self._watchdog = Watchdog(lambda: self.engine.num_turns, self._on_crash, timeout=timeout)
+        self._watchdog = Watchdog(lambda: self.engine_thread.num_turns, self._on_crash, timeout=timeout)
         self._watchdog.start()
 
     def receiver(
@@ -117,7 +117,7 @@ class Node:
         return Receiver(
             admission,
             self.connector,
-            self.engine,
+            self.engine_thread,
             block_size=self.engine_config.block_size,
             absences=self._absences,
             fetch_timeout=self._fetch_timeout,
@@ -128,14 +128,14 @@ class Node:
 
     async def check_idle(self) -> None:
         """Raises when anything is left of any request. For tests and for an idle node."""
-        await self.engine.call(lambda engine: None)  # what it has named before is with the publisher afterwards
+        await self.engine_thread.call(lambda engine: None)  # what it has named before is with the publisher afterwards
         await self._publisher.drain()
-        await self.engine.call(lambda engine: engine.check_idle())
+        await self.engine_thread.call(lambda engine: engine.check_idle())
 
     async def close(self) -> None:
         if self._watchdog is not None:
             await self._watchdog.close()
-        await self.engine.stop(0.0 if self._hangs else _STOP_SECONDS)
+        await self.engine_thread.stop(0.0 if self._hangs else _STOP_SECONDS)
         await self._publisher.close()
         await self.connector.close()
 

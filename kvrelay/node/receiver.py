@@ -34,7 +34,7 @@ class Receiver:
         self,
         admission: Admission,
         connector: KVConnector,
-        engine: EngineThread,
+        engine_thread: EngineThread,
         *,
         block_size: int,
         absences: Absences,
@@ -48,7 +48,7 @@ class Receiver:
         self._missing = [Block(block.block_id, block.block_hash, block.num_tokens) for block in admission.missing]
         self._ladder = Ladder(len(self._missing))
         self._connector = connector
-        self._engine = engine
+        self._engine_thread = engine_thread
         self._absences = absences
         self._fetch_timeout = fetch_timeout
         self._patience = patience
@@ -85,7 +85,7 @@ class Receiver:
         if self._pinned:
             self._pinned = False
             block_ids = [block.block_id for block in self._missing]
-            self._engine.post(lambda engine: engine.unpin(block_ids))
+            self._engine_thread.post(lambda engine: engine.unpin(block_ids))
 
     async def run(self) -> FetchReport:
         """Returns what was received. Cancel to give up. Once begun it unpins the blocks in any case; whoever runs it as
@@ -121,7 +121,7 @@ class Receiver:
         num_fetched = self._ladder.settle(ask, outcomes)
         if num_fetched:
             request_id = self._request_id
-            self._engine.post(lambda engine: engine.deliver(request_id, num_fetched))
+            self._engine_thread.post(lambda engine: engine.deliver(request_id, num_fetched))
         origin = "the store" if ask.source is None else ask.source.node_id
         _logger.debug("request %s: %d more leading blocks from %s", self._request_id, num_fetched, origin)
         in_vain = [outcome.value for outcome in outcomes if outcome is not FetchOutcome.FETCHED]
@@ -169,6 +169,6 @@ def ends_at(timeout_ms: int) -> float | None:
     return asyncio.get_running_loop().time() + timeout_ms / 1000 if timeout_ms else None
 
 
-def posted_unpin(engine: EngineThread) -> Callable[[Sequence[int]], None]:
-    """`Engine.unpin`, for callers on other threads than the engine's."""
-    return lambda block_ids: engine.post(lambda core: core.unpin(block_ids))
+def posted_unpin(engine_thread: EngineThread) -> Callable[[Sequence[int]], None]:
+    """Returns `Engine.unpin` for callers on other threads than the engine's."""
+    return lambda block_ids: engine_thread.post(lambda engine: engine.unpin(block_ids))

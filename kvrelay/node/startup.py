@@ -103,7 +103,7 @@ def _join(
         connector,
         fetch_timeout=settings.fetch_timeout,
         prefill_rate=prefill_rate,
-        engine_thread=partial(EngineThread, stream_interval=settings.stream_interval),
+        make_engine_thread=partial(EngineThread, stream_interval=settings.stream_interval),
     )
 
 

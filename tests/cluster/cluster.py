@@ -68,7 +68,7 @@ class Cluster:
     def hold(self, node_id: str) -> threading.Event:
         """The node's engine does nothing from its next step on, until the event is set."""
         gate = threading.Event()
-        self.node(node_id).engine.post(lambda engine: _wait(gate))
+        self.node(node_id).engine_thread.post(lambda engine: _wait(gate))
         return gate
 
     async def wait_admitted(self, node_id: str) -> None:

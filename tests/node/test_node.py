@@ -43,7 +43,7 @@ async def test_who_sends_tokens_runs_before_watchers_and_the_publisher() -> None
     await asyncio.sleep(0)
     node.start(on_result)
     request = EngineRequest("a", tuple(range(2 * BLOCK_SIZE)), SamplingParams(max_tokens=1, temperature=0.0, seed=0))
-    await node.engine.call(lambda engine: engine.add(request))
+    await node.engine_thread.call(lambda engine: engine.add(request))
     async with asyncio.timeout(10.0):
         await asyncio.gather(*tasks)
     await node.check_idle()

@@ -36,7 +36,7 @@ def prefill(
 
 
 async def num_leases(service: PrefillService) -> int:
-    return await service._node.engine.call(lambda engine: engine.load().num_leases)
+    return await service._node.engine_thread.call(lambda engine: engine.load().num_leases)
 
 
 async def release(service: PrefillService, *lease_ids: str) -> None:

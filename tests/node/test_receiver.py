@@ -39,7 +39,7 @@ class Reception:
     async def run(self) -> FetchReport:
         async with asyncio.timeout(PATIENCE):
             report = await self.receiver.run()
-        computed = await self.node.engine.call(lambda engine: engine._sequences["r"][0].num_computed_tokens)
+        computed = await self.node.engine_thread.call(lambda engine: engine._sequences["r"][0].num_computed_tokens)
         assert computed == report.num_tokens, "what is reported was delivered"
         memory = self.connector._require().pool.buffer.memory
         num_blocks = sum(count for _, count in report.fetched)
@@ -74,7 +74,7 @@ async def reception(
             stack.push_async_callback(holder.close)
         sampling = SamplingParams(max_tokens=3, seed=0)
         request = EngineRequest("r", PROMPT, sampling, role=KVRole.CONSUME, receive=True)
-        await node.engine.call(lambda engine: engine.add(request))
+        await node.engine_thread.call(lambda engine: engine.add(request))
         async with asyncio.timeout(PATIENCE):
             admission = await admissions.get()
         assert len(admission.missing) == NUM_BLOCKS
@@ -82,7 +82,7 @@ async def reception(
         receiver = Receiver(
             admission,
             connector,
-            node.engine,
+            node.engine_thread,
             block_size=BLOCK_SIZE,
             absences=absences or Absences(lambda: 0.0),
             fetch_timeout=fetch_timeout,
@@ -91,7 +91,7 @@ async def reception(
             ends_at=None if time_left is None else asyncio.get_running_loop().time() + time_left,
         )
         yield Reception(node, connector, admission, p, h, store, receiver, missing)
-        await node.engine.call(lambda engine: engine.abort("r"))
+        await node.engine_thread.call(lambda engine: engine.abort("r"))
         await node.check_idle()
 
 

@@ -58,7 +58,7 @@ async def test_a_node_whose_engine_hangs_says_so_and_lets_its_watchers_go() -> N
             watching = asyncio.create_task(watched_until_it_ends(channel))
             stub: Any = node_pb2_grpc.NodeStub(channel)
             assert [await health_of(channel, name) for name in (WHOLE_SERVER, service.name)] == ["SERVING"] * 2
-            node.engine.post(hang)
+            node.engine_thread.post(hang)
             node.watch_steps(0.2)
             async with asyncio.timeout(PATIENCE):
                 await node.crashed.wait()
@@ -77,9 +77,9 @@ async def test_an_idle_engine_does_not_hang() -> None:
     node = make_node()
     NodeServer(node, service := DecodeService(node))
     service.start()
-    before = node.engine.num_turns
+    before = node.engine_thread.num_turns
     async with asyncio.timeout(PATIENCE):
-        while node.engine.num_turns < before + 2:
+        while node.engine_thread.num_turns < before + 2:
             await asyncio.sleep(0.05)
     await node.close()
 
