@@ -27,7 +27,7 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.wire import logprobs_to_wire, output_to_wire, source_from_wire
 from kvrelay.engine.request import Admission, KVRole, PromptOutput, StepResult
-from kvrelay.node.convert import engine_request, report_to_wire
+from kvrelay.node import convert
 from kvrelay.node.ladder import NOTHING_FETCHED, FetchReport
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
@@ -85,27 +85,29 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncGenerator[pb.PrefillEvent, None]:
         self._node.require_accepting()
-        asked = engine_request(
+        engine_request = convert.engine_request(
             request,
             KVRole.PRODUCE,
             vocab_size=self._node.identity.vocab_size,
             has_store=self._node.connector.has_store,
         )
-        num_blocks = -(-len(asked.given_token_ids) // self._node.engine_config.block_size)
-        if asked.request_id in self._active or asked.request_id in self._leases:
-            raise InvalidRequestError(f"request {asked.request_id} is running already", field="request_id")
-        prefill = self._active[asked.request_id] = _Prefill(request, num_blocks, ends_at=ends_at(request.timeout_ms))
-        self._leases.open(asked.request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
-        self._node.activity.begin(asked.request_id)  # until its lease ends
+        num_blocks = -(-len(engine_request.given_token_ids) // self._node.engine_config.block_size)
+        if engine_request.request_id in self._active or engine_request.request_id in self._leases:
+            raise InvalidRequestError(f"request {engine_request.request_id} is running already", field="request_id")
+        prefill = self._active[engine_request.request_id] = _Prefill(
+            request, num_blocks, ends_at=ends_at(request.timeout_ms)
+        )
+        self._leases.open(engine_request.request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
+        self._node.activity.begin(engine_request.request_id)  # until its lease ends
         try:
-            await self._node.engine_thread.call(lambda engine: engine.add(asked))
-            yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=asked.request_id))
+            await self._node.engine_thread.call(lambda engine: engine.add(engine_request))
+            yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=engine_request.request_id))
             while (event := await prefill.events.get()) is not None:
                 if isinstance(event, KVRelayError):
                     raise event
                 yield event
         finally:
-            self._close(asked.request_id, prefill)
+            self._close(engine_request.request_id, prefill)
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
         unknown = self._leases.renew(request.lease_ids, _lease_seconds(request.ttl_ms))
@@ -166,7 +168,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             prompt_logprobs=[logprobs_to_wire(entry) for entry in prefill.prompt.prompt_logprobs],
             num_cached_tokens=prefill.prompt.num_cached_tokens,
             num_fetched_tokens=prefill.fetches.num_tokens,
-            fetches=report_to_wire(prefill.fetches),
+            fetches=convert.report_to_wire(prefill.fetches),
         )
         prefill.finished = True
         prefill.events.put_nowait(pb.PrefillEvent(finished=event))

@@ -98,14 +98,14 @@ class SegmentReader(Generic[PeerT]):
         verdicts: list[Verdict] = [FetchOutcome.MISSING] * len(blocks)
         candidates = [holder.slots.get(block.block_hash, ()) for block in blocks]
         for turn in range(max(map(len, candidates), default=0)):
-            asked = [
+            untried = [
                 index
                 for index, slots in enumerate(candidates)
                 if turn < len(slots) and verdicts[index] is not FetchOutcome.FETCHED
             ]
-            if not asked:
+            if not untried:
                 break
-            self._try(holder, blocks, {index: candidates[index][turn] for index in asked}, verdicts)
+            self._try(holder, blocks, {index: candidates[index][turn] for index in untried}, verdicts)
         return verdicts
 
     def _try(

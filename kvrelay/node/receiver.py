@@ -136,20 +136,20 @@ class Receiver:
         found not to have."""
         source = ask.source
         outcomes = [FetchOutcome.MISSING] * len(ask.indices)
-        asked = [
+        positions = [
             position
             for position, index in enumerate(ask.indices)
             if source is None or not (ask.is_guess and self._absences.has(source, self._missing[index].block_hash))
         ]
-        if not asked:
+        if not positions:
             return outcomes
-        wanted = [self._missing[ask.indices[position]] for position in asked]
+        wanted = [self._missing[ask.indices[position]] for position in positions]
         try:
             found = (await self._connector.fetch(source, wanted, timeout=self._timeout(ask))).outcomes
         except KVError as error:
             _logger.warning("request %s: nothing fetched: %s", self._request_id, error)
             found = (FetchOutcome.FAILED,) * len(wanted)
-        for position, outcome in zip(asked, found, strict=True):
+        for position, outcome in zip(positions, found, strict=True):
             outcomes[position] = outcome
         if source is not None:
             arrived = zip(wanted, found, strict=True)

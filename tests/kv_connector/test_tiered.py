@@ -46,7 +46,7 @@ class Tier(InProcessConnector):
         self.name = name
         self.hangs = False
         self.fails = False
-        self.asked: list[tuple[int, float]] = []  # blocks and seconds
+        self.fetches: list[tuple[int, float]] = []  # blocks and seconds
         self.retracted: list[int] = []
 
     async def publish(self, blocks: Sequence[Block]) -> None:
@@ -59,7 +59,7 @@ class Tier(InProcessConnector):
         super().retract(block_ids)
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        self.asked.append((len(blocks), timeout))
+        self.fetches.append((len(blocks), timeout))
         if self.fails:
             raise KVError("told to fail")
         if self.hangs:
@@ -101,7 +101,7 @@ async def test_what_the_first_has_is_not_asked_of_the_second(pair: Pair) -> None
     sent = blocks(5)
     await write_and_publish(pair.owner, sent)
     assert set(await pair.fetch(sent)) == {FETCHED}
-    assert not pair.peer_tiers[1].asked
+    assert not pair.peer_tiers[1].fetches
     assert pair.peer.connector.stats.blocks_fetched == 5
 
 
@@ -111,7 +111,7 @@ async def test_blocks_fall_through_one_by_one(pair: Pair) -> None:
     pair.owner_tiers[0].retract([1, 2])
     pair.owner_tiers[1].retract([2])
     assert await pair.fetch(sent) == (FETCHED, FETCHED, MISSING, FETCHED)
-    assert [count for count, _ in pair.peer_tiers[1].asked] == [2]
+    assert [count for count, _ in pair.peer_tiers[1].fetches] == [2]
 
 
 async def test_a_tier_that_fails_or_hangs_leaves_time_for_the_next(pair: Pair) -> None:
@@ -121,7 +121,7 @@ async def test_a_tier_that_fails_or_hangs_leaves_time_for_the_next(pair: Pair) -
     assert set(await pair.fetch(sent)) == {FETCHED}
     pair.peer_tiers[0].fails, pair.peer_tiers[0].hangs = False, True
     assert set(await pair.fetch(sent, timeout=0.2)) == {FETCHED}
-    [first, second] = pair.peer_tiers[0].asked[-1][1], pair.peer_tiers[1].asked[-1][1]
+    [first, second] = pair.peer_tiers[0].fetches[-1][1], pair.peer_tiers[1].fetches[-1][1]
     assert 0.09 < first <= 0.1 and 0 < second <= 0.11
     pair.peer_tiers[1].hangs = True
     assert set(await pair.fetch(sent, timeout=0.05)) == {FAILED}
@@ -163,7 +163,7 @@ async def test_a_cancelled_fetch_leaves_memory_quiet(pair: Pair) -> None:
     await write_and_publish(pair.owner, sent)
     pair.peer_tiers[0].hangs = True
     task = asyncio.create_task(pair.fetch(sent))
-    while not pair.peer_tiers[0].asked:
+    while not pair.peer_tiers[0].fetches:
         await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task])
@@ -174,7 +174,7 @@ async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: 
     sent = blocks(3)
     await write_and_publish(pair.owner, sent)
     assert set((await pair.peer.connector.fetch(None, sent, timeout=PATIENCE)).outcomes) == {MISSING}
-    assert not pair.peer_tiers[0].asked
+    assert not pair.peer_tiers[0].fetches
     store = RedisConnector(RedisSettings(url=redis_server.url, key_prefix="nowhere"))
     tier = Tier(InProcessHub())
     tiers: list[HostConnector] = [tier, store]
@@ -182,7 +182,7 @@ async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: 
     await write_and_publish(node, sent)
     wanted = moved(sent, 4)
     assert set((await node.connector.fetch(None, wanted, timeout=PATIENCE)).outcomes) == {FETCHED}
-    assert not tier.asked and node.row(6) == content(sent[2].block_hash, LAYOUT.block_bytes)
+    assert not tier.fetches and node.row(6) == content(sent[2].block_hash, LAYOUT.block_bytes)
     await node.connector.close()
 
 
@@ -190,7 +190,7 @@ async def test_a_source_that_nobody_can_reach(pair: Pair) -> None:
     for endpoint in ("", "nonsense", f"host={this_host()};other=1"):
         source = KVSource("x", 1, endpoint)
         assert set((await pair.peer.connector.fetch(source, blocks(2), timeout=1)).outcomes) == {FAILED}
-    assert not pair.peer_tiers[0].asked
+    assert not pair.peer_tiers[0].fetches
 
 
 # -- shared memory, UCX and Redis over one pool ----------------------------------------------------------------------

@@ -15,17 +15,17 @@ _NUM_BLOCKS = 16
 
 class LadderConnector(InProcessConnector):
     """The reader's. Fetches from a node in `hung` never end by themselves; without a source it reads from `store`.
-    `asked` has every fetch in order."""
+    `fetches` has every fetch in order."""
 
     def __init__(self, hub: InProcessHub) -> None:
         super().__init__(hub)
         self.hung: set[str] = set()
         self.store: KVSource | None = None
-        self.asked: list[tuple[str, int]] = []  # node id or "" and number of blocks
+        self.fetches: list[tuple[str, int]] = []  # node id or "" and number of blocks
         self.timeouts: list[float] = []
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        self.asked.append(("" if source is None else source.node_id, len(blocks)))
+        self.fetches.append(("" if source is None else source.node_id, len(blocks)))
         self.timeouts.append(timeout)
         if source is not None and source.node_id in self.hung:
             with suppress(TimeoutError):

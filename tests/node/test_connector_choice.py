@@ -41,14 +41,14 @@ def test_what_was_asked_for_is_taken() -> None:
 
 
 class SelfTests:
-    """What each connector's self-test says; good unless stated. `asked` in order."""
+    """What each connector's self-test says; good unless stated. `checked` in order."""
 
     def __init__(self, **problems: SelfTestReport) -> None:
-        self.asked: list[str] = []
+        self.checked: list[str] = []
         self._problems = problems
 
     async def check(self, name: str) -> SelfTestReport:
-        self.asked.append(name)
+        self.checked.append(name)
         return self._problems.get(name, SelfTestReport(bytes_per_second=1e9))
 
     async def choose(self, value: str, host: str = "10.0.0.2") -> ConnectorChoice:
@@ -67,7 +67,7 @@ async def test_auto_leaves_out_what_fails_its_self_test(report: SelfTestReport) 
     tests = SelfTests(ucx=report)
     choice = await tests.choose("auto")
     assert choice.names == ("redis",) and report.problem in choice.reason
-    assert tests.asked == ["shared_memory", "ucx", "redis"]
+    assert tests.checked == ["shared_memory", "ucx", "redis"]
     assert (await SelfTests(shared_memory=report).choose("auto")).names == ("ucx",)
 
 
@@ -97,7 +97,7 @@ async def test_a_redis_that_is_away_may_come_back_but_one_that_lies_is_refused()
 async def test_each_connector_is_tested_once() -> None:
     tests = SelfTests()
     assert (await tests.choose("shared_memory,ucx,redis")).names == ("shared_memory", "ucx", "redis")
-    assert tests.asked == ["shared_memory", "ucx", "redis"]
+    assert tests.checked == ["shared_memory", "ucx", "redis"]
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,11 @@ class SelfTests:
     """What each connector's self-test says; good unless stated."""
 
     def __init__(self, *bad: str) -> None:
-        self.asked: list[str] = []
+        self.checked: list[str] = []
         self._bad = bad
 
     async def check(self, name: str) -> SelfTestReport:
-        self.asked.append(name)
+        self.checked.append(name)
         return SelfTestReport("nothing arrived") if name in self._bad else SelfTestReport(bytes_per_second=1e9)
 
     async def choose(self, names: str, wish: DeviceTransfer = "auto", problem: str = "") -> str:
@@ -96,7 +96,7 @@ async def test_what_passes_serves_device_memory() -> None:
 async def test_ucx_does_for_both_but_nothing_does_for_ucx() -> None:
     assert await SelfTests("cuda_ipc").choose("shared_memory,ucx") == "ucx"
     tests = SelfTests("ucx")
-    assert await tests.choose("shared_memory,ucx") == "" and tests.asked == ["ucx"]
+    assert await tests.choose("shared_memory,ucx") == "" and tests.checked == ["ucx"]
     assert await SelfTests("cuda_ipc").choose("shared_memory") == ""
 
 
@@ -105,7 +105,7 @@ async def test_staging_is_asked_for_or_unavoidable() -> None:
     assert await tests.choose("shared_memory", "staged") == ""
     assert await tests.choose("ucx,redis") == ""
     assert await tests.choose("ucx", problem="no") == ""
-    assert not tests.asked
+    assert not tests.checked
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ async def test_everything_from_the_source_that_announces() -> None:
         case.receiver.announce(case.p.source, 5, ended=True)
         report = await case.run()
         assert report == FetchReport(37, (("p", 5),), ())
-        assert case.connector.asked == [("p", 5)] and case.missing == []
+        assert case.connector.fetches == [("p", 5)] and case.missing == []
 
 
 async def test_holders_are_asked_before_anything_is_announced() -> None:
@@ -110,7 +110,7 @@ async def test_holders_are_asked_before_anything_is_announced() -> None:
         await case.p.hold(case.admission, 5)
         case.receiver.offer(case.h.source, 3)
         task = asyncio.create_task(case.run())
-        while case.connector.asked != [("h", 3)]:
+        while case.connector.fetches != [("h", 3)]:
             await asyncio.sleep(0)
         case.receiver.announce(case.p.source, 5)
         assert (await task).fetched == (("h", 3), ("p", 2))
@@ -137,7 +137,7 @@ async def test_a_block_that_one_holder_has_not_comes_from_the_next(fault: Fault,
         case.receiver.offer(case.h.source, 2)
         report = await case.run()
         assert (report.num_tokens, report.fetched, report.in_vain) == (37, (("p", 4), ("h", 1)), ((outcome, 1),))
-        assert case.connector.asked == [("p", 5), ("h", 1)], "the blocks behind the bad one were kept"
+        assert case.connector.fetches == [("p", 5), ("h", 1)], "the blocks behind the bad one were kept"
 
 
 async def test_a_holder_is_not_asked_for_what_another_request_did_not_get_unless_it_announces_it() -> None:
@@ -148,7 +148,7 @@ async def test_a_holder_is_not_asked_for_what_another_request_did_not_get_unless
         absences.note(case.h.source, [missing[index].block_hash for index in (0, 1, 2, 3, 4)])
         case.receiver.offer(case.h.source, 5)
         case.receiver.end()
-        assert (await case.run()).num_tokens == 0 and case.connector.asked == [("", 5)]
+        assert (await case.run()).num_tokens == 0 and case.connector.fetches == [("", 5)]
     async with reception(absences=absences) as case:
         await case.h.hold(case.admission, 5)
         case.receiver.announce(case.h.source, 5, ended=True)
@@ -187,7 +187,7 @@ async def test_a_holder_that_is_gone_is_asked_once() -> None:
         case.receiver.announce(case.p.source, 5)
         report = await case.run()
         assert (report.fetched, report.in_vain) == ((("h", 5),), ((FetchOutcome.FAILED, 5),))
-        assert case.connector.asked == [("p", 5), ("h", 5)]
+        assert case.connector.fetches == [("p", 5), ("h", 5)]
 
 
 async def test_a_holder_that_hangs_costs_one_timeout() -> None:
@@ -198,7 +198,7 @@ async def test_a_holder_that_hangs_costs_one_timeout() -> None:
         case.receiver.end()
         report = await case.run()
         assert (report.num_tokens, report.in_vain) == (0, ((FetchOutcome.FAILED, 9),))
-        assert case.connector.asked == [("p", 5), ("h", 4), ("", 5)]
+        assert case.connector.fetches == [("p", 5), ("h", 4), ("", 5)]
         assert case.connector.timeouts[1] < case.connector.timeouts[0], "less for who has not announced anything"
 
 
@@ -223,7 +223,7 @@ async def test_the_router_is_told_what_nobody_has_and_may_name_another_source() 
         assert case.missing == [21] and not task.done()
         await case.h.hold(case.admission, 5)
         case.receiver.announce(case.h.source, 3)
-        while case.connector.asked[-1][0] != "h":
+        while case.connector.fetches[-1][0] != "h":
             await asyncio.sleep(0)
         case.receiver.announce(case.h.source, 5, ended=True)
         assert (await task).fetched == (("p", 2), ("h", 3))
@@ -258,7 +258,7 @@ async def test_a_cancelled_reception_unpins_its_blocks() -> None:
         case.connector.hung = {"p"}
         case.receiver.announce(case.p.source, 5)
         task = asyncio.create_task(case.receiver.run())
-        while not case.connector.asked:
+        while not case.connector.fetches:
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
