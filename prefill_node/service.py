@@ -91,23 +91,22 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             vocab_size=self._node.identity.vocab_size,
             has_store=self._node.connector.has_store,
         )
+        request_id = engine_request.request_id
         num_blocks = -(-len(engine_request.given_token_ids) // self._node.engine_config.block_size)
-        if engine_request.request_id in self._active or engine_request.request_id in self._leases:
-            raise InvalidRequestError(f"request {engine_request.request_id} is running already", field="request_id")
-        prefill = self._active[engine_request.request_id] = _Prefill(
-            request, num_blocks, ends_at=ends_at(request.timeout_ms)
-        )
-        self._leases.open(engine_request.request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
-        self._node.activity.begin(engine_request.request_id)  # until its lease ends
+        if request_id in self._active or request_id in self._leases:
+            raise InvalidRequestError(f"request {request_id} is running already", field="request_id")
+        prefill = self._active[request_id] = _Prefill(request, num_blocks, ends_at=ends_at(request.timeout_ms))
+        self._leases.open(request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
+        self._node.activity.begin(request_id)  # until its lease ends
         try:
             await self._node.engine_thread.call(lambda engine: engine.add(engine_request))
-            yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=engine_request.request_id))
+            yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=request_id))
             while (event := await prefill.events.get()) is not None:
                 if isinstance(event, KVRelayError):
                     raise event
                 yield event
         finally:
-            self._close(engine_request.request_id, prefill)
+            self._close(request_id, prefill)
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
         unknown = self._leases.renew(request.lease_ids, _lease_seconds(request.ttl_ms))
