@@ -24,7 +24,7 @@ from typing import IO
 import numpy as np
 import torch
 
-from kv_connector.base import Block, FetchResult, KVConnector
+from kv_connector.base import FetchResult, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.tiered import TieredConnector
@@ -32,6 +32,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
 
@@ -48,8 +49,8 @@ _SETTINGS = ConnectorSettings(
 )
 
 
-def named_blocks(count: int) -> list[Block]:
-    return [Block(i, BlockHash(hashlib.sha256(b"bench %d" % i).digest()), 16) for i in range(count)]
+def named_blocks(count: int) -> list[NamedBlock]:
+    return [NamedBlock(i, BlockHash(hashlib.sha256(b"bench %d" % i).digest()), 16) for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def _finish(device: torch.device) -> None:
 
 
 async def fetch_rate(
-    connector: KVConnector, source: KVSource | None, blocks: Sequence[Block], block_bytes: int
+    connector: KVConnector, source: KVSource | None, blocks: Sequence[NamedBlock], block_bytes: int
 ) -> float:
     best = float("inf")
     for _ in range(_ROUNDS):

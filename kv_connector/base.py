@@ -11,9 +11,9 @@ from enum import Enum
 from typing import Protocol
 
 from kv_connector.stats import ConnectorStats
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,6 @@ class PoolBuffer:
     memory: memoryview
     layout: KVLayout
     num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block of the local pool under a name: `num_tokens` of its slots are valid."""
-
-    block_id: int
-    block_hash: BlockHash
-    num_tokens: int
 
 
 class FetchOutcome(Enum):
@@ -92,7 +83,7 @@ class KVConnector(Protocol):
         """
         ...
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         """Make blocks fetchable. The caller keeps them pinned and unchanged until this returns. Publishing a block
         again is allowed and costs next to nothing. Raises KVError when none could be published."""
         ...
@@ -103,7 +94,7 @@ class KVConnector(Protocol):
         elsewhere does nothing."""
         ...
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         """Copy blocks by name into the local pool at their `block_id`. `source` None asks only what is shared by all
         (Redis).
 

@@ -13,13 +13,14 @@ from enum import Enum
 from random import Random
 from typing import Protocol
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, HostConnector, PoolBuffer
 from kv_connector.header import Mismatch, payload_digest
 from kv_connector.pool import Rows, copy_payload
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _STALL_SECONDS = 5.0  # of a publish, which has no deadline of its own
 
@@ -89,7 +90,7 @@ class FaultyConnector:
     def endpoint(self) -> str:
         return self._inner.endpoint
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         with self._under_way():
             plan = self._faults.plan("publish")
             await asyncio.sleep(plan.delay)
@@ -106,7 +107,7 @@ class FaultyConnector:
     def retract(self, block_ids: Sequence[int]) -> None:
         self._inner.retract(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         with self._under_way():
             plan = self._faults.plan("fetch")
             await asyncio.sleep(min(plan.delay, timeout))
@@ -127,7 +128,7 @@ class FaultyConnector:
     async def close(self) -> None:
         await self._inner.close()
 
-    def _damage(self, blocks: Sequence[Block], result: FetchResult) -> FetchResult:
+    def _damage(self, blocks: Sequence[NamedBlock], result: FetchResult) -> FetchResult:
         """The later half of what arrived is overwritten: its content is as undefined as the seam allows."""
         assert self._buffer is not None
         block_bytes = self._buffer.layout.block_bytes

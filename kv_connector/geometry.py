@@ -5,9 +5,9 @@ Here a block's header is filled in, and a header is held against the block that 
 
 from dataclasses import dataclass
 
-from kv_connector.base import Block
 from kv_connector.header import DIGEST_OFFSET, BlockHeader, Mismatch, encoded_before_digest, layout_digest
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.named_block import NamedBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Geometry:
             return Mismatch.LAYOUT
         return None if self.block_bytes == other.block_bytes else Mismatch.LENGTH
 
-    def header(self, block: Block, epoch: int, payload_digest: bytes) -> BlockHeader:
+    def header(self, block: NamedBlock, epoch: int, payload_digest: bytes) -> BlockHeader:
         """Of a block whose content has that digest, published by the node of that epoch."""
         return BlockHeader(
             block_hash=block.block_hash,
@@ -38,7 +38,7 @@ class Geometry:
             payload_digest=payload_digest,
         )
 
-    def verify(self, header: BlockHeader, block: Block, *, epoch: int | None) -> Mismatch | None:
+    def verify(self, header: BlockHeader, block: NamedBlock, *, epoch: int | None) -> Mismatch | None:
         """Whether this is the header of the block that was asked for; see `BlockHeader.verify`."""
         return header.verify(
             block_hash=block.block_hash,
@@ -48,7 +48,7 @@ class Geometry:
             epoch=epoch,
         )
 
-    def promised_digest(self, header: bytes, block: Block, *, epoch: int) -> bytes | Mismatch:
+    def promised_digest(self, header: bytes, block: NamedBlock, *, epoch: int) -> bytes | Mismatch:
         """The digest that the payload has to have, of an encoded header; or the first field that is not the one asked
         for. A right header, as nearly all are, is compared as bytes and not decoded."""
         right = encoded_before_digest(block.block_hash, self.layout_digest, self.block_bytes, block.num_tokens, epoch)

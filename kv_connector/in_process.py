@@ -6,7 +6,7 @@ Invariant: a block is reported as fetched only if its generation (see `shared_po
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.header import Mismatch
 from kv_connector.pool import CopyPayload, LocalPool, Slices, copy_payload
 from kv_connector.shared_pool import SharedPool
@@ -16,6 +16,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _SLICE_BYTES = 1 << 20  # copied on the loop, which gets a turn after each
 
@@ -58,7 +59,7 @@ class InProcessConnector:
     def endpoint(self) -> str:
         return self._endpoint
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
             shared = self._require()
             for block in part:
@@ -70,7 +71,7 @@ class InProcessConnector:
         if shared is not None:
             shared.remove(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
         for part in Slices(blocks, block_bytes, _SLICE_BYTES):
@@ -92,7 +93,7 @@ class InProcessConnector:
             raise KVError("the in-process connector is not allocated, or closed")
         return self._shared
 
-    def _read(self, source: KVSource | None, blocks: Sequence[Block]) -> list[Verdict]:
+    def _read(self, source: KVSource | None, blocks: Sequence[NamedBlock]) -> list[Verdict]:
         local = self._require()
         if source is None:
             return [FetchOutcome.MISSING] * len(blocks)
@@ -104,7 +105,9 @@ class InProcessConnector:
         return [_read_block(local, peer, block, self._copy) for block in blocks]
 
 
-def _read_block(local: SharedPool[LocalPool], peer: SharedPool[LocalPool], block: Block, copy: CopyPayload) -> Verdict:
+def _read_block(
+    local: SharedPool[LocalPool], peer: SharedPool[LocalPool], block: NamedBlock, copy: CopyPayload
+) -> Verdict:
     """A name may be held by several blocks; any good one will do."""
     verdict: Verdict = FetchOutcome.MISSING
     for block_id, generation, header in peer.find(block.block_hash):

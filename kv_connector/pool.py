@@ -11,11 +11,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kv_connector.base import Block, PoolBuffer
+from kv_connector.base import PoolBuffer
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader, payload_digest
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.named_block import NamedBlock
 
 Rows = NDArray[np.uint8]
 T = TypeVar("T")
@@ -48,7 +49,7 @@ class Payloads(Protocol):
         """Of blocks that nothing writes to."""
         ...
 
-    async def describe_all(self, blocks: Sequence[Block], epoch: int) -> list[BlockHeader]:
+    async def describe_all(self, blocks: Sequence[NamedBlock], epoch: int) -> list[BlockHeader]:
         """The headers of blocks as their content is now; reads all of it."""
         ...
 
@@ -106,7 +107,7 @@ class LocalPool:
                 mapping.madvise(mmap.MADV_HUGEPAGE)  # the system copies to and from sockets page by page
         return cls.inside(mapping, 0, layout, num_blocks)
 
-    def describe(self, block: Block, epoch: int) -> BlockHeader:
+    def describe(self, block: NamedBlock, epoch: int) -> BlockHeader:
         """The header of a block as its content is now; reads all of it."""
         return self.geometry.header(block, epoch, payload_digest(self.rows[block.block_id].data))
 
@@ -119,7 +120,7 @@ class LocalPool:
     async def digests(self, block_ids: Sequence[int]) -> list[bytes]:
         return [payload_digest(self.rows[block_id].data) for block_id in block_ids]
 
-    async def describe_all(self, blocks: Sequence[Block], epoch: int) -> list[BlockHeader]:
+    async def describe_all(self, blocks: Sequence[NamedBlock], epoch: int) -> list[BlockHeader]:
         return [self.describe(block, epoch) for block in blocks]
 
     async def settle(self) -> None:

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from kv_connector.base import Block, FetchOutcome, HostConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, HostConnector, PoolBuffer
 from kv_connector.device.memory import BlockCopy, DeviceMemory
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 # 128 KiB a block.
 SCRATCH_LAYOUT = KVLayout(num_kv_heads=2, num_layers=16, block_size=16, head_dim=64, dtype="bfloat16")
@@ -64,7 +65,9 @@ async def _check_transport(holder: HostConnector, reader: HostConnector, timeout
             )
         pattern = os.urandom(count * SCRATCH_LAYOUT.block_bytes)
         pools[0].memory[:] = pattern
-        blocks = [Block(index, BlockHash(os.urandom(HASH_BYTES)), SCRATCH_LAYOUT.block_size) for index in range(count)]
+        blocks = [
+            NamedBlock(index, BlockHash(os.urandom(HASH_BYTES)), SCRATCH_LAYOUT.block_size) for index in range(count)
+        ]
         await holder.publish(blocks)
         source = None if holder.has_store else KVSource("self-test-holder", epoch, holder.endpoint)
         rate = 0.0

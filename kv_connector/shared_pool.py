@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kv_connector.base import Block
 from kv_connector.header import BlockHeader
 from kv_connector.pool import LocalPool, Payloads
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.named_block import NamedBlock
 
 PoolT = TypeVar("PoolT", bound=Payloads)
 
@@ -31,14 +31,14 @@ class SharedPool(Generic[PoolT]):
     def __post_init__(self) -> None:
         self.generations = [0] * self.pool.num_blocks
 
-    def publish(self: "SharedPool[LocalPool]", block: Block) -> bool:
+    def publish(self: "SharedPool[LocalPool]", block: NamedBlock) -> bool:
         """Digests the block and makes it visible, unless it is already or is retracted meanwhile."""
         generation = self.generations[block.block_id]
         if self._holds(block):
             return False
         return self.put(block.block_id, self.pool.describe(block, self.epoch), generation)
 
-    async def publish_all(self, blocks: Sequence[Block]) -> int:
+    async def publish_all(self, blocks: Sequence[NamedBlock]) -> int:
         """The same for several, wherever the pool is. How many became visible."""
         generations = self.generations
         fresh = [(block, generations[block.block_id]) for block in blocks if not self._holds(block)]
@@ -68,7 +68,7 @@ class SharedPool(Generic[PoolT]):
         with self.lock:
             return [(held, self.generations[held], self.headers[held]) for held in self.holders.get(name, ())]
 
-    def _holds(self, block: Block) -> bool:
+    def _holds(self, block: NamedBlock) -> bool:
         held = self.headers.get(block.block_id)
         return held is not None and (held.block_hash, held.num_tokens) == (block.block_hash, block.num_tokens)
 

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer
 from kv_connector.cost_gate import CostGate, RecomputeSeconds
 from kv_connector.device.pool import DeviceConnector, DevicePool
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
@@ -23,6 +23,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _SAME_HOST = frozenset({"shared_memory", "cuda_ipc"})
 _SHARE = 0.5  # of the time that is left, for a tier that is not the last one
@@ -93,7 +94,7 @@ class TieredConnector(Generic[TierT_co]):
         found = {tier.name: tier.endpoint for tier in self.tiers if tier.endpoint}
         return Endpoints(self._host, found).encode() if found else ""
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         """A store behind other tiers takes what it is given into its own queue and returns at once."""
         errors: list[KVError] = []
         for tier in self.tiers:
@@ -110,7 +111,7 @@ class TieredConnector(Generic[TierT_co]):
         for tier in self.tiers:
             tier.retract(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         if not self._block_bytes:
             raise KVError("the tiered connector is not allocated, or closed")
         deadline = self._clock.now() + timeout
@@ -155,7 +156,7 @@ class TieredConnector(Generic[TierT_co]):
         return holders
 
     async def _ask(
-        self, tier: KVConnector, source: KVSource | None, blocks: Sequence[Block], timeout: float
+        self, tier: KVConnector, source: KVSource | None, blocks: Sequence[NamedBlock], timeout: float
     ) -> Sequence[FetchOutcome]:
         gate = self._gates.get(tier.name)
         num_bytes = len(blocks) * self._block_bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kv_connector.base import Block, FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.device.memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
 from kv_connector.device.pool import DevicePool
 from kv_connector.pool import Slices
@@ -26,6 +26,7 @@ from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class CudaIpcConnector:
     def endpoint(self) -> str:
         return self._require().segment.path.name
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         pool = self._require().pool
         for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
             published = await self._publish(self._require(), part)
@@ -99,7 +100,7 @@ class CudaIpcConnector:
         if state is not None:
             state.segment.slots.clear(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         state = self._require()
         await state.reader.fetch(source, blocks, verdicts)
@@ -120,7 +121,7 @@ class CudaIpcConnector:
             raise KVError("the CUDA IPC connector does not serve a pool, or is closed")
         return self._state
 
-    async def _publish(self, state: _Open, blocks: Sequence[Block]) -> int:
+    async def _publish(self, state: _Open, blocks: Sequence[NamedBlock]) -> int:
         """How many slots were filled."""
         absent = state.segment.slots.absent(blocks)
         headers = await state.pool.describe_all([block for block, _ in absent], state.epoch)

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, Protocol, TypeVar
 
-from kv_connector.base import Block, KVConnector
+from kv_connector.base import KVConnector
 from kv_connector.device.memory import DeviceBuffer, DirectMemory
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader
 from kv_connector.worker import Worker
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.named_block import NamedBlock
 
 _logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class DevicePool:
     async def digests(self, block_ids: Sequence[int]) -> list[bytes]:
         return await self.run(self.memory.digests, block_ids)
 
-    async def describe_all(self, blocks: Sequence[Block], epoch: int) -> list[BlockHeader]:
+    async def describe_all(self, blocks: Sequence[NamedBlock], epoch: int) -> list[BlockHeader]:
         digests = await self.digests([block.block_id for block in blocks]) if blocks else []
         return [self.geometry.header(block, epoch, digest) for block, digest in zip(blocks, digests, strict=True)]
 

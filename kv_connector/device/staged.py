@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, KVConnector, PoolBuffer
 from kv_connector.device.memory import BlockCopy, DeviceMemory
 from kv_connector.device.staging import ArrivalSlots, StagedBlock, StagedCopies
 from kv_connector.stats import ConnectorStats
@@ -23,6 +23,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _PART_BYTES = 32 << 20  # copied at a time
 _ARRIVAL_SHARE = 4  # one slot in so many is for blocks that arrive,
@@ -82,7 +83,7 @@ class StagedConnector:
     def endpoint(self) -> str:
         return self._inner.endpoint
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         errors: list[KVError] = []
         num_parts = 0
         for start in range(0, len(blocks), self._publish_part):
@@ -99,7 +100,7 @@ class StagedConnector:
     def retract(self, block_ids: Sequence[int]) -> None:
         self._take_back(self._copies.forget(block_ids))
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         deadline = self._clock.now() + timeout
         outcomes: list[FetchOutcome] = []
         while len(outcomes) < len(blocks):
@@ -129,7 +130,7 @@ class StagedConnector:
             self._worker.stop()
             await self._inner.close()
 
-    async def _publish(self, blocks: Sequence[Block]) -> None:
+    async def _publish(self, blocks: Sequence[NamedBlock]) -> None:
         self._require_open()
         claims = self._copies.claim(blocks)
         if claims.given_up:
@@ -157,10 +158,12 @@ class StagedConnector:
             self._copies.free(slots)
 
     async def _fetch(
-        self, source: KVSource | None, blocks: Sequence[Block], slots: Sequence[int], timeout: float
+        self, source: KVSource | None, blocks: Sequence[NamedBlock], slots: Sequence[int], timeout: float
     ) -> Sequence[FetchOutcome]:
         """The slots are the caller's again when this has ended, however it does."""
-        wanted = [Block(slot, block.block_hash, block.num_tokens) for slot, block in zip(slots, blocks, strict=True)]
+        wanted = [
+            NamedBlock(slot, block.block_hash, block.num_tokens) for slot, block in zip(slots, blocks, strict=True)
+        ]
         outcomes = (await self._inner.fetch(source, wanted, timeout=timeout)).outcomes
         arrived = [
             BlockCopy(block.block_id, slot)

@@ -10,15 +10,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_connector.base import Block
 from kv_connector.device.memory import BlockCopy
+from kvrelay.core.named_block import NamedBlock
 
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
     """`block` of the pool is, or is about to be, in `slot`. `generation`: of the block when that was decided."""
 
-    block: Block
+    block: NamedBlock
     slot: int
     generation: int
 
@@ -27,9 +27,9 @@ class StagedBlock:
         return BlockCopy(self.block.block_id, self.slot)
 
     @property
-    def staged(self) -> Block:
+    def staged(self) -> NamedBlock:
         """The block as the staging memory has it."""
-        return Block(self.slot, self.block.block_hash, self.block.num_tokens)
+        return NamedBlock(self.slot, self.block.block_hash, self.block.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class StagedCopies:
         self._generations = [0] * num_blocks  # per block of the pool, grows when it is retracted
         self._lock = threading.Lock()  # held for dictionary updates only
 
-    def claim(self, blocks: Sequence[Block]) -> Claims:
+    def claim(self, blocks: Sequence[NamedBlock]) -> Claims:
         """Slots for those that have no copy yet. They stay taken until `standing`, `commit` or `free`."""
         copies: list[StagedBlock] = []
         given_up: list[int] = []
@@ -106,7 +106,7 @@ class StagedCopies:
     def _stands(self, copy: StagedBlock) -> bool:
         return self._generations[copy.block.block_id] == copy.generation
 
-    def _touch(self, block: Block) -> bool:
+    def _touch(self, block: NamedBlock) -> bool:
         """Whether there is a copy of exactly this block, which is now the last to give way."""
         copy = self._copies.get(block.block_id)
         if copy is None or copy.block != block:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.header import Mismatch
 from kv_connector.pool import Payloads, Slices
 from kv_connector.segments.mapped_peers import MappedPeers, PeerT
@@ -18,6 +18,7 @@ from kv_connector.worker import RunsFunctions
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 CopyBlocks = Callable[[PeerT, Sequence[int], Sequence[int]], Sequence[bytes]]
 """Copies the peer's blocks in these slots (the last argument) to these blocks of ours; the digests of what arrived."""
@@ -51,7 +52,7 @@ class SegmentReader(Generic[PeerT]):
         self._slice_bytes = slice_bytes
         self._open = True
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], verdicts: Verdicts) -> None:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], verdicts: Verdicts) -> None:
         """Adds what became of the blocks that there was time for. Raises KVError when this is closed meanwhile."""
         if source is None or not blocks:
             verdicts.found += [FetchOutcome.MISSING] * len(blocks)
@@ -77,7 +78,7 @@ class SegmentReader(Generic[PeerT]):
             raise KVError("the connector was closed during a fetch")
 
     def _find_and_read(
-        self, source: KVSource, blocks: Sequence[Block], first: Sequence[Block], verdicts: Verdicts
+        self, source: KVSource, blocks: Sequence[NamedBlock], first: Sequence[NamedBlock], verdicts: Verdicts
     ) -> tuple[_Holder[PeerT] | None, list[Verdict]]:
         """Where the blocks are, and verdicts of the `first` ones, if there is time left for them; of all without a
         holder."""
@@ -90,7 +91,7 @@ class SegmentReader(Generic[PeerT]):
         holder = _Holder(peer, source.epoch, peer.segment.slots.find([block.block_hash for block in blocks]))
         return holder, self._read(holder, first if verdicts.seconds_left > 0 else ())
 
-    def _read(self, holder: _Holder[PeerT], blocks: Sequence[Block]) -> list[Verdict]:
+    def _read(self, holder: _Holder[PeerT], blocks: Sequence[NamedBlock]) -> list[Verdict]:
         """One verdict per block. A name may be held by several slots; any good one will do."""
         segment = holder.peer.segment
         if segment.closed:  # the owner died and another fetch noticed first
@@ -109,7 +110,7 @@ class SegmentReader(Generic[PeerT]):
         return verdicts
 
     def _try(
-        self, holder: _Holder[PeerT], blocks: Sequence[Block], slots: Mapping[int, int], verdicts: list[Verdict]
+        self, holder: _Holder[PeerT], blocks: Sequence[NamedBlock], slots: Mapping[int, int], verdicts: list[Verdict]
     ) -> None:
         """One slot for each of these blocks, by index: copied where that is worth it, and judged."""
         peer_slots = holder.peer.segment.slots

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv_connector.base import Block, FetchResult, PoolBuffer
+from kv_connector.base import FetchResult, PoolBuffer
 from kv_connector.pool import LocalPool, Slices
 from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
 from kv_connector.segments.prefault import Prefault
@@ -24,6 +24,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _SLICE_BYTES = 16 << 20  # a few milliseconds of copying
 # Blocks that a decode step has just filled are described in less time than the way to another thread and back takes, on
@@ -91,7 +92,7 @@ class SharedMemoryConnector:
     def endpoint(self) -> str:
         return self._require().segment.path.name
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
             state = self._require()
             if len(part) <= _AT_ONCE_BLOCKS and len(part) * state.pool.block_bytes <= _AT_ONCE_BYTES:
@@ -105,7 +106,7 @@ class SharedMemoryConnector:
         if state is not None:
             state.segment.slots.clear(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         state = self._require()
         await state.reader.fetch(source, blocks, verdicts)
@@ -134,7 +135,7 @@ class SharedMemoryConnector:
         return Peer(segment) if isinstance(segment, PeerSegment) else segment
 
 
-def _publish(state: _Open, blocks: Sequence[Block]) -> int:
+def _publish(state: _Open, blocks: Sequence[NamedBlock]) -> int:
     """How many slots were filled. On the worker thread; for few bytes on the loop."""
     absent = state.segment.slots.absent(blocks)
     return state.segment.slots.fill(absent, [state.pool.describe(block, state.epoch) for block, _ in absent])

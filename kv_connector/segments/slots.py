@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch
 from kv_connector.verdict import Verdict
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
+from kvrelay.core.named_block import NamedBlock
 
 SLOT_BYTES = 128
 
@@ -44,7 +45,7 @@ class OwnedSlots:
         self._slots = np.frombuffer(mapping, _SLOT, num_blocks, offset)
         self._lock = threading.Lock()  # held for a few stores, never for a copy or a digest
 
-    def absent(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
+    def absent(self, blocks: Sequence[NamedBlock]) -> list[tuple[NamedBlock, int]]:
         """Those whose slots do not have them yet, with the slots' counters: to be read before payloads are digested."""
         ids = _ids([block.block_id for block in blocks])
         # Without the lock, which the engine would wait for while it has the interpreter taken from this thread: what
@@ -57,7 +58,7 @@ class OwnedSlots:
             if (header.block_hash, header.num_tokens) != (block.block_hash, block.num_tokens)
         ]
 
-    def fill(self, absent: Sequence[tuple[Block, int]], headers: Sequence[BlockHeader]) -> int:
+    def fill(self, absent: Sequence[tuple[NamedBlock, int]], headers: Sequence[BlockHeader]) -> int:
         """How many slots have been filled; of two blocks for one of them the last one is there. A slot that was
         cleared since its counter was read stays empty: the header is about content that is gone."""
         if not absent:
@@ -117,7 +118,7 @@ class PeerSlots:
                 found.setdefault(BlockHash(name), []).append(slot)
         return found
 
-    def look(self, slots: Sequence[int], blocks: Sequence[Block], *, epoch: int) -> list[Look | Verdict]:
+    def look(self, slots: Sequence[int], blocks: Sequence[NamedBlock], *, epoch: int) -> list[Look | Verdict]:
         """What each slot says before its block is copied, or why that would be in vain."""
         ids = _ids(slots)
         before = self._slots["sequence"][ids]
@@ -139,7 +140,7 @@ class PeerSlots:
         """Lets go of the mapping."""
         self._slots = np.empty(0, _SLOT)
 
-    def _look(self, slot: int, counter: int, header: bytes, block: Block, epoch: int) -> Look | Verdict:
+    def _look(self, slot: int, counter: int, header: bytes, block: NamedBlock, epoch: int) -> Look | Verdict:
         if header[HASH_OFFSET : HASH_OFFSET + HASH_BYTES] != block.block_hash:
             return FetchOutcome.MISSING  # retracted or replaced since it was found
         digest = self._geometry.promised_digest(header, block, epoch=epoch)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from kv_connector.base import Block
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.tasks import end_tasks
 
 _BATCH_BLOCKS = 64
@@ -19,7 +19,7 @@ _BATCH_BLOCKS = 64
 class Claim:
     """A block had this content at `generation`; when that has changed, the content is gone."""
 
-    block: Block
+    block: NamedBlock
     generation: int
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from redis.exceptions import OutOfMemoryError
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
 from kv_connector.pool import LocalPool, Slices
 from kv_connector.settings import RedisSettings
@@ -29,6 +29,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class RedisConnector:
     def endpoint(self) -> str:
         return ""
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         state = self._require()
         claims = [Claim(block, state.generations[block.block_id]) for block in blocks]
         if state.backlog is not None:
@@ -100,7 +101,7 @@ class RedisConnector:
             for block_id in block_ids:
                 state.generations[block_id] += 1
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
         for part in Slices(blocks, block_bytes, self._settings.batch_bytes):
@@ -208,7 +209,7 @@ class RedisConnector:
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
-    async def _load(self, state: _Open, blocks: Sequence[Block], timeout: float) -> list[Verdict]:
+    async def _load(self, state: _Open, blocks: Sequence[NamedBlock], timeout: float) -> list[Verdict]:
         """One MGET. Values are verified and copied without giving up the loop, so a cancelled fetch writes nothing
         later.
         """
@@ -222,7 +223,7 @@ class RedisConnector:
         await self._remove(state, damaged, max(0.0, deadline - self._clock.now()))
         return verdicts
 
-    async def _remove(self, state: _Open, damaged: Sequence[Block], timeout: float) -> None:
+    async def _remove(self, state: _Open, damaged: Sequence[NamedBlock], timeout: float) -> None:
         """Out of the way of the next publisher, who would otherwise find the name taken."""
         if not damaged:
             return
@@ -248,7 +249,7 @@ def _value(state: _Open, claim: Claim) -> bytes | None:
     return value if state.stands(claim) else None
 
 
-def _accept(pool: LocalPool, block: Block, value: bytes | None) -> Verdict:
+def _accept(pool: LocalPool, block: NamedBlock, value: bytes | None) -> Verdict:
     """Verifies a value and puts its payload into the pool."""
     if value is None:
         return FetchOutcome.MISSING

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
 from kv_connector.pool import LocalPool, Payloads, Slices
@@ -26,6 +26,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104
 
@@ -88,7 +89,7 @@ class UcxConnector:
     def endpoint(self) -> str:
         return f"{self._settings.host}:{self._require().holder.port}"
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         pool = self._require().shared.pool
         for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
             shared = self._require().shared
@@ -101,7 +102,7 @@ class UcxConnector:
         if state is not None:
             state.shared.remove(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         verdicts.found += [FetchOutcome.MISSING if source is None else FetchOutcome.FAILED] * len(blocks)
         state = self._require()
@@ -159,7 +160,7 @@ class _Fetch:
     """One call of `fetch`: its blocks, cut into Asks, over as many lanes as there are."""
 
     def __init__(
-        self, peer: Peer, source: KVSource, blocks: Sequence[Block], verdicts: list[Verdict], timeout: float
+        self, peer: Peer, source: KVSource, blocks: Sequence[NamedBlock], verdicts: list[Verdict], timeout: float
     ) -> None:
         self.peer = peer
         self._source = source

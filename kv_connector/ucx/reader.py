@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader, Mismatch
 from kv_connector.pool import Payloads
@@ -43,6 +43,7 @@ from kv_connector.ucx.protocol import (
 from kv_connector.ucx.transport import Link, Transport
 from kv_connector.verdict import Verdict
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 LANES = 2  # one Ask is verified while the next one travels
 
@@ -86,7 +87,7 @@ class Peer:
         """Before the first Ask for blocks that were reserved until now. Raises KVError when the device fails."""
         await self._pool.settle()
 
-    async def ask(self, source: KVSource, blocks: Sequence[Block]) -> list[Verdict] | Mismatch:
+    async def ask(self, source: KVSource, blocks: Sequence[NamedBlock]) -> list[Verdict] | Mismatch:
         """One verdict per block, or why nothing of this source will do. Raises LinkLostError, ProtocolError, or OSError
         (TimeoutError is one of them)."""
         async with self._turns:
@@ -146,7 +147,7 @@ class Peer:
         session.check(session.holder_proof(geometry, epoch), mac)
         return Lane(link, session.derive_tag(), geometry, epoch)
 
-    async def _exchange(self, lane: Lane, blocks: Sequence[Block]) -> tuple[list[Entry], list[bytes | None]]:
+    async def _exchange(self, lane: Lane, blocks: Sequence[NamedBlock]) -> tuple[list[Entry], list[bytes | None]]:
         """Ask, payloads, Reply: what the holder says of each block, and the digest of what arrived, if it can be had
         at once. However it ends, the destinations are quiet."""
         link = lane.link
@@ -173,7 +174,7 @@ class Peer:
     def _arrived(self, block_id: int, digests: list[bytes | None]) -> None:
         digests.append(self._pool.digest_on_arrival(block_id))
 
-    def _judge(self, entry: Entry, digest: bytes | None, block: Block, source: KVSource) -> Verdict:
+    def _judge(self, entry: Entry, digest: bytes | None, block: NamedBlock, source: KVSource) -> Verdict:
         if entry.status is not Status.SENT:
             return FetchOutcome.MISSING
         assert digest is not None, "what was sent is digested"

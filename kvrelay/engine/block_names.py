@@ -5,10 +5,11 @@ is written.
 """
 
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.changes import Changes
 from kvrelay.engine.in_flight import StepsInFlight
-from kvrelay.engine.request import KVRole, PinnedBlock
+from kvrelay.engine.request import KVRole
 from kvrelay.engine.sequence import Sequence
 
 
@@ -54,7 +55,7 @@ class BlockNames:
             return
         num_hits = sequence.num_cached_tokens // self._block_size
         for block_id, block_hash in zip(sequence.block_table, sequence.names(num_hits), strict=False):
-            self._offer(PinnedBlock(block_id, block_hash, self._block_size))
+            self._offer(NamedBlock(block_id, block_hash, self._block_size))
 
     def _name(self, sequence: Sequence, index: int, block_hash: BlockHash, num_tokens: int) -> None:
         """Names a computed block; when another block has the name already, the sequence takes that one and gives its
@@ -65,16 +66,16 @@ class BlockNames:
         if holder is None:
             self._pool.register(block_id, block_hash)
             if self._publish:
-                self._offer(PinnedBlock(block_id, block_hash, num_tokens))
+                self._offer(NamedBlock(block_id, block_hash, num_tokens))
             return
         if holder != block_id:
             self._pool.acquire([holder])
             self._in_flight.release([block_id])
             sequence.block_table[index] = holder
         if self._publish_hits and sequence.request.role is KVRole.PRODUCE:
-            self._offer(PinnedBlock(holder, block_hash, num_tokens))
+            self._offer(NamedBlock(holder, block_hash, num_tokens))
 
-    def _offer(self, block: PinnedBlock) -> None:
+    def _offer(self, block: NamedBlock) -> None:
         """Has the node publish a block; it unpins it."""
         self._pool.pin([block.block_id])
         self._changes.named.append(block)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 
@@ -46,23 +47,14 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedBlock:
-    """A block of the local pool that a transfer may read or write until `Engine.unpin`; `num_tokens` slots count."""
-
-    block_id: int
-    block_hash: BlockHash
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
     """A receiving request has blocks for all its given tokens: the leading `num_cached_tokens` are here, `missing`
-    wait for their KV, in order.
+    wait for their KV, in order, pinned until `Engine.unpin`.
     """
 
     request_id: str
     num_cached_tokens: int
-    missing: tuple[PinnedBlock, ...]
+    missing: tuple[NamedBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +111,7 @@ class StepResult:
     prompts: tuple[PromptOutput, ...]
     outputs: tuple[RequestOutput, ...]
     failures: tuple[RequestFailure, ...]
-    named: tuple[PinnedBlock, ...]
+    named: tuple[NamedBlock, ...]
     progress: tuple[tuple[str, int], ...]
     stored: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_connector.base import Block, KVConnector
+from kv_connector.base import KVConnector
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
@@ -158,8 +158,7 @@ class Node:
         self._handler(result)  # first: clients wait for its tokens, while publishing is work for this thread
         self._prefill_rate.observe(result.load)
         self.event_log.append(result.stored, result.removed, result.load)
-        blocks = [Block(block.block_id, block.block_hash, block.num_tokens) for block in result.named]
-        self._publisher.enqueue(blocks, [self._progress(*progress) for progress in result.progress])
+        self._publisher.enqueue(result.named, [self._progress(*progress) for progress in result.progress])
 
     def _progress(self, request_id: str, num_blocks: int) -> Callable[[], None]:
         return lambda: self._on_progress(request_id, num_blocks)

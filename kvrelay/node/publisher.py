@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kv_connector.base import Block, KVConnector
+from kv_connector.base import KVConnector
 from kvrelay.core.errors import KVError
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.tasks import end_tasks
 
 _logger = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    blocks: tuple[Block, ...]
+    blocks: tuple[NamedBlock, ...]
     notify: tuple[Callable[[], None], ...]
 
 
@@ -39,7 +40,7 @@ class Publisher:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="publisher")
         self._task.add_done_callback(partial(_report, on_failure))
 
-    def enqueue(self, blocks: Sequence[Block], notify: Sequence[Callable[[], None]] = ()) -> None:
+    def enqueue(self, blocks: Sequence[NamedBlock], notify: Sequence[Callable[[], None]] = ()) -> None:
         if blocks or notify:
             self._queue.put_nowait(_Batch(tuple(blocks), tuple(notify)))
 
@@ -70,7 +71,7 @@ class Publisher:
                 for notify in batch.notify:
                     notify()
 
-    async def _publish(self, blocks: Sequence[Block]) -> None:
+    async def _publish(self, blocks: Sequence[NamedBlock]) -> None:
         try:
             await self._connector.publish(blocks)
         except KVError as error:

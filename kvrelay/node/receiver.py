@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from kv_connector.base import Block, FetchOutcome, KVConnector
+from kv_connector.base import FetchOutcome, KVConnector
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.engine.engine_thread import EngineThread
@@ -45,7 +45,7 @@ class Receiver:
     ) -> None:
         self._request_id = admission.request_id
         self._first = admission.num_cached_tokens // block_size  # blocks of the prompt that were here already
-        self._missing = [Block(block.block_id, block.block_hash, block.num_tokens) for block in admission.missing]
+        self._missing = admission.missing
         self._ladder = Ladder(len(self._missing))
         self._connector = connector
         self._engine_thread = engine_thread

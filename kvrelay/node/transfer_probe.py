@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 
-from kv_connector.base import Block, FetchOutcome, PoolBuffer
+from kv_connector.base import FetchOutcome, PoolBuffer
 from kv_connector.device.memory import BlockCopy, DirectMemory
 from kv_connector.device.pool import DeviceConnector, DevicePool
 from kv_connector.registry import create_direct
@@ -27,6 +27,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 MakeMemory = Callable[[KVLayout, int], DirectMemory]
 """Scratch memory on the device, for so many blocks; zeroed."""
@@ -76,9 +77,9 @@ class Order:
         return hashlib.shake_256(self.seed.encode()).digest(SCRATCH_BLOCKS * SCRATCH_LAYOUT.block_bytes)
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[NamedBlock]:
         names = [hashlib.sha256(f"{self.seed} {index}".encode()).digest() for index in range(SCRATCH_BLOCKS)]
-        return [Block(index, BlockHash(name), SCRATCH_LAYOUT.block_size) for index, name in enumerate(names)]
+        return [NamedBlock(index, BlockHash(name), SCRATCH_LAYOUT.block_size) for index, name in enumerate(names)]
 
 
 async def check_direct(

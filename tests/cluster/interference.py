@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector
+from kv_connector.base import FetchOutcome, FetchResult, KVConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.node.node import Node
 
 
@@ -28,7 +29,7 @@ class Interference:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connector, name)
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         await self.open.wait()
         await self._connector.publish(blocks)
         for block in blocks:
@@ -39,7 +40,7 @@ class Interference:
                 row[7] ^= 1
         self.published += len(blocks)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         if source is not None or self._store is None:
             result: FetchResult = await self._connector.fetch(source, blocks, timeout=timeout)
             return result
@@ -54,7 +55,7 @@ class Interference:
             while self.published < num_blocks:
                 await asyncio.sleep(0.002)
 
-    def _row(self, block: Block) -> Any:
+    def _row(self, block: NamedBlock) -> Any:
         return self._connector.tiers[0]._require().pool.rows[block.block_id]
 
     def _publisher_of(self, node: Node) -> KVConnector:

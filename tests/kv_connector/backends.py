@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import redis
 
-from kv_connector.base import Block, HostConnector, KVConnector, PoolBuffer
+from kv_connector.base import HostConnector, KVConnector, PoolBuffer
 from kv_connector.device.cuda_ipc import CudaIpcConnector
 from kv_connector.device.pool import DeviceConnector, DevicePool
 from kv_connector.device.staged import StagedConnector, staging_blocks
@@ -22,6 +22,7 @@ from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.direct_device import DirectDevice
 from tests.kv_connector.slow_device import SlowDevice
@@ -50,7 +51,7 @@ class Node:
         size = self.pool.layout.block_bytes
         return self.pool.memory[block_id * size : (block_id + 1) * size]
 
-    def fill(self, block: Block) -> None:
+    def fill(self, block: NamedBlock) -> None:
         self.row(block.block_id)[:] = content(block.block_hash, self.pool.layout.block_bytes)
 
 
@@ -106,7 +107,7 @@ class Harness(Protocol):
 
     def connector(self) -> HostConnector: ...
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         """Flips one payload byte of a published block where it is stored."""
         ...
 
@@ -119,7 +120,7 @@ class SharedMemoryHarness:
     def connector(self) -> HostConnector:
         return SharedMemoryConnector(SharedMemorySettings(copy=choose_copy()))
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         owner.row(block.block_id)[-1] ^= 1
 
 
@@ -134,7 +135,7 @@ class InProcessHarness:
     def connector(self) -> HostConnector:
         return InProcessConnector(self.hub)
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         owner.row(block.block_id)[-1] ^= 1
 
 
@@ -146,7 +147,7 @@ class UcxHarness:
     def connector(self) -> HostConnector:
         return UcxConnector(UcxSettings(CLUSTER_SECRET))
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         owner.row(block.block_id)[-1] ^= 1
 
 
@@ -161,10 +162,10 @@ class RedisHarness:
     def connector(self) -> HostConnector:
         return RedisConnector(self.settings)
 
-    def key(self, block: Block) -> str:
+    def key(self, block: NamedBlock) -> str:
         return f"{self.settings.key_prefix}:{block.block_hash.hex()}"
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         with redis.Redis.from_url(self.settings.url) as client:
             value = client.get(self.key(block))
             assert isinstance(value, bytes) and len(value) == HEADER_BYTES + owner.pool.layout.block_bytes
@@ -185,7 +186,7 @@ class TieredHarness:
     def connector(self) -> HostConnector:
         return TieredConnector([self.first.connector(), self.store.connector()])
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         self.store.damage(owner, block)
         self.first.damage(owner, block)
 
@@ -208,7 +209,7 @@ class DirectHarness:
             )
         return made[0] if len(made) == 1 else TieredConnector(made)
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         owner.row(block.block_id)[-1] ^= 1
 
 
@@ -224,7 +225,7 @@ class DeviceHarness:
     def connector(self) -> HostConnector:
         return self.inner.connector()
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         """In the copy that peers are given."""
         assert isinstance(owner, DeviceNode)
         if self.has_store:
@@ -239,13 +240,13 @@ def content(name: BlockHash, size: int) -> bytes:
     return np.random.default_rng(seed).bytes(size)
 
 
-def blocks(count: int, *, tag: str = "", first_id: int = 0, tail: int = 16) -> list[Block]:
+def blocks(count: int, *, tag: str = "", first_id: int = 0, tail: int = 16) -> list[NamedBlock]:
     """Named blocks with consecutive ids; the last one has `tail` tokens."""
     names = [BlockHash(hashlib.sha256(f"{tag}/{index}".encode()).digest()) for index in range(count)]
-    return [Block(first_id + i, name, tail if i == count - 1 else 16) for i, name in enumerate(names)]
+    return [NamedBlock(first_id + i, name, tail if i == count - 1 else 16) for i, name in enumerate(names)]
 
 
-async def write_and_publish(node: Node, chosen: list[Block]) -> None:
+async def write_and_publish(node: Node, chosen: list[NamedBlock]) -> None:
     """Returns when every tier has them."""
     for block in chosen:
         node.fill(block)
@@ -261,6 +262,6 @@ async def settled(connector: KVConnector) -> None:
             await tier.settled()
 
 
-def moved(chosen: list[Block], first_id: int) -> list[Block]:
+def moved(chosen: list[NamedBlock], first_id: int) -> list[NamedBlock]:
     """The same names at other block ids."""
-    return [Block(first_id + index, block.block_hash, block.num_tokens) for index, block in enumerate(chosen)]
+    return [NamedBlock(first_id + index, block.block_hash, block.num_tokens) for index, block in enumerate(chosen)]

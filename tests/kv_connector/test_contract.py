@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.header import Mismatch
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import (
     EPOCH,
     LAYOUT,
@@ -182,7 +183,7 @@ async def test_another_number_of_tokens_is_refused(node: MakeNode) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(1, tail=5)
     await write_and_publish(owner, sent)
-    wanted = [Block(0, sent[0].block_hash, 6)]
+    wanted = [NamedBlock(0, sent[0].block_hash, 6)]
     assert (await peer.connector.fetch(owner.source, wanted, timeout=10)).outcomes == (REFUSED,)
     assert peer.first_stats.refused[Mismatch.TOKENS] == 1
 
@@ -231,7 +232,7 @@ async def test_a_cancelled_fetch_leaves_memory_quiet(node: MakeNode) -> None:
         task.cancel()
         await asyncio.wait([task])
         peer.pool.memory[:] = bytes(len(peer.pool.memory))
-        await peer.connector.publish([Block(0, blocks(1, tag="other")[0].block_hash, 16)])  # behind any straggler
+        await peer.connector.publish([NamedBlock(0, blocks(1, tag="other")[0].block_hash, 16)])  # behind any straggler
         assert not any(peer.pool.memory[:: LAYOUT.block_bytes])
     assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
 
@@ -242,14 +243,14 @@ async def test_a_storm_never_yields_wrong_content(node: MakeNode) -> None:
     current = blocks(4, tag="0")
     await write_and_publish(owner, current)
 
-    def overwrite(block: Block) -> None:
+    def overwrite(block: NamedBlock) -> None:
         owner.connector.retract([block.block_id])
         owner.fill(block)
 
     async def engine() -> None:
         for step in range(1, 60):
             block_id = step % 4
-            block = Block(block_id, blocks(4, tag=str(step))[block_id].block_hash, 16)
+            block = NamedBlock(block_id, blocks(4, tag=str(step))[block_id].block_hash, 16)
             await asyncio.to_thread(overwrite, block)
             current[block_id] = block
             await owner.connector.publish([block])

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from kv_connector.base import Block, FetchOutcome, HostConnector
+from kv_connector.base import FetchOutcome, HostConnector
 from kv_connector.header import HEADER_BYTES, Mismatch
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import RedisSettings, SharedMemorySettings
 from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import KVError
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, settled, write_and_publish
 from tests.manual_clock import ManualClock
 from tests.redis_server import RedisServer
@@ -49,7 +50,7 @@ class Setup:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.server.pid, number)
 
-    async def fetch(self, wanted: list[Block], timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
+    async def fetch(self, wanted: list[NamedBlock], timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
         outcomes = (await self.node.connector.fetch(None, wanted, timeout=timeout)).outcomes
         for block, outcome in zip(wanted, outcomes, strict=True):
             if outcome is FETCHED:

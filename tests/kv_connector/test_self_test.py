@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kv_connector.base import Block, FetchResult, HostConnector, PoolBuffer
+from kv_connector.base import FetchResult, HostConnector, PoolBuffer
 from kv_connector.device.memory import BlockCopy
 from kv_connector.faulty import CallPlan, ConnectorFault, FaultyConnector
 from kv_connector.segments.shared_memory import SharedMemoryConnector
@@ -17,6 +17,7 @@ from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import CLUSTER_SECRET, LAYOUT
 from tests.kv_connector.slow_device import SlowDevice
 from tests.redis_server import RedisServer
@@ -37,7 +38,7 @@ class PublishingHangs:
 class LyingConnector(FaultyConnector):
     """Says that all is well, and one byte of what has arrived is another."""
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         result = await super().fetch(source, blocks, timeout=timeout)
         assert self._buffer is not None
         self._buffer.memory[-1] ^= 1

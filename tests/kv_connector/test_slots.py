@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader, Mismatch
 from kv_connector.segments.slots import SLOT_BYTES, Look, OwnedSlots, PeerSlots
 from kv_connector.verdict import Verdict
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import EPOCH, LAYOUT, blocks
 
 GEOMETRY = Geometry.of(LAYOUT)
@@ -28,12 +29,12 @@ class Sides:
         self.owned = OwnedSlots(self.mapping, NUM_SLOTS, offset=0)
         self.seen = PeerSlots(self.mapping, GEOMETRY, NUM_SLOTS, offset=0)
 
-    def publish(self, *headers: tuple[Block, BlockHeader]) -> int:
+    def publish(self, *headers: tuple[NamedBlock, BlockHeader]) -> int:
         absent = self.owned.absent([block for block, _ in headers])
         wanted = dict(headers)
         return self.owned.fill(absent, [wanted[block] for block, _ in absent])
 
-    def look(self, slot: int, block: Block) -> Look | Verdict:
+    def look(self, slot: int, block: NamedBlock) -> Look | Verdict:
         [look] = self.seen.look([slot], [block], epoch=EPOCH)
         return look
 
@@ -50,7 +51,7 @@ def sides() -> Iterator[Sides]:
     both.close()
 
 
-def header(block: Block) -> BlockHeader:
+def header(block: NamedBlock) -> BlockHeader:
     return GEOMETRY.header(block, EPOCH, DIGEST)
 
 
@@ -66,7 +67,7 @@ def test_a_block_with_more_tokens_is_absent_until_it_is_filled_again(sides: Side
 
 
 def test_looking_for_absent_blocks_takes_no_lock_that_the_engine_needs(sides: Sides) -> None:
-    found: list[tuple[Block, int]] = []
+    found: list[tuple[NamedBlock, int]] = []
     thread = threading.Thread(target=lambda: found.extend(sides.owned.absent(blocks(2))), daemon=True)
     with sides.owned._lock:  # as `clear` has it, on the engine's thread
         thread.start()

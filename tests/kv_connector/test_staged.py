@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.device.staged import staging_blocks
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import EPOCH, LAYOUT, DeviceNode, Node, blocks, content, moved, write_and_publish
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
@@ -88,7 +89,7 @@ class SlowPublisher(InProcessConnector):
         self.num_waiting = 0
         self.open = asyncio.Event()
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         self.num_waiting += 1
         await self.open.wait()
         await super().publish(blocks)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, HostConnector, PoolBuffer
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
@@ -21,6 +21,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import (
     CLUSTER_SECRET,
     EPOCH,
@@ -49,7 +50,7 @@ class Tier(InProcessConnector):
         self.fetches: list[tuple[int, float]] = []  # blocks and seconds
         self.retracted: list[int] = []
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         if self.fails:
             raise KVError("told to fail")
         await super().publish(blocks)
@@ -58,7 +59,7 @@ class Tier(InProcessConnector):
         self.retracted += block_ids
         super().retract(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         self.fetches.append((len(blocks), timeout))
         if self.fails:
             raise KVError("told to fail")
@@ -80,7 +81,7 @@ class Pair:
         tiers = [Tier(hub, name) for hub, name in zip(self.hubs, ("first", "second"), strict=True)]
         return Node(TieredConnector(tiers), node_id, 64, LAYOUT, EPOCH), tiers
 
-    async def fetch(self, wanted: Sequence[Block], timeout: float = PATIENCE) -> tuple[FetchOutcome, ...]:
+    async def fetch(self, wanted: Sequence[NamedBlock], timeout: float = PATIENCE) -> tuple[FetchOutcome, ...]:
         result = await self.peer.connector.fetch(self.owner.source, wanted, timeout=timeout)
         for block, outcome in zip(wanted, result.outcomes, strict=True):
             if outcome is FETCHED:

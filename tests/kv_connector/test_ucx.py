@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_connector.base import Block, FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
@@ -23,6 +23,7 @@ from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, content, moved, write_and_publish
 from tests.kv_connector.ucx_owner import LARGE_LAYOUT, NUM_BLOCKS
 
@@ -239,7 +240,7 @@ async def test_a_small_fetch_overtakes_a_large_one(holder: Node) -> None:
     reader = node("reader", layout=LAYOUT, num_blocks=512)
     done: list[str] = []
 
-    async def fetch(name: str, wanted: list[Block]) -> None:
+    async def fetch(name: str, wanted: list[NamedBlock]) -> None:
         result = await reader.connector.fetch(holder.source, wanted, timeout=30)
         assert set(result.outcomes) == {FETCHED}
         done.append(name)

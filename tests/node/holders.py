@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kv_connector.base import Block, FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.engine.request import Admission
 from tests.node.fake_node import LAYOUT
 
@@ -24,7 +25,7 @@ class LadderConnector(InProcessConnector):
         self.fetches: list[tuple[str, int]] = []  # node id or "" and number of blocks
         self.timeouts: list[float] = []
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         self.fetches.append(("" if source is None else source.node_id, len(blocks)))
         self.timeouts.append(timeout)
         if source is not None and source.node_id in self.hung:
@@ -47,7 +48,7 @@ class Holder:
         blocks = []
         for index, missing in enumerate(admission.missing[:num_blocks]):
             self.payload(index)[:] = content(index)
-            blocks.append(Block(index, missing.block_hash, missing.num_tokens))
+            blocks.append(NamedBlock(index, missing.block_hash, missing.num_tokens))
         await self._connector.publish(blocks)
 
     def lose(self, *indices: int) -> None:

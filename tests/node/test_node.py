@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
-from kv_connector.base import Block
 from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.request import EngineRequest, StepResult
 from tests.node.fake_node import BLOCK_SIZE, make_node
@@ -15,7 +15,7 @@ class NotingConnector(InProcessConnector):
         super().__init__(InProcessHub())
         self._order = order
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         self._order.append("published")
         await super().publish(blocks)
 

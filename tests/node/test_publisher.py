@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from kv_connector.base import Block
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.node.publisher import Publisher
 from tests.node.fake_node import make_node
 
-BLOCKS = [Block(block_id, BlockHash(bytes([block_id]) * 32), 8) for block_id in range(3)]
+BLOCKS = [NamedBlock(block_id, BlockHash(bytes([block_id]) * 32), 8) for block_id in range(3)]
 PATIENCE = 10.0
 
 
@@ -21,7 +21,7 @@ class FailingConnector(InProcessConnector):
         super().__init__(InProcessHub())
         self._error = error
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         raise self._error
 
 
@@ -47,7 +47,7 @@ class HangingConnector(InProcessConnector):
         self.calls: list[list[int]] = []
         self.let_go = asyncio.Event()
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         self.calls.append([block.block_id for block in blocks])
         await self.let_go.wait()
         raise KVError("timed out")
