@@ -28,6 +28,7 @@ from kv_connector.base import FetchResult, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.tiered import TieredConnector
+from kv_connector.ucx.environment import prepare_ucx_environment
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.kv_layout import KVLayout
@@ -200,6 +201,7 @@ async def against_a_copy(backend: str, name: str, place: Place, megabytes: int) 
 
 
 async def ucx(name: str, place: Place, megabytes: int) -> None:
+    prepare_ucx_environment()
     from bench.bare_ucxx import bare_rate
 
     ratios: list[float] = []

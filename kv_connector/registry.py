@@ -10,6 +10,7 @@ from kv_connector.cost_gate import RecomputeSeconds
 from kv_connector.device.pool import DeviceConnector
 from kv_connector.settings import ConnectorSettings
 from kv_connector.tiered import TieredConnector
+from kv_connector.ucx.environment import prepare_ucx_environment
 from kvrelay.core.errors import ConfigurationError
 
 
@@ -26,6 +27,7 @@ def _redis(settings: ConnectorSettings) -> HostConnector:
 
 
 def _ucx(settings: ConnectorSettings) -> HostConnector:
+    prepare_ucx_environment()
     from kv_connector.ucx.connector import UcxConnector
 
     return UcxConnector(settings.ucx)
@@ -79,6 +81,7 @@ def create_direct(name: str, settings: ConnectorSettings) -> DeviceConnector:
 
         return CudaIpcConnector(settings.shared_memory)
     assert name == "ucx"
+    prepare_ucx_environment()
     from kv_connector.ucx.connector import UcxConnector
 
     return UcxConnector(settings.ucx)

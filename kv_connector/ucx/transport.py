@@ -8,7 +8,6 @@ Invariant: a buffer given to a link is neither freed nor reported as free before
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections import deque
@@ -16,19 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-from kvrelay.core.errors import ConfigurationError, KVError
-
-# ucxx sets variables of its own, of which UCX warns that it does not use them all; and UCX logs to standard output,
-# where a node says that it is ready. UCX and both layers of ucxx log as an error what is none here: a peer that dies,
-# or is gone before it is reached. Links say so themselves, to those who wait for them. All are read when the library
-# is loaded, and only from there.
-os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-os.environ.setdefault("UCX_LOG_FILE", "stderr")
-os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
-os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")
-os.environ.setdefault("UCXPY_LOG_LEVEL", "CRITICAL")
-
 from ucxx._lib.arr import Array
 from ucxx._lib.libucxx import (
     Feature,
@@ -40,6 +26,8 @@ from ucxx._lib.libucxx import (
     UCXXTagMaskFull,
 )
 from ucxx.exceptions import UCXError
+
+from kvrelay.core.errors import ConfigurationError, KVError
 
 OPTIONS = {
     # Both ends must agree: UCX does not check that what a peer sends in one piece fits. 8 KiB by default, and slow.

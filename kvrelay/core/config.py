@@ -1,7 +1,7 @@
 """Settings of a process: one frozen, typed tree, loaded once at its edge from flags, environment, file and defaults.
 
-A process subclasses `ProcessSettings` and calls `load_settings`. This module (through pydantic-settings) is the only
-reader of `os.environ`. Invariant: a setting that nobody knows is never passed over silently.
+A process subclasses `ProcessSettings` and calls `load_settings`. No other module takes settings from `os.environ`.
+Invariant: a setting that nobody knows is never passed over silently.
 """
 
 import difflib
