@@ -1,11 +1,11 @@
-"""The local pool, as a transport sees it and as rows of bytes; the one way a payload is copied between host pools."""
+"""A pool in host memory as rows of bytes, and how payloads are copied between such pools."""
 
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import xxhash
@@ -26,45 +26,6 @@ CopyRows = Callable[[Rows, Sequence[int], Rows, Sequence[int]], Sequence[bytes]]
 
 _SLICE_BYTES = 1 << 20  # digested on the loop, which gets a turn after each
 _COPY_CHUNK_BYTES = 256 << 10  # small enough to be read again from cache by the digest
-
-
-class Payloads(Protocol):
-    """A pool whose blocks a transport sends and receives in place, wherever its memory is. Used on the node's loop."""
-
-    num_blocks: int
-    block_bytes: int
-    geometry: Geometry
-    slice_bytes: int  # digested at a time, so that nobody else waits for long
-
-    def payload(self, block_id: int) -> object:
-        """The block as UCX takes it: it exposes its memory, on the host or on a device."""
-        ...
-
-    def digest_on_arrival(self, block_id: int) -> bytes | None:
-        """The digest of a block of which the last bytes have just come, while they may be in the cache. None where it
-        cannot be had at once: ask `digests`."""
-        ...
-
-    async def digests(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Of blocks that nothing writes to."""
-        ...
-
-    async def describe_all(self, blocks: Sequence[NamedBlock], epoch: int) -> list[BlockHeader]:
-        """The headers of blocks as their content is now; reads all of it."""
-        ...
-
-    async def settle(self) -> None:
-        """Returns when nothing that the engine has begun until now writes to blocks that no request uses. Before a
-        transport writes to them."""
-        ...
-
-    async def quiesce(self) -> None:
-        """Returns when nothing that a transport has begun in this process touches the pool. After one was cut off."""
-        ...
-
-    def release(self) -> None:
-        """After the last call."""
-        ...
 
 
 class LocalPool:

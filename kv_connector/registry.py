@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from kv_connector.base import HostConnector
 from kv_connector.cost_gate import RecomputeSeconds
-from kv_connector.device.pool import DeviceConnector
+from kv_connector.device.base import DeviceConnector
 from kv_connector.settings import ConnectorSettings
 from kv_connector.tiered import TieredConnector
 from kv_connector.ucx.environment import prepare_ucx_environment

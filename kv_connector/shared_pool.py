@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kv_connector.header import BlockHeader
-from kv_connector.pool import LocalPool, Payloads
+from kv_connector.payloads import Payloads
+from kv_connector.pool import LocalPool
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.named_block import NamedBlock
 

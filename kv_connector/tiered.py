@@ -16,7 +16,8 @@ from typing import Generic, TypeVar
 
 from kv_connector.base import FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer
 from kv_connector.cost_gate import CostGate, RecomputeSeconds
-from kv_connector.device.pool import DeviceConnector, DevicePool
+from kv_connector.device.base import DeviceConnector
+from kv_connector.device.pool import DevicePool
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
 from kv_connector.stats import ConnectorStats, total
 from kvrelay.core.clock import Clock, MonotonicClock

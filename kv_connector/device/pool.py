@@ -5,9 +5,8 @@ Invariant: what is on the device is never called good without a digest that was 
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
-from kv_connector.base import KVConnector
 from kv_connector.device.memory import DeviceBuffer, DirectMemory
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader
@@ -71,12 +70,3 @@ class DevicePool:
     def stop(self) -> None:
         """Ends the thread."""
         self._worker.stop()
-
-
-class DeviceConnector(KVConnector, Protocol):
-    """A backend that moves blocks of a pool on a device without the host. `serve` first, exactly once."""
-
-    def serve(self, pool: DevicePool, *, node_id: str, epoch: int) -> None:
-        """Serves from the pool, which outlives this connector. Raises ConfigurationError or KVError when that does not
-        work here."""
-        ...

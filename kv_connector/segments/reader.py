@@ -10,7 +10,8 @@ from typing import Generic
 
 from kv_connector.base import FetchOutcome
 from kv_connector.header import Mismatch
-from kv_connector.pool import Payloads, Slices
+from kv_connector.payloads import Payloads
+from kv_connector.pool import Slices
 from kv_connector.segments.mapped_peers import MappedPeers, PeerT
 from kv_connector.segments.slots import Look
 from kv_connector.verdict import Verdict, Verdicts

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
-from kv_connector.pool import LocalPool, Payloads, Slices
+from kv_connector.payloads import Payloads
+from kv_connector.pool import LocalPool, Slices
 from kv_connector.settings import UcxSettings
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_connector.pool import Payloads
+from kv_connector.payloads import Payloads
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
 from kv_connector.ucx.auth import Session, new_nonce

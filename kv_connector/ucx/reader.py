@@ -19,7 +19,7 @@ import numpy as np
 from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader, Mismatch
-from kv_connector.pool import Payloads
+from kv_connector.payloads import Payloads
 from kv_connector.stats import ConnectorStats
 from kv_connector.ucx.auth import Session, new_nonce
 from kv_connector.ucx.holder import HANDSHAKE_SECONDS

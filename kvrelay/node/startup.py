@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from kv_connector.base import HostConnector
-from kv_connector.device.pool import DeviceConnector
+from kv_connector.device.base import DeviceConnector
 from kv_connector.registry import create_connector, create_direct, create_tiers
 from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings

@@ -18,8 +18,9 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 
 from kv_connector.base import FetchOutcome, PoolBuffer
+from kv_connector.device.base import DeviceConnector
 from kv_connector.device.memory import BlockCopy, DirectMemory
-from kv_connector.device.pool import DeviceConnector, DevicePool
+from kv_connector.device.pool import DevicePool
 from kv_connector.registry import create_direct
 from kv_connector.self_test import SCRATCH_BLOCKS, SCRATCH_LAYOUT, SelfTestReport, judge
 from kv_connector.settings import ConnectorSettings, SharedMemorySettings, UcxSettings

@@ -8,8 +8,9 @@ import numpy as np
 import redis
 
 from kv_connector.base import HostConnector, KVConnector, PoolBuffer
+from kv_connector.device.base import DeviceConnector
 from kv_connector.device.cuda_ipc import CudaIpcConnector
-from kv_connector.device.pool import DeviceConnector, DevicePool
+from kv_connector.device.pool import DevicePool
 from kv_connector.device.staged import StagedConnector, staging_blocks
 from kv_connector.header import HEADER_BYTES
 from kv_connector.in_process import InProcessConnector, InProcessHub
