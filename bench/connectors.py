@@ -26,7 +26,7 @@ import torch
 
 from kv_connector.base import FetchResult, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
-from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
+from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
 from kv_connector.tiered import TieredConnector
 from kv_connector.ucx.environment import prepare_ucx_environment
 from kvrelay.core.block_hash import BlockHash
@@ -45,9 +45,7 @@ _EPOCH = 1
 _ANSWER = "endpoint "
 _ROUNDS = 4
 _TURNS = 5  # of ucx and its yardstick
-_SETTINGS = ConnectorSettings(
-    shared_memory=SharedMemorySettings(copy=choose_copy()), ucx=UcxSettings("nothing of value is moved")
-)
+_SETTINGS = ConnectorSettings(ucx=UcxSettings("nothing of value is moved"), copy=choose_copy())
 
 
 def named_blocks(count: int) -> list[NamedBlock]:

@@ -19,6 +19,8 @@ from kv_connector.cost_gate import CostGate, RecomputeSeconds
 from kv_connector.device.base import DeviceConnector
 from kv_connector.device.pool import DevicePool
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
+from kv_connector.registry import create_connector, needs_same_host
+from kv_connector.settings import ConnectorSettings
 from kv_connector.stats import ConnectorStats, total
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
@@ -26,10 +28,9 @@ from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 
-_SAME_HOST = frozenset({"shared_memory", "cuda_ipc"})
 _SHARE = 0.5  # of the time that is left, for a tier that is not the last one
-# Of what several tiers say about a block, the one that asks for most attention is reported.
-_GRAVITY = (FetchOutcome.MISSING, FetchOutcome.FAILED, FetchOutcome.REFUSED)
+# Of what several tiers report of a block, the last one in this order is passed on.
+_SEVERITY = (FetchOutcome.MISSING, FetchOutcome.FAILED, FetchOutcome.REFUSED)
 
 _logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class TieredConnector(Generic[TierT_co]):
             share = left if position == len(route) - 1 else left * _SHARE
             found = await self._ask(tier, tier_source, [blocks[index] for index in wanted], share)
             for index, outcome in zip(wanted, found, strict=True):
-                outcomes[index] = _graver(outcomes[index], outcome)
+                outcomes[index] = _more_severe(outcomes[index], outcome)
         return FetchResult(tuple(outcomes))
 
     async def close(self) -> None:
@@ -150,7 +151,7 @@ class TieredConnector(Generic[TierT_co]):
         holders: list[tuple[TierT_co, KVSource | None]] = [
             (tier, replace(source, endpoint=found.by_name[tier.name]))
             for tier in self.tiers
-            if tier.name in found.by_name and (tier.name not in _SAME_HOST or found.host == self._host)
+            if tier.name in found.by_name and (found.host == self._host or not needs_same_host(tier.name))
         ]
         if not holders:
             _logger.debug("node %s cannot be reached through %s from here", source.node_id, self.name)
@@ -176,7 +177,16 @@ class TieredConnector(Generic[TierT_co]):
         return result.outcomes
 
 
-def _graver(one: FetchOutcome, other: FetchOutcome) -> FetchOutcome:
+def create_tiers(
+    names: Sequence[str], settings: ConnectorSettings, *, recompute_seconds: RecomputeSeconds = lambda num_tokens: None
+) -> TieredConnector[HostConnector]:
+    """Returns what a node runs on: one backend or more, in the order of asking, not yet allocated. A node of one
+    backend has a tier, too, so that it and nodes of several understand each other's endpoints. Raises like
+    `create_connector`."""
+    return TieredConnector([create_connector(name, settings) for name in names], recompute_seconds=recompute_seconds)
+
+
+def _more_severe(one: FetchOutcome, other: FetchOutcome) -> FetchOutcome:
     if other is FetchOutcome.FETCHED:
         return other
-    return max(one, other, key=_GRAVITY.index)
+    return max(one, other, key=_SEVERITY.index)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_connector.base import FetchResult, PoolBuffer
-from kv_connector.pool import LocalPool, Slices
+from kv_connector.pool import CopyRows, LocalPool, Slices, copy_rows
 from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
 from kv_connector.segments.prefault import Prefault
 from kv_connector.segments.reader import SegmentReader
@@ -56,12 +56,18 @@ class SharedMemoryConnector:
     has_store = False
 
     def __init__(
-        self, settings: SharedMemorySettings, *, clock: Clock | None = None, look_interval: float = 1.0
+        self,
+        settings: SharedMemorySettings,
+        *,
+        copy: CopyRows = copy_rows,
+        clock: Clock | None = None,
+        look_interval: float = 1.0,
     ) -> None:
-        """`look_interval`: seconds between two looks whether the owners of mapped segments live."""
+        """`copy` copies blocks out of a peer's segment. `look_interval`: seconds between two checks whether the owners
+        of mapped segments live."""
         self.stats = ConnectorStats()
         self._look_interval = look_interval
-        self._copy = settings.copy
+        self._copy = copy
         self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None

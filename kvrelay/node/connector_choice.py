@@ -4,26 +4,19 @@ Invariant: a connector that moves wrong bytes is never among them; one that was 
 start with a remedy, except a store, which may come back.
 """
 
-import importlib.util
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kv_connector.registry import BACKENDS
 from kv_connector.self_test import SelfTestReport
 from kvrelay.core.connectors import AUTO, parse_connectors
 from kvrelay.core.errors import ConfigurationError
 
 CheckConnector = Callable[[str], Awaitable[SelfTestReport]]
 
-_REMEDIES: Mapping[str, str] = MappingProxyType(
-    {
-        "shared_memory": "set --shared-memory-dir to a directory in memory with room, or another --connector",
-        "ucx": "set --ucx-net-devices to devices that reach --ucx-host, or another --connector",
-        "redis": "see to what is between this node and --redis-url, or set another --connector",
-    }
-)
 _NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
 
 _logger = logging.getLogger(__name__)
@@ -75,23 +68,19 @@ async def choose_working(
         if not report.problem:
             _logger.info("connector %s: self-test passed, %.2f GB/s", name, report.bytes_per_second / 1e9)
             passed.add(name)
-        elif name == "redis" and not report.is_wrong:
-            _logger.warning("connector redis does not work now and is tried again later: %s", report.problem)
+        elif BACKENDS[name].is_store and not report.is_wrong:
+            _logger.warning("connector %s does not work now and is tried again later: %s", name, report.problem)
             passed.add(name)
         else:
             _logger.warning("connector %s: self-test failed: %s", name, report.problem)
             broken[name] = report.problem
 
 
-def is_ucx_installed() -> bool:
-    return importlib.util.find_spec("ucxx") is not None
-
-
 def _working(names: tuple[str, ...], broken: Mapping[str, str]) -> tuple[str, ...]:
     for name in names:
         if name in broken:
             raise ConfigurationError(
-                f"connector {name!r} does not work on this machine: {broken[name]}; {_REMEDIES[name]}"
+                f"connector {name!r} does not work on this machine: {broken[name]}; {BACKENDS[name].remedy}"
             )
     return names
 

@@ -12,16 +12,16 @@ import torch
 
 from kv_connector.base import HostConnector
 from kv_connector.device.base import DeviceConnector
-from kv_connector.registry import create_connector, create_direct, create_tiers
+from kv_connector.registry import create_connector, create_direct, is_installed
 from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
-from kv_connector.tiered import TieredConnector
+from kv_connector.tiered import TieredConnector, create_tiers
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, planned_device, prepare_engine
 from kvrelay.node.block_copy import choose_copy
-from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
+from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working
 from kvrelay.node.device_transfer import choose_direct
 from kvrelay.node.node import Node, NodeIdentity
 from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
@@ -135,7 +135,7 @@ async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> HostT
         return choose_connectors(
             settings.connector,
             host=settings.ucx_host or settings.host,
-            ucx_installed=is_ucx_installed(),
+            ucx_installed=is_installed("ucx"),
             has_secret=bool(settings.cluster_secret.get_secret_value()),
             broken=broken,
         )
@@ -175,6 +175,7 @@ def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
             host=ucx_host,
             net_devices=settings.ucx_net_devices or (_LOOPBACK_DEVICE if ucx_host.startswith("127.") else ""),
         ),
-        shared_memory=SharedMemorySettings(settings.shared_memory_dir or None, choose_copy()),
+        shared_memory=SharedMemorySettings(settings.shared_memory_dir or None),
         redis=RedisSettings(url=settings.redis_url.get_secret_value(), ttl_seconds=settings.redis_ttl),
+        copy=choose_copy(),
     )

@@ -119,7 +119,7 @@ class SharedMemoryHarness:
     has_store = False
 
     def connector(self) -> HostConnector:
-        return SharedMemoryConnector(SharedMemorySettings(copy=choose_copy()))
+        return SharedMemoryConnector(SharedMemorySettings(), copy=choose_copy())
 
     def damage(self, owner: Node, block: NamedBlock) -> None:
         owner.row(block.block_id)[-1] ^= 1

@@ -45,8 +45,8 @@ def files(directory: Path) -> list[str]:
 
 
 def node(directory: Path, node_id: str = "peer") -> Node:
-    settings = SharedMemorySettings(str(directory), choose_copy())
-    return Node(SharedMemoryConnector(settings), node_id, 16, LAYOUT, 1)
+    connector = SharedMemoryConnector(SharedMemorySettings(str(directory)), copy=choose_copy())
+    return Node(connector, node_id, 16, LAYOUT, 1)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 40])  # on the loop; on the worker's thread
@@ -179,7 +179,7 @@ async def test_an_owner_that_dies_during_a_fetch_fails_the_rest_of_it(tmp_path: 
         return copy_rows(target, target_rows, source, source_rows)
 
     owner = node(tmp_path, "owner")
-    peer = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path), copy)), "peer", 16, LAYOUT, 1)
+    peer = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), copy=copy), "peer", 16, LAYOUT, 1)
     source = owner.source
     await write_and_publish(owner, blocks(3))
     fetches = [asyncio.create_task(peer.connector.fetch(source, blocks(count), timeout=10)) for count in (3, 1)]

@@ -11,11 +11,10 @@ from kv_connector.base import FetchOutcome, FetchResult, HostConnector, PoolBuff
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kv_connector.registry import create_tiers
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.store.redis_store import RedisConnector
-from kv_connector.tiered import TieredConnector
+from kv_connector.tiered import TieredConnector, create_tiers
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 import pytest
 from pydantic import ValidationError
 
+from kv_connector.registry import is_installed
 from kv_connector.self_test import SelfTestReport
 from kvrelay.core.connectors import can_exchange, parse_connectors
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.engine.request import EngineLoad
-from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
+from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.settings import NodeSettings
 
@@ -37,7 +38,7 @@ def test_auto_across_hosts(ucx_installed: bool, has_secret: bool, names: tuple[s
 def test_what_was_asked_for_is_taken() -> None:
     choice = choose_connectors("ucx,redis", host="127.0.0.1", ucx_installed=False, has_secret=False)
     assert choice.names == ("ucx", "redis")
-    assert is_ucx_installed(), "the tests need it"
+    assert is_installed("ucx"), "the tests need it"
 
 
 class SelfTests:
