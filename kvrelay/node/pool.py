@@ -13,8 +13,8 @@ from kv_connector.base import HostConnector, KVConnector
 from kv_connector.device.base import DeviceConnector
 from kv_connector.device.memory import DeviceMemory, DirectMemory
 from kv_connector.device.pool import DevicePool
+from kv_connector.device.self_test import check_device
 from kv_connector.device.staged import StagedConnector, staging_blocks
-from kv_connector.self_test import check_device
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout

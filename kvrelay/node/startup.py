@@ -12,6 +12,7 @@ import torch
 
 from kv_connector.base import HostConnector
 from kv_connector.device.base import DeviceConnector
+from kv_connector.device.self_test import check_direct
 from kv_connector.registry import create_connector, create_direct, is_installed
 from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
@@ -27,7 +28,7 @@ from kvrelay.node.node import Node, NodeIdentity
 from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.settings import NodeSettings
-from kvrelay.node.transfer_probe import check_direct
+from kvrelay.node.transfer_probe import TRANSFER_PROBE
 
 _logger = logging.getLogger(__name__)
 _SELF_TEST_TTL = 10  # seconds
@@ -162,7 +163,7 @@ async def _direct(
     from kvrelay.node.cuda_pool import cuda_scratch, problem_with_direct
 
     async def check(name: str) -> SelfTestReport:
-        return await check_direct(name, connector_settings, cuda_scratch)
+        return await check_direct(name, connector_settings, cuda_scratch, probe=TRANSFER_PROBE)
 
     return await choose_direct(settings.kv_device_transfer, names, check, problem=problem_with_direct())
 

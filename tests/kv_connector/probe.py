@@ -3,8 +3,8 @@
 import asyncio
 import sys
 
+from kv_connector.device.self_test import hold
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.node.transfer_probe import hold
 from tests.kv_connector.direct_device import DirectDevice
 
 
