@@ -26,7 +26,7 @@ from kvrelay.node.event_log import EventLog
 from kvrelay.node.lease_counts import LeaseCounts
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.publisher import Publisher
-from kvrelay.node.receiver import Receiver, posted_unpin
+from kvrelay.node.receiver import Receiver, ReceptionContext, posted_unpin
 from kvrelay.node.watchdog import EngineHungError, Watchdog
 
 _logger = logging.getLogger(__name__)
@@ -84,8 +84,14 @@ class Node:
         self.draining = False
         self.engine_thread = make_engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
         self._publisher = Publisher(connector, posted_unpin(self.engine_thread))
-        self._fetch_timeout = fetch_timeout
-        self._absences = Absences(loop.time)
+        self._reception = ReceptionContext(
+            connector,
+            self.engine_thread,
+            Absences(loop.time),
+            block_size=engine.config.block_size,
+            fetch_timeout=fetch_timeout,
+            patience=2 * fetch_timeout,
+        )
         self._watchdog: Watchdog | None = None
         self._hangs = False
         self._prefill_rate = prefill_rate or PrefillRate()
@@ -114,17 +120,8 @@ class Node:
         on_missing: Callable[[int], None] = lambda num_tokens: None,
         ends_at: float | None = None,
     ) -> Receiver:
-        return Receiver(
-            admission,
-            self.connector,
-            self.engine_thread,
-            block_size=self.engine_config.block_size,
-            absences=self._absences,
-            fetch_timeout=self._fetch_timeout,
-            patience=2 * self._fetch_timeout,
-            on_missing=on_missing,
-            ends_at=ends_at,
-        )
+        """Returns the receiver of an admitted request, not running yet. Its parameters are those of `Receiver`."""
+        return Receiver(self._reception, admission, on_missing=on_missing, ends_at=ends_at)
 
     async def check_idle(self) -> None:
         """Raises when anything is left of any request. For tests and for an idle node."""

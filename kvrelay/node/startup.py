@@ -3,15 +3,14 @@
 import logging
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
 
-from kv_connector.base import HostConnector
-from kv_connector.device.base import DeviceConnector
+from kv_connector.base import KVConnector
 from kv_connector.device.self_test import check_direct
 from kv_connector.registry import create_connector, create_direct, is_installed
 from kv_connector.self_test import SelfTestReport, check_transport
@@ -49,28 +48,15 @@ async def build_node(settings: NodeSettings, role: str) -> Node:
 
 
 @dataclass(frozen=True, slots=True)
-class HostTransport:
-    """Blocks move through host memory, which `tiers` make: the pool, or the staging of one on a device."""
+class Transport:
+    """How blocks leave the node and arrive: `tiers` move them through host memory or from device to device, over the
+    pool that `make_pool` makes. `tiers` are closed by whoever holds this until that pool exists."""
 
-    tiers: TieredConnector[HostConnector]
-
-    def make_pool(self, plan: PoolPlan, device: torch.device) -> NodePool:
-        return make_pool(self.tiers, plan, device)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTransport:
-    """Blocks move from device to device."""
-
-    tiers: TieredConnector[DeviceConnector]
-
-    def make_pool(self, plan: PoolPlan, device: torch.device) -> NodePool:
-        return make_direct_pool(self.tiers, plan, device)
+    tiers: KVConnector
+    make_pool: Callable[[PoolPlan, torch.device], NodePool]
 
 
-def _join(
-    settings: NodeSettings, role: str, transport: HostTransport | DeviceTransport, prefill_rate: PrefillRate
-) -> Node:
+def _join(settings: NodeSettings, role: str, transport: Transport, prefill_rate: PrefillRate) -> Node:
     prepared = _prepare_apart(_engine_options(settings))
     layout, size = prepared.layout, prepared.size
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
@@ -128,7 +114,7 @@ def _engine_options(settings: NodeSettings) -> EngineOptions:
     return EngineOptions(**{field.name: getattr(settings, field.name) for field in fields(EngineOptions)})
 
 
-async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> HostTransport | DeviceTransport:
+async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> Transport:
     """What is set, or chosen, and moves bytes on this machine."""
     connector_settings = _connector_settings(settings)
 
@@ -150,8 +136,10 @@ async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> HostT
     _logger.info("connector %s: %s", ",".join(choice.names), choice.reason)
     direct = await _direct(settings, choice.names, connector_settings)
     if direct:
-        return DeviceTransport(TieredConnector([create_direct(name, connector_settings) for name in direct]))
-    return HostTransport(create_tiers(choice.names, connector_settings, recompute_seconds=prefill_rate.seconds))
+        device_tiers = TieredConnector([create_direct(name, connector_settings) for name in direct])
+        return Transport(device_tiers, partial(make_direct_pool, device_tiers))
+    tiers = create_tiers(choice.names, connector_settings, recompute_seconds=prefill_rate.seconds)
+    return Transport(tiers, partial(make_pool, tiers))
 
 
 async def _direct(

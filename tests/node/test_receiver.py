@@ -14,7 +14,7 @@ from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.ladder import FetchReport
 from kvrelay.node.node import Node
-from kvrelay.node.receiver import Receiver, ends_at
+from kvrelay.node.receiver import Receiver, ReceptionContext, ends_at
 from tests.node.fake_node import BLOCK_SIZE, LAYOUT, make_node
 from tests.node.holders import Holder, LadderConnector, content
 
@@ -80,13 +80,15 @@ async def reception(
         assert len(admission.missing) == NUM_BLOCKS
         missing: list[int] = []
         receiver = Receiver(
+            ReceptionContext(
+                connector,
+                node.engine_thread,
+                absences or Absences(lambda: 0.0),
+                block_size=BLOCK_SIZE,
+                fetch_timeout=fetch_timeout,
+                patience=patience,
+            ),
             admission,
-            connector,
-            node.engine_thread,
-            block_size=BLOCK_SIZE,
-            absences=absences or Absences(lambda: 0.0),
-            fetch_timeout=fetch_timeout,
-            patience=patience,
             on_missing=missing.append,
             ends_at=None if time_left is None else asyncio.get_running_loop().time() + time_left,
         )
