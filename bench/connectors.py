@@ -24,7 +24,7 @@ from typing import IO
 import numpy as np
 import torch
 
-from kv_connector.base import FetchResult, KVConnector
+from kv_connector.base import FetchOutcome, FetchResult, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
 from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
 from kv_connector.tiered import TieredConnector
@@ -110,8 +110,9 @@ async def fetch_rate(
         started = time.perf_counter()
         result: FetchResult = await connector.fetch(source, blocks, timeout=60)
         best = min(best, time.perf_counter() - started)
-        if result.num_leading_fetched != len(blocks):
-            raise UnavailableError(f"only {result.num_leading_fetched} of {len(blocks)} blocks arrived")
+        arrived = result.outcomes.count(FetchOutcome.FETCHED)
+        if arrived != len(blocks):
+            raise UnavailableError(f"only {arrived} of {len(blocks)} blocks arrived")
     return len(blocks) * block_bytes / best
 
 

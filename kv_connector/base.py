@@ -44,14 +44,6 @@ class FetchResult:
 
     outcomes: tuple[FetchOutcome, ...]
 
-    @property
-    def num_leading_fetched(self) -> int:
-        """How many of the first blocks arrived; what lies behind a gap is of no use to a sequence."""
-        for index, outcome in enumerate(self.outcomes):
-            if outcome is not FetchOutcome.FETCHED:
-                return index
-        return len(self.outcomes)
-
 
 class KVConnector(Protocol):
     """What a node moves its blocks with, over a pool that is there. Called from the node's asyncio loop unless said

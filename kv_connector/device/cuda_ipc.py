@@ -58,11 +58,11 @@ class CudaIpcConnector:
     has_store = False
 
     def __init__(
-        self, settings: SharedMemorySettings, *, clock: Clock | None = None, look_interval: float = 1.0
+        self, settings: SharedMemorySettings, *, clock: Clock | None = None, check_interval: float = 1.0
     ) -> None:
-        """`look_interval`: seconds between two looks whether the owners of mapped pools live."""
+        """`check_interval`: seconds between two looks whether the owners of mapped pools live."""
         self.stats = ConnectorStats()
-        self._look_interval = look_interval
+        self._check_interval = check_interval
         self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
@@ -81,7 +81,7 @@ class CudaIpcConnector:
             pool.memory.copy_from(peer.memory, [BlockCopy(*pair) for pair in zip(block_ids, slots, strict=True)])
             return pool.memory.digests(block_ids)
 
-        peers = MappedPeers(partial(self._open_peer, pool), pool, look_interval=self._look_interval)
+        peers = MappedPeers(partial(self._open_peer, pool), pool, check_interval=self._check_interval)
         reader = SegmentReader(pool, peers, copy, thread=pool, slice_bytes=pool.slice_bytes)
         self._state = _Open(segment, pool, epoch, reader)
 

@@ -99,10 +99,6 @@ class StagedCopies:
         with self._lock:
             self._free.extend(slots)
 
-    def slot_of(self, block_id: int) -> int | None:
-        copy = self._copies.get(block_id)
-        return None if copy is None else copy.slot
-
     def _stands(self, copy: StagedBlock) -> bool:
         return self._generations[copy.block.block_id] == copy.generation
 

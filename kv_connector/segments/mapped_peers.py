@@ -37,15 +37,15 @@ PeerT = TypeVar("PeerT", bound=Peer)
 
 
 class MappedPeers(Generic[PeerT]):
-    """`open_peer` maps a peer, or says why it cannot, on the connector's `thread`; `look_interval` is the seconds
+    """`open_peer` maps a peer, or says why it cannot, on the connector's `thread`; `check_interval` is the seconds
     between two looks at owners."""
 
     def __init__(
-        self, open_peer: Callable[[KVSource], PeerT | Verdict], thread: RunsFunctions, *, look_interval: float
+        self, open_peer: Callable[[KVSource], PeerT | Verdict], thread: RunsFunctions, *, check_interval: float
     ) -> None:
         self._open_peer = open_peer
         self._thread = thread
-        self._look_interval = look_interval
+        self._check_interval = check_interval
         self._peers: dict[str, PeerT] = {}  # an endpoint names the epoch
         self._looking: asyncio.Task[None] | None = None
 
@@ -71,7 +71,7 @@ class MappedPeers(Generic[PeerT]):
 
     async def _look(self) -> None:
         while self._peers:
-            await asyncio.sleep(self._look_interval)
+            await asyncio.sleep(self._check_interval)
             await self._thread.run(self._forget_dead)
 
     def _forget_dead(self) -> None:

@@ -13,7 +13,7 @@ from kv_connector.header import Mismatch
 from kv_connector.payloads import Payloads
 from kv_connector.pool import Slices
 from kv_connector.segments.mapped_peers import MappedPeers, PeerT
-from kv_connector.segments.slots import Look
+from kv_connector.segments.slots import SlotSnapshot
 from kv_connector.verdict import Verdict, Verdicts
 from kv_connector.worker import RunsFunctions
 from kvrelay.core.block_hash import BlockHash
@@ -115,19 +115,21 @@ class SegmentReader(Generic[PeerT]):
     ) -> None:
         """One slot for each of these blocks, by index: copied where that is worth it, and judged."""
         peer_slots = holder.peer.segment.slots
-        found = peer_slots.look(list(slots.values()), [blocks[index] for index in slots], epoch=holder.epoch)
-        looks: dict[int, Look] = {}
-        for index, look in zip(slots, found, strict=True):
-            if isinstance(look, Look):
-                looks[index] = look
+        found = peer_slots.take_snapshots(list(slots.values()), [blocks[index] for index in slots], epoch=holder.epoch)
+        snapshots: dict[int, SlotSnapshot] = {}
+        for index, snapshot in zip(slots, found, strict=True):
+            if isinstance(snapshot, SlotSnapshot):
+                snapshots[index] = snapshot
             else:
-                _note(verdicts, index, look)
-        if not looks:
+                _note(verdicts, index, snapshot)
+        if not snapshots:
             return  # nothing to wait for a device for
         digests = self._copy(
-            holder.peer, [blocks[index].block_id for index in looks], [look.slot for look in looks.values()]
+            holder.peer,
+            [blocks[index].block_id for index in snapshots],
+            [snapshot.slot for snapshot in snapshots.values()],
         )
-        for index, verdict in zip(looks, peer_slots.judge(list(looks.values()), digests), strict=True):
+        for index, verdict in zip(snapshots, peer_slots.judge(list(snapshots.values()), digests), strict=True):
             _note(verdicts, index, verdict)
 
 

@@ -61,12 +61,12 @@ class SharedMemoryConnector:
         *,
         copy: CopyRows = copy_rows,
         clock: Clock | None = None,
-        look_interval: float = 1.0,
+        check_interval: float = 1.0,
     ) -> None:
-        """`copy` copies blocks out of a peer's segment. `look_interval`: seconds between two checks whether the owners
+        """`copy` copies blocks out of a peer's segment. `check_interval`: seconds between two checks whether the owners
         of mapped segments live."""
         self.stats = ConnectorStats()
-        self._look_interval = look_interval
+        self._check_interval = check_interval
         self._copy = copy
         self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
         self._clock: Clock = clock or MonotonicClock()
@@ -85,7 +85,7 @@ class SharedMemoryConnector:
         segment = OwnedSegment(self._directory, node_id, epoch, layout, num_blocks)
         pool = LocalPool.inside(segment.mapping, segment.preamble.pool_offset, layout, num_blocks)
         worker = Worker("kv-shared-memory")
-        peers = MappedPeers(self._open_peer, worker, look_interval=self._look_interval)
+        peers = MappedPeers(self._open_peer, worker, check_interval=self._check_interval)
 
         def copy(peer: Peer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
             return self._copy(pool.rows, block_ids, peer.segment.rows, slots)

@@ -49,7 +49,7 @@ class OwnedSlots:
         """Those whose slots do not have them yet, with the slots' counters: to be read before payloads are digested."""
         ids = _ids([block.block_id for block in blocks])
         # Without the lock, which the engine would wait for while it has the interpreter taken from this thread: what
-        # changes meanwhile has another counter when `fill` looks at it.
+        # changes meanwhile has another counter when `fill` compares it.
         counters = self._slots["sequence"][ids].tolist()
         headers = _headers(self._slots, ids)
         return [
@@ -90,7 +90,7 @@ class OwnedSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class SlotSnapshot:
     """A slot as it was before its block was copied, and what the copy's digest has to be."""
 
     slot: int
@@ -118,39 +118,43 @@ class PeerSlots:
                 found.setdefault(BlockHash(name), []).append(slot)
         return found
 
-    def look(self, slots: Sequence[int], blocks: Sequence[NamedBlock], *, epoch: int) -> list[Look | Verdict]:
+    def take_snapshots(
+        self, slots: Sequence[int], blocks: Sequence[NamedBlock], *, epoch: int
+    ) -> list[SlotSnapshot | Verdict]:
         """What each slot says before its block is copied, or why that would be in vain."""
         ids = _ids(slots)
         before = self._slots["sequence"][ids]
         headers = _headers(self._slots, ids)
         steady = (self._slots["sequence"][ids] == before) & (before % 2 == 0)
         return [
-            self._look(slot, counter, header, block, epoch) if is_steady else FetchOutcome.MISSING
+            self._snapshot(slot, counter, header, block, epoch) if is_steady else FetchOutcome.MISSING
             for slot, counter, header, block, is_steady in zip(
                 slots, before.tolist(), headers, blocks, steady.tolist(), strict=True
             )
         ]
 
-    def judge(self, looks: Sequence[Look], digests: Sequence[bytes]) -> list[Verdict]:
+    def judge(self, snapshots: Sequence[SlotSnapshot], digests: Sequence[bytes]) -> list[Verdict]:
         """After the copies, by the digests of what arrived."""
-        counters = self._slots["sequence"][_ids([look.slot for look in looks])].tolist()
-        return [_judged(*copied) for copied in zip(looks, counters, digests, strict=True)]
+        counters = self._slots["sequence"][_ids([snapshot.slot for snapshot in snapshots])].tolist()
+        return [_judged(*copied) for copied in zip(snapshots, counters, digests, strict=True)]
 
     def release(self) -> None:
         """Lets go of the mapping."""
         self._slots = np.empty(0, _SLOT)
 
-    def _look(self, slot: int, counter: int, header: bytes, block: NamedBlock, epoch: int) -> Look | Verdict:
+    def _snapshot(
+        self, slot: int, counter: int, header: bytes, block: NamedBlock, epoch: int
+    ) -> SlotSnapshot | Verdict:
         if header[HASH_OFFSET : HASH_OFFSET + HASH_BYTES] != block.block_hash:
             return FetchOutcome.MISSING  # retracted or replaced since it was found
         digest = self._geometry.promised_digest(header, block, epoch=epoch)
-        return Look(slot, counter, digest) if isinstance(digest, bytes) else digest
+        return SlotSnapshot(slot, counter, digest) if isinstance(digest, bytes) else digest
 
 
-def _judged(look: Look, counter: int, digest: bytes) -> Verdict:
-    if counter != look.counter:
+def _judged(snapshot: SlotSnapshot, counter: int, digest: bytes) -> Verdict:
+    if counter != snapshot.counter:
         return FetchOutcome.MISSING  # retracted under our hands: what was copied is nobody's fault
-    return FetchOutcome.FETCHED if digest == look.payload_digest else Mismatch.DIGEST
+    return FetchOutcome.FETCHED if digest == snapshot.payload_digest else Mismatch.DIGEST
 
 
 def _ids(values: Sequence[int]) -> NDArray[np.intp]:

@@ -18,14 +18,14 @@ from kv_connector.store.breaker import CircuitBreaker
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import ConfigurationError
 
-_TELLING_SECONDS = 0.25  # a caller with less time than that learns nothing about the server
+_MIN_CONCLUSIVE_TIMEOUT = 0.25  # seconds; running out of less time than that says nothing about the server
 
 
-class LeftAloneError(Exception):
-    """The server has failed too often; it was not asked."""
+class CircuitOpenError(Exception):
+    """The server has failed too often lately, so no request was sent to it."""
 
 
-UNREACHABLE = (RedisError, OSError, TimeoutError, LeftAloneError)
+UNREACHABLE = (RedisError, OSError, TimeoutError, CircuitOpenError)
 
 
 class RedisLink:
@@ -42,13 +42,13 @@ class RedisLink:
     async def exchange(self, timeout: float | None = None) -> AsyncIterator[Redis]:
         """Around one round trip. Raises one of UNREACHABLE."""
         if not self.server.admit():
-            raise LeftAloneError
+            raise CircuitOpenError
         seconds = self._timeout if timeout is None else min(timeout, self._timeout)
         try:
             async with asyncio.timeout(seconds):
                 yield self.client
         except UNREACHABLE as error:
-            if isinstance(error, TimeoutError) and seconds < min(_TELLING_SECONDS, self._timeout):
+            if isinstance(error, TimeoutError) and seconds < min(_MIN_CONCLUSIVE_TIMEOUT, self._timeout):
                 self.server.abandoned()
             else:
                 self.server.failed()

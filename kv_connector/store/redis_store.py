@@ -22,7 +22,7 @@ from kv_connector.pool import LocalPool, Slices
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Claim
-from kv_connector.store.redis_link import UNREACHABLE, LeftAloneError, RedisLink
+from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
@@ -110,7 +110,7 @@ class RedisConnector:
                 break
             try:
                 verdicts.found += await self._load(self._require(), part, left)
-            except LeftAloneError:
+            except CircuitOpenError:
                 self.stats.skipped += len(blocks) - len(verdicts.found)
                 break
             except UNREACHABLE as error:
@@ -161,7 +161,7 @@ class RedisConnector:
                 stored, gone = await self._store(state, part)
                 held += stored
                 retracted += gone
-        except LeftAloneError:
+        except CircuitOpenError:
             self.stats.skipped += len(claims) - held - retracted
         except UNREACHABLE as error:
             _logger.warning("publishing to Redis failed: %s", type(error).__name__)

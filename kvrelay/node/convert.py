@@ -44,10 +44,10 @@ def engine_request(
 
 
 def report_to_wire(report: FetchReport) -> common_pb2.FetchReport:
-    in_vain = dict(report.in_vain)
+    failures = dict(report.failures)
     return common_pb2.FetchReport(
         fetched=[common_pb2.FetchedBlocks(node_id=node_id, num_blocks=count) for node_id, count in report.fetched],
-        num_missing=in_vain.get(FetchOutcome.MISSING, 0),
-        num_refused=in_vain.get(FetchOutcome.REFUSED, 0),
-        num_failed=in_vain.get(FetchOutcome.FAILED, 0),
+        num_missing=failures.get(FetchOutcome.MISSING, 0),
+        num_refused=failures.get(FetchOutcome.REFUSED, 0),
+        num_failed=failures.get(FetchOutcome.FAILED, 0),
     )

@@ -20,11 +20,11 @@ _STORE = ""
 @dataclass(frozen=True, slots=True)
 class FetchReport:
     """What became of a reception. `fetched`: (node id or "" for the store, leading blocks that came from there).
-    `in_vain`: how many blocks were asked for without success, by outcome."""
+    `failures`: how many blocks were asked for without success, by outcome."""
 
     num_tokens: int
     fetched: tuple[tuple[str, int], ...]
-    in_vain: tuple[tuple[FetchOutcome, int], ...]
+    failures: tuple[tuple[FetchOutcome, int], ...]
 
 
 NOTHING_FETCHED = FetchReport(0, (), ())
@@ -36,7 +36,7 @@ class _Offer:
 
     source: KVSource | None
     available: int = 0
-    in_vain: dict[int, FetchOutcome] = field(default_factory=dict)
+    failures: dict[int, FetchOutcome] = field(default_factory=dict)
     given_up: bool = False  # it could not be reached, or sends what is not to be trusted
     num_refused: int = 0
 
@@ -45,14 +45,14 @@ class _Offer:
 
     def try_missing_again(self) -> None:
         """It has published since; what it once had wrong it is not asked for again."""
-        self.in_vain = {index: why for index, why in self.in_vain.items() if why is not FetchOutcome.MISSING}
+        self.failures = {index: why for index, why in self.failures.items() if why is not FetchOutcome.MISSING}
 
     def has(self, index: int) -> bool:
-        return index < self.available and index not in self.in_vain and not self.given_up
+        return index < self.available and index not in self.failures and not self.given_up
 
     def fail(self, index: int, outcome: FetchOutcome) -> None:
         """What it was asked for did not arrive, or not as it should be."""
-        self.in_vain[index] = outcome
+        self.failures[index] = outcome
         self.num_refused += outcome is FetchOutcome.REFUSED
         self.given_up |= outcome is FetchOutcome.FAILED or self.num_refused >= _MOST_REFUSED
 
@@ -77,7 +77,7 @@ class Ladder:
         self._announced: dict[KVSource, _Offer] = {}
         self._holders: dict[KVSource, _Offer] = {}
         self._store = _Offer(None)
-        self._in_vain: Counter[FetchOutcome] = Counter()
+        self._failures: Counter[FetchOutcome] = Counter()
 
     @property
     def is_complete(self) -> bool:
@@ -120,7 +120,7 @@ class Ladder:
                 continue
             offer.fail(index, outcome)
             if ask.source is not None or outcome is not FetchOutcome.MISSING:  # a store may be empty, or not there
-                self._in_vain[outcome] += 1
+                self._failures[outcome] += 1
         before = self.num_leading
         while not self.is_complete and self._origins[self.num_leading] is not None:
             self.num_leading += 1
@@ -128,7 +128,7 @@ class Ladder:
 
     def report(self, num_tokens: int) -> FetchReport:
         origins = Counter(origin for origin in self._origins[: self.num_leading] if origin is not None)
-        return FetchReport(num_tokens, tuple(origins.items()), tuple(self._in_vain.items()))
+        return FetchReport(num_tokens, tuple(origins.items()), tuple(self._failures.items()))
 
     def _offers(self) -> Iterator[_Offer]:
         """Best first."""

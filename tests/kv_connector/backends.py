@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import redis
 
-from kv_connector.base import HostConnector, KVConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer
 from kv_connector.device.base import DeviceConnector
 from kv_connector.device.cuda_ipc import CudaIpcConnector
 from kv_connector.device.pool import DevicePool
@@ -79,8 +79,7 @@ class DeviceNode(Node):
         self.source = KVSource(node_id, epoch, connector.endpoint)
 
     def staged_row(self, block_id: int) -> memoryview:
-        slot = self.staged._copies.slot_of(block_id)
-        assert slot is not None
+        slot = self.staged._copies._copies[block_id].slot
         size = self.staging.layout.block_bytes
         return self.staging.memory[slot * size : (slot + 1) * size]
 
@@ -239,6 +238,11 @@ def content(name: BlockHash, size: int) -> bytes:
     """The payload that belongs to a name: whatever is fetched under it must be this."""
     seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little")
     return np.random.default_rng(seed).bytes(size)
+
+
+def num_leading_fetched(result: FetchResult) -> int:
+    """Returns how many of the first blocks arrived."""
+    return next((i for i, one in enumerate(result.outcomes) if one is not FetchOutcome.FETCHED), len(result.outcomes))
 
 
 def blocks(count: int, *, tag: str = "", first_id: int = 0, tail: int = 16) -> list[NamedBlock]:

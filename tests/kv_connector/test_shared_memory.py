@@ -111,7 +111,7 @@ async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: b
 async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_path: Path) -> None:
     """Its successor may need the space before it can start, and an idle reader fetches nothing."""
     process, source = spawn_owner(tmp_path)
-    connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), look_interval=0.01)
+    connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), check_interval=0.01)
     peer = Node(connector, "peer", 16, LAYOUT, 1)
     for _ in range(2):
         await peer.connector.fetch(source, blocks(16), timeout=10)

@@ -35,7 +35,7 @@ def test_the_announcing_source_goes_before_holders_and_these_before_the_store() 
     settle(ladder, FETCHED, FETCHED)
     assert ladder.is_complete
     assert ladder.report(24).fetched == (("", 2), ("h", 1))
-    assert dict(ladder.report(24).in_vain) == {MISSING: 4}
+    assert dict(ladder.report(24).failures) == {MISSING: 4}
 
 
 def test_only_holders_that_announced_nothing_are_guesses() -> None:

@@ -138,7 +138,7 @@ async def test_a_block_that_one_holder_has_not_comes_from_the_next(fault: Fault,
         case.receiver.announce(case.p.source, 5)
         case.receiver.offer(case.h.source, 2)
         report = await case.run()
-        assert (report.num_tokens, report.fetched, report.in_vain) == (37, (("p", 4), ("h", 1)), ((outcome, 1),))
+        assert (report.num_tokens, report.fetched, report.failures) == (37, (("p", 4), ("h", 1)), ((outcome, 1),))
         assert case.connector.fetches == [("p", 5), ("h", 1)], "the blocks behind the bad one were kept"
 
 
@@ -188,7 +188,7 @@ async def test_a_holder_that_is_gone_is_asked_once() -> None:
         case.receiver.offer(case.h.source, 5)
         case.receiver.announce(case.p.source, 5)
         report = await case.run()
-        assert (report.fetched, report.in_vain) == ((("h", 5),), ((FetchOutcome.FAILED, 5),))
+        assert (report.fetched, report.failures) == ((("h", 5),), ((FetchOutcome.FAILED, 5),))
         assert case.connector.fetches == [("p", 5), ("h", 5)]
 
 
@@ -199,7 +199,7 @@ async def test_a_holder_that_hangs_costs_one_timeout() -> None:
         case.receiver.announce(case.p.source, 5)
         case.receiver.end()
         report = await case.run()
-        assert (report.num_tokens, report.in_vain) == (0, ((FetchOutcome.FAILED, 9),))
+        assert (report.num_tokens, report.failures) == (0, ((FetchOutcome.FAILED, 9),))
         assert case.connector.fetches == [("p", 5), ("h", 4), ("", 5)]
         assert case.connector.timeouts[1] < case.connector.timeouts[0], "less for who has not announced anything"
 
