@@ -22,7 +22,7 @@ from kv_connector.segments.reader import SegmentReader
 from kv_connector.segments.segment import OwnedSegment, PeerSegment, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
-from kv_connector.verdict import Verdict, Verdicts
+from kv_connector.verdict import Verdict
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
@@ -82,7 +82,9 @@ class CudaIpcConnector:
             return pool.memory.digests(block_ids)
 
         peers = MappedPeers(partial(self._open_peer, pool), pool, check_interval=self._check_interval)
-        reader = SegmentReader(pool, peers, copy, thread=pool, slice_bytes=pool.slice_bytes)
+        reader = SegmentReader(
+            pool, peers, copy, thread=pool, slice_bytes=pool.slice_bytes, stats=self.stats, clock=self._clock
+        )
         self._state = _Open(segment, pool, epoch, reader)
 
     @property
@@ -101,10 +103,7 @@ class CudaIpcConnector:
             state.segment.slots.clear(block_ids)
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
-        verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
-        state = self._require()
-        await state.reader.fetch(source, blocks, verdicts)
-        return verdicts.settle(source, self.stats, block_bytes=state.pool.block_bytes)
+        return await self._require().reader.fetch(source, blocks, timeout=timeout)
 
     async def close(self) -> None:
         state, self._state = self._state, None

@@ -1,8 +1,9 @@
 """The default connector on one host: every pool is a segment that peers map read-only and copy from.
 
 Copies, and digests of more than a few blocks, run on one worker thread, in slices, so that neither the event loop nor
-the engine waits for them. Invariant: only the worker thread touches peers' mappings; our slots are filled by `publish`,
-which nobody calls while another call of it runs, and voided by `retract`, from any thread.
+the engine waits for them.
+Invariant: only the worker thread touches peers' mappings. Our slots are filled by `publish`, of which only one call
+runs at a time, and cleared by `retract`, from any thread.
 """
 
 import logging
@@ -18,7 +19,7 @@ from kv_connector.segments.reader import SegmentReader
 from kv_connector.segments.segment import OwnedSegment, PeerSegment, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
-from kv_connector.verdict import Verdict, Verdicts
+from kv_connector.verdict import Verdict
 from kv_connector.worker import Worker
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
@@ -27,8 +28,8 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 
 _SLICE_BYTES = 16 << 20  # a few milliseconds of copying
-# Blocks that a decode step has just filled are described in less time than the way to another thread and back takes, on
-# which the interpreter is taken from the engine twice.
+# Up to this much is digested on the loop: it takes less time than a switch to another thread and back, which would also
+# take the interpreter from the engine twice. Blocks that a decode step has just filled are no more.
 _AT_ONCE_BYTES = 512 << 10
 _AT_ONCE_BLOCKS = 32
 
@@ -37,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Open:
-    """What exists between `allocate` and `close`."""
+    """The state between `allocate` and `close`."""
 
     segment: OwnedSegment
     pool: LocalPool
@@ -48,9 +49,8 @@ class _Open:
 
 
 class SharedMemoryConnector:
-    """Implements HostConnector. The endpoint is the segment's file name: peers look in their own directory and nowhere
-    else.
-    """
+    """Implements HostConnector. The endpoint is the segment's file name, in the directory that is configured at the
+    peer."""
 
     name = "shared_memory"
     has_store = False
@@ -90,7 +90,7 @@ class SharedMemoryConnector:
         def copy(peer: Peer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
             return self._copy(pool.rows, block_ids, peer.segment.rows, slots)
 
-        reader = SegmentReader(pool, peers, copy, worker, slice_bytes=_SLICE_BYTES)
+        reader = SegmentReader(pool, peers, copy, worker, slice_bytes=_SLICE_BYTES, stats=self.stats, clock=self._clock)
         self._state = _Open(segment, pool, epoch, worker, Prefault(pool.rows), reader)
         return pool.buffer
 
@@ -113,10 +113,7 @@ class SharedMemoryConnector:
             state.segment.slots.clear(block_ids)
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
-        verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
-        state = self._require()
-        await state.reader.fetch(source, blocks, verdicts)
-        return verdicts.settle(source, self.stats, block_bytes=state.pool.block_bytes)
+        return await self._require().reader.fetch(source, blocks, timeout=timeout)
 
     async def close(self) -> None:
         state, self._state = self._state, None
@@ -136,12 +133,13 @@ class SharedMemoryConnector:
         return self._state
 
     def _open_peer(self, source: KVSource) -> Peer | Verdict:
-        """Worker thread."""
+        """Called on the worker thread."""
         segment = open_segment(self._directory, source)
         return Peer(segment) if isinstance(segment, PeerSegment) else segment
 
 
 def _publish(state: _Open, blocks: Sequence[NamedBlock]) -> int:
-    """How many slots were filled. On the worker thread; for few bytes on the loop."""
+    """Fills the slots of blocks that are not published yet; returns how many. Runs on the worker thread, or on the
+    loop when there is little to digest."""
     absent = state.segment.slots.absent(blocks)
     return state.segment.slots.fill(absent, [state.pool.describe(block, state.epoch) for block, _ in absent])

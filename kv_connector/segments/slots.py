@@ -1,14 +1,16 @@
-"""The slots of a segment: what its blocks are, one slot each, written by the owner while others read.
+"""The slots of a segment: one per block, with its header, written by the owner while others read.
 
     0       8     sequence counter (uint64)
     8       96    block header (header.py)
     104     24    zeros
 
-A slot's counter is odd while its header changes, and differs afterwards: a reader that sees the same even value before
-and after its copy has a header that held throughout (Linux calls this a seqlock). The counter is the cheap check; what
-makes a copy trustworthy, on processors with a weak memory order too, is the digest over the copied bytes.
+A slot's counter is odd while its header changes, and has another value afterwards: a reader that sees the same even
+value before and after its copy has a header that was valid throughout (Linux calls this a seqlock). The counter is the
+cheap check; what makes a copy trustworthy, also on processors with a weak memory order, is the digest of the copied
+bytes.
 
-All blocks of a call go through a few array operations together: a node's engine waits for the interpreter meanwhile.
+All blocks of a call go through a few array operations together, because a node's engine waits for the interpreter
+meanwhile.
 """
 
 import mmap
@@ -39,16 +41,17 @@ _SLOT = np.dtype(
 
 
 class OwnedSlots:
-    """The owner's side. `absent` and `fill` may be called from another thread than `clear`."""
+    """The slots as their owner has them. `absent` and `fill` may be called from another thread than `clear`."""
 
     def __init__(self, mapping: mmap.mmap, num_blocks: int, *, offset: int) -> None:
         self._slots = np.frombuffer(mapping, _SLOT, num_blocks, offset)
         self._lock = threading.Lock()  # held for a few stores, never for a copy or a digest
 
     def absent(self, blocks: Sequence[NamedBlock]) -> list[tuple[NamedBlock, int]]:
-        """Those whose slots do not have them yet, with the slots' counters: to be read before payloads are digested."""
+        """Returns the blocks that their slots do not have yet, each with its slot's counter. Call this before the
+        payloads are digested."""
         ids = _ids([block.block_id for block in blocks])
-        # Without the lock, which the engine would wait for while it has the interpreter taken from this thread: what
+        # Without the lock, since the engine would wait for it while this thread waits for the interpreter. A slot that
         # changes meanwhile has another counter when `fill` compares it.
         counters = self._slots["sequence"][ids].tolist()
         headers = _headers(self._slots, ids)
@@ -59,8 +62,8 @@ class OwnedSlots:
         ]
 
     def fill(self, absent: Sequence[tuple[NamedBlock, int]], headers: Sequence[BlockHeader]) -> int:
-        """How many slots have been filled; of two blocks for one of them the last one is there. A slot that was
-        cleared since its counter was read stays empty: the header is about content that is gone."""
+        """Writes headers into slots; returns how many slots that were. Of two blocks for one slot the last one counts.
+        A slot that was cleared since its counter was read stays empty, because the digested content is gone."""
         if not absent:
             return 0
         ids = _ids([block.block_id for block, _ in absent])
@@ -72,13 +75,13 @@ class OwnedSlots:
         return len(set(ids[held].tolist()))
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Empties slots. Microseconds."""
+        """Empties slots. Takes microseconds."""
         with self._lock:
             if len(self._slots):
                 self._change(_ids(block_ids), 0)
 
     def release(self) -> None:
-        """Lets go of the mapping, so that it can be closed, after a `clear` that is running; later ones have no
+        """Drops the view of the mapping, so that it can be closed. Waits for a `clear` under way; later ones have no
         effect."""
         with self._lock:
             self._slots = np.empty(0, _SLOT)
@@ -91,7 +94,7 @@ class OwnedSlots:
 
 @dataclass(frozen=True, slots=True)
 class SlotSnapshot:
-    """A slot as it was before its block was copied, and what the copy's digest has to be."""
+    """A slot before its block is copied: its counter, and the digest that the copy must have."""
 
     slot: int
     counter: int
@@ -99,14 +102,14 @@ class SlotSnapshot:
 
 
 class PeerSlots:
-    """Those of somebody else. Used by one thread."""
+    """The slots of another node. Used by one thread."""
 
     def __init__(self, mapping: mmap.mmap, geometry: Geometry, num_blocks: int, *, offset: int) -> None:
         self._slots = np.frombuffer(mapping, _SLOT, num_blocks, offset)
         self._geometry = geometry
 
     def find(self, names: Sequence[BlockHash]) -> dict[BlockHash, list[int]]:
-        """Slots that hold these names now: one pass over the first 8 bytes of all names, then the few hits in full."""
+        """Returns the slots that have these names now: compares the first 8 bytes of all, then the few hits in full."""
         wanted_names = set(names)
         wanted: NDArray[np.uint64] = np.unique(np.frombuffer(b"".join(name[:8] for name in names), "<u8"))
         held = np.ascontiguousarray(self._slots["name_prefix"])
@@ -121,7 +124,7 @@ class PeerSlots:
     def take_snapshots(
         self, slots: Sequence[int], blocks: Sequence[NamedBlock], *, epoch: int
     ) -> list[SlotSnapshot | Verdict]:
-        """What each slot says before its block is copied, or why that would be in vain."""
+        """Returns one snapshot per slot, or a verdict where a copy would be useless."""
         ids = _ids(slots)
         before = self._slots["sequence"][ids]
         headers = _headers(self._slots, ids)
@@ -134,12 +137,12 @@ class PeerSlots:
         ]
 
     def judge(self, snapshots: Sequence[SlotSnapshot], digests: Sequence[bytes]) -> list[Verdict]:
-        """After the copies, by the digests of what arrived."""
+        """Returns the verdicts on copies that were made after `snapshots`, given the digests of what arrived."""
         counters = self._slots["sequence"][_ids([snapshot.slot for snapshot in snapshots])].tolist()
         return [_judged(*copied) for copied in zip(snapshots, counters, digests, strict=True)]
 
     def release(self) -> None:
-        """Lets go of the mapping."""
+        """Drops the view of the mapping."""
         self._slots = np.empty(0, _SLOT)
 
     def _snapshot(
@@ -153,7 +156,7 @@ class PeerSlots:
 
 def _judged(snapshot: SlotSnapshot, counter: int, digest: bytes) -> Verdict:
     if counter != snapshot.counter:
-        return FetchOutcome.MISSING  # retracted under our hands: what was copied is nobody's fault
+        return FetchOutcome.MISSING  # retracted during the copy, which may be anything, without anybody's fault
     return FetchOutcome.FETCHED if digest == snapshot.payload_digest else Mismatch.DIGEST
 
 
@@ -162,11 +165,11 @@ def _ids(values: Sequence[int]) -> NDArray[np.intp]:
 
 
 def _headers(slots: NDArray[np.void], ids: NDArray[np.intp]) -> list[bytes]:
-    """Headers as they are encoded."""
+    """Returns the encoded headers."""
     return _as_bytes(slots["header"][ids])
 
 
 def _as_bytes(array: NDArray[np.uint8]) -> list[bytes]:
-    """Each row of `[num_rows, row_bytes]`."""
+    """Returns each row of `[num_rows, row_bytes]`."""
     data, size = array.tobytes(), array.shape[1]
     return [data[start : start + size] for start in range(0, len(data), size)]
