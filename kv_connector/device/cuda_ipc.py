@@ -1,10 +1,10 @@
 """The connector for pools in device memory on one host: peers map each other's pools and copy from device to device.
 
-Headers are in a segment of host memory, as with `shared_memory`, and with them what lets peers map the pool (for CUDA,
-its IPC handle): only processes of the same user can read that file. A header is written when its block is complete on
-the device. Nothing here knows CUDA; that is the `DirectMemory`'s.
-Invariant: only the device's thread touches peers' pools, and a block counts as fetched only by the digest of what lies
-in our own memory, with the slot unchanged before and after the copy.
+A segment of host memory holds the headers, as with `shared_memory`, and the handle with which peers map the pool (for
+CUDA, its IPC handle): only processes of the same user can read that file. A header is written when its block is
+complete on the device. Only the `DirectMemory` knows CUDA, this module does not.
+Invariant: only the device's thread touches peers' pools. A block counts as fetched only if the digest of what is in our
+own memory is right and its slot was the same before and after the copy.
 """
 
 import logging
@@ -42,7 +42,7 @@ class _DevicePeer(Peer):
 
 @dataclass(slots=True)
 class _Open:
-    """What exists between `serve` and `close`."""
+    """The state between `serve` and `close`."""
 
     segment: OwnedSegment
     pool: DevicePool
@@ -60,7 +60,7 @@ class CudaIpcConnector:
     def __init__(
         self, settings: SharedMemorySettings, *, clock: Clock | None = None, check_interval: float = 1.0
     ) -> None:
-        """`check_interval`: seconds between two looks whether the owners of mapped pools live."""
+        """`check_interval`: seconds between two checks whether the owners of mapped pools live."""
         self.stats = ConnectorStats()
         self._check_interval = check_interval
         self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
@@ -121,7 +121,7 @@ class CudaIpcConnector:
         return self._state
 
     async def _publish(self, state: _Open, blocks: Sequence[NamedBlock]) -> int:
-        """How many slots were filled."""
+        """Fills the slots of blocks that are not published yet; returns how many."""
         absent = state.segment.slots.absent(blocks)
         headers = await state.pool.describe_all([block for block, _ in absent], state.epoch)
         if self._state is not state:
@@ -129,7 +129,7 @@ class CudaIpcConnector:
         return state.segment.slots.fill(absent, headers)
 
     def _open_peer(self, pool: DevicePool, source: KVSource) -> _DevicePeer | Verdict:
-        """Device's thread."""
+        """Called on the device's thread."""
         segment = open_segment(self._directory, source, on_device=True)
         if not isinstance(segment, PeerSegment):
             return segment

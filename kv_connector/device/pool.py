@@ -1,6 +1,6 @@
-"""A pool in device memory as the connectors that serve it directly share it: one thread talks to the device.
+"""A pool in device memory, shared by the connectors that serve it directly: one thread talks to the device.
 
-Invariant: what is on the device is never called good without a digest that was computed there.
+Invariant: no block counts as received without a digest that was computed on the device.
 """
 
 import logging
@@ -17,16 +17,16 @@ from kvrelay.core.named_block import NamedBlock
 
 _logger = logging.getLogger(__name__)
 
-_SLICE_BYTES = 64 << 20  # a fraction of a millisecond of reading or copying on a card
+_SLICE_BYTES = 64 << 20  # a fraction of a millisecond of reading or copying on a GPU
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class DevicePool:
-    """Implements Payloads over `memory`, whose blocks have `layout`. Used on the node's loop; what it waits for runs on
-    a thread of its own, in the order given. Stopped after its connectors are closed, by whoever made it or by a
-    TieredConnector that serves it."""
+    """Implements Payloads over `memory`, whose blocks have `layout`. Used on the node's loop; everything that waits for
+    the device runs on one thread, in the order of the calls. Its maker stops it after its connectors are closed, or a
+    TieredConnector that serves it does."""
 
     def __init__(self, memory: DirectMemory, layout: KVLayout) -> None:
         self.memory = memory
@@ -54,18 +54,18 @@ class DevicePool:
         await self.run(self.memory.settle)
 
     async def quiesce(self) -> None:
-        """A device that reports an error instead does nothing any more."""
+        """Logs an error of the device: one that fails writes nothing any more."""
         try:
             await self.run(self.memory.quiesce)
         except KVError as error:
             _logger.warning("after a connection was cut: %s", error)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """On the device's thread; `Worker.run` says what a cancelled caller waits for."""
+        """Calls a function on the device's thread; `Worker.run` says what a cancelled caller waits for."""
         return await self._worker.run(function, *args, **kwargs)
 
     def release(self) -> None:
-        """The memory is its maker's."""
+        """Does nothing: the memory belongs to its maker."""
 
     def stop(self) -> None:
         """Ends the thread."""
