@@ -1,5 +1,5 @@
-"""A connector that goes wrong on purpose, around any other: calls fail before or after they took effect, wait, stall,
-or bring garbage. For tests and simulations.
+"""A connector for tests that wraps another: its calls fail before or after they took effect, wait, stall, or bring
+garbage.
 
 Invariant: it breaks no promise of the seam (`base.py`), and a block that it reports as fetched is the block that the
 wrapped connector has verified.
@@ -29,27 +29,29 @@ class ConnectorFault(Enum):
     """What goes wrong with one call."""
 
     FAIL = "fail"  # KVError, and nothing was done
-    LOSE = "lose"  # it is done, and KVError all the same
+    LOSE = "lose"  # KVError although it is done
     STALL = "stall"  # nothing until the deadline; then a fetch reports FAILED and a publish raises KVError
-    DAMAGE = "damage"  # of a fetch: what arrives is garbage, reported as REFUSED
+    DAMAGE = "damage"  # fetches only: garbage arrives, reported as REFUSED
 
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """`delay` in seconds, before anything else."""
+    """What happens to one call, after `delay` seconds."""
 
     fault: ConnectorFault | None = None
     delay: float = 0.0
 
 
 class ConnectorFaults(Protocol):
+    """Decides what goes wrong."""
+
     def plan(self, method: str) -> CallPlan:
-        """For the next call of `method`, "publish" or "fetch"."""
+        """Returns the plan for the next call of `method`, "publish" or "fetch"."""
         ...
 
 
 class SeededFaults:
-    """Each call goes wrong with `probability`, and waits up to `longest_delay` seconds, as `random` will have it."""
+    """Faults drawn from `random`: each call fails with `probability` and waits up to `longest_delay` seconds."""
 
     def __init__(self, random: Random, *, probability: float, longest_delay: float = 0.0) -> None:
         self._random = random
@@ -63,10 +65,10 @@ class SeededFaults:
 
 
 class FaultyConnector:
-    """Implements HostConnector by means of `inner`. `num_under_way`: calls that have not returned."""
+    """Implements HostConnector around `inner`. `num_under_way`: calls that have not returned."""
 
     def __init__(self, inner: HostConnector, faults: ConnectorFaults) -> None:
-        self.name = inner.name  # peers are to be of the same kind, and are
+        self.name = inner.name  # peers exchange blocks between connectors of one name
         self.has_store = inner.has_store
         self.num_under_way = 0
         self._inner = inner
@@ -129,7 +131,7 @@ class FaultyConnector:
         await self._inner.close()
 
     def _damage(self, blocks: Sequence[NamedBlock], result: FetchResult) -> FetchResult:
-        """The later half of what arrived is overwritten: its content is as undefined as the seam allows."""
+        """Overwrites the later half of what arrived: the content of a block that is not FETCHED is undefined."""
         assert self._buffer is not None
         block_bytes = self._buffer.layout.block_bytes
         outcomes = list(result.outcomes)
@@ -151,8 +153,7 @@ class FaultyConnector:
 
 
 class DamagingCopy:
-    """Copies a payload as `copy_payload` does, but damages one byte of some on their way: it is for the digest to find
-    them. `num_damaged` counts."""
+    """A `CopyPayload` that flips a bit of some payloads, for the digest to find. `num_damaged` counts them."""
 
     def __init__(self, random: Random, *, probability: float) -> None:
         self.num_damaged = 0

@@ -1,4 +1,4 @@
-"""The connector for nodes that share a process: tests and the simulation. The same semantics as between processes.
+"""The connector for nodes that share a process, in tests and the simulation. It behaves as those between processes do.
 
 Invariant: a block is reported as fetched only if its generation (see `shared_pool.py`) was the same after the copy.
 """
@@ -18,18 +18,18 @@ from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 
-_SLICE_BYTES = 1 << 20  # copied on the loop, which gets a turn after each
+_SLICE_BYTES = 1 << 20  # copied on the loop, which runs others after each
 
 
 class InProcessHub:
-    """The pools that can reach each other: one hub is one host."""
+    """The pools that can reach each other, like those of one host."""
 
     def __init__(self) -> None:
         self.pools: dict[str, SharedPool[LocalPool]] = {}
 
 
 class InProcessConnector:
-    """Implements HostConnector among the connectors of one hub. `copy` moves one payload and digests what arrived."""
+    """Implements HostConnector between the nodes of one hub. `copy` copies a payload and digests what arrived."""
 
     name = "in_process"
     has_store = False
@@ -108,7 +108,7 @@ class InProcessConnector:
 def _read_block(
     local: SharedPool[LocalPool], peer: SharedPool[LocalPool], block: NamedBlock, copy: CopyPayload
 ) -> Verdict:
-    """A name may be held by several blocks; any good one will do."""
+    """Copies a block and returns the verdict. Several blocks may have a name; any good one will do."""
     verdict: Verdict = FetchOutcome.MISSING
     for block_id, generation, header in peer.find(block.block_hash):
         mismatch = local.pool.geometry.verify(header, block, epoch=peer.epoch)
@@ -116,7 +116,7 @@ def _read_block(
             digest = copy(local.pool.rows[block.block_id], peer.pool.rows[block_id])
             mismatch = header.verify_payload(digest)
         if peer.generations[block_id] != generation:
-            continue  # retracted under our hands: missing, and nobody's fault
+            continue  # retracted during the copy, without anybody's fault: missing
         if mismatch is None:
             return FetchOutcome.FETCHED
         verdict = mismatch

@@ -22,15 +22,16 @@ Rows = NDArray[np.uint8]
 T = TypeVar("T")
 CopyPayload = Callable[[Rows, Rows], bytes]
 CopyRows = Callable[[Rows, Sequence[int], Rows, Sequence[int]], Sequence[bytes]]
-"""Copies rows of the second `[num_blocks, block_bytes]` into rows of the first; the digest of each as it was stored."""
+"""Copies rows between two arrays `[num_blocks, block_bytes]`: (target, its rows, source, its rows). Returns the digest
+of each row as it was stored."""
 
-_SLICE_BYTES = 1 << 20  # digested on the loop, which gets a turn after each
+_SLICE_BYTES = 1 << 20  # digested on the loop, which runs others after each
 _COPY_CHUNK_BYTES = 256 << 10  # small enough to be read again from cache by the digest
 
 
 class LocalPool:
-    """Implements Payloads. A pool's memory as `rows`, `[num_blocks, block_bytes]`, writable. Owns the mapping, if it
-    was given one."""
+    """Implements Payloads over a buffer, with its memory as writable `rows`, `[num_blocks, block_bytes]`. Owns
+    `mapping`, if there is one."""
 
     def __init__(self, buffer: PoolBuffer, mapping: mmap.mmap | None) -> None:
         self.buffer = buffer
@@ -43,19 +44,19 @@ class LocalPool:
 
     @classmethod
     def inside(cls, mapping: mmap.mmap, offset: int, layout: KVLayout, num_blocks: int) -> "LocalPool":
-        """The part of a mapping from `offset` on; the pool owns all of it."""
+        """Returns a pool in a mapping, from `offset` on, that owns all of the mapping."""
         memory = memoryview(mapping)[offset : offset + num_blocks * layout.block_bytes]
         return cls(PoolBuffer(memory, layout, num_blocks), mapping)
 
     @classmethod
     def over(cls, buffer: PoolBuffer) -> "LocalPool":
-        """Memory that belongs to another connector."""
+        """Returns a pool over memory of another connector."""
         return cls(buffer, None)
 
     @classmethod
     def anonymous(cls, layout: KVLayout, num_blocks: int) -> "LocalPool":
-        """Private zeroed memory, in huge pages where there are some. Raises ConfigurationError when the system refuses
-        it."""
+        """Returns a pool in private zeroed memory, in huge pages where possible. Raises ConfigurationError when the
+        system refuses it."""
         size = num_blocks * layout.block_bytes
         try:
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -69,7 +70,7 @@ class LocalPool:
         return cls.inside(mapping, 0, layout, num_blocks)
 
     def describe(self, block: NamedBlock, epoch: int) -> BlockHeader:
-        """The header of a block as its content is now; reads all of it."""
+        """Returns the header of a block with its present content, all of which it reads."""
         return self.geometry.header(block, epoch, payload_digest(self.rows[block.block_id].data))
 
     def payload(self, block_id: int) -> object:
@@ -85,13 +86,13 @@ class LocalPool:
         return [self.describe(block, epoch) for block in blocks]
 
     async def settle(self) -> None:
-        """The engine's steps on the host end before they are collected."""
+        """Does nothing: the engine's steps on the host have written everything when they have been launched."""
 
     async def quiesce(self) -> None:
-        """What UCX does with host memory ends with its request."""
+        """Does nothing: UCX touches host memory only until its request has ended."""
 
     def release(self) -> None:
-        """Unmaps the memory, or leaves that to the last tensor that still looks at it: never under a live view."""
+        """Unmaps the memory, or leaves that to the last tensor that still has a view of it."""
         self.rows = np.empty((0, 0), np.uint8)
         if self._mapping is None:
             return
@@ -102,8 +103,8 @@ class LocalPool:
 
 @dataclass(frozen=True, slots=True)
 class Slices(Generic[T]):
-    """Blocks (or what stands for one each) in runs of about `slice_bytes`, so that no run holds a thread or the loop
-    for long."""
+    """Blocks, or one object for each, in runs of about `slice_bytes`, so that no run holds a thread or the loop for
+    long."""
 
     blocks: Sequence[T]
     block_bytes: int
@@ -116,7 +117,7 @@ class Slices(Generic[T]):
 
 
 def copy_payload(destination: Rows, source: Rows) -> bytes:
-    """Copies one block (both `[block_bytes]`) and returns the digest of what arrived, not of what was sent."""
+    """Copies one block (both `[block_bytes]`); returns the digest of the destination, not of the source."""
     if destination.size <= _COPY_CHUNK_BYTES:
         np.copyto(destination, source)
         return payload_digest(destination.data)
@@ -129,5 +130,5 @@ def copy_payload(destination: Rows, source: Rows) -> bytes:
 
 
 def copy_rows(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> list[bytes]:
-    """A `CopyRows` for everywhere."""
+    """Implements `CopyRows` on any machine."""
     return [copy_payload(target[to], source[row]) for to, row in zip(target_rows, source_rows, strict=True)]

@@ -1,11 +1,11 @@
-"""Several connectors over one pool: the first that has a block wins, and what it cannot give is asked of the next.
+"""Several connectors over one pool: a fetch asks the first one, and the next one for the blocks that did not arrive.
 
 The first tier allocates the pool, the others serve from the same memory. Tiers that reach the holder itself (shared
-memory, UCX) come before a store (Redis), which needs no holder: it is asked by a fetch without a source, and by no
-other. Nodes of one cluster may have different tiers: they exchange blocks through those that they share.
+memory, UCX) come before a store (Redis), which needs no holder: only a fetch without a source asks it. Nodes of one
+cluster may have different tiers; they exchange blocks through those that they share.
 
 Invariant: a fetch takes no longer than its timeout, and a tier that hangs leaves time for the next; publishing waits
-for the holder's tiers only, and fails only if all of them do.
+for no store behind another tier, and fails only if all tiers fail.
 """
 
 import logging
@@ -28,7 +28,7 @@ from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 
-_SHARE = 0.5  # of the time that is left, for a tier that is not the last one
+_SHARE = 0.5  # of the time left, for a tier that is not the last one
 # Of what several tiers report of a block, the last one in this order is passed on.
 _SEVERITY = (FetchOutcome.MISSING, FetchOutcome.FAILED, FetchOutcome.REFUSED)
 
@@ -39,7 +39,7 @@ TierT_co = TypeVar("TierT_co", bound=KVConnector, covariant=True)
 
 
 class TieredConnector(Generic[TierT_co]):
-    """Implements HostConnector or DeviceConnector over others of that kind, which it owns."""
+    """Implements HostConnector or DeviceConnector with several connectors of that kind, which it owns."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class TieredConnector(Generic[TierT_co]):
         clock: Clock | None = None,
         host: str | None = None,
     ) -> None:
-        """`tiers` in the order of asking, not yet allocated. `recompute_seconds`: what it would take to do without a
-        store; `host`: the machine, when it is not this one."""
+        """`tiers`: in the order of asking, not yet allocated. `recompute_seconds`: how long computing would take
+        instead of asking a store. `host`: the machine's id, if it is to differ from `this_host`."""
         assert tiers
         self.name = ",".join(tier.name for tier in tiers)
         self.has_store = any(tier.has_store for tier in tiers)
@@ -59,7 +59,7 @@ class TieredConnector(Generic[TierT_co]):
         self._host = host or this_host()
         self._device_pool: DevicePool | None = None
         self._block_bytes = 0  # before `allocate` or `serve`, and after `close`
-        # Where a store is all there is, blocks have nowhere else to go: no gate.
+        # A store that is the only tier has no gate: without it nodes would exchange nothing.
         self._gates = {tier.name: CostGate(recompute_seconds) for tier in self.tiers[1:] if tier.has_store}
 
     @property
@@ -85,7 +85,7 @@ class TieredConnector(Generic[TierT_co]):
         return buffer
 
     def serve(self: "TieredConnector[DeviceConnector]", pool: DevicePool, *, node_id: str, epoch: int) -> None:
-        """The pool's thread ends with this."""
+        """Implements `DeviceConnector.serve`. `close` also stops the pool."""
         self._device_pool = pool
         for tier in self.tiers:
             tier.serve(pool, node_id=node_id, epoch=epoch)
@@ -97,7 +97,7 @@ class TieredConnector(Generic[TierT_co]):
         return Endpoints(self._host, found).encode() if found else ""
 
     async def publish(self, blocks: Sequence[NamedBlock]) -> None:
-        """A store behind other tiers takes what it is given into its own queue and returns at once."""
+        """Publishes through every tier. A store behind other tiers queues the blocks and returns at once."""
         errors: list[KVError] = []
         for tier in self.tiers:
             try:
@@ -131,7 +131,7 @@ class TieredConnector(Generic[TierT_co]):
         return FetchResult(tuple(outcomes))
 
     async def close(self) -> None:
-        """The pool's owner last."""
+        """Closes the tiers, that which owns the pool last."""
         self._block_bytes = 0
         async with AsyncExitStack() as stack:
             if self._device_pool is not None:
@@ -140,7 +140,7 @@ class TieredConnector(Generic[TierT_co]):
                 stack.push_async_callback(tier.close)
 
     def _route(self, source: KVSource | None) -> list[tuple[TierT_co, KVSource | None]]:
-        """The tiers to ask, each with the source as it knows it. A store is another source, and the caller's to ask."""
+        """Returns the tiers to ask, each with its own endpoint of the source. A fetch with a source asks no store."""
         if source is None or not source.endpoint:
             return [(tier, source) for tier in self.tiers if tier.has_store]
         try:
@@ -187,6 +187,7 @@ def create_tiers(
 
 
 def _more_severe(one: FetchOutcome, other: FetchOutcome) -> FetchOutcome:
+    """Returns what to report of a block after another tier was asked for it, whose outcome is `other`."""
     if other is FetchOutcome.FETCHED:
         return other
     return max(one, other, key=_SEVERITY.index)
