@@ -19,7 +19,7 @@ _VARIABLES = {
 
 
 def prepare_ucx_environment() -> None:
-    """Sets the variables for this process and its children. Call before the first import of ucxx, which every other
-    module of this package imports; later it has no effect."""
+    """Sets the variables for this process and its children. Has to be called before ucxx is imported, which
+    `transport.py` does; later it has no effect."""
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
