@@ -1,16 +1,16 @@
-"""The prefill service. Life of a request here:
+"""The prefill service. The life of a request:
 
-1. `Prefill` opens a lease of the request's own id and hands the request to the engine, which names every block it
-   computes.
+1. `Prefill` opens a lease under the request's own id and adds the request to the engine, which names every block that
+   it computes.
 2. If other nodes hold leading blocks, or a store may, these are reserved and fetched first (`Receiver`); the engine
    computes the rest in chunks.
-3. As soon as a chunk's blocks are published, the stream says how many leading blocks can be fetched (`progress`).
-4. With the prompt's last logits come the first tokens (`finished`); they do not wait for publication.
-5. The stream ends when the last block is published. The engine is done with the request; the lease alone holds its
-   blocks.
+3. As soon as a chunk's blocks are published, the stream reports how many leading blocks can be fetched (`progress`).
+4. The first tokens are sampled from the prompt's last logits (`finished`); they do not wait for publication.
+5. The stream ends when the last block is published. The engine has then finished the request, and only the lease holds
+   its blocks.
 6. `ReleaseLeases`, or expiry, ends the lease. The blocks stay cached under their names until they are evicted.
 
-Invariant: a stream that ends before `finished` leaves nothing behind; after it, exactly the lease.
+Invariant: a stream that ends before `finished` leaves nothing behind; one that ends later leaves only the lease.
 """
 
 import asyncio
@@ -43,22 +43,22 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class _Prefill:
-    """A request's stream: events to send; None ends it, an error fails it."""
+    """A request on this node. The stream sends what is in `events`; None ends it, an error fails it."""
 
     request: pb.PrefillRequest
-    num_blocks: int  # of the given tokens, the partial tail counted
+    num_blocks: int  # of the given tokens, including a partial tail block
     events: asyncio.Queue[pb.PrefillEvent | KVRelayError | None] = field(default_factory=asyncio.Queue)
     prompt: PromptOutput | None = None
     first_tokens: list[TokenOutput] = field(default_factory=list)
     fetches: FetchReport = NOTHING_FETCHED
     finished: bool = False
     published: bool = False
-    ends_at: float | None = None  # the request, by the loop's time, as far as the router says
+    ends_at: float | None = None  # the request's deadline in loop time, if the router has sent one
     reception: asyncio.Task[None] | None = None
 
 
 class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
-    """One per node. Everything here runs on the node's loop."""
+    """The service of a prefill node. Everything here runs on the node's loop."""
 
     name = "kvrelay.v1.PrefillNode"
     role = node_pb2.NODE_ROLE_PREFILL
@@ -129,9 +129,9 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         self._node.engine_thread.post(lambda engine: engine.release_lease(lease_id))
 
     def _end_stall(self) -> None:
-        """When requests wait and no step was made since the last sweep, leases keep the blocks they need, perhaps for
-        decode nodes that in turn wait for these requests. The oldest lease ends: its reader computes what it misses.
-        """
+        """Ends the oldest lease early if requests wait and no step was made since the last sweep. Then leases hold the
+        blocks that those requests need, perhaps for decode nodes that in turn wait for these requests. The reader of
+        the lease computes the blocks that it misses."""
         load = self._node.event_log.load
         num_steps, self._num_steps_swept = self._num_steps_swept, load.num_steps
         if load.num_requests_waiting == 0 or load.num_requests_running > 0 or load.num_steps != num_steps:
@@ -144,7 +144,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     # -- what the engine reports -------------------------------------------------------------------------------------
 
     def _on_result(self, result: StepResult) -> None:
-        """Results of a request whose stream has ended are of no interest, but its reserved blocks are let go."""
+        """Handles the results of a step. Those of a request whose stream has ended are ignored, but its reserved blocks
+        are unpinned."""
         for admission in result.admissions:
             self._receive(admission)
         for prompt in result.prompts:
@@ -186,7 +187,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         if prefill.finished and prefill.published:
             prefill.events.put_nowait(None)
 
-    # -- blocks that others hold -------------------------------------------------------------------------------------
+    # -- blocks from other holders -----------------------------------------------------------------------------------
 
     def _receive(self, admission: Admission) -> None:
         prefill = self._active.get(admission.request_id)

@@ -1,7 +1,8 @@
-"""Which connectors a node runs on, and why: what is set, or what `auto` comes to, without what failed its self-test.
+"""Chooses the connectors of a node: those that are set, or what `auto` stands for without those that fail their
+self-test.
 
-Invariant: a connector that moves wrong bytes is never among them; one that was asked for and does not work ends the
-start with a remedy, except a store, which may come back.
+Invariant: a connector that moves wrong bytes is never chosen. If one that was set does not work, the start ends with
+an error that names a remedy; a store is the exception, because it may come back.
 """
 
 import ipaddress
@@ -24,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConnectorChoice:
-    """`reason` is for the log."""
+    """The names of the connectors in the order of asking, and for the log the reason."""
 
     names: tuple[str, ...]
     reason: str
@@ -33,8 +34,8 @@ class ConnectorChoice:
 def choose_connectors(
     value: str, *, host: str, ucx_installed: bool, has_secret: bool, broken: Mapping[str, str] = _NONE_BROKEN
 ) -> ConnectorChoice:
-    """`value` as in the settings, `host`: where peers reach this node, `broken`: connectors that failed their
-    self-test, and how. Raises ConfigurationError for a wrong value, and when nothing that works is left."""
+    """Returns the connectors for a setting's `value`. `host`: where peers reach this node. `broken`: connectors that
+    failed their self-test, and how. Raises ConfigurationError for a wrong value, and when none that works is left."""
     names = parse_connectors(value)
     if names != (AUTO,):
         return ConnectorChoice(_working(names, broken), "as set")
@@ -54,8 +55,8 @@ def choose_connectors(
 async def choose_working(
     choose: Callable[[Mapping[str, str]], ConnectorChoice], check: CheckConnector
 ) -> ConnectorChoice:
-    """The first choice of which every connector has passed `check`; `choose` is asked again without one that has
-    not."""
+    """Returns the first choice of which every connector has passed `check`. `choose` gets the connectors that have
+    not, and why."""
     broken: dict[str, str] = {}
     passed: set[str] = set()
     while True:

@@ -11,8 +11,9 @@ from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
 def engine_request(
     asked: decode_node_pb2.Admit | prefill_node_pb2.PrefillRequest, role: KVRole, *, vocab_size: int, has_store: bool
 ) -> EngineRequest:
-    """Routers validate; a node still does not let a request that could hurt others past its own edge. `has_store`: the
-    node's connector reaches a store that all nodes share. Raises InvalidRequestError naming the field."""
+    """Converts a request. The router has validated it; this rejects what could harm other requests on the node.
+    `has_store`: the node's connector reaches a store that all nodes share. Raises InvalidRequestError naming the
+    field."""
     given = tuple(asked.prompt_token_ids)
     if not asked.request_id:
         raise InvalidRequestError("request_id is empty", field="request_id")

@@ -1,6 +1,6 @@
-"""A pool on a card, with what reaches it there. Needs a card and Triton; imported where there is one.
+"""A KV pool in GPU memory, with what transports need to reach it. Imports Triton, so import this only with a GPU.
 
-Invariant: the engine's steps run on the device's default stream, which this tells the copies to follow.
+Invariant: the engine's steps run on the GPU's default stream, behind which the copies are queued.
 """
 
 import torch
@@ -13,7 +13,8 @@ from kvrelay.engine.kv_pool import allocate_pool
 
 
 def direct_memory(pool: torch.Tensor) -> CudaMemory:
-    """Over the node's own pool. Raises ConfigurationError for blocks that cannot be digested on the card."""
+    """Returns the node's own pool for transports. Raises ConfigurationError when its blocks cannot be digested on the
+    GPU."""
     try:
         return CudaMemory(pool, torch.cuda.default_stream(pool.device), BlockDigests)
     except ValueError as error:
@@ -21,9 +22,10 @@ def direct_memory(pool: torch.Tensor) -> CudaMemory:
 
 
 def cuda_scratch(layout: KVLayout, num_blocks: int) -> CudaMemory:
+    """Returns a zeroed pool for a self-test on GPU 0."""
     return direct_memory(allocate_pool(layout, num_blocks, torch.device("cuda", 0)))
 
 
 def problem_with_direct() -> str:
-    """Why what is on this machine's cards cannot be reached directly; empty when it may be."""
+    """Returns why memory of this machine's GPUs cannot be reached directly; empty when that may be possible."""
     return "" if torch.version.hip is None else "neither UCX as packaged nor CUDA IPC is for ROCm"

@@ -1,4 +1,4 @@
-"""A node: one engine joined with one connector. What the prefill and the decode service are built on.
+"""A node: one engine joined with one connector. The prefill and the decode service are built on it.
 
     engine thread --StepResult--> Node.on_result (loop) --> event log (routers watch it)
                                                         --> publisher --> connector (peers fetch from it)
@@ -35,7 +35,7 @@ _STOP_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """What a node says of itself; `epoch` is drawn at every start."""
+    """A node's description of itself; `epoch` is drawn at every start."""
 
     node_id: str
     epoch: int
@@ -46,7 +46,7 @@ class NodeIdentity:
 
 
 class MakeEngineThread(Protocol):
-    """As the constructor of EngineThread."""
+    """Has the parameters of EngineThread's constructor."""
 
     def __call__(
         self,
@@ -59,9 +59,9 @@ class MakeEngineThread(Protocol):
 
 
 class Node:
-    """`on_result` is the service's handler, called on the loop for each StepResult; `on_progress` when a PRODUCE
-    request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone, or
-    hangs. `make_engine_thread` makes the thread that steps the engine."""
+    """A node, used on the loop on which it was made. `fetch_timeout`: seconds that one fetch may take. `crashed` is set
+    when the engine or the publisher has failed, or the engine hangs. `make_engine_thread` makes the thread that steps
+    the engine."""
 
     def __init__(
         self,
@@ -103,13 +103,15 @@ class Node:
         handler: Callable[[StepResult], None],
         on_progress: Callable[[str, int], None] = lambda request_id, num_blocks: None,
     ) -> None:
+        """Starts the engine. `handler` is called on the loop for each StepResult, `on_progress` with the id of a
+        PRODUCE request and the number of its leading blocks that can be fetched."""
         self._handler = handler
         self._on_progress = on_progress
         self._publisher.start(self._on_crash)
         self.engine_thread.start()
 
     def watch_steps(self, timeout: float) -> None:
-        """An engine that makes no turn for so many seconds counts as crashed. Call once, after `start`."""
+        """Has an engine that makes no turn for `timeout` seconds count as crashed. Call once, after `start`."""
         self._watchdog = Watchdog(lambda: self.engine_thread.num_turns, self._on_crash, timeout=timeout)
         self._watchdog.start()
 
@@ -124,8 +126,8 @@ class Node:
         return Receiver(self._reception, admission, on_missing=on_missing, ends_at=ends_at)
 
     async def check_idle(self) -> None:
-        """Raises when anything is left of any request. For tests and for an idle node."""
-        await self.engine_thread.call(lambda engine: None)  # what it has named before is with the publisher afterwards
+        """Raises when anything is left of any request. For tests, and only on an idle node."""
+        await self.engine_thread.call(lambda engine: None)  # the publisher has all blocks named before this returns
         await self._publisher.drain()
         await self.engine_thread.call(lambda engine: engine.check_idle())
 
@@ -137,7 +139,7 @@ class Node:
         await self.connector.close()
 
     async def drain(self) -> None:
-        """Takes no new requests from now on; returns when those it has are over and nobody holds a lease."""
+        """Refuses new requests from now on; returns when those it has are over and no lease is left."""
         self.draining = True
         self.event_log.touch()
         await self.activity.idle()
@@ -152,7 +154,7 @@ class Node:
             raise UnavailableError(f"{self.identity.node_id} has crashed")
 
     def _on_result(self, result: StepResult) -> None:
-        self._handler(result)  # first: clients wait for its tokens, while publishing is work for this thread
+        self._handler(result)  # first, because clients wait for its tokens; publishing takes time on this thread
         self._prefill_rate.observe(result.load)
         self.event_log.append(result.stored, result.removed, result.load)
         self._publisher.enqueue(result.named, [self._progress(*progress) for progress in result.progress])
@@ -161,7 +163,7 @@ class Node:
         return lambda: self._on_progress(request_id, num_blocks)
 
     def _on_crash(self, error: BaseException) -> None:
-        _logger.critical("node %s is of no use any more: %s", self.identity.node_id, error)
+        _logger.critical("node %s does not work any more: %s", self.identity.node_id, error)
         self._hangs = isinstance(error, EngineHungError)
         self.crashed.set()
-        self.event_log.close()  # watchers hear of it at once
+        self.event_log.close()  # ends the streams of watchers at once

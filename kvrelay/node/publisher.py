@@ -1,4 +1,4 @@
-"""Publishes newly named blocks, in the order in which the engine named them, and tells when they can be fetched.
+"""Publishes newly named blocks in the order in which the engine named them, and reports when they can be fetched.
 
 Invariant: `notify` callbacks run after every block enqueued before them was offered to the connector, and a block is
 unpinned only after that.
@@ -25,9 +25,8 @@ class _Batch:
 
 
 class Publisher:
-    """One task that drains a queue. A connector that fails costs availability, never order or correctness: others then
-    miss the block.
-    """
+    """A task that drains a queue of blocks. If the connector fails, peers do not find those blocks; the order and the
+    callbacks stay as they are. `unpin` gets the ids of blocks that were offered to the connector."""
 
     def __init__(self, connector: KVConnector, unpin: Callable[[Sequence[int]], None]) -> None:
         self._connector = connector
@@ -36,7 +35,8 @@ class Publisher:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, on_failure: Callable[[BaseException], None]) -> None:
-        """`on_failure`: something unforeseen has ended the task, and nothing will be published or unpinned any more."""
+        """Starts the task. `on_failure` is called when an unforeseen error has ended it, after which nothing is
+        published or unpinned any more."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name="publisher")
         self._task.add_done_callback(partial(_report, on_failure))
 
@@ -45,11 +45,11 @@ class Publisher:
             self._queue.put_nowait(_Batch(tuple(blocks), tuple(notify)))
 
     async def drain(self) -> None:
-        """Returns when everything enqueued so far is done."""
+        """Returns when everything enqueued so far is published and unpinned."""
         await self._queue.join()
 
     async def close(self) -> None:
-        """Publishes what is queued no more, but unpins it."""
+        """Ends the task and unpins the blocks in the queue without publishing them."""
         await end_tasks(self._task)
         while not self._queue.empty():
             self._unpin([block.block_id for block in self._queue.get_nowait().blocks])
@@ -57,7 +57,7 @@ class Publisher:
     async def _run(self) -> None:
         while True:
             batches = [await self._queue.get()]
-            # Together: a store that hangs costs its timeout once, and not once for each.
+            # All batches together, so that a store that hangs costs its timeout only once.
             while not self._queue.empty():
                 batches.append(self._queue.get_nowait())
             try:

@@ -1,4 +1,4 @@
-"""From settings to a node: an engine and a connector over one pool."""
+"""Makes a node from settings: an engine and a connector over one pool."""
 
 import logging
 import secrets
@@ -31,26 +31,25 @@ from kvrelay.node.transfer_probe import TRANSFER_PROBE
 
 _logger = logging.getLogger(__name__)
 _SELF_TEST_TTL = 10  # seconds
-_LOOPBACK_DEVICE = "lo"  # a node that listens on loopback opens no port to the network
+_LOOPBACK_DEVICE = "lo"  # so that a node that listens on loopback opens no port to the network
 
 
 async def build_node(settings: NodeSettings, role: str) -> Node:
-    """Loads and joins everything; call on the node's loop before it serves, which it holds up. Raises ModelLoadError or
-    ConfigurationError.
-    """
+    """Loads the model and returns a node around it. Called on the node's loop, which it blocks, before the node serves.
+    Raises ModelLoadError or ConfigurationError."""
     prefill_rate = PrefillRate()
     transport = await _transport(settings, prefill_rate)
     try:
         return _join(settings, role, transport, prefill_rate)
     except BaseException:
-        await transport.tiers.close()  # what it has allocated may be a file
+        await transport.tiers.close()  # their memory may be a file
         raise
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How blocks leave the node and arrive: `tiers` move them through host memory or from device to device, over the
-    pool that `make_pool` makes. `tiers` are closed by whoever holds this until that pool exists."""
+    """How blocks leave the node and arrive: `tiers` move them, through host memory or from device to device, and
+    `make_pool` makes the pool that they serve. Whoever holds this closes `tiers` unless a node owns them."""
 
     tiers: KVConnector
     make_pool: Callable[[PoolPlan, torch.device], NodePool]
@@ -95,9 +94,9 @@ def _join(settings: NodeSettings, role: str, transport: Transport, prefill_rate:
 
 
 def _prepare_apart(options: EngineOptions) -> PreparedEngine:
-    """On a thread that ends. Torch's OpenMP keeps helpers for every thread that has computed in parallel, and libgomp
-    counts them: with more threads than cores those of an engine whose products are torch's would sleep at each barrier
-    of a step in place of turning in a loop."""
+    """Prepares the engine on a thread that ends. Torch's OpenMP keeps helper threads for every thread that has computed
+    in parallel, and libgomp counts them: if there are more than cores, the helpers of an engine that multiplies with
+    torch sleep at each barrier of a step instead of spinning."""
     with ThreadPoolExecutor(1, thread_name_prefix="load") as loading:
         return loading.submit(prepare_engine, options).result()
 
@@ -115,7 +114,7 @@ def _engine_options(settings: NodeSettings) -> EngineOptions:
 
 
 async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> Transport:
-    """What is set, or chosen, and moves bytes on this machine."""
+    """Returns the transport over the connectors that are set, or chosen, and pass their self-test."""
     connector_settings = _connector_settings(settings)
 
     def choose(broken: Mapping[str, str]) -> ConnectorChoice:
@@ -145,7 +144,7 @@ async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> Trans
 async def _direct(
     settings: NodeSettings, names: Sequence[str], connector_settings: ConnectorSettings
 ) -> tuple[str, ...]:
-    """The connectors that move KV from device to device; none for a node without a card, or one that stages."""
+    """Returns the connectors that move KV from device to device; none for a node without a GPU, or one that stages."""
     if settings.kv_device_transfer == "staged" or planned_device(_engine_options(settings)).type == "cpu":
         return ()
     from kvrelay.node.cuda_pool import cuda_scratch, problem_with_direct

@@ -22,14 +22,14 @@ PATIENCE = 10.0
 def test_only_an_engine_that_does_not_turn_hangs() -> None:
     turns = iter([5, 5, 5, 6, 6, 6, 6, 6])
     dog = Watchdog(lambda: next(turns), lambda error: None, timeout=4.0)  # looks every second
-    assert [dog.look() for _ in range(8)] == [True] * 7 + [False]
+    assert [dog.check() for _ in range(8)] == [True] * 7 + [False]
 
 
 def test_looks_are_what_counts() -> None:
     """A process that was stopped for an hour has looked once."""
     dog = Watchdog(lambda: 1, lambda error: None, timeout=60.0)
-    assert all(dog.look() for _ in range(60))
-    assert not dog.look()
+    assert all(dog.check() for _ in range(60))
+    assert not dog.check()
 
 
 async def health_of(channel: grpc.aio.Channel, service: str) -> str:
