@@ -96,7 +96,7 @@ async def node(harness: Harness | DirectHarness) -> AsyncIterator[MakeNode]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
-async def test_fetches_what_was_published(node: MakeNode) -> None:
+async def test_published_blocks_arrive_with_their_bytes(node: MakeNode) -> None:
     owner, peer = node("owner"), node("peer")
     assert not any(peer.pool.memory)
     sent = blocks(40, tail=5)
@@ -114,7 +114,9 @@ async def test_fetches_what_was_published(node: MakeNode) -> None:
     assert peer.first_stats.bytes_fetched == owner.first_stats.bytes_published == 40 * LAYOUT.block_bytes
 
 
-async def test_fetches_from_itself_and_nothing_from_nowhere(node: MakeNode, harness: Harness | DirectHarness) -> None:
+async def test_a_node_fetches_from_itself_and_without_a_source_only_from_a_store(
+    node: MakeNode, harness: Harness | DirectHarness
+) -> None:
     owner = node("owner")
     sent = blocks(3)
     await write_and_publish(owner, sent)
@@ -126,7 +128,7 @@ async def test_fetches_from_itself_and_nothing_from_nowhere(node: MakeNode, harn
     assert (await owner.connector.fetch(owner.source, [], timeout=10)).outcomes == ()
 
 
-async def test_missing_blocks_leave_a_gap(node: MakeNode) -> None:
+async def test_a_missing_block_does_not_keep_those_behind_it_away(node: MakeNode) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(4)
     await write_and_publish(owner, [sent[0], sent[1], sent[3]])
@@ -155,7 +157,9 @@ async def test_retracted_blocks_are_missing(node: MakeNode, harness: Harness | D
     assert result.outcomes == (FETCHED, FETCHED if harness.outlives_owner else MISSING, FETCHED)
 
 
-async def test_after_the_owner_closed(node: MakeNode, harness: Harness | DirectHarness) -> None:
+async def test_blocks_of_a_closed_owner_come_only_from_a_store(
+    node: MakeNode, harness: Harness | DirectHarness
+) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(2)
     await write_and_publish(owner, sent)
@@ -214,7 +218,7 @@ async def test_a_damaged_payload_is_refused(node: MakeNode, harness: Harness | D
     assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
 
 
-async def test_no_time_left_is_a_failure(node: MakeNode) -> None:
+async def test_without_time_left_every_block_fails(node: MakeNode) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(2)
     await write_and_publish(owner, sent)
@@ -222,7 +226,7 @@ async def test_no_time_left_is_a_failure(node: MakeNode) -> None:
     assert peer.first_stats.failed == 2
 
 
-async def test_a_cancelled_fetch_leaves_memory_quiet(node: MakeNode) -> None:
+async def test_after_a_cancelled_fetch_nothing_is_written(node: MakeNode) -> None:
     owner, peer = node("owner", 512), node("peer", 512)
     sent = blocks(512)
     await write_and_publish(owner, sent)
@@ -238,7 +242,7 @@ async def test_a_cancelled_fetch_leaves_memory_quiet(node: MakeNode) -> None:
     assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
 
 
-async def test_a_storm_never_yields_wrong_content(node: MakeNode) -> None:
+async def test_blocks_that_keep_changing_are_never_fetched_with_wrong_content(node: MakeNode) -> None:
     """An engine keeps replacing blocks while a peer fetches them: whatever is FETCHED is what its name says."""
     owner, peer = node("owner", 4), node("peer", 4)
     current = blocks(4, tag="0")

@@ -49,13 +49,13 @@ def unmappable(layout: KVLayout, num_blocks: int) -> DirectDevice:
 
 
 @pytest.mark.parametrize("name", ["cuda_ipc", "ucx"])
-async def test_passes_where_bytes_move_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+async def test_a_connector_that_moves_bytes_passes_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     report = await check_direct(name, settings(tmp_path), scratch, probe=PROBE)
     assert not report.problem and report.bytes_per_second > 0
     assert is_empty(tmp_path)
 
 
-async def test_finds_wrong_bytes_and_pools_that_can_not_be_mapped(tmp_path: Path) -> None:
+async def test_wrong_bytes_and_pools_that_can_not_be_mapped_are_reported(tmp_path: Path) -> None:
     report = await check_direct("cuda_ipc", settings(tmp_path), lying, probe=PROBE)
     assert report.is_wrong and report.problem == "1 of 16 blocks arrived with other bytes"
     report = await check_direct("cuda_ipc", settings(tmp_path), unmappable, probe=PROBE)
@@ -64,7 +64,7 @@ async def test_finds_wrong_bytes_and_pools_that_can_not_be_mapped(tmp_path: Path
 
 
 @pytest.mark.parametrize(("way", "problem"), [("end", "ended; what it logged"), ("hang", "not ready after 0.05 s")])
-async def test_a_process_that_does_not_answer_is_a_problem(way: str, problem: str, tmp_path: Path) -> None:
+async def test_a_process_that_does_not_answer_is_reported(way: str, problem: str, tmp_path: Path) -> None:
     report = await check_direct(
         "cuda_ipc", settings(tmp_path), scratch, probe=(*PROBE, way), start_seconds=0.05 if way == "hang" else 60
     )

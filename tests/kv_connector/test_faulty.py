@@ -40,7 +40,7 @@ async def pair(faults: Planned, *, damage: float = 0.0) -> AsyncIterator[tuple[N
         await owner.connector.close()
 
 
-async def test_without_a_fault_it_is_the_wrapped_one() -> None:
+async def test_without_a_fault_calls_behave_as_those_of_the_wrapped_connector() -> None:
     async with pair(Planned()) as (owner, peer):
         wanted = blocks(4)
         await write_and_publish(owner, wanted)
@@ -70,7 +70,7 @@ async def test_a_fetch_that_stalls_ends_at_its_deadline() -> None:
         assert result.outcomes == (FetchOutcome.FAILED,) * 2
 
 
-async def test_garbage_is_refused() -> None:
+async def test_damaged_blocks_are_reported_as_refused() -> None:
     async with pair(Planned(ConnectorFault.DAMAGE)) as (owner, peer):
         wanted = blocks(4)
         await write_and_publish(owner, wanted)

@@ -88,7 +88,7 @@ async def open_breaker(setup: Setup) -> None:
         assert set(await setup.fetch(blocks(2))) == {FAILED}
 
 
-async def test_gone_and_back(setup: Setup) -> None:
+async def test_a_redis_that_dies_is_not_asked_until_it_is_back(setup: Setup) -> None:
     sent = blocks(3)
     await write_and_publish(setup.node, sent)
     port = setup.server.port
@@ -117,7 +117,7 @@ async def test_behind_another_tier_a_dead_redis_fails_and_delays_nothing(setup: 
     await reader.connector.close()
 
 
-async def test_stopped_costs_no_more_than_the_deadline_and_then_nothing(setup: Setup) -> None:
+async def test_a_stopped_redis_costs_at_most_the_deadline_and_then_nothing(setup: Setup) -> None:
     sent = blocks(3)
     await write_and_publish(setup.node, sent)
     setup.signal(signal.SIGSTOP)
@@ -160,7 +160,7 @@ async def test_a_fetch_with_hardly_any_time_does_not_open_the_breaker(setup: Set
     assert setup.store.stats.skipped == 0
 
 
-async def test_full(setup: Setup) -> None:
+async def test_a_full_redis_still_serves_but_gets_no_more_blocks(setup: Setup) -> None:
     """What it holds is still served; it is not sent block after block that it will not take."""
     sent = blocks(2)
     await write_and_publish(setup.node, sent)
@@ -180,7 +180,7 @@ async def test_full(setup: Setup) -> None:
     assert set(await setup.fetch(blocks(2, tag="even more"))) == {FETCHED}
 
 
-async def test_evicting(setup: Setup) -> None:
+async def test_blocks_that_redis_evicts_are_missing(setup: Setup) -> None:
     with setup.client() as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
         used = int(client.info("memory")["used_memory"])
@@ -191,7 +191,7 @@ async def test_evicting(setup: Setup) -> None:
     assert set(outcomes) == {FETCHED, MISSING} and setup.store.stats.missing == outcomes.count(MISSING)
 
 
-async def test_flushed_in_the_middle(setup: Setup) -> None:
+async def test_a_flush_during_a_fetch_makes_blocks_missing(setup: Setup) -> None:
     sent = blocks(60)
     await write_and_publish(setup.node, sent)
     fetch = asyncio.create_task(setup.fetch(sent))
@@ -206,7 +206,7 @@ async def test_flushed_in_the_middle(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "short", "long", "another block", "no header", "not a string"])
-async def test_lies_are_refused_and_cleared_away(setup: Setup, how: str) -> None:
+async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> None:
     sent = blocks(2)
     await write_and_publish(setup.node, sent)
     key, other = (f"{PREFIX}:{block.block_hash.hex()}" for block in sent)

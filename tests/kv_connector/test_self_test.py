@@ -52,7 +52,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     return lambda: RedisConnector(RedisSettings(url=server.url, key_prefix=request.node.name, ttl_seconds=5))
 
 
-async def test_passes_where_bytes_move_and_leaves_nothing(make: Make) -> None:
+async def test_a_connector_that_moves_bytes_passes_and_leaves_nothing(make: Make) -> None:
     report = await check_transport(make)
     assert not report.problem and report.bytes_per_second > 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -64,7 +64,7 @@ async def test_wrong_bytes_are_found_though_the_transport_believes_in_them(make:
     assert report.is_wrong and "with other bytes" in report.problem
 
 
-async def test_what_never_ends_is_left_to_itself(make: Make) -> None:
+async def test_a_connector_that_does_not_end_is_abandoned(make: Make) -> None:
     report = await check_transport(lambda: FaultyConnector(make(), PublishingHangs()), timeout=0.05)
     assert report.problem == "it has not ended after 0.1 s" and not report.is_wrong
     while len(asyncio.all_tasks()) > 1:
@@ -92,6 +92,6 @@ async def test_no_redis_and_no_directory_are_problems_and_not_wrong_bytes(tmp_pa
     assert "is not a directory" in report.problem
 
 
-async def test_a_setting_that_can_not_work_is_no_matter_for_the_test() -> None:
+async def test_a_wrong_setting_raises() -> None:
     with pytest.raises(ConfigurationError, match="KVRELAY_CLUSTER_SECRET"):
         await check_transport(lambda: UcxConnector(UcxSettings("short")))

@@ -66,7 +66,7 @@ def test_a_block_with_more_tokens_is_absent_until_it_is_filled_again(sides: Side
     assert isinstance(sides.snapshot(whole.block_id, whole), SlotSnapshot)
 
 
-def test_looking_for_absent_blocks_takes_no_lock_that_the_engine_needs(sides: Sides) -> None:
+def test_finding_absent_blocks_takes_no_lock_that_the_engine_needs(sides: Sides) -> None:
     found: list[tuple[NamedBlock, int]] = []
     thread = threading.Thread(target=lambda: found.extend(sides.owned.absent(blocks(2))), daemon=True)
     with sides.owned._lock:  # as `clear` has it, on the engine's thread
@@ -93,7 +93,7 @@ def test_a_slot_that_is_being_written_is_missing(sides: Sides) -> None:
     del counters
 
 
-def test_a_slot_that_has_another_block_by_now_is_missing_and_nobody_is_to_blame(sides: Sides) -> None:
+def test_a_slot_that_has_another_block_by_now_is_missing(sides: Sides) -> None:
     first, other = blocks(2)
     other = replace(other, block_id=first.block_id)
     sides.publish((first, header(first)))
@@ -126,7 +126,7 @@ def test_a_slot_that_changes_under_a_copy_is_missing_whatever_was_copied(sides: 
         ({"epoch": EPOCH + 1}, Mismatch.EPOCH),
     ],
 )
-def test_each_field_of_a_header_is_held_against_what_was_asked_for(
+def test_each_field_of_a_header_is_compared_with_the_requested_block(
     sides: Sides, said: dict[str, object], mismatch: Mismatch
 ) -> None:
     [block] = blocks(1)
@@ -134,7 +134,7 @@ def test_each_field_of_a_header_is_held_against_what_was_asked_for(
     assert sides.snapshot(block.block_id, block) is mismatch
 
 
-def test_clearing_after_the_owner_has_let_go_has_no_effect(sides: Sides) -> None:
+def test_clearing_after_the_owner_has_closed_has_no_effect(sides: Sides) -> None:
     [block] = blocks(1)
     sides.publish((block, header(block)))
     sides.owned.release()

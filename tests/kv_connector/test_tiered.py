@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kv_connector.base import FetchOutcome, FetchResult, HostConnector, PoolBuffer
-from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
+from kv_connector.endpoints import this_host
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.segments.shared_memory import SharedMemoryConnector
@@ -97,7 +97,7 @@ async def pair() -> AsyncIterator[Pair]:
     assert not made.hubs[0].pools and not made.hubs[1].pools
 
 
-async def test_what_the_first_has_is_not_asked_of_the_second(pair: Pair) -> None:
+async def test_blocks_that_the_first_tier_has_are_not_requested_from_the_second(pair: Pair) -> None:
     sent = blocks(5)
     await write_and_publish(pair.owner, sent)
     assert set(await pair.fetch(sent)) == {FETCHED}
@@ -105,7 +105,7 @@ async def test_what_the_first_has_is_not_asked_of_the_second(pair: Pair) -> None
     assert pair.peer.connector.stats.blocks_fetched == 5
 
 
-async def test_blocks_fall_through_one_by_one(pair: Pair) -> None:
+async def test_only_the_blocks_that_the_first_tier_lacks_are_requested_from_the_second(pair: Pair) -> None:
     sent = blocks(4)
     await write_and_publish(pair.owner, sent)
     pair.owner_tiers[0].retract([1, 2])
@@ -127,7 +127,7 @@ async def test_a_tier_that_fails_or_hangs_leaves_time_for_the_next(pair: Pair) -
     assert set(await pair.fetch(sent, timeout=0.05)) == {FAILED}
 
 
-async def test_a_damaged_first_tier_is_made_good_by_the_second(pair: Pair) -> None:
+async def test_a_block_that_is_damaged_in_the_first_tier_comes_from_the_second(pair: Pair) -> None:
     """One flipped byte in what the first tier hands out: refused and counted there, and right in the end."""
     sent = blocks(3)
     await write_and_publish(pair.owner, sent)
@@ -158,7 +158,7 @@ async def test_retractions_reach_every_tier(pair: Pair) -> None:
     assert set(await pair.fetch(sent)) == {MISSING}
 
 
-async def test_a_cancelled_fetch_leaves_memory_quiet(pair: Pair) -> None:
+async def test_after_a_cancelled_fetch_nothing_is_written(pair: Pair) -> None:
     sent = blocks(8)
     await write_and_publish(pair.owner, sent)
     pair.peer_tiers[0].hangs = True
@@ -186,7 +186,7 @@ async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: 
     await node.connector.close()
 
 
-async def test_a_source_that_nobody_can_reach(pair: Pair) -> None:
+async def test_a_source_that_no_tier_reaches_fails_without_a_fetch(pair: Pair) -> None:
     for endpoint in ("", "nonsense", f"host={this_host()};other=1"):
         source = KVSource("x", 1, endpoint)
         assert set((await pair.peer.connector.fetch(source, blocks(2), timeout=1)).outcomes) == {FAILED}
@@ -227,7 +227,7 @@ async def test_three_tiers_share_one_pool_and_leave_nothing(redis_server: RedisS
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
-async def test_a_flipped_byte_in_shared_memory_is_made_good_by_redis(redis_server: RedisServer) -> None:
+async def test_a_block_with_a_flipped_byte_in_shared_memory_comes_from_redis(redis_server: RedisServer) -> None:
     harness = RedisHarness(redis_server.url, "made-good")
     owner = Node(shared_memory_and(harness), "owner", 8, LAYOUT, EPOCH)
     peer = Node(shared_memory_and(harness), "peer", 8, LAYOUT, EPOCH)
@@ -249,7 +249,7 @@ def shared_memory_and(harness: RedisHarness) -> TieredConnector[HostConnector]:
     return TieredConnector([SharedMemoryConnector(SharedMemorySettings()), harness.connector()])
 
 
-async def test_shared_memory_of_another_host_is_not_even_tried(redis_server: RedisServer) -> None:
+async def test_shared_memory_of_another_host_is_not_tried(redis_server: RedisServer) -> None:
     owner = Node(TieredConnector(three(redis_server.url, "far")[:2]), "owner", 8, LAYOUT, EPOCH)
     tiers = three(redis_server.url, "far")[:2]
     peer = Node(TieredConnector(tiers, host="0123456789abcdef"), "peer", 8, LAYOUT, EPOCH)
@@ -278,41 +278,16 @@ async def test_nodes_of_different_tiers_use_those_they_share() -> None:
         await node.connector.close()
 
 
-def test_shared_memory_can_only_be_first() -> None:
+def test_shared_memory_refuses_a_pool_of_another_connector() -> None:
     memory = PoolBuffer(memoryview(bytearray(LAYOUT.block_bytes)), LAYOUT, 1)
     with pytest.raises(ConfigurationError, match="must come first"):
         SharedMemoryConnector(SharedMemorySettings()).allocate(LAYOUT, 1, node_id="n", epoch=1, buffer=memory)
 
 
-# -- endpoints -------------------------------------------------------------------------------------------------------
-
-
-def test_endpoints_come_back_as_they_were() -> None:
-    given = Endpoints(this_host(), {"shared_memory": "kvrelay-a-0000000000000001.kv", "ucx": "10.0.0.2:4711"})
-    assert parse_endpoints(given.encode()) == given
-    assert parse_endpoints(Endpoints(this_host(), {}).encode()).by_name == {}
-    with pytest.raises(ConfigurationError, match="cannot be reached"):
-        Endpoints(this_host(), {"ucx": "a;b"}).encode()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "ucx=1", "host=;ucx=1", "host=0123456789abcdeg", "host=0123456789abcdef;", "host=0123456789abcdef;ucx"),
-        "host=0123456789abcdef;ucx=1;ucx=2",
-        "host=0123456789abcdef;ucx=a b",
-        "host=0123456789abcdef;ucx=" + "x" * 2000,
-    ],
-)
-def test_what_is_no_endpoint(text: str) -> None:
-    with pytest.raises(KVError):
-        parse_endpoints(text)
-
-
 # -- the cost gate ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_slow_store_is_passed_over_and_counted(redis_server: RedisServer) -> None:
+async def test_a_store_slower_than_computing_is_skipped_and_counted(redis_server: RedisServer) -> None:
     store = RedisConnector(RedisSettings(url=redis_server.url, key_prefix="gate"))
     tiers: list[HostConnector] = [Tier(InProcessHub()), store]
     tiered = TieredConnector(tiers, recompute_seconds=lambda num_tokens: 1e-9 * num_tokens)
@@ -325,8 +300,7 @@ async def test_a_slow_store_is_passed_over_and_counted(redis_server: RedisServer
     await tiered.close()
 
 
-def test_layouts_of_the_tiers_agree() -> None:
-    """Every tier sees the same rows."""
+def test_every_tier_serves_from_the_same_rows() -> None:
     layout = KVLayout(num_kv_heads=1, num_layers=1, block_size=8, head_dim=8, dtype="float32")
     tiers = [Tier(InProcessHub(), "first"), Tier(InProcessHub(), "second")]
     buffer = TieredConnector(tiers, clock=MonotonicClock()).allocate(layout, 4, node_id="n", epoch=1)

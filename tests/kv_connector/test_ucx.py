@@ -96,7 +96,7 @@ def is_clear(peer: Node) -> bool:
     return not np.frombuffer(peer.pool.memory, np.uint8).any()
 
 
-async def test_another_process_serves(child: Child, peer: Node) -> None:
+async def test_blocks_arrive_from_another_process(child: Child, peer: Node) -> None:
     result = await peer.connector.fetch(child.source, blocks(NUM_BLOCKS), timeout=30)
     assert set(result.outcomes) == {FETCHED}
     for block in blocks(NUM_BLOCKS):
@@ -187,7 +187,7 @@ async def test_a_holder_that_can_not_prove_itself_is_not_believed(peer: Node) ->
 
 
 @pytest.mark.parametrize("opening", [bytes(40), encode_opening(bytes(32))[:4] + b"\xff" * 36, bytes(1 << 20)])
-async def test_what_is_no_member_is_dropped_and_counted(holder: Node, opening: bytes) -> None:
+async def test_a_peer_that_breaks_the_protocol_is_dropped_and_counted(holder: Node, opening: bytes) -> None:
     transport = Transport("")
     host, _, port = holder.source.endpoint.rpartition(":")
     link = transport.connect(host, int(port))
@@ -209,7 +209,7 @@ async def test_garbage_on_the_port_harms_nobody(holder: Node) -> None:
     await reader.connector.close()
 
 
-async def test_nobody_at_the_address(peer: Node) -> None:
+async def test_an_address_without_a_holder_fails_every_block(peer: Node) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = f"127.0.0.1:{free.getsockname()[1]}"
@@ -276,7 +276,7 @@ async def test_an_ask_that_is_too_large_ends_the_connection(holder: Node) -> Non
     await reader.connector.close()
 
 
-async def test_holders_that_are_gone_are_forgotten(peer: Node) -> None:
+async def test_peers_without_a_connection_are_closed(peer: Node) -> None:
     for turn in range(3):
         holder = node(f"holder-{turn}", num_blocks=2)
         await write_and_publish(holder, blocks(2))
@@ -292,7 +292,7 @@ class StubbornRequest:
     completed = False
 
 
-async def test_what_ucx_does_not_let_go_is_waited_for(holder: Node) -> None:
+async def test_a_fetch_waits_for_buffers_that_ucx_still_holds(holder: Node) -> None:
     reader = node("reader", layout=LAYOUT)
     await reader.connector.fetch(holder.source, blocks(1), timeout=10)
     [lane] = peers_of(reader)[0]._idle

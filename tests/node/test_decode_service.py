@@ -117,7 +117,7 @@ async def test_an_abort_before_the_reception_has_begun_unpins_its_blocks() -> No
         await router.close()
 
 
-async def test_an_output_that_began_elsewhere_goes_on_under_its_index() -> None:
+async def test_an_output_that_began_elsewhere_continues_under_its_index() -> None:
     """Prefilled here, and from a next token that was sampled elsewhere."""
     whole = expected_output(PROMPT, 3, choice_index=5)
     async with serving(DecodeService, node := make_node()) as service:
@@ -159,7 +159,7 @@ async def test_an_output_that_began_elsewhere_goes_on_under_its_index() -> None:
         [TokenOutput(0, (1,), finish_reason=FinishReason.STOP)],
     ],
 )
-async def test_first_tokens_that_can_not_be_fail_their_request_only(outputs: list[TokenOutput]) -> None:
+async def test_invalid_first_tokens_fail_only_their_request(outputs: list[TokenOutput]) -> None:
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
         router.send(admit("bad", n=2), start("bad", outputs))
@@ -213,7 +213,7 @@ async def test_a_request_obeys_its_own_router_only() -> None:
         await node.check_idle()
 
 
-async def test_the_router_decides_what_becomes_of_missing_blocks() -> None:
+async def test_missing_blocks_are_reported_to_the_router_which_names_a_source_or_ends_the_wait() -> None:
     """Neither a holder nor the prefill node can be reached: the node says so, and computes when it is told to."""
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
@@ -237,7 +237,7 @@ async def test_the_router_decides_what_becomes_of_missing_blocks() -> None:
         await node.check_idle()
 
 
-async def test_a_fetch_that_fails_unforeseen_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unforeseen_error_in_a_fetch_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
     """At once and with its cause in the log, rather than at the request's deadline."""
     connector = BrokenConnector(InProcessHub())
     async with serving(DecodeService, node := make_node(connector=connector)) as service:

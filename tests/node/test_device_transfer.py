@@ -22,20 +22,20 @@ class SelfTests:
         return ",".join(await choose_direct(wish, names.split(","), self.check, problem=problem))
 
 
-async def test_what_passes_serves_device_memory() -> None:
+async def test_connectors_that_pass_serve_device_memory() -> None:
     assert await SelfTests().choose("shared_memory") == "cuda_ipc"
     assert await SelfTests().choose("shared_memory,ucx") == "cuda_ipc,ucx"
     assert await SelfTests().choose("ucx", "direct") == "ucx"
 
 
-async def test_ucx_does_for_both_but_nothing_does_for_ucx() -> None:
+async def test_ucx_serves_alone_but_nothing_serves_without_a_chosen_ucx() -> None:
     assert await SelfTests("cuda_ipc").choose("shared_memory,ucx") == "ucx"
     tests = SelfTests("ucx")
     assert await tests.choose("shared_memory,ucx") == "" and tests.checked == ["ucx"]
     assert await SelfTests("cuda_ipc").choose("shared_memory") == ""
 
 
-async def test_staging_is_asked_for_or_unavoidable() -> None:
+async def test_staging_is_chosen_without_a_test_when_it_is_set_or_unavoidable() -> None:
     tests = SelfTests()
     assert await tests.choose("shared_memory", "staged") == ""
     assert await tests.choose("ucx,redis") == ""
@@ -51,6 +51,8 @@ async def test_staging_is_asked_for_or_unavoidable() -> None:
         ("ucx", "", "not on this card", "not on this card"),
     ],
 )
-async def test_forced_and_impossible_ends_the_start(names: str, bad: str, problem: str, why: str) -> None:
+async def test_direct_transfer_that_is_set_and_impossible_ends_the_start(
+    names: str, bad: str, problem: str, why: str
+) -> None:
     with pytest.raises(ConfigurationError, match=f"kv-device-transfer direct does not work here: {why}.*staged"):
         await SelfTests(bad).choose(names, "direct", problem)

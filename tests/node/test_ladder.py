@@ -1,4 +1,4 @@
-"""Who is asked for which block, and that the asking ends."""
+"""Which source is asked for which block, and that the search ends."""
 
 from itertools import product
 
@@ -38,7 +38,7 @@ def test_the_announcing_source_goes_before_holders_and_these_before_the_store() 
     assert dict(ladder.report(24).failures) == {MISSING: 4}
 
 
-def test_only_holders_that_announced_nothing_are_guesses() -> None:
+def test_only_fetches_from_holders_that_announced_nothing_are_guesses() -> None:
     ladder = Ladder(2)
     ladder.offer(H, 2)
     ladder.offer(P, 2)
@@ -53,7 +53,7 @@ def test_only_holders_that_announced_nothing_are_guesses() -> None:
     assert ask is not None and (ask.source, ask.is_guess) == (None, False)
 
 
-def test_one_bad_block_costs_one_block() -> None:
+def test_after_one_bad_block_only_that_block_is_requested_from_the_next_source() -> None:
     ladder = Ladder(4)
     ladder.offer(H, 4)
     ladder.announce(P, 4)
@@ -63,7 +63,7 @@ def test_one_bad_block_costs_one_block() -> None:
     assert ladder.is_complete and ladder.report(0).fetched == (("p", 3), ("h", 1))
 
 
-def test_who_could_not_be_reached_is_not_asked_again() -> None:
+def test_a_source_that_could_not_be_reached_is_not_asked_again() -> None:
     ladder = Ladder(3)
     ladder.offer(P, 1)
     settle(ladder, FAILED)
@@ -77,7 +77,7 @@ def test_who_could_not_be_reached_is_not_asked_again() -> None:
     assert next_ask(ladder) == (restarted, (0, 1))
 
 
-def test_what_was_missing_is_asked_for_again_after_a_new_word_and_what_was_refused_is_not() -> None:
+def test_missing_blocks_are_requested_again_after_an_announcement_and_refused_ones_are_not() -> None:
     ladder = Ladder(2)
     ladder.announce(P, 2)
     settle(ladder, MISSING, REFUSED)
@@ -87,7 +87,7 @@ def test_what_was_missing_is_asked_for_again_after_a_new_word_and_what_was_refus
     assert next_ask(ladder) == (P, (0,))
 
 
-def test_who_sends_several_bad_blocks_is_not_asked_again() -> None:
+def test_a_source_that_sends_several_bad_blocks_is_not_asked_again() -> None:
     ladder = Ladder(6)
     ladder.announce(P, 6)
     ladder.offer(H, 6)
@@ -102,7 +102,7 @@ def test_who_sends_several_bad_blocks_is_not_asked_again() -> None:
     assert next_ask(ladder) == (KVSource("late", 1, "at-late"), (5,))
 
 
-def test_the_store_is_not_asked_for_what_is_still_being_computed() -> None:
+def test_the_store_is_not_asked_for_blocks_that_are_still_being_computed() -> None:
     ladder = Ladder(3)
     assert ladder.next() is None
     ladder.announce(P, 1)
@@ -112,7 +112,7 @@ def test_the_store_is_not_asked_for_what_is_still_being_computed() -> None:
     assert next_ask(ladder) == (None, (1, 2))
 
 
-def test_sources_without_an_address_are_the_store() -> None:
+def test_a_source_without_an_endpoint_is_the_store() -> None:
     ladder = Ladder(2)
     ladder.offer(KVSource("a", 1, ""), 1)
     assert next_ask(ladder) == (None, (0,))
@@ -122,14 +122,14 @@ def test_sources_without_an_address_are_the_store() -> None:
     assert next_ask(ladder) == (None, (0, 1))
 
 
-def test_long_prefixes_are_asked_for_in_parts() -> None:
+def test_long_prefixes_are_requested_in_parts() -> None:
     ladder = Ladder(100)
     ladder.announce(P, 1000)
     assert settle(ladder, *[FETCHED] * 64) == 64
     assert next_ask(ladder) == (P, tuple(range(64, 100)))
 
 
-def test_the_asking_ends_whatever_the_outcomes() -> None:
+def test_the_search_ends_whatever_the_outcomes() -> None:
     for first, second, third in product(FetchOutcome, repeat=3):
         ladder = Ladder(4)
         ladder.offer(H, 4)

@@ -20,7 +20,7 @@ class NotingConnector(InProcessConnector):
         await super().publish(blocks)
 
 
-async def test_who_sends_tokens_runs_before_watchers_and_the_publisher() -> None:
+async def test_tokens_are_sent_before_watchers_and_the_publisher_run() -> None:
     order: list[str] = []
     node = make_node(connector=NotingConnector(order))
     sampled = asyncio.Event()

@@ -14,7 +14,7 @@ from tests.node.fake_node import make_node, serving
 PATIENCE = 10.0
 
 
-async def test_an_idle_node_is_heard_of_once_per_heartbeat() -> None:
+async def test_an_idle_node_sends_one_message_per_heartbeat() -> None:
     node = make_node()
     node.connector.stats.refused[Mismatch.DIGEST] = 2
     node.connector.stats.bytes_fetched = 4096

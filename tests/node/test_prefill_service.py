@@ -87,7 +87,7 @@ async def test_a_duplicate_of_a_leased_request_is_refused_and_leaves_the_lease_a
         await node.check_idle()
 
 
-async def test_leases_yield_when_nothing_else_could_go_on() -> None:
+async def test_the_oldest_lease_ends_when_requests_wait_and_nothing_runs() -> None:
     """Two routers: one's decode node waits for a prompt that waits, here, for the blocks of the other's lease."""
     async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
         async with aclosing(prefill(service, "a", [1] * 300)) as events:
@@ -107,7 +107,7 @@ async def test_leases_yield_when_nothing_else_could_go_on() -> None:
         await node.check_idle()
 
 
-async def test_a_fetch_that_fails_unforeseen_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unforeseen_error_in_a_fetch_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
     connector = BrokenConnector(InProcessHub())
     async with serving(PrefillService, node := make_node(connector=connector)) as service, asyncio.timeout(PATIENCE):
         request = prefill_request("a", PROMPT)

@@ -25,7 +25,7 @@ class FailingConnector(InProcessConnector):
         raise self._error
 
 
-async def test_a_connector_that_fails_delays_nobody() -> None:
+async def test_a_connector_that_fails_delays_no_callback_and_no_unpin() -> None:
     unpinned: list[int] = []
     told: list[int] = []
     publisher = Publisher(FailingConnector(KVError("not reachable")), unpinned.extend)
@@ -53,7 +53,7 @@ class HangingConnector(InProcessConnector):
         raise KVError("timed out")
 
 
-async def test_what_piles_up_behind_a_slow_store_is_offered_at_once() -> None:
+async def test_blocks_that_wait_for_a_slow_store_are_published_together() -> None:
     """One timeout for all of it: with one for each, readers would wait for as many as there are steps."""
     connector, unpinned = HangingConnector(), list[int]()
     publisher = Publisher(connector, unpinned.extend)
@@ -83,7 +83,7 @@ async def test_an_unforeseen_error_is_reported_and_still_unpins() -> None:
     assert unpinned == [0, 1, 2]
 
 
-async def test_a_node_without_a_publisher_says_that_it_is_of_no_use() -> None:
+async def test_a_node_whose_publisher_has_failed_counts_as_crashed() -> None:
     """Pins would pile up until nothing can be allocated: its process ends instead."""
     node = make_node()
     node.start(lambda result: None)

@@ -97,7 +97,7 @@ async def reception(
         await node.check_idle()
 
 
-async def test_everything_from_the_source_that_announces() -> None:
+async def test_every_block_comes_from_the_source_that_announces_it() -> None:
     async with reception() as case:
         await case.p.hold(case.admission, 5)
         case.receiver.announce(case.p.source, 5, ended=True)
@@ -130,7 +130,9 @@ def _corrupts(case: Reception) -> None:
 
 
 @pytest.mark.parametrize(("fault", "outcome"), [(_loses, FetchOutcome.MISSING), (_corrupts, FetchOutcome.REFUSED)])
-async def test_a_block_that_one_holder_has_not_comes_from_the_next(fault: Fault, outcome: FetchOutcome) -> None:
+async def test_a_block_that_one_holder_lacks_or_damages_comes_from_the_next(
+    fault: Fault, outcome: FetchOutcome
+) -> None:
     async with reception() as case:
         await case.p.hold(case.admission, 5)
         await case.h.hold(case.admission, 2)
@@ -142,7 +144,7 @@ async def test_a_block_that_one_holder_has_not_comes_from_the_next(fault: Fault,
         assert case.connector.fetches == [("p", 5), ("h", 1)], "the blocks behind the bad one were kept"
 
 
-async def test_a_holder_is_not_asked_for_what_another_request_did_not_get_unless_it_announces_it() -> None:
+async def test_blocks_a_holder_was_found_to_lack_are_not_requested_from_it_unless_it_announces_them() -> None:
     absences = Absences(lambda: 0.0)
     async with reception(absences=absences) as case:
         await case.h.hold(case.admission, 5)
@@ -157,7 +159,7 @@ async def test_a_holder_is_not_asked_for_what_another_request_did_not_get_unless
         assert (await case.run()).fetched == (("h", 5),)
 
 
-async def test_a_fetch_leaves_half_of_the_requests_time_to_others() -> None:
+async def test_a_fetch_takes_at_most_half_of_the_time_that_the_request_has_left() -> None:
     for time_left, fetch_timeout, least, most in ((1000.0, 10.0, 10.0, 10.0), (1000.0, 9000.0, 400.0, 500.0)):
         async with reception(time_left=time_left, fetch_timeout=fetch_timeout) as case:
             await case.p.hold(case.admission, 5)
@@ -168,7 +170,7 @@ async def test_a_fetch_leaves_half_of_the_requests_time_to_others() -> None:
     assert ends_at(0) is None
 
 
-async def test_what_a_holder_does_not_have_is_remembered() -> None:
+async def test_blocks_that_a_holder_lacks_are_remembered() -> None:
     absences = Absences(lambda: 0.0)
     async with reception(absences=absences) as case:
         await case.h.hold(case.admission, 5)
@@ -204,7 +206,7 @@ async def test_a_holder_that_hangs_costs_one_timeout() -> None:
         assert case.connector.timeouts[1] < case.connector.timeouts[0], "less for who has not announced anything"
 
 
-async def test_what_no_holder_has_comes_from_the_store() -> None:
+async def test_blocks_that_no_holder_has_come_from_the_store() -> None:
     async with reception() as case:
         await case.p.hold(case.admission, 5)
         await case.store.hold(case.admission, 5)
@@ -215,7 +217,7 @@ async def test_what_no_holder_has_comes_from_the_store() -> None:
         assert report.fetched == (("", 2), ("p", 3)) and case.missing == []
 
 
-async def test_the_router_is_told_what_nobody_has_and_may_name_another_source() -> None:
+async def test_missing_blocks_are_reported_once_and_may_come_from_another_source() -> None:
     async with reception() as case:
         await case.p.hold(case.admission, 2)
         case.receiver.announce(case.p.source, 2, ended=True)
@@ -232,7 +234,7 @@ async def test_the_router_is_told_what_nobody_has_and_may_name_another_source() 
         assert case.missing == [21], "told once"
 
 
-async def test_a_second_source_that_fails_too_is_told_as_well() -> None:
+async def test_blocks_that_a_second_source_lacks_too_are_reported_again() -> None:
     async with reception() as case:
         case.receiver.announce(case.p.source, 0, ended=True)
         task = asyncio.create_task(case.run())
@@ -247,7 +249,7 @@ async def test_a_second_source_that_fails_too_is_told_as_well() -> None:
         assert (await task).num_tokens == BLOCK_SIZE
 
 
-async def test_a_router_that_does_not_answer_is_not_waited_for() -> None:
+async def test_the_wait_for_a_router_that_does_not_answer_ends() -> None:
     async with reception(patience=0.02) as case:
         await case.p.hold(case.admission, 1)
         case.receiver.announce(case.p.source, 1, ended=True)
