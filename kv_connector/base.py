@@ -46,7 +46,7 @@ class FetchResult:
 
 
 class KVConnector(Protocol):
-    """Moves the blocks of a node, whose pool exists already. Called from the node's asyncio loop unless stated
+    """The connector of a node, over a pool that exists already. Called from the node's asyncio loop unless stated
     otherwise.
 
     No method blocks the loop for longer than it takes to copy a few blocks, and none waits without a deadline. Methods

@@ -38,7 +38,7 @@ def is_worth_fetching(num_bytes: int, bytes_per_second: float | None, recompute_
 
 
 class CostGate:
-    """Decides about the fetches from one store."""
+    """The gate in front of one store."""
 
     def __init__(self, recompute_seconds: RecomputeSeconds) -> None:
         self._recompute_seconds = recompute_seconds

@@ -43,7 +43,7 @@ class CallPlan:
 
 
 class ConnectorFaults(Protocol):
-    """Decides what goes wrong."""
+    """The source of the faults of a `FaultyConnector`."""
 
     def plan(self, method: str) -> CallPlan:
         """Returns the plan for the next call of `method`, "publish" or "fetch"."""

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class RunsFunctions(Protocol):
-    """Runs functions one after the other, in the order of the calls."""
+    """A thread, or its substitute, that runs functions one after the other, in the order of the calls."""
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 

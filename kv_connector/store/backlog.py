@@ -24,7 +24,7 @@ class Claim:
 
 
 class Backlog:
-    """Calls `store` in the background with everything that is added."""
+    """A queue, of which a background task gives everything to `store`."""
 
     def __init__(self, store: Callable[[Sequence[Claim]], Awaitable[object]]) -> None:
         self._store = store

@@ -1,4 +1,5 @@
-"""One harness per backend: how the contract suite makes nodes and damages blocks, and what the backend promises."""
+"""One harness per backend, with which the contract suite makes nodes and damages blocks; it says what the backend
+promises."""
 
 import hashlib
 from dataclasses import replace
@@ -45,7 +46,7 @@ class Node:
 
     @property
     def first_stats(self) -> ConnectorStats:
-        """Of the only backend, or of the first tier."""
+        """The counters of the only backend, or of the first tier."""
         return next(iter(self.connector.all_stats().values()))
 
     def row(self, block_id: int) -> memoryview:
@@ -57,7 +58,7 @@ class Node:
 
 
 class DeviceNode(Node):
-    """One whose pool is on a device: `pool` is what only the test can see of it. `staging_bytes`: of host memory."""
+    """A node whose pool is on a device, staged in `staging_bytes` of host memory. Only the test sees `pool`."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class DeviceNode(Node):
 
 
 class DirectNode(Node):
-    """One whose pool is on a device that its connector reaches: `pool` is what only the test can see of it."""
+    """A node whose pool is on a device that its connector reaches directly. Only the test sees `pool`."""
 
     def __init__(self, connector: DeviceConnector, node_id: str, num_blocks: int, layout: KVLayout, epoch: int) -> None:
         self.device = DirectDevice(num_blocks, layout.block_bytes)
@@ -173,7 +174,7 @@ class RedisHarness:
 
 
 class TieredHarness:
-    """Damage is done in every tier: what a healthy second one makes of it is tested in `test_tiered.py`."""
+    """A backend with a store behind it. Damages blocks in every tier; `test_tiered.py` tests a healthy second one."""
 
     outlives_owner = False
     has_source = True
@@ -226,7 +227,7 @@ class DeviceHarness:
         return self.inner.connector()
 
     def damage(self, owner: Node, block: NamedBlock) -> None:
-        """In the copy that peers are given."""
+        """Damages the copy that peers are given."""
         assert isinstance(owner, DeviceNode)
         if self.has_store:
             self.inner.damage(owner, block)
@@ -235,7 +236,7 @@ class DeviceHarness:
 
 
 def content(name: BlockHash, size: int) -> bytes:
-    """The payload that belongs to a name: whatever is fetched under it must be this."""
+    """Returns the payload that belongs to a name; whatever is fetched under it must be this."""
     seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little")
     return np.random.default_rng(seed).bytes(size)
 
@@ -246,13 +247,13 @@ def num_leading_fetched(result: FetchResult) -> int:
 
 
 def blocks(count: int, *, tag: str = "", first_id: int = 0, tail: int = 16) -> list[NamedBlock]:
-    """Named blocks with consecutive ids; the last one has `tail` tokens."""
+    """Returns named blocks with consecutive ids; the last one has `tail` tokens."""
     names = [BlockHash(hashlib.sha256(f"{tag}/{index}".encode()).digest()) for index in range(count)]
     return [NamedBlock(first_id + i, name, tail if i == count - 1 else 16) for i, name in enumerate(names)]
 
 
 async def write_and_publish(node: Node, chosen: list[NamedBlock]) -> None:
-    """Returns when every tier has them."""
+    """Publishes blocks with their content; returns when every tier has them."""
     for block in chosen:
         node.fill(block)
     await node.connector.publish(chosen)
@@ -268,5 +269,5 @@ async def settled(connector: KVConnector) -> None:
 
 
 def moved(chosen: list[NamedBlock], first_id: int) -> list[NamedBlock]:
-    """The same names at other block ids."""
+    """Returns the same names at other block ids."""
     return [NamedBlock(first_id + index, block.block_hash, block.num_tokens) for index, block in enumerate(chosen)]

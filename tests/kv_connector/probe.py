@@ -1,4 +1,4 @@
-"""The other process of the self-test over device memory, with a device that is none. Argument: how it misbehaves."""
+"""The other process of the self-test over device memory, with a substitute for the device. Argument: how it fails."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Blocks that wait to be stored: in order, once, by one task; and a fault of ours is not kept quiet."""
+"""Blocks that wait are stored in order, once, by one task; an unforeseen error is not swallowed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from tests.kv_connector.backends import blocks
 
 
 class Store:
-    """Notes what it is given; waits until it is let go."""
+    """A `store` that records its batches and returns when `gate` is open."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []

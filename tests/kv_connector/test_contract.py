@@ -1,4 +1,4 @@
-"""What every backend promises, held against every backend."""
+"""The promises of the connector seam, tested with every backend."""
 
 import asyncio
 import threading
@@ -243,7 +243,7 @@ async def test_after_a_cancelled_fetch_nothing_is_written(node: MakeNode) -> Non
 
 
 async def test_blocks_that_keep_changing_are_never_fetched_with_wrong_content(node: MakeNode) -> None:
-    """An engine keeps replacing blocks while a peer fetches them: whatever is FETCHED is what its name says."""
+    """An engine keeps replacing blocks while a peer fetches them: whatever is FETCHED belongs to its name."""
     owner, peer = node("owner", 4), node("peer", 4)
     current = blocks(4, tag="0")
     await write_and_publish(owner, current)

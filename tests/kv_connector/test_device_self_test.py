@@ -30,7 +30,7 @@ def is_empty(directory: Path) -> bool:
 
 
 class Lying(DirectDevice):
-    """What the host is given is not what is there."""
+    """A device whose copies to the host have a wrong bit."""
 
     def to_host(self, copies: Sequence[BlockCopy]) -> None:
         super().to_host(copies)
@@ -72,7 +72,7 @@ async def test_a_process_that_does_not_answer_is_reported(way: str, problem: str
 
 
 class Shifting(SlowDevice):
-    """Puts one block where another belongs."""
+    """A device that copies one block to the place of another."""
 
     def to_host(self, copies: Sequence[BlockCopy]) -> None:
         first, *rest = copies

@@ -66,7 +66,7 @@ async def pair(names: str) -> AsyncIterator[Pair]:
 
 @BOTH_WAYS
 async def test_nothing_is_written_before_the_engines_steps_have_ended(pair: Pair) -> None:
-    """They may still write to the blocks for those who had them last."""
+    """Those steps may still write to the blocks for their previous owners."""
     pair.peer.device.gate.clear()
     fetch = asyncio.create_task(pair.fetch())
     await asyncio.to_thread(pair.peer.device.waiting.wait, 10)
@@ -215,13 +215,13 @@ async def test_a_wrong_handle_fails_the_fetch(tmp_path: Path) -> None:
     await peer.close()
 
 
-class OnCard(DirectDevice):
+class OnGpu(DirectDevice):
     kind = "cuda"
 
 
 async def test_ucx_without_cuda_refuses_device_memory() -> None:
-    """It would take the addresses for the host's."""
-    pool = DevicePool(OnCard(4, LAYOUT.block_bytes), LAYOUT)
+    """It would use the addresses as if they were the host's."""
+    pool = DevicePool(OnGpu(4, LAYOUT.block_bytes), LAYOUT)
     connector = UcxConnector(UcxSettings(CLUSTER_SECRET))
     with pytest.raises(ConfigurationError, match="does not move cuda memory"):
         connector.serve(pool, node_id="node", epoch=EPOCH)

@@ -1,4 +1,4 @@
-"""The connector that goes wrong on purpose: what each fault does, and that damage never arrives as a block."""
+"""The connector that goes wrong on purpose: what each fault does, and that no damaged block counts as fetched."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +17,7 @@ _TIMEOUT = 5.0
 
 
 class Planned:
-    """Goes wrong as `fault` says, until it is set to None."""
+    """Faults that are all `fault`; None is no fault."""
 
     def __init__(self, fault: ConnectorFault | None = None) -> None:
         self.fault = fault
@@ -28,7 +28,7 @@ class Planned:
 
 @asynccontextmanager
 async def pair(faults: Planned, *, damage: float = 0.0) -> AsyncIterator[tuple[Node, Node]]:
-    """An owner of good faith, and a peer whose calls go wrong."""
+    """An owner without faults, and a peer whose calls go wrong."""
     hub = InProcessHub()
     copy = DamagingCopy(Random(1), probability=damage)
     owner = Node(InProcessConnector(hub), "owner", 16, LAYOUT, EPOCH)

@@ -31,9 +31,8 @@ PREFIX = "kvrelay"
 
 
 class Setup:
-    """A Redis of its own, a node that stores there and nowhere else, and one that does so behind shared memory.
-
-    The breakers' clock stands still unless told."""
+    """A Redis of its own, a node that stores only there, and one with Redis behind shared memory. The breakers' clock
+    only moves when a test moves it."""
 
     def __init__(self, directory: Path, server: RedisServer) -> None:
         self.directory = directory
@@ -135,7 +134,7 @@ async def test_a_stopped_redis_costs_at_most_the_deadline_and_then_nothing(setup
 
 
 async def test_publishing_behind_another_tier_does_not_wait_for_a_stopped_redis(setup: Setup) -> None:
-    """And what is retracted before Redis had its turn never gets there."""
+    """Blocks that are retracted before Redis gets them are never stored."""
     setup.signal(signal.SIGSTOP)
     sent = blocks(8)
     for block in sent:
@@ -161,7 +160,7 @@ async def test_a_fetch_with_hardly_any_time_does_not_open_the_breaker(setup: Set
 
 
 async def test_a_full_redis_still_serves_but_gets_no_more_blocks(setup: Setup) -> None:
-    """What it holds is still served; it is not sent block after block that it will not take."""
+    """After it has refused a block it gets no others for a while, instead of one refusal for each."""
     sent = blocks(2)
     await write_and_publish(setup.node, sent)
     with setup.client() as client:

@@ -52,7 +52,7 @@ async def test_a_value_that_is_no_block_is_refused(redis_server: RedisServer, va
 async def test_deleting_a_bad_value_does_not_outlast_the_fetch(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fetch ends at its deadline, also when Redis falls silent after it has answered."""
+    """A fetch ends at its deadline even if Redis stops answering after it has sent the value."""
     harness = RedisHarness(redis_server.url, "silent")
     connector = RedisConnector(replace(harness.settings, operation_timeout_seconds=60.0))
     peer = Node(connector, "node", 16, LAYOUT, 1)
@@ -95,7 +95,7 @@ async def test_a_server_that_never_answers_costs_no_more_than_the_deadline() -> 
 
 
 async def test_every_cancellation_ends_the_call(redis_server: RedisServer) -> None:
-    """Wherever it strikes: a node that stops, and a request that ends, rely on it."""
+    """A node that stops, and a request that ends, rely on that, wherever the call is at the time."""
     owner = node(RedisHarness(redis_server.url, "cancelled").settings)
 
     async def publish_for_ever() -> None:

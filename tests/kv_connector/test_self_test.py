@@ -33,7 +33,7 @@ class PublishingHangs:
 
 
 class LyingConnector(FaultyConnector):
-    """Says that all is well, and one byte of what has arrived is another."""
+    """A connector that reports every block as fetched though one byte of them is wrong."""
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         result = await super().fetch(source, blocks, timeout=timeout)

@@ -132,7 +132,7 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block is a part of its own; between two parts others have their turn."""
+    """Makes every block a part of its own, between two of which others run."""
     monkeypatch.setattr(shared_memory, "_SLICE_BYTES", 1)
 
 

@@ -1,4 +1,4 @@
-"""Slots of a segment, as their owner writes them and as others find them at each moment."""
+"""The slots of a segment, as their owner writes them and as peers find them at each moment."""
 
 import mmap
 import threading

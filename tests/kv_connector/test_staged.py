@@ -1,4 +1,4 @@
-"""A pool on a device behind a staging that is smaller: what gives way to what, and what a copy may not outlive."""
+"""A pool on a device behind a smaller staging: which copies give way, and when slots and blocks may be used again."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -82,7 +82,7 @@ async def test_a_block_that_changes_while_it_is_copied_is_not_published(pair: Pa
 
 
 class SlowPublisher(InProcessConnector):
-    """`open` lets publications go on."""
+    """A connector whose publications wait until `open` is set."""
 
     def __init__(self, hub: InProcessHub) -> None:
         super().__init__(hub)

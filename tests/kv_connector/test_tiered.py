@@ -1,4 +1,4 @@
-"""Several connectors over one pool: what falls through, what it costs in time, and who hears of it."""
+"""Several connectors over one pool: which tier is asked for which block, for how long, and what is reported."""
 
 import asyncio
 import threading
@@ -69,7 +69,7 @@ class Tier(InProcessConnector):
 
 
 class Pair:
-    """Two nodes of two tiers each, and Redis nowhere."""
+    """Two nodes of two tiers each, without Redis."""
 
     def __init__(self) -> None:
         self.hubs = (InProcessHub(), InProcessHub())
@@ -128,7 +128,7 @@ async def test_a_tier_that_fails_or_hangs_leaves_time_for_the_next(pair: Pair) -
 
 
 async def test_a_block_that_is_damaged_in_the_first_tier_comes_from_the_second(pair: Pair) -> None:
-    """One flipped byte in what the first tier hands out: refused and counted there, and right in the end."""
+    """The first tier refuses the block and counts it; its content is right in the end."""
     sent = blocks(3)
     await write_and_publish(pair.owner, sent)
     shared = pair.owner_tiers[0]._shared
@@ -205,7 +205,7 @@ def three(redis_url: str, prefix: str) -> list[HostConnector]:
 
 
 async def test_three_tiers_share_one_pool_and_leave_nothing(redis_server: RedisServer) -> None:
-    """The same block through each of them, by making the ones before it lose it, and from the store."""
+    """The same block is fetched through each tier, after those before it have lost it, and from the store."""
     owner = Node(TieredConnector(three(redis_server.url, "three")), "owner", 16, LAYOUT, EPOCH)
     peer_tiers = three(redis_server.url, "three")
     peer = Node(TieredConnector(peer_tiers), "peer", 16, LAYOUT, EPOCH + 1)

@@ -1,4 +1,4 @@
-"""UCX between real processes: what a dead, a stopped, a strange and a lying peer can do, and what they cannot."""
+"""UCX between real processes: no harm comes from peers that are dead, stopped, lying or no members of the cluster."""
 
 import asyncio
 import os
@@ -81,7 +81,7 @@ async def holder() -> AsyncIterator[Node]:
 
 
 async def first_bytes(peer: Node, block_id: int, fetch: "asyncio.Task[FetchResult]") -> None:
-    """Returns when a block has begun to arrive; fails when the fetch that it is to arrive by has ended before."""
+    """Returns when a block has begun to arrive; fails when the fetch has ended before."""
     row = np.frombuffer(peer.row(block_id), np.uint8)
     while not row[::4096].any():
         assert not fetch.done(), fetch.result()
@@ -118,7 +118,7 @@ async def test_a_killed_holder_fails_at_once(child: Child, peer: Node) -> None:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_stopped_holder_writes_nothing_later(child: Child, peer: Node, cancelled: bool) -> None:
-    """Stopped in the middle of a block; when it continues it finds its connections cut, and our memory stays ours."""
+    """It is stopped in the middle of a block. When it continues, its connections are cut and it writes nothing here."""
     wanted = blocks(NUM_BLOCKS)
     fetch = asyncio.create_task(peer.connector.fetch(child.source, wanted, timeout=30))
     await first_bytes(peer, 1, fetch)
@@ -165,7 +165,7 @@ async def test_a_wrong_secret_gets_nothing(holder: Node) -> None:
 
 
 async def test_a_holder_that_can_not_prove_itself_is_not_believed(peer: Node) -> None:
-    """It plays back what it heard: with neither the secret nor our nonce that is no proof."""
+    """It replays the reader's messages, which prove nothing without the secret and our nonce."""
     transport = Transport("")
     links: list[Link] = []
 
@@ -287,7 +287,7 @@ async def test_peers_without_a_connection_are_closed(peer: Node) -> None:
 
 
 class StubbornRequest:
-    """An operation that UCX has not ended when its connection was cut. Real UCX does not do this when asked to."""
+    """An operation that UCX has not ended when its connection was cut, which real UCX cannot be made to do."""
 
     completed = False
 

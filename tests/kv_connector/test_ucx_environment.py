@@ -1,4 +1,4 @@
-"""UCX is told how to log before it is loaded, by nobody but who loads it, and what a user has set stays."""
+"""The variables that tell UCX how to log are set before it is loaded and only then, and keep a user's values."""
 
 import os
 import subprocess

@@ -29,14 +29,14 @@ LAYOUT = KVLayout(num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=
 
 
 class BrokenConnector(InProcessConnector):
-    """Fetching fails in a way that nobody has foreseen."""
+    """A connector whose fetches raise an unforeseen error."""
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         raise RuntimeError("no such case")
 
 
 class GatedRunner(FakeRunner):
-    """Its steps wait until `gate` is open."""
+    """A runner whose steps wait until `gate` is open."""
 
     def __init__(self) -> None:
         super().__init__(NUM_BLOCKS, BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""What a gRPC server reports of its health."""
+"""Asks a gRPC server for its health."""
 
 from typing import Any
 

@@ -15,8 +15,8 @@ _NUM_BLOCKS = 16
 
 
 class LadderConnector(InProcessConnector):
-    """The reader's. Fetches from a node in `hung` never end by themselves; without a source it reads from `store`.
-    `fetches` has every fetch in order."""
+    """The reader's connector. Fetches from a node in `hung` end only with their timeout; those without a source read
+    from `store`. `fetches` records every fetch, in order."""
 
     def __init__(self, hub: InProcessHub) -> None:
         super().__init__(hub)
@@ -37,7 +37,7 @@ class LadderConnector(InProcessConnector):
 
 
 class Holder:
-    """A node of which only the connector exists. It holds the blocks an admission misses, or the first ones of them."""
+    """A node of which only the connector exists. It holds the first blocks that an admission misses."""
 
     def __init__(self, hub: InProcessHub, node_id: str) -> None:
         self._connector = InProcessConnector(hub)

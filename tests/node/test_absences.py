@@ -1,4 +1,4 @@
-"""What a holder was found not to have is believed for a moment, and of bounded size."""
+"""Absences are remembered for a moment, and only a bounded number of them."""
 
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_source import KVSource

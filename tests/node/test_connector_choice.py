@@ -42,7 +42,7 @@ def test_connectors_that_are_set_are_taken() -> None:
 
 
 class SelfTests:
-    """What each connector's self-test says; good unless stated. `checked` in order."""
+    """The reports of the connectors' self-tests, good unless given. `checked`: the tested ones, in order."""
 
     def __init__(self, **problems: SelfTestReport) -> None:
         self.checked: list[str] = []

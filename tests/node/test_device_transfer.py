@@ -8,7 +8,7 @@ from kvrelay.node.device_transfer import DeviceTransfer, choose_direct
 
 
 class SelfTests:
-    """What each connector's self-test says; good unless stated."""
+    """The reports of the connectors' self-tests: good, except for those named."""
 
     def __init__(self, *bad: str) -> None:
         self.checked: list[str] = []
@@ -48,7 +48,7 @@ async def test_staging_is_chosen_without_a_test_when_it_is_set_or_unavoidable() 
     [
         ("shared_memory", "cuda_ipc", "", "cuda_ipc: nothing arrived"),
         ("ucx,redis", "", "", "redis takes blocks from host memory"),
-        ("ucx", "", "not on this card", "not on this card"),
+        ("ucx", "", "not on this GPU", "not on this GPU"),
     ],
 )
 async def test_direct_transfer_that_is_set_and_impossible_ends_the_start(

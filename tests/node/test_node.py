@@ -1,4 +1,4 @@
-"""A node between its engine, its connector and its service: what it does first when a step ends."""
+"""A node between its engine, its connector and its service: the order of its work when a step has ended."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A watcher hears of a node at least once per heartbeat, and of what its connector and its leases have done."""
+"""A watcher gets a message at least once per heartbeat, with the counters of the connector and the leases."""
 
 import asyncio
 from collections.abc import AsyncGenerator

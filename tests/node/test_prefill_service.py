@@ -44,7 +44,7 @@ async def release(service: PrefillService, *lease_ids: str) -> None:
 
 
 async def test_a_stream_whose_lease_has_ended_early_still_ends() -> None:
-    """By expiry or release before the prompt is computed; else the decode node waits for the rest in vain."""
+    """The lease ends by expiry or release before the prompt is computed; the decode node must not wait for ever."""
     runner = GatedRunner()
     async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
         async with aclosing(prefill(service, "a")) as events:
@@ -88,7 +88,7 @@ async def test_a_duplicate_of_a_leased_request_is_refused_and_leaves_the_lease_a
 
 
 async def test_the_oldest_lease_ends_when_requests_wait_and_nothing_runs() -> None:
-    """Two routers: one's decode node waits for a prompt that waits, here, for the blocks of the other's lease."""
+    """With two routers, a prompt may wait here for the blocks that the other router's lease holds."""
     async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
         async with aclosing(prefill(service, "a", [1] * 300)) as events:
             async for _ in events:

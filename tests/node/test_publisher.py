@@ -1,4 +1,4 @@
-"""What is enqueued is published in order; a connector that fails costs blocks, a fault of ours is not kept quiet."""
+"""Blocks are published in the order in which they were enqueued; a connector may fail; other errors are reported."""
 
 import asyncio
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ async def test_a_connector_that_fails_delays_no_callback_and_no_unpin() -> None:
 
 
 class HangingConnector(InProcessConnector):
-    """Every `publish` waits until it is let go, and fails."""
+    """A connector whose every `publish` waits for an event and then fails."""
 
     def __init__(self) -> None:
         super().__init__(InProcessHub())
@@ -54,7 +54,7 @@ class HangingConnector(InProcessConnector):
 
 
 async def test_blocks_that_wait_for_a_slow_store_are_published_together() -> None:
-    """One timeout for all of it: with one for each, readers would wait for as many as there are steps."""
+    """All of them cost one timeout. With one for each step, readers would wait for many."""
     connector, unpinned = HangingConnector(), list[int]()
     publisher = Publisher(connector, unpinned.extend)
     publisher.start(lambda error: pytest.fail(str(error)))
@@ -84,7 +84,7 @@ async def test_an_unforeseen_error_is_reported_and_still_unpins() -> None:
 
 
 async def test_a_node_whose_publisher_has_failed_counts_as_crashed() -> None:
-    """Pins would pile up until nothing can be allocated: its process ends instead."""
+    """Otherwise blocks would stay pinned until none can be allocated."""
     node = make_node()
     node.start(lambda result: None)
 

@@ -25,7 +25,7 @@ PATIENCE = 10.0
 
 @dataclass(slots=True)
 class Reception:
-    """A request that waits for all its blocks, and two holders, P and H, of none of them yet."""
+    """A request that waits for all its blocks, and two holders, P and H, that have none of them yet."""
 
     node: Node
     connector: LadderConnector

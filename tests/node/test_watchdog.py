@@ -67,7 +67,7 @@ async def test_a_node_whose_engine_hangs_reports_it_and_ends_its_watchers_stream
 
 
 async def test_an_idle_engine_does_not_hang() -> None:
-    """It turns by itself, so that its turns need no traffic."""
+    """It makes turns without traffic."""
     node = make_node()
     NodeServer(node, service := DecodeService(node))
     service.start()
