@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kv_connector.base import FetchOutcome, FetchResult, KVConnector
@@ -24,7 +25,7 @@ class Interference:
         self._corrupt = corrupt
         self._store = store
         self.has_store = store is not None
-        node.connector = self._publisher_of(node)
+        node.connector = self._installed_in(node)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connector, name)
@@ -58,7 +59,8 @@ class Interference:
     def _row(self, block: NamedBlock) -> Any:
         return self._connector.tiers[0]._require().pool.rows[block.block_id]
 
-    def _publisher_of(self, node: Node) -> KVConnector:
+    def _installed_in(self, node: Node) -> KVConnector:
         connector: Any = self
         node._publisher._connector = connector
+        node._reception = replace(node._reception, connector=connector)
         return connector  # type: ignore[no-any-return]
