@@ -59,7 +59,7 @@ class TieredConnector(Generic[TierT_co]):
         self._host = host or this_host()
         self._device_pool: DevicePool | None = None
         self._block_bytes = 0  # before `allocate` or `serve`, and after `close`
-        # A store that is the only tier has no gate: without it nodes would exchange nothing.
+        # A store that is the only tier has no gate: without the store nodes would exchange nothing.
         self._gates = {tier.name: CostGate(recompute_seconds) for tier in self.tiers[1:] if tier.has_store}
 
     @property

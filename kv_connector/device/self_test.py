@@ -38,7 +38,7 @@ MakeMemory = Callable[[KVLayout, int], DirectMemory]
 _COPIED_BLOCKS = 4
 _START_SECONDS = 60.0  # torch, the driver, kernels that are compiled for the first time
 _FETCH_SECONDS = 10.0
-_READ_SECONDS = 60.0  # everything on our side: memory of the device, kernels that are compiled for the first time
+_READ_SECONDS = 60.0  # everything in this process: device memory, kernels that are compiled for the first time
 _END_SECONDS = 10.0
 _ANSWER = b"endpoint "
 
@@ -50,7 +50,7 @@ def check_device(memory: DeviceMemory, staging: PoolBuffer) -> SelfTestReport:
     count = min(_COPIED_BLOCKS, memory.num_blocks, staging.num_blocks // 2)
     size = count * block_bytes
     pattern = os.urandom(size)
-    # There from one slot, back to another and in another order.
+    # Copied to the device from some slots, and back to others in another order.
     there = [BlockCopy(index, index) for index in range(count)]
     back = [BlockCopy(index, 2 * count - 1 - index) for index in range(count)]
     try:

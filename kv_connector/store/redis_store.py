@@ -40,7 +40,7 @@ class _Open:
     link: RedisLink
     pool: LocalPool
     epoch: int
-    backlog: Backlog | None  # if another connector serves the same blocks until they are stored
+    backlog: Backlog | None  # only over the pool of another connector
     generations: list[int] = field(init=False)  # per block, grows when it is retracted; the engine thread writes
 
     def __post_init__(self) -> None:

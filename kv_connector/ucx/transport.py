@@ -47,7 +47,7 @@ DEVICE_OPTIONS = {
     "RNDV_FRAG_MEM_TYPES": "host",
 }
 _TURN_SECONDS = 0.0003  # longest time for which UCX keeps the loop from others
-_GUARD_SECONDS = 1.0  # until UCX gets a turn anyhow, in case its event descriptor misses a wake-up
+_GUARD_SECONDS = 1.0  # until UCX gets a turn in any case, since its event descriptor may miss a wake-up
 
 _logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ class Absences:
     def __init__(self, now: Callable[[], float], *, capacity: int = _CAPACITY) -> None:
         self._now = now
         self._capacity = capacity
-        self._until: dict[tuple[KVSource, BlockHash], float] = {}  # the first to be forgotten first
+        self._until: dict[tuple[KVSource, BlockHash], float] = {}  # the next to be forgotten comes first
 
     def note(self, source: KVSource, names: Iterable[BlockHash]) -> None:
         """Remembers that `source` was asked for these blocks and does not have them."""
