@@ -19,7 +19,7 @@ from kv_connector.ucx.transport import TCP_OPTIONS
 
 async def send(size: int, count: int, rounds: int) -> None:
     """The holder."""
-    import ucxx  # after `ucx/transport.py`, which says how UCX is to log
+    import ucxx
 
     done = asyncio.Event()
     served: list[Any] = []
@@ -60,7 +60,7 @@ async def receive(port: int, size: int, count: int, rounds: int) -> float:
 
 
 def bare_rate(size: int, count: int, rounds: int) -> float:
-    """GB/s, between two processes of their own."""
+    """GB/s, between two processes of their own, which inherit `prepare_ucx_environment`."""
     numbers = [str(size), str(count), str(rounds)]
     command = [sys.executable, "-m", "bench.bare_ucxx"]
     with subprocess.Popen([*command, *numbers], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

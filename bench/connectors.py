@@ -24,14 +24,16 @@ from typing import IO
 import numpy as np
 import torch
 
-from kv_connector.base import Block, FetchResult, KVConnector
+from kv_connector.base import FetchOutcome, FetchResult, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
-from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
+from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
 from kv_connector.tiered import TieredConnector
+from kv_connector.ucx.environment import prepare_ucx_environment
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
 
@@ -43,13 +45,11 @@ _EPOCH = 1
 _ANSWER = "endpoint "
 _ROUNDS = 4
 _TURNS = 5  # of ucx and its yardstick
-_SETTINGS = ConnectorSettings(
-    shared_memory=SharedMemorySettings(copy=choose_copy()), ucx=UcxSettings("nothing of value is moved")
-)
+_SETTINGS = ConnectorSettings(ucx=UcxSettings("nothing of value is moved"), copy=choose_copy())
 
 
-def named_blocks(count: int) -> list[Block]:
-    return [Block(i, BlockHash(hashlib.sha256(b"bench %d" % i).digest()), 16) for i in range(count)]
+def named_blocks(count: int) -> list[NamedBlock]:
+    return [NamedBlock(i, BlockHash(hashlib.sha256(b"bench %d" % i).digest()), 16) for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +103,16 @@ def _finish(device: torch.device) -> None:
 
 
 async def fetch_rate(
-    connector: KVConnector, source: KVSource | None, blocks: Sequence[Block], block_bytes: int
+    connector: KVConnector, source: KVSource | None, blocks: Sequence[NamedBlock], block_bytes: int
 ) -> float:
     best = float("inf")
     for _ in range(_ROUNDS):
         started = time.perf_counter()
         result: FetchResult = await connector.fetch(source, blocks, timeout=60)
         best = min(best, time.perf_counter() - started)
-        if result.num_leading_fetched != len(blocks):
-            raise UnavailableError(f"only {result.num_leading_fetched} of {len(blocks)} blocks arrived")
+        arrived = result.outcomes.count(FetchOutcome.FETCHED)
+        if arrived != len(blocks):
+            raise UnavailableError(f"only {arrived} of {len(blocks)} blocks arrived")
     return len(blocks) * block_bytes / best
 
 
@@ -199,6 +200,7 @@ async def against_a_copy(backend: str, name: str, place: Place, megabytes: int) 
 
 
 async def ucx(name: str, place: Place, megabytes: int) -> None:
+    prepare_ucx_environment()
     from bench.bare_ucxx import bare_rate
 
     ratios: list[float] = []

@@ -1,1 +1,1 @@
-"""The decode node: KV blocks fetched by name, tokens out through continuous batching."""
+"""The decode node: it fetches KV blocks by name and streams tokens, computed with continuous batching."""

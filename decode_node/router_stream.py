@@ -1,7 +1,8 @@
-"""What is to be sent to one router: events of one loop turn travel in one message, and so do those that come while
-it writes the one before. Tokens of one output are one event of it.
+"""The messages to one router. Events of one turn of the loop travel in one message, and so do those that are sent while
+the message before is being written. All tokens of one output are one event of a message.
 
-Invariant: everything sent before `close` leaves before the stream ends, a request's events in the order they were sent.
+Invariant: everything sent before `close` is delivered before the stream ends, a request's events in the order in which
+they were sent.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from kvrelay.v1 import decode_node_pb2 as pb
 
 
 class RouterStream:
-    """`request_ids`: the requests that live and die with it."""
+    """The stream to one router. `request_ids`: the requests that end with it."""
 
     def __init__(self) -> None:
         self.request_ids: set[str] = set()
@@ -32,7 +33,7 @@ class RouterStream:
         self._wake.set()
 
     def send_output(self, request_id: str, output: TokenOutput) -> None:
-        """Written where it will leave from: this is for every token, on a thread that the engine waits for."""
+        """Adds tokens directly to the next message. Runs for every token, while the engine waits for the thread."""
         key = request_id, output.index
         tokens = self._outputs.get(key)
         if tokens is None:
@@ -41,8 +42,8 @@ class RouterStream:
         self._wake.set()
 
     def send_prompt(self, prompt: PromptOutput, fetches: FetchReport, *, with_logprobs: bool) -> None:
-        """A prompt that was computed here after `fetches`, before its first token. The logprobs of a single token are
-        none, and are sent all the same when they were asked for."""
+        """Reports a prompt that was computed here after `fetches`, before its first token. Requested log-probabilities
+        are sent even if there are none, as for a prompt of one token."""
         admitted = pb.Admitted(
             num_cached_tokens=prompt.num_cached_tokens,
             num_fetched_tokens=fetches.num_tokens,
@@ -62,7 +63,7 @@ class RouterStream:
         self._wake.set()
 
     async def updates(self) -> AsyncIterator[pb.DecodeUpdate]:
-        """Ends when closed, after everything that was sent before."""
+        """Yields messages until closed, and before it ends everything that was sent before that."""
         while True:
             await self._wake.wait()
             self._wake.clear()

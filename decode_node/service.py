@@ -1,17 +1,19 @@
-"""The decode service. Life of a request here:
+"""The decode service. The life of a request:
 
-1. `Admit` hands the request to the engine, with its output so far if it began on another node. With `local_prefill`
-   that is all: what others hold of the prompt is fetched first (`admitted` says how much, once the rest is computed),
-   and its tokens follow from the first new one.
-2. Otherwise the engine reserves every block the given tokens need and finds what is here already; the router is told
-   (`admitted`).
-3. `Pull` says what can be fetched; a `Receiver` fetches, and the connector verifies, while the prefill node computes
-   the next chunk. What does not arrive it asks of other holders, then of the store; what nobody has, it tells the
-   router (`kv_missing`), which names another prefill node or says that there will be no more.
-4. `Start` brings the first tokens. When every block is here, or nothing more will come, the engine goes on from them
-   (`kv_ready`): what did not arrive is computed here.
-5. Each engine step sends each router one message with all its new tokens, until every output has a finish reason.
-6. `Abort`, or the end of the router's stream, ends a request at any point and frees what it held.
+1. `Admit` adds the request to the engine, with its output so far if it began on another node. With `local_prefill` no
+   other command follows: blocks that others hold are fetched first, the rest is computed (then `admitted` reports how
+   much was fetched), and the stream brings the tokens from the first new one on.
+2. Otherwise the engine reserves every block that the given tokens need and finds those that are here already, which
+   `admitted` reports to the router.
+3. `Pull` says which blocks can be fetched; a `Receiver` fetches them, and the connector verifies them, while the
+   prefill node computes the next chunk. Blocks that do not arrive are requested from other holders, then from the
+   store. Those that nobody has are reported to the router (`kv_missing`), which names another prefill node or says that
+   no more will come.
+4. `Start` brings the first tokens. When every block is here, or no more will come, the engine continues from them
+   (`kv_ready`) and computes the blocks that did not arrive.
+5. An engine step sends each router at most one message, with all its new tokens; those of steps shorter than
+   `--stream-interval` travel together. This goes on until every output has a finish reason.
+6. `Abort`, or the end of the router's stream, ends a request at any point and frees everything that it held.
 
 Invariant: a request is known here from its `Admit` until its last output, failure or abort, and holds nothing
 afterwards.
@@ -50,15 +52,15 @@ def _new_future() -> "asyncio.Future[tuple[TokenOutput, ...]]":
 
 @dataclass(slots=True)
 class _Decode:
-    """A request on this node. `receiver` exists while its KV arrives from outside."""
+    """A request on this node. `receiver` is set once the engine has admitted a request whose KV is fetched."""
 
     stream: RouterStream
     num_given_tokens: int
     choices: range
     num_unfinished: int
     wants_prompt_logprobs: bool
-    is_local: bool  # the prompt is computed here
-    ends_at: float | None  # the request, by the loop's time, as far as the router says
+    is_local: bool  # the prompt is computed on this node
+    ends_at: float | None  # the request's deadline in loop time, if the router has sent one
     sources: tuple[tuple[KVSource, int], ...] = ()
     fetches: FetchReport = NOTHING_FETCHED
     receiver: Receiver | None = None
@@ -68,7 +70,7 @@ class _Decode:
 
 
 class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
-    """One per node. Everything here runs on the node's loop."""
+    """The service of a decode node. Everything here runs on the node's loop."""
 
     name = "kvrelay.v1.DecodeNode"
     role = NodeRole.DECODE
@@ -116,7 +118,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             stream.close()
 
     def _handle(self, command: pb.DecodeCommand, stream: RouterStream) -> None:
-        """Waits for nothing: a command that did would hold up those of all other requests."""
+        """Handles one command without waiting, since the commands of all other requests come after it."""
         match command.WhichOneof("command"):
             case "admit":
                 self._admit(command.admit, stream)
@@ -125,16 +127,16 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             case "start":
                 self._start(command.start, stream)
             case "abort":
-                if self._of(command.abort.request_id, stream) is not None:
+                if self._find(command.abort.request_id, stream) is not None:
                     self._abort(command.abort.request_id)
 
-    def _of(self, request_id: str, stream: RouterStream) -> _Decode | None:
-        """None for a request that is over, or that another router has here."""
+    def _find(self, request_id: str, stream: RouterStream) -> _Decode | None:
+        """Returns the request if it belongs to this stream; None if it is over or another router's."""
         decode = self._active.get(request_id)
         return decode if decode is not None and decode.stream is stream else None
 
     def _admit(self, admit: pb.Admit, stream: RouterStream) -> None:
-        if self._of(admit.request_id, stream) is not None:
+        if self._find(admit.request_id, stream) is not None:
             _logger.error("request %s was admitted twice; the second one is ignored", admit.request_id)
             return
         try:
@@ -162,7 +164,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         )
         stream.request_ids.add(request.request_id)
         self._node.activity.begin(request.request_id)
-        added = self._node.engine.submit(lambda engine: engine.add(request))
+        added = self._node.engine_thread.submit(lambda engine: engine.add(request))
         added.add_done_callback(partial(self._on_added, request.request_id))
 
     def _on_added(self, request_id: str, added: "asyncio.Future[None]") -> None:
@@ -174,7 +176,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             self._fail(request_id, KVRelayError("internal error"))
 
     def _pull(self, pull: pb.Pull, stream: RouterStream) -> None:
-        decode = self._of(pull.request_id, stream)
+        decode = self._find(pull.request_id, stream)
         if decode is None:
             return
         if decode.receiver is None:
@@ -183,22 +185,22 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             _announce(decode.receiver, pull)
 
     def _start(self, start: pb.Start, stream: RouterStream) -> None:
-        decode = self._of(start.request_id, stream)
+        decode = self._find(start.request_id, stream)
         if decode is None or decode.first_tokens.done():
             return
         first_tokens = tuple(output_from_wire(output) for output in start.first_tokens)
         if _can_start(first_tokens, choices=decode.choices, vocab_size=self._node.identity.vocab_size):
             decode.first_tokens.set_result(first_tokens)
         else:
-            self._node.engine.post(lambda engine: engine.abort(start.request_id))
+            self._node.engine_thread.post(lambda engine: engine.abort(start.request_id))
             self._fail(start.request_id, KVRelayError("the first tokens are not those of the request's outputs"))
 
     def _abort(self, request_id: str) -> None:
         if self._forget(request_id):
-            self._node.engine.post(lambda engine: engine.abort(request_id))
+            self._node.engine_thread.post(lambda engine: engine.abort(request_id))
 
     def _fail(self, request_id: str, error: KVRelayError) -> None:
-        """The engine holds nothing for the request any more, or was told to let go."""
+        """Ends a request with an error. The engine holds nothing for it any more, or was told to abort it."""
         decode = self._active.get(request_id)
         if decode is not None:
             self._forget(request_id)
@@ -244,7 +246,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         receiver.discard()
         if not reception.cancelled() and (error := reception.exception()) is not None:
             _logger.error("request %s: receiving its KV failed", request_id, exc_info=error)
-            self._node.engine.post(lambda engine: engine.abort(request_id))
+            self._node.engine_thread.post(lambda engine: engine.abort(request_id))
             self._fail(request_id, KVRelayError("internal error"))
 
     def _on_missing(self, request_id: str, num_tokens: int) -> None:
@@ -257,11 +259,11 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         request_id = admission.request_id
         fetches = decode.fetches = await receiver.run()
         if decode.is_local:
-            self._node.engine.post(lambda engine: engine.start(request_id))
+            self._node.engine_thread.post(lambda engine: engine.start(request_id))
             return
         first_tokens = await decode.first_tokens
         decode.num_unfinished = sum(output.finish_reason is None for output in first_tokens)
-        self._node.engine.post(lambda engine: engine.start(request_id, first_tokens))
+        self._node.engine_thread.post(lambda engine: engine.start(request_id, first_tokens))
         ready = pb.KVReady(
             num_cached_tokens=admission.num_cached_tokens,
             num_fetched_tokens=fetches.num_tokens,
@@ -302,7 +304,8 @@ def _announce(receiver: Receiver, pull: pb.Pull) -> None:
 
 
 def _can_start(first_tokens: Sequence[TokenOutput], *, choices: range, vocab_size: int) -> bool:
-    """One token each for different outputs of the request, and at least one that goes on."""
+    """Tells whether the first tokens are valid: one token each, for different outputs of the request, of which at least
+    one is not finished."""
     indices = {output.index for output in first_tokens}
     return (
         len(indices) == len(first_tokens)

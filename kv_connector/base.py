@@ -1,8 +1,8 @@
-"""The connector seam: how blocks leave a pool under their names, and how they come in.
+"""The connector seam: how a node publishes blocks of its pool by name, and fetches blocks of others.
 
 Transfers are pull only. Nobody writes into a pool from outside: `fetch` copies into blocks that the caller reserved,
-and when it returns (or raises) nothing writes to them any more. Every block travels with a `BlockHeader` (see
-`header.py`); one that does not match what was asked for is never reported as fetched.
+and when it returns or raises, nothing writes to them any more. Every block travels with a `BlockHeader` (see
+`header.py`); one that is not the requested block is never reported as fetched.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from enum import Enum
 from typing import Protocol
 
 from kv_connector.stats import ConnectorStats
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +29,12 @@ class PoolBuffer:
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block of the local pool under a name: `num_tokens` of its slots are valid."""
-
-    block_id: int
-    block_hash: BlockHash
-    num_tokens: int
-
-
 class FetchOutcome(Enum):
     """What became of one requested block."""
 
     FETCHED = "fetched"
-    MISSING = "missing"  # the source does not hold it (any more)
-    REFUSED = "refused"  # it was there but did not pass verification; counted and logged
+    MISSING = "missing"  # the source does not hold it, or no longer does
+    REFUSED = "refused"  # it arrived but did not pass verification; counted and logged
     FAILED = "failed"  # the source could not be reached
 
 
@@ -53,28 +44,19 @@ class FetchResult:
 
     outcomes: tuple[FetchOutcome, ...]
 
-    @property
-    def num_leading_fetched(self) -> int:
-        """How many of the first blocks arrived; what lies behind a gap is of no use to a sequence."""
-        for index, outcome in enumerate(self.outcomes):
-            if outcome is not FetchOutcome.FETCHED:
-                return index
-        return len(self.outcomes)
-
 
 class KVConnector(Protocol):
-    """What a node moves its blocks with, over a pool that is there. Called from the node's asyncio loop unless said
+    """The connector of a node, over a pool that exists already. Called from the node's asyncio loop unless stated
     otherwise.
 
     No method blocks the loop for longer than it takes to copy a few blocks, and none waits without a deadline. Methods
-    that move data report per block instead of raising; they raise `KVError` only when nothing can be said about any
-    block.
+    that move data report an outcome per block; they raise `KVError` only when they know nothing about any block.
     """
 
     name: str
     has_store: bool
-    """Blocks are published to a store that all nodes share, too: a `fetch` without a source asks it. It forgets while
-    the pool still holds the block: publish again what a request has found by name."""
+    """Tells whether blocks are also published to a store that all nodes share, which a `fetch` without a source asks.
+    A store may forget a block that the pool still holds, so publish again what a request has found by name."""
 
     @property
     def stats(self) -> ConnectorStats:
@@ -87,44 +69,42 @@ class KVConnector(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """What a peer's `fetch` needs to reach this pool; sent around as `KVSource.endpoint`. Empty when peers need
-        nothing.
-        """
+        """The address of this pool for a peer's `fetch`, distributed as `KVSource.endpoint`. Empty when peers need
+        none."""
         ...
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
-        """Make blocks fetchable. The caller keeps them pinned and unchanged until this returns. Publishing a block
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
+        """Makes blocks fetchable. The caller keeps them pinned and unchanged until this returns. Publishing a block
         again is allowed and costs next to nothing. Raises KVError when none could be published."""
         ...
 
     def retract(self, block_ids: Sequence[int]) -> None:
-        """These blocks are about to lose their content. Called from the engine thread, before it writes to them;
-        returns at once. A fetch that overlaps finds the block missing, never wrong. A backend whose copies live
+        """Withdraws blocks that are about to lose their content. Called from the engine thread, before it writes to
+        them; returns at once. A fetch that overlaps finds the block missing, never wrong. A backend that keeps copies
         elsewhere does nothing."""
         ...
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        """Copy blocks by name into the local pool at their `block_id`. `source` None asks only what is shared by all
-        (Redis).
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+        """Copies blocks by name into the local pool at their `block_id`, in at most `timeout` seconds. Without a
+        `source` only a store that all nodes share is asked.
 
         The caller has reserved and pinned every destination. On return and on any exception, cancellation included,
         nothing writes to the destinations any more. A block whose outcome is not FETCHED has undefined content."""
         ...
 
     async def close(self) -> None:
-        """Release the pool memory and everything left in the system (segments, connections). Idempotent."""
+        """Releases the pool memory and everything left in the system (segments, connections). Idempotent."""
         ...
 
 
 class HostConnector(KVConnector, Protocol):
-    """A backend, whose pool is host memory. `allocate` first, exactly once. A pool on a device is served through one of
-    these by a `StagedConnector`."""
+    """A backend for a pool in host memory. Call `allocate` first, exactly once. A `StagedConnector` serves a pool on a
+    device through such a backend."""
 
     def allocate(
         self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
     ) -> PoolBuffer:
-        """Memory for the pool, zeroed, that this connector can serve from; or `buffer`, memory of that shape which
-        belongs to another connector, is served from and stays until after `close`. Raises ConfigurationError when there
-        is not enough, or when this backend can only serve from its own.
-        """
+        """Returns zeroed memory for the pool, from which this connector serves. With `buffer` it serves from that
+        memory of another connector instead, which has this shape and stays until after `close`. Raises
+        ConfigurationError when there is not enough memory, or when this backend can only serve from its own."""
         ...

@@ -6,9 +6,9 @@ Both sides are measured rates, never configured ones. Invariant: while either is
 from collections.abc import Callable
 
 RecomputeSeconds = Callable[[int], float | None]
-"""Seconds this node would take to compute so many tokens; None while it does not know."""
+"""Returns the seconds that this node would take to compute so many tokens; None while that is unknown."""
 
-_TRIAL_EVERY = 16  # one refused fetch in so many goes ahead: the rate of what is never asked would never change
+_TRIAL_EVERY = 16  # one refused fetch in so many goes ahead, since the store's rate is not measured otherwise
 
 
 class Rate:
@@ -23,7 +23,7 @@ class Rate:
         return self._value
 
     def observe(self, units: float, seconds: float) -> None:
-        """A sample without units or without time says nothing."""
+        """Adds a sample, unless it has no units or took no time."""
         if units <= 0 or seconds <= 0:
             return
         sample = units / seconds
@@ -31,14 +31,14 @@ class Rate:
 
 
 def is_worth_fetching(num_bytes: int, bytes_per_second: float | None, recompute_seconds: float | None) -> bool:
-    """Whether fetching `num_bytes` takes less time than computing what they hold. Unknown rates: yes."""
+    """Tells whether fetching `num_bytes` takes less time than computing their content; true while a rate is unknown."""
     if bytes_per_second is None or recompute_seconds is None:
         return True
     return num_bytes / bytes_per_second < recompute_seconds
 
 
 class CostGate:
-    """In front of one store."""
+    """The gate in front of one store."""
 
     def __init__(self, recompute_seconds: RecomputeSeconds) -> None:
         self._recompute_seconds = recompute_seconds
@@ -46,11 +46,12 @@ class CostGate:
         self._num_refused = 0
 
     def opens(self, num_tokens: int, num_bytes: int) -> bool:
+        """Tells whether to ask the store for blocks that hold so many tokens in so many bytes."""
         if is_worth_fetching(num_bytes, self._rate.per_second, self._recompute_seconds(num_tokens)):
             return True
         self._num_refused += 1
         return self._num_refused % _TRIAL_EVERY == 0
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """So much arrived in that time."""
+        """Adds a fetch that brought so many bytes in so many seconds."""
         self._rate.observe(num_bytes, seconds)

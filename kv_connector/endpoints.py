@@ -1,8 +1,8 @@
-"""One endpoint string for several connectors, and the host it is about: what a node of more than one tier announces.
+"""The endpoint of a node with tiers: those of its connectors in one string, with its host.
 
     host=<16 hex digits>;shared_memory=kvrelay-prefill-0-....kv;ucx=10.0.0.2:41233
 
-Comes from peers, so it is parsed strictly: bounded length, known shape, no name twice.
+It comes from peers and is parsed strictly: bounded length, known shape, no name twice.
 """
 
 import hashlib
@@ -22,20 +22,20 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_host() -> str:
-    """16 hex digits that name this machine until it is started again; its name where the kernel does not say."""
+    """Returns 16 hex digits that identify this machine until it reboots (by its name, where there is no boot id)."""
     fact = _BOOT_ID.read_text() if _BOOT_ID.is_file() else socket.gethostname()
     return hashlib.sha256(f"kvrelay host {fact.strip()}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """`by_name`: connector name -> what its `fetch` needs."""
+    """A node's host, and its endpoint `by_name` of the connector."""
 
     host: str
     by_name: Mapping[str, str]
 
     def encode(self) -> str:
-        """Raises ConfigurationError when an endpoint has a character that is not allowed in one."""
+        """Returns the string. Raises ConfigurationError when an endpoint contains a character that is not allowed."""
         text = ";".join(f"{name}={endpoint}" for name, endpoint in {_HOST: self.host, **self.by_name}.items())
         try:
             parse_endpoints(text)
@@ -45,7 +45,7 @@ class Endpoints:
 
 
 def parse_endpoints(text: str) -> Endpoints:
-    """Raises KVError."""
+    """Parses a peer's endpoint. Raises KVError when it has another shape."""
     if len(text) > _MAX_LENGTH:
         raise KVError(f"an endpoint of {len(text)} characters")
     found: dict[str, str] = {}

@@ -1,5 +1,5 @@
-"""A connector that goes wrong on purpose, around any other: calls fail before or after they took effect, wait, stall,
-or bring garbage. For tests and simulations.
+"""A connector for tests that wraps another: its calls fail before or after they took effect, wait, stall, or bring
+garbage.
 
 Invariant: it breaks no promise of the seam (`base.py`), and a block that it reports as fetched is the block that the
 wrapped connector has verified.
@@ -13,13 +13,14 @@ from enum import Enum
 from random import Random
 from typing import Protocol
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, HostConnector, PoolBuffer
 from kv_connector.header import Mismatch, payload_digest
 from kv_connector.pool import Rows, copy_payload
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _STALL_SECONDS = 5.0  # of a publish, which has no deadline of its own
 
@@ -28,27 +29,29 @@ class ConnectorFault(Enum):
     """What goes wrong with one call."""
 
     FAIL = "fail"  # KVError, and nothing was done
-    LOSE = "lose"  # it is done, and KVError all the same
+    LOSE = "lose"  # KVError although it is done
     STALL = "stall"  # nothing until the deadline; then a fetch reports FAILED and a publish raises KVError
-    DAMAGE = "damage"  # of a fetch: what arrives is garbage, reported as REFUSED
+    DAMAGE = "damage"  # fetches only: garbage arrives, reported as REFUSED
 
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """`delay` in seconds, before anything else."""
+    """What happens to one call, after `delay` seconds."""
 
     fault: ConnectorFault | None = None
     delay: float = 0.0
 
 
 class ConnectorFaults(Protocol):
+    """The source of the faults of a `FaultyConnector`."""
+
     def plan(self, method: str) -> CallPlan:
-        """For the next call of `method`, "publish" or "fetch"."""
+        """Returns the plan for the next call of `method`, "publish" or "fetch"."""
         ...
 
 
 class SeededFaults:
-    """Each call goes wrong with `probability`, and waits up to `longest_delay` seconds, as `random` will have it."""
+    """Faults drawn from `random`: each call fails with `probability` and waits up to `longest_delay` seconds."""
 
     def __init__(self, random: Random, *, probability: float, longest_delay: float = 0.0) -> None:
         self._random = random
@@ -62,10 +65,10 @@ class SeededFaults:
 
 
 class FaultyConnector:
-    """Implements HostConnector by means of `inner`. `num_under_way`: calls that have not returned."""
+    """Implements HostConnector around `inner`. `num_under_way`: calls that have not returned."""
 
     def __init__(self, inner: HostConnector, faults: ConnectorFaults) -> None:
-        self.name = inner.name  # peers are to be of the same kind, and are
+        self.name = inner.name  # peers exchange blocks between connectors of one name
         self.has_store = inner.has_store
         self.num_under_way = 0
         self._inner = inner
@@ -89,7 +92,7 @@ class FaultyConnector:
     def endpoint(self) -> str:
         return self._inner.endpoint
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         with self._under_way():
             plan = self._faults.plan("publish")
             await asyncio.sleep(plan.delay)
@@ -106,7 +109,7 @@ class FaultyConnector:
     def retract(self, block_ids: Sequence[int]) -> None:
         self._inner.retract(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         with self._under_way():
             plan = self._faults.plan("fetch")
             await asyncio.sleep(min(plan.delay, timeout))
@@ -127,8 +130,8 @@ class FaultyConnector:
     async def close(self) -> None:
         await self._inner.close()
 
-    def _damage(self, blocks: Sequence[Block], result: FetchResult) -> FetchResult:
-        """The later half of what arrived is overwritten: its content is as undefined as the seam allows."""
+    def _damage(self, blocks: Sequence[NamedBlock], result: FetchResult) -> FetchResult:
+        """Overwrites the later half of what arrived: the content of a block that is not FETCHED is undefined."""
         assert self._buffer is not None
         block_bytes = self._buffer.layout.block_bytes
         outcomes = list(result.outcomes)
@@ -150,8 +153,7 @@ class FaultyConnector:
 
 
 class DamagingCopy:
-    """Copies a payload as `copy_payload` does, but damages one byte of some on their way: it is for the digest to find
-    them. `num_damaged` counts."""
+    """A `CopyPayload` that flips a bit of some payloads, for the digest to find. `num_damaged` counts them."""
 
     def __init__(self, random: Random, *, probability: float) -> None:
         self.num_damaged = 0

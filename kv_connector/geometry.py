@@ -1,18 +1,18 @@
-"""What all blocks of a pool have in common, and so what two nodes need to have in common to exchange any.
+"""What all blocks of a pool have in common; two nodes need the same to exchange any.
 
-Here a block's header is filled in, and a header is held against the block that was asked for.
+This module fills in the headers of blocks and compares received headers with the requested blocks.
 """
 
 from dataclasses import dataclass
 
-from kv_connector.base import Block
 from kv_connector.header import DIGEST_OFFSET, BlockHeader, Mismatch, encoded_before_digest, layout_digest
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.named_block import NamedBlock
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How the blocks of a pool look from outside."""
+    """Layout and size of a pool's blocks."""
 
     layout_digest: bytes  # 16 bytes, see header.py
     block_bytes: int
@@ -22,13 +22,13 @@ class Geometry:
         return cls(layout_digest(layout), layout.block_bytes)
 
     def mismatch(self, other: "Geometry") -> Mismatch | None:
-        """What refuses every block of a pool that looks like `other`."""
+        """Returns the reason to refuse every block of a pool with the geometry `other`, if there is one."""
         if self.layout_digest != other.layout_digest:
             return Mismatch.LAYOUT
         return None if self.block_bytes == other.block_bytes else Mismatch.LENGTH
 
-    def header(self, block: Block, epoch: int, payload_digest: bytes) -> BlockHeader:
-        """Of a block whose content has that digest, published by the node of that epoch."""
+    def header(self, block: NamedBlock, epoch: int, payload_digest: bytes) -> BlockHeader:
+        """Returns the header of a block whose content has that digest, published by the node of that epoch."""
         return BlockHeader(
             block_hash=block.block_hash,
             layout_digest=self.layout_digest,
@@ -38,8 +38,8 @@ class Geometry:
             payload_digest=payload_digest,
         )
 
-    def verify(self, header: BlockHeader, block: Block, *, epoch: int | None) -> Mismatch | None:
-        """Whether this is the header of the block that was asked for; see `BlockHeader.verify`."""
+    def verify(self, header: BlockHeader, block: NamedBlock, *, epoch: int | None) -> Mismatch | None:
+        """Returns the first field that is not that of the requested block, or None; see `BlockHeader.verify`."""
         return header.verify(
             block_hash=block.block_hash,
             layout_digest=self.layout_digest,
@@ -48,9 +48,9 @@ class Geometry:
             epoch=epoch,
         )
 
-    def promised_digest(self, header: bytes, block: Block, *, epoch: int) -> bytes | Mismatch:
-        """The digest that the payload has to have, of an encoded header; or the first field that is not the one asked
-        for. A right header, as nearly all are, is compared as bytes and not decoded."""
+    def promised_digest(self, header: bytes, block: NamedBlock, *, epoch: int) -> bytes | Mismatch:
+        """Returns the payload digest of an encoded header, or the first field that is not that of the requested block.
+        Nearly all headers are right; these are compared as bytes and not decoded."""
         right = encoded_before_digest(block.block_hash, self.layout_digest, self.block_bytes, block.num_tokens, epoch)
         if header[:DIGEST_OFFSET] == right:
             return header[DIGEST_OFFSET:]

@@ -1,4 +1,4 @@
-"""The header every block travels with, and the checks that stand between a received block and a sequence.
+"""The header with which every block travels, and the checks that a received block has to pass.
 
 96 bytes, little-endian, no padding:
 
@@ -13,8 +13,8 @@
     72      8     epoch of the node that published it (uint64)
     80      16    XXH3-128 of the whole payload, canonical (big-endian) form
 
-Invariant: a block counts as received only after each field was the one asked for, and the digest of what arrived the
-header's.
+Invariant: a block counts as received only if each field is that of the requested block and the digest of the payload
+that arrived is the header's.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ HEADER_BYTES = _HEADER.size
 class Mismatch(Enum):
     """The field for which a block was refused."""
 
-    VERSION = "version"  # also: these bytes are no header at all
+    VERSION = "version"  # or the bytes are no header at all
     HASH = "hash"
     LAYOUT = "layout"
     LENGTH = "length"
@@ -51,25 +51,25 @@ class Mismatch(Enum):
 
 
 def layout_digest(layout: KVLayout) -> bytes:
-    """16 bytes that stand for the layout id in headers."""
+    """Returns the 16 bytes that stand for the layout id in headers."""
     return hashlib.sha256(layout.layout_id.encode()).digest()[:16]
 
 
 def payload_digest(payload: bytes | memoryview) -> bytes:
-    """16 bytes over a whole block. Fast rather than cryptographic: it finds torn and damaged copies, not forgeries."""
+    """Returns 16 bytes over a whole block. Fast, not cryptographic: it finds torn and damaged copies, no forgeries."""
     return xxhash.xxh3_128_digest(payload)
 
 
 def encoded_before_digest(
     block_hash: BlockHash, layout_digest: bytes, payload_bytes: int, num_tokens: int, epoch: int
 ) -> bytes:
-    """The first `DIGEST_OFFSET` bytes of a header that says this."""
+    """Returns the first `DIGEST_OFFSET` bytes of the header with these fields."""
     return _BEFORE_DIGEST.pack(_MAGIC, HEADER_VERSION, block_hash, layout_digest, payload_bytes, num_tokens, 0, epoch)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What the publisher says about a block."""
+    """The publisher's description of a block."""
 
     block_hash: BlockHash
     layout_digest: bytes
@@ -81,7 +81,7 @@ class BlockHeader:
     version: int = HEADER_VERSION
 
     def encode(self) -> bytes:
-        """The `HEADER_BYTES` described above."""
+        """Returns the `HEADER_BYTES` described above."""
         assert len(self.block_hash) == HASH_BYTES
         return _HEADER.pack(
             self.magic,
@@ -97,16 +97,15 @@ class BlockHeader:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> "BlockHeader":
-        """The header in exactly `HEADER_BYTES` bytes. Any such bytes decode; `verify` judges them."""
+        """Returns the header in exactly `HEADER_BYTES` bytes. Any bytes decode; `verify` judges them."""
         magic, version, name, layout, payload_bytes, num_tokens, _, epoch, digest = _HEADER.unpack(data)
         return cls(BlockHash(name), layout, payload_bytes, num_tokens, epoch, digest, magic, version)
 
     def verify(
         self, *, block_hash: BlockHash, layout_digest: bytes, payload_bytes: int, num_tokens: int, epoch: int | None
     ) -> Mismatch | None:
-        """The first field that differs from what was asked for, or None. `epoch` None: any node may have published
-        it.
-        """
+        """Returns the first field that is not that of the requested block, or None. Without an `epoch` any node may
+        have published it."""
         if (self.magic, self.version) != (_MAGIC, HEADER_VERSION):
             return Mismatch.VERSION
         if self.block_hash != block_hash:
@@ -122,5 +121,5 @@ class BlockHeader:
         return None
 
     def verify_payload(self, digest: bytes) -> Mismatch | None:
-        """Compares with the `payload_digest` of the bytes that arrived."""
+        """Compares the header's digest with that of the payload that arrived."""
         return None if self.payload_digest == digest else Mismatch.DIGEST

@@ -1,4 +1,4 @@
-"""The connector for nodes that share a process: tests and the simulation. The same semantics as between processes.
+"""The connector for nodes that share a process, in tests and the simulation. It behaves as those between processes do.
 
 Invariant: a block is reported as fetched only if its generation (see `shared_pool.py`) was the same after the copy.
 """
@@ -6,7 +6,7 @@ Invariant: a block is reported as fetched only if its generation (see `shared_po
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.header import Mismatch
 from kv_connector.pool import CopyPayload, LocalPool, Slices, copy_payload
 from kv_connector.shared_pool import SharedPool
@@ -16,19 +16,20 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
-_SLICE_BYTES = 1 << 20  # copied on the loop, which gets a turn after each
+_SLICE_BYTES = 1 << 20  # copied on the loop, which runs others after each
 
 
 class InProcessHub:
-    """The pools that can reach each other: one hub is one host."""
+    """The pools that can reach each other, like those of one host."""
 
     def __init__(self) -> None:
         self.pools: dict[str, SharedPool[LocalPool]] = {}
 
 
 class InProcessConnector:
-    """Implements HostConnector among the connectors of one hub. `copy` moves one payload and digests what arrived."""
+    """Implements HostConnector between the nodes of one hub. `copy` copies a payload and digests what arrived."""
 
     name = "in_process"
     has_store = False
@@ -58,7 +59,7 @@ class InProcessConnector:
     def endpoint(self) -> str:
         return self._endpoint
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
             shared = self._require()
             for block in part:
@@ -70,7 +71,7 @@ class InProcessConnector:
         if shared is not None:
             shared.remove(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
         for part in Slices(blocks, block_bytes, _SLICE_BYTES):
@@ -92,7 +93,7 @@ class InProcessConnector:
             raise KVError("the in-process connector is not allocated, or closed")
         return self._shared
 
-    def _read(self, source: KVSource | None, blocks: Sequence[Block]) -> list[Verdict]:
+    def _read(self, source: KVSource | None, blocks: Sequence[NamedBlock]) -> list[Verdict]:
         local = self._require()
         if source is None:
             return [FetchOutcome.MISSING] * len(blocks)
@@ -104,8 +105,10 @@ class InProcessConnector:
         return [_read_block(local, peer, block, self._copy) for block in blocks]
 
 
-def _read_block(local: SharedPool[LocalPool], peer: SharedPool[LocalPool], block: Block, copy: CopyPayload) -> Verdict:
-    """A name may be held by several blocks; any good one will do."""
+def _read_block(
+    local: SharedPool[LocalPool], peer: SharedPool[LocalPool], block: NamedBlock, copy: CopyPayload
+) -> Verdict:
+    """Copies a block and returns the verdict. Several blocks may have a name; any good one will do."""
     verdict: Verdict = FetchOutcome.MISSING
     for block_id, generation, header in peer.find(block.block_hash):
         mismatch = local.pool.geometry.verify(header, block, epoch=peer.epoch)
@@ -113,7 +116,7 @@ def _read_block(local: SharedPool[LocalPool], peer: SharedPool[LocalPool], block
             digest = copy(local.pool.rows[block.block_id], peer.pool.rows[block_id])
             mismatch = header.verify_payload(digest)
         if peer.generations[block_id] != generation:
-            continue  # retracted under our hands: missing, and nobody's fault
+            continue  # retracted during the copy, without anybody's fault: missing
         if mismatch is None:
             return FetchOutcome.FETCHED
         verdict = mismatch

@@ -1,6 +1,6 @@
-"""A pool and the table of what it has published, for backends whose peers are answered from the pool itself.
+"""A pool and the table of its published blocks, for backends that answer peers from the pool itself.
 
-Invariant: a header is visible only while its block's content stands; a reader that overlaps a retraction sees the
+Invariant: a header is visible only while its block has that content; a reader that overlaps a retraction sees the
 generation change.
 """
 
@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kv_connector.base import Block
 from kv_connector.header import BlockHeader
-from kv_connector.pool import LocalPool, Payloads
+from kv_connector.payloads import Payloads
+from kv_connector.pool import LocalPool
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.named_block import NamedBlock
 
 PoolT = TypeVar("PoolT", bound=Payloads)
 
 
 @dataclass(slots=True)
 class SharedPool(Generic[PoolT]):
-    """`retract` comes from the engine thread, everything else from the node's asyncio loop."""
+    """The published blocks. `remove` may be called from any thread, everything else from the node's loop."""
 
     pool: PoolT
     epoch: int
@@ -31,15 +32,15 @@ class SharedPool(Generic[PoolT]):
     def __post_init__(self) -> None:
         self.generations = [0] * self.pool.num_blocks
 
-    def publish(self: "SharedPool[LocalPool]", block: Block) -> bool:
-        """Digests the block and makes it visible, unless it is already or is retracted meanwhile."""
+    def publish(self: "SharedPool[LocalPool]", block: NamedBlock) -> bool:
+        """Digests a block and makes it visible, unless it is so already or is retracted meanwhile; tells whether."""
         generation = self.generations[block.block_id]
         if self._holds(block):
             return False
         return self.put(block.block_id, self.pool.describe(block, self.epoch), generation)
 
-    async def publish_all(self, blocks: Sequence[Block]) -> int:
-        """The same for several, wherever the pool is. How many became visible."""
+    async def publish_all(self, blocks: Sequence[NamedBlock]) -> int:
+        """Publishes several blocks, wherever the pool is; returns how many became visible."""
         generations = self.generations
         fresh = [(block, generations[block.block_id]) for block in blocks if not self._holds(block)]
         headers = await self.pool.describe_all([block for block, _ in fresh], self.epoch)
@@ -49,7 +50,7 @@ class SharedPool(Generic[PoolT]):
         )
 
     def put(self, block_id: int, header: BlockHeader, generation: int) -> bool:
-        """Publishes unless the block was retracted since `generation` was read."""
+        """Makes a header visible, unless the block was retracted since `generation` was read; tells whether it did."""
         with self.lock:
             if self.generations[block_id] != generation:
                 return False
@@ -64,11 +65,11 @@ class SharedPool(Generic[PoolT]):
                 self._remove(block_id)
 
     def find(self, name: BlockHash) -> list[tuple[int, int, BlockHeader]]:
-        """(block id, generation, header) of every block under this name."""
+        """Returns block id, generation and header of every block under this name."""
         with self.lock:
             return [(held, self.generations[held], self.headers[held]) for held in self.holders.get(name, ())]
 
-    def _holds(self, block: Block) -> bool:
+    def _holds(self, block: NamedBlock) -> bool:
         held = self.headers.get(block.block_id)
         return held is not None and (held.block_hash, held.num_tokens) == (block.block_hash, block.num_tokens)
 

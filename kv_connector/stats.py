@@ -1,4 +1,4 @@
-"""Counters of one connector since it was created. They only grow; written from the node's asyncio loop."""
+"""The counters of a connector since it was created. They only grow and are written on the node's asyncio loop."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -8,12 +8,12 @@ from kv_connector.header import Mismatch
 
 @dataclass(slots=True)
 class ConnectorStats:
-    """`fetch_seconds` sums the durations of fetches, so overlapping ones count twice. `failed` counts blocks in both
-    directions. `quarantined`: destinations that a fetch had to keep past its deadline until the transport let go of
-    them. `peers_refused`: connections that were dropped because the peer broke the protocol or is not of this cluster.
-    `skipped`: of the failed, those for which a server that keeps failing was not even asked. `retracted`: blocks that
-    lost their content before they were stored. `not_worth`: blocks that were not fetched because computing is faster.
-    """
+    """The counters of one connector. `fetch_seconds` sums the durations of fetches, so overlapping ones count twice.
+    `failed` counts blocks in both directions; `skipped` are those of them for which a server that keeps failing was not
+    even asked. `quarantined`: destinations that a fetch had to keep past its deadline until the transport gave them
+    up. `peers_refused`: connections dropped because the peer broke the protocol or does not belong to this cluster.
+    `retracted`: blocks that lost their content before they were stored. `not_worth`: blocks that were not fetched
+    because computing them is faster."""
 
     blocks_published: int = 0
     bytes_published: int = 0
@@ -35,7 +35,7 @@ class ConnectorStats:
 
 
 def total(parts: Iterable[ConnectorStats]) -> ConnectorStats:
-    """The sums, as they are now: a block that two backends missed counts twice."""
+    """Returns the present sums, in which a block that two backends missed counts twice."""
     result = ConnectorStats()
     for part in parts:
         for counter in fields(ConnectorStats):

@@ -1,11 +1,11 @@
-"""Several connectors over one pool: the first that has a block wins, and what it cannot give is asked of the next.
+"""Several connectors over one pool: a fetch asks the first one, and the next one for the blocks that did not arrive.
 
 The first tier allocates the pool, the others serve from the same memory. Tiers that reach the holder itself (shared
-memory, UCX) come before a store (Redis), which needs no holder: it is asked by a fetch without a source, and by no
-other. Nodes of one cluster may have different tiers: they exchange blocks through those that they share.
+memory, UCX) come before a store (Redis), which needs no holder: only a fetch without a source asks it. Nodes of one
+cluster may have different tiers; they exchange blocks through those that they share.
 
 Invariant: a fetch takes no longer than its timeout, and a tier that hangs leaves time for the next; publishing waits
-for the holder's tiers only, and fails only if all of them do.
+for no store behind another tier, and fails only if all tiers fail.
 """
 
 import logging
@@ -14,20 +14,23 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer
 from kv_connector.cost_gate import CostGate, RecomputeSeconds
-from kv_connector.device.pool import DeviceConnector, DevicePool
+from kv_connector.device.base import DeviceConnector
+from kv_connector.device.pool import DevicePool
 from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
+from kv_connector.registry import create_connector, needs_same_host
+from kv_connector.settings import ConnectorSettings
 from kv_connector.stats import ConnectorStats, total
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
-_SAME_HOST = frozenset({"shared_memory", "cuda_ipc"})
-_SHARE = 0.5  # of the time that is left, for a tier that is not the last one
-# Of what several tiers say about a block, the one that asks for most attention is reported.
-_GRAVITY = (FetchOutcome.MISSING, FetchOutcome.FAILED, FetchOutcome.REFUSED)
+_SHARE = 0.5  # of the time left, for a tier that is not the last one
+# Of what several tiers report of a block, the last one in this order is passed on.
+_SEVERITY = (FetchOutcome.MISSING, FetchOutcome.FAILED, FetchOutcome.REFUSED)
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ TierT_co = TypeVar("TierT_co", bound=KVConnector, covariant=True)
 
 
 class TieredConnector(Generic[TierT_co]):
-    """Implements HostConnector or DeviceConnector over others of that kind, which it owns."""
+    """Implements HostConnector or DeviceConnector with several connectors of that kind, which it owns."""
 
     def __init__(
         self,
@@ -46,8 +49,8 @@ class TieredConnector(Generic[TierT_co]):
         clock: Clock | None = None,
         host: str | None = None,
     ) -> None:
-        """`tiers` in the order of asking, not yet allocated. `recompute_seconds`: what it would take to do without a
-        store; `host`: the machine, when it is not this one."""
+        """`tiers`: in the order of asking, not yet allocated. `recompute_seconds`: how long computing would take
+        instead of asking a store. `host`: the machine's id, if it is to differ from `this_host`."""
         assert tiers
         self.name = ",".join(tier.name for tier in tiers)
         self.has_store = any(tier.has_store for tier in tiers)
@@ -56,7 +59,7 @@ class TieredConnector(Generic[TierT_co]):
         self._host = host or this_host()
         self._device_pool: DevicePool | None = None
         self._block_bytes = 0  # before `allocate` or `serve`, and after `close`
-        # Where a store is all there is, blocks have nowhere else to go: no gate.
+        # A store that is the only tier has no gate: without the store nodes would exchange nothing.
         self._gates = {tier.name: CostGate(recompute_seconds) for tier in self.tiers[1:] if tier.has_store}
 
     @property
@@ -82,7 +85,7 @@ class TieredConnector(Generic[TierT_co]):
         return buffer
 
     def serve(self: "TieredConnector[DeviceConnector]", pool: DevicePool, *, node_id: str, epoch: int) -> None:
-        """The pool's thread ends with this."""
+        """Implements `DeviceConnector.serve`. `close` also stops the pool."""
         self._device_pool = pool
         for tier in self.tiers:
             tier.serve(pool, node_id=node_id, epoch=epoch)
@@ -93,8 +96,8 @@ class TieredConnector(Generic[TierT_co]):
         found = {tier.name: tier.endpoint for tier in self.tiers if tier.endpoint}
         return Endpoints(self._host, found).encode() if found else ""
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
-        """A store behind other tiers takes what it is given into its own queue and returns at once."""
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
+        """Publishes through every tier. A store behind other tiers queues the blocks and returns at once."""
         errors: list[KVError] = []
         for tier in self.tiers:
             try:
@@ -110,7 +113,7 @@ class TieredConnector(Generic[TierT_co]):
         for tier in self.tiers:
             tier.retract(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         if not self._block_bytes:
             raise KVError("the tiered connector is not allocated, or closed")
         deadline = self._clock.now() + timeout
@@ -124,11 +127,11 @@ class TieredConnector(Generic[TierT_co]):
             share = left if position == len(route) - 1 else left * _SHARE
             found = await self._ask(tier, tier_source, [blocks[index] for index in wanted], share)
             for index, outcome in zip(wanted, found, strict=True):
-                outcomes[index] = _graver(outcomes[index], outcome)
+                outcomes[index] = _more_severe(outcomes[index], outcome)
         return FetchResult(tuple(outcomes))
 
     async def close(self) -> None:
-        """The pool's owner last."""
+        """Closes the tiers, that which owns the pool last."""
         self._block_bytes = 0
         async with AsyncExitStack() as stack:
             if self._device_pool is not None:
@@ -137,7 +140,7 @@ class TieredConnector(Generic[TierT_co]):
                 stack.push_async_callback(tier.close)
 
     def _route(self, source: KVSource | None) -> list[tuple[TierT_co, KVSource | None]]:
-        """The tiers to ask, each with the source as it knows it. A store is another source, and the caller's to ask."""
+        """Returns the tiers to ask, each with its own endpoint of the source. A fetch with a source asks no store."""
         if source is None or not source.endpoint:
             return [(tier, source) for tier in self.tiers if tier.has_store]
         try:
@@ -148,14 +151,14 @@ class TieredConnector(Generic[TierT_co]):
         holders: list[tuple[TierT_co, KVSource | None]] = [
             (tier, replace(source, endpoint=found.by_name[tier.name]))
             for tier in self.tiers
-            if tier.name in found.by_name and (tier.name not in _SAME_HOST or found.host == self._host)
+            if tier.name in found.by_name and (found.host == self._host or not needs_same_host(tier.name))
         ]
         if not holders:
             _logger.debug("node %s cannot be reached through %s from here", source.node_id, self.name)
         return holders
 
     async def _ask(
-        self, tier: KVConnector, source: KVSource | None, blocks: Sequence[Block], timeout: float
+        self, tier: KVConnector, source: KVSource | None, blocks: Sequence[NamedBlock], timeout: float
     ) -> Sequence[FetchOutcome]:
         gate = self._gates.get(tier.name)
         num_bytes = len(blocks) * self._block_bytes
@@ -174,7 +177,17 @@ class TieredConnector(Generic[TierT_co]):
         return result.outcomes
 
 
-def _graver(one: FetchOutcome, other: FetchOutcome) -> FetchOutcome:
+def create_tiers(
+    names: Sequence[str], settings: ConnectorSettings, *, recompute_seconds: RecomputeSeconds = lambda num_tokens: None
+) -> TieredConnector[HostConnector]:
+    """Returns what a node runs on: one backend or more, in the order of asking, not yet allocated. A node of one
+    backend has a tier, too, so that it and nodes of several understand each other's endpoints. Raises like
+    `create_connector`."""
+    return TieredConnector([create_connector(name, settings) for name in names], recompute_seconds=recompute_seconds)
+
+
+def _more_severe(one: FetchOutcome, other: FetchOutcome) -> FetchOutcome:
+    """Returns what to report of a block after another tier was asked for it, whose outcome is `other`."""
     if other is FetchOutcome.FETCHED:
         return other
-    return max(one, other, key=_GRAVITY.index)
+    return max(one, other, key=_SEVERITY.index)

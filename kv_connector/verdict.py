@@ -1,4 +1,4 @@
-"""From what a backend finds out about each block to the result of a fetch: counted, and logged when one was refused."""
+"""Turns a backend's verdicts on blocks into the result of a fetch, counts them, and logs those that were refused."""
 
 import logging
 from collections import Counter
@@ -16,8 +16,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Verdicts:
-    """Of one call of `fetch`, from its beginning: `found` holds one per block, in order, as far as the backend has got
-    in its `timeout` (seconds)."""
+    """The verdicts of one call of `fetch`, made when it begins. The backend adds to `found` one verdict per block, in
+    order, while there is time left of `timeout` (seconds)."""
 
     def __init__(self, num_blocks: int, *, timeout: float, clock: Clock) -> None:
         self.found: list[Verdict] = []
@@ -28,11 +28,11 @@ class Verdicts:
 
     @property
     def seconds_left(self) -> float:
-        """Not above 0 when the time is over."""
+        """The time left; 0 or less when it is over."""
         return self._timeout - (self._clock.now() - self._started)
 
     def settle(self, source: KVSource | None, stats: ConnectorStats, *, block_bytes: int) -> FetchResult:
-        """The result for the caller. Blocks that nothing was found out about have FAILED; `source` None is a store."""
+        """Returns the result of the fetch. Blocks without a verdict have FAILED. `source` is None for a store."""
         self.found += [FetchOutcome.FAILED] * (self._num_blocks - len(self.found))
         outcomes = tuple(FetchOutcome.REFUSED if isinstance(found, Mismatch) else found for found in self.found)
         fetched = outcomes.count(FetchOutcome.FETCHED)

@@ -1,4 +1,4 @@
-"""One thread for a connector's copies, driven from asyncio.
+"""A thread for a connector's copies, driven from asyncio.
 
 Invariant: when `run` has returned or raised, cancellation included, the function it was given is not running and
 will not run.
@@ -15,21 +15,20 @@ T = TypeVar("T")
 
 
 class RunsFunctions(Protocol):
-    """One after the other, in the order given."""
+    """A thread, or its substitute, that runs functions one after the other, in the order of the calls."""
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
 class Worker:
-    """Implements RunsFunctions."""
+    """Implements RunsFunctions on a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result. A cancelled caller still waits until the function is over, however often it is
-        cancelled.
-        """
+        """Calls a function on the thread; returns or raises what it does. A cancelled caller still waits until the
+        function has ended, however often it is cancelled."""
         job = self._executor.submit(function, *args, **kwargs)
         waiter = asyncio.wrap_future(job)
         try:
@@ -42,5 +41,5 @@ class Worker:
             raise
 
     def stop(self) -> None:
-        """Ends the thread after what it is running now."""
+        """Waits for the function that is running, if any, and ends the thread."""
         self._executor.shutdown(wait=True)

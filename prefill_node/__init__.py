@@ -1,1 +1,1 @@
-"""The prefill node: prompts in, KV blocks published under their names, first tokens out."""
+"""The prefill node: it computes prompts, publishes their KV blocks by name, and returns the first tokens."""

@@ -1,4 +1,4 @@
-"""Leases on published blocks: until when a prefill node keeps what it computed for a request.
+"""Leases on published blocks: how long a prefill node keeps the blocks that it computed for a request.
 
 Invariant: a lease ends exactly once, by release or by expiry, whichever comes first; the sweeper does not depend on
 traffic.
@@ -16,9 +16,8 @@ _logger = logging.getLogger(__name__)
 
 
 class LeaseTable:
-    """Deadlines by lease id, on the node's loop. `end` is called with the id of every lease that ends, `on_sweep` after
-    each sweep.
-    """
+    """The leases' deadlines by lease id. Used on the node's loop. `end` is called with the id of every lease that ends,
+    `on_sweep` after each sweep. `sweep_interval` in seconds."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class LeaseTable:
         return len(self._deadlines)
 
     def __iter__(self) -> Iterator[str]:
-        """Oldest first."""
+        """Yields the ids, oldest first."""
         return iter(self._deadlines)
 
     def __contains__(self, lease_id: str) -> bool:
@@ -55,11 +54,11 @@ class LeaseTable:
         self.release(list(self._deadlines))
 
     def open(self, lease_id: str, ttl: float) -> None:
-        """`ttl` in seconds from now."""
+        """Opens a lease for `ttl` seconds."""
         self._deadlines[lease_id] = self._clock.now() + ttl
 
     def renew(self, lease_ids: Iterable[str], ttl: float) -> list[str]:
-        """Returns the ids that are not known any more."""
+        """Renews leases for `ttl` seconds; returns the ids that are not known any more."""
         unknown = []
         for lease_id in lease_ids:
             if lease_id in self._deadlines:
@@ -69,15 +68,15 @@ class LeaseTable:
         return unknown
 
     def release(self, lease_ids: Iterable[str]) -> None:
-        """Idempotent; unknown ids are ignored."""
+        """Ends leases whose readers are done. Idempotent; unknown ids are ignored."""
         self.counts.released += self._end_all(lease_ids)
 
     def end_early(self, lease_id: str) -> None:
-        """Others need its blocks more. Idempotent."""
+        """Ends a lease because other requests wait for its blocks. Idempotent."""
         self.counts.ended_early += self._end_all([lease_id])
 
     def sweep(self) -> None:
-        """Ends what has expired."""
+        """Ends the leases that have expired."""
         now = self._clock.now()
         expired = [lease_id for lease_id, deadline in self._deadlines.items() if deadline <= now]
         for lease_id in expired:
@@ -86,7 +85,7 @@ class LeaseTable:
         self._on_sweep()
 
     def _end_all(self, lease_ids: Iterable[str]) -> int:
-        """How many of them there were."""
+        """Ends leases; returns how many of the ids were known."""
         ended = [lease_id for lease_id in lease_ids if self._deadlines.pop(lease_id, None) is not None]
         for lease_id in ended:
             self._end(lease_id)

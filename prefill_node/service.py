@@ -1,16 +1,16 @@
-"""The prefill service. Life of a request here:
+"""The prefill service. The life of a request:
 
-1. `Prefill` opens a lease of the request's own id and hands the request to the engine, which names every block it
-   computes.
+1. `Prefill` opens a lease under the request's own id and adds the request to the engine, which names every block that
+   it computes.
 2. If other nodes hold leading blocks, or a store may, these are reserved and fetched first (`Receiver`); the engine
    computes the rest in chunks.
-3. As soon as a chunk's blocks are published, the stream says how many leading blocks can be fetched (`progress`).
-4. With the prompt's last logits come the first tokens (`finished`); they do not wait for publication.
-5. The stream ends when the last block is published. The engine is done with the request; the lease alone holds its
-   blocks.
+3. As soon as a chunk's blocks are published, the stream reports how many leading blocks can be fetched (`progress`).
+4. The first tokens are sampled from the prompt's last logits (`finished`); they do not wait for publication.
+5. The stream ends when the last block is published. The engine has then finished the request, and only the lease holds
+   its blocks.
 6. `ReleaseLeases`, or expiry, ends the lease. The blocks stay cached under their names until they are evicted.
 
-Invariant: a stream that ends before `finished` leaves nothing behind; after it, exactly the lease.
+Invariant: a stream that ends before `finished` leaves nothing behind; one that ends later leaves only the lease.
 """
 
 import asyncio
@@ -43,22 +43,22 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class _Prefill:
-    """A request's stream: events to send; None ends it, an error fails it."""
+    """A request on this node. The stream sends what is in `events`; None ends it, an error fails it."""
 
     request: pb.PrefillRequest
-    num_blocks: int  # of the given tokens, the partial tail counted
+    num_blocks: int  # of the given tokens, including a partial tail block
     events: asyncio.Queue[pb.PrefillEvent | KVRelayError | None] = field(default_factory=asyncio.Queue)
     prompt: PromptOutput | None = None
     first_tokens: list[TokenOutput] = field(default_factory=list)
     fetches: FetchReport = NOTHING_FETCHED
     finished: bool = False
     published: bool = False
-    ends_at: float | None = None  # the request, by the loop's time, as far as the router says
+    ends_at: float | None = None  # the request's deadline in loop time, if the router has sent one
     reception: asyncio.Task[None] | None = None
 
 
 class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
-    """One per node. Everything here runs on the node's loop."""
+    """The service of a prefill node. Everything here runs on the node's loop."""
 
     name = "kvrelay.v1.PrefillNode"
     role = NodeRole.PREFILL
@@ -85,27 +85,28 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncGenerator[pb.PrefillEvent, None]:
         self._node.require_accepting()
-        asked = engine_request_from_wire(
+        engine_request = engine_request_from_wire(
             request,
             KVRole.PRODUCE,
             vocab_size=self._node.identity.vocab_size,
             has_store=self._node.connector.has_store,
         )
-        num_blocks = -(-len(asked.given_token_ids) // self._node.engine_config.block_size)
-        if asked.request_id in self._active or asked.request_id in self._leases:
-            raise InvalidRequestError(f"request {asked.request_id} is running already", field="request_id")
-        prefill = self._active[asked.request_id] = _Prefill(request, num_blocks, ends_at=ends_at(request.timeout_ms))
-        self._leases.open(asked.request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
-        self._node.activity.begin(asked.request_id)  # until its lease ends
+        request_id = engine_request.request_id
+        num_blocks = -(-len(engine_request.given_token_ids) // self._node.engine_config.block_size)
+        if request_id in self._active or request_id in self._leases:
+            raise InvalidRequestError(f"request {request_id} is running already", field="request_id")
+        prefill = self._active[request_id] = _Prefill(request, num_blocks, ends_at=ends_at(request.timeout_ms))
+        self._leases.open(request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
+        self._node.activity.begin(request_id)  # until its lease ends
         try:
-            await self._node.engine.call(lambda engine: engine.add(asked))
-            yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=asked.request_id))
+            await self._node.engine_thread.call(lambda engine: engine.add(engine_request))
+            yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=request_id))
             while (event := await prefill.events.get()) is not None:
                 if isinstance(event, KVRelayError):
                     raise event
                 yield event
         finally:
-            self._close(asked.request_id, prefill)
+            self._close(request_id, prefill)
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
         unknown = self._leases.renew(request.lease_ids, _lease_seconds(request.ttl_ms))
@@ -121,16 +122,16 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             prefill.reception.cancel()
         if not prefill.finished:
             self._leases.release([request_id])
-            self._node.engine.post(lambda engine: engine.abort(request_id))
+            self._node.engine_thread.post(lambda engine: engine.abort(request_id))
 
     def _end_lease(self, lease_id: str) -> None:
         self._node.activity.end(lease_id)
-        self._node.engine.post(lambda engine: engine.release_lease(lease_id))
+        self._node.engine_thread.post(lambda engine: engine.release_lease(lease_id))
 
     def _end_stall(self) -> None:
-        """When requests wait and no step was made since the last sweep, leases keep the blocks they need, perhaps for
-        decode nodes that in turn wait for these requests. The oldest lease ends: its reader computes what it misses.
-        """
+        """Ends the oldest lease early if requests wait and no step was made since the last sweep. Then leases hold the
+        blocks that those requests need, perhaps for decode nodes that in turn wait for these requests. The reader of
+        the lease computes the blocks that it misses."""
         load = self._node.event_log.load
         num_steps, self._num_steps_swept = self._num_steps_swept, load.num_steps
         if load.num_requests_waiting == 0 or load.num_requests_running > 0 or load.num_steps != num_steps:
@@ -143,7 +144,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     # -- what the engine reports -------------------------------------------------------------------------------------
 
     def _on_result(self, result: StepResult) -> None:
-        """Results of a request whose stream has ended are of no interest, but its reserved blocks are let go."""
+        """Handles the results of a step. Those of a request whose stream has ended are ignored, but its reserved blocks
+        are unpinned."""
         for admission in result.admissions:
             self._receive(admission)
         for prompt in result.prompts:
@@ -185,7 +187,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         if prefill.finished and prefill.published:
             prefill.events.put_nowait(None)
 
-    # -- blocks that others hold -------------------------------------------------------------------------------------
+    # -- blocks from other holders -----------------------------------------------------------------------------------
 
     def _receive(self, admission: Admission) -> None:
         prefill = self._active.get(admission.request_id)
@@ -202,7 +204,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     async def _run_reception(self, request_id: str, prefill: _Prefill, receiver: Receiver) -> None:
         prefill.fetches = await receiver.run()
-        self._node.engine.post(lambda engine: engine.start(request_id))
+        self._node.engine_thread.post(lambda engine: engine.start(request_id))
 
 
 def _on_reception_over(prefill: _Prefill, receiver: Receiver, reception: "asyncio.Task[None]") -> None:

@@ -10,7 +10,11 @@ import pytest
 # Assertions of helpers say what differed, too. Before anything is imported from these packages.
 pytest.register_assert_rewrite("tests.cluster", "tests.engine", "tests.kernels", "tests.kv_connector", "tests.router")
 
+from kv_connector.ucx.environment import prepare_ucx_environment  # noqa: E402
 from tests.redis_server import RedisServer  # noqa: E402
+
+# Before any test imports a module that loads UCX; its children inherit it.
+prepare_ucx_environment()
 
 _SHM = Path("/dev/shm")
 

@@ -40,8 +40,8 @@ TORCH_FREE = {
     *("kvrelay.core", "kvrelay.v1", "kvrelay.text", "kvrelay.cli", "kvrelay.bench", "router"),
     *("kvrelay.node.settings", "router.settings"),
 }
-# The last one reads nothing of ours: it sets what UCX reads from there and nowhere else.
-ENVIRONMENT_READERS = {"kvrelay.core.config", "kvrelay.cli.serve", "kv_connector.ucx.transport"}
+# The first takes settings from it, the second hands it on to child processes, the third sets what UCX reads there.
+ENVIRONMENT_USERS = {"kvrelay.core.config", "kvrelay.cli.serve", "kv_connector.ucx.environment"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
@@ -112,12 +112,12 @@ def test_no_torch(module: Module) -> None:
 
 
 @pytest.mark.parametrize("module", OURS, ids=by_name)
-def test_environment_is_read_in_one_place(module: Module) -> None:
-    if module.name in ENVIRONMENT_READERS:
+def test_settings_come_from_the_environment_in_one_place(module: Module) -> None:
+    if module.name in ENVIRONMENT_USERS:
         return
     for node in ast.walk(module.tree()):
         assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv")), (
-            f"{module.name}:{node.lineno} reads the environment; settings come from kvrelay.core.config"
+            f"{module.name}:{node.lineno} uses the environment; settings come from kvrelay.core.config"
         )
 
 

@@ -1,1 +1,1 @@
-"""KV in the memory of a device: moved from device to device, or through pinned host memory."""
+"""KV in device memory: moved from device to device, or through pinned host memory."""

@@ -1,7 +1,7 @@
-"""Device memory of other processes: CUDA's IPC handles and copies by address, through NVIDIA's own bindings.
+"""GPU memory of other processes: CUDA's IPC handles and copies by address, through NVIDIA's own bindings.
 
-torch has these only behind private names. Needs a card for anything but errors, which come as KVError.
-Invariant: an address from `open_handle` is used with the device that was current, and given back with `close_handle`.
+torch has these only behind private names. Every function raises KVError when CUDA reports an error or is not there.
+Invariant: an address from `open_handle` is used with the GPU that was selected then, and closed with `close_handle`.
 """
 
 import ctypes
@@ -13,13 +13,13 @@ HANDLE_BYTES = 64
 
 
 def select_device(index: int) -> None:
-    """For this thread, until somebody selects another."""
+    """Selects a GPU for the calling thread, until another is selected."""
     runtime = _runtime()
     _checked("cudaSetDevice", runtime.cudaSetDevice(index))
 
 
 def allocation_at(address: int) -> tuple[int, int]:
-    """First address and size of the allocation that an address is in."""
+    """Returns first address and size of the allocation that contains an address."""
     try:
         from cuda.bindings import driver
 
@@ -32,13 +32,13 @@ def allocation_at(address: int) -> tuple[int, int]:
 
 
 def export_handle(base: int) -> bytes:
-    """`HANDLE_BYTES` that let other processes open the allocation that begins here."""
+    """Returns `HANDLE_BYTES` with which other processes can open the allocation that begins at `base`."""
     (handle,) = _checked("cudaIpcGetMemHandle", _runtime().cudaIpcGetMemHandle(base))
     return handle_bytes(handle)
 
 
 def open_handle(handle: bytes) -> int:
-    """Where the allocation begins in this process. Not for handles of this very process: CUDA refuses those."""
+    """Maps another process's allocation; returns its first address here. CUDA refuses this process's own handles."""
     runtime = _runtime()
     wanted = handle_from(handle)
     (address,) = _checked(
@@ -52,19 +52,19 @@ def close_handle(address: int) -> None:
 
 
 def copy(to: int, source: int, num_bytes: int, stream: int) -> None:
-    """Queued on the stream. Between cards that cannot reach each other the driver goes through host memory."""
+    """Queues a copy on the stream. Between GPUs that cannot reach each other the driver goes through host memory."""
     runtime = _runtime()
     kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
     _checked("cudaMemcpyAsync", runtime.cudaMemcpyAsync(to, source, num_bytes, kind, stream))
 
 
 def handle_bytes(handle: Any) -> bytes:
-    """What is in a `cudaIpcMemHandle_t`, by its address: the field that holds it has no name in CUDA 13's bindings."""
+    """Returns the content of a `cudaIpcMemHandle_t`, read at its address: CUDA 13's bindings do not name its field."""
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
 def handle_from(content: bytes) -> Any:
-    """The reverse."""
+    """Returns a `cudaIpcMemHandle_t` with the content that `handle_bytes` has returned."""
     assert len(content) == HANDLE_BYTES
     handle = _runtime().cudaIpcMemHandle_t()
     ctypes.memmove(handle.getPtr(), content, HANDLE_BYTES)
@@ -82,7 +82,8 @@ def _runtime() -> Any:
 
 
 def _checked(doing: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the call returned behind its error. CUDA keeps an error for whoever asks next: it is taken back here."""
+    """Returns the values of an answer without its error code. Raises KVError for an error, and clears it: CUDA would
+    report it once more to the next caller."""
     error, *values = answer
     if int(error) != 0:
         runtime = _runtime()

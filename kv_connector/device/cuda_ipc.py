@@ -1,10 +1,10 @@
 """The connector for pools in device memory on one host: peers map each other's pools and copy from device to device.
 
-Headers are in a segment of host memory, as with `shared_memory`, and with them what lets peers map the pool (for CUDA,
-its IPC handle): only processes of the same user can read that file. A header is written when its block is complete on
-the device. Nothing here knows CUDA; that is the `DirectMemory`'s.
-Invariant: only the device's thread touches peers' pools, and a block counts as fetched only by the digest of what lies
-in our own memory, with the slot unchanged before and after the copy.
+A segment of host memory holds the headers, as with `shared_memory`, and the handle with which peers map the pool (for
+CUDA, its IPC handle): only processes of the same user can read that file. A header is written when its block is
+complete on the device. Only the `DirectMemory` knows CUDA, this module does not.
+Invariant: only the device's thread touches peers' pools. A block counts as fetched only if the digest of what is in our
+own memory is right and its slot was the same before and after the copy.
 """
 
 import logging
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kv_connector.base import Block, FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.device.memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
 from kv_connector.device.pool import DevicePool
 from kv_connector.pool import Slices
@@ -22,10 +22,11 @@ from kv_connector.segments.reader import SegmentReader
 from kv_connector.segments.segment import OwnedSegment, PeerSegment, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
-from kv_connector.verdict import Verdict, Verdicts
+from kv_connector.verdict import Verdict
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class _DevicePeer(Peer):
 
 @dataclass(slots=True)
 class _Open:
-    """What exists between `serve` and `close`."""
+    """The state between `serve` and `close`."""
 
     segment: OwnedSegment
     pool: DevicePool
@@ -57,11 +58,11 @@ class CudaIpcConnector:
     has_store = False
 
     def __init__(
-        self, settings: SharedMemorySettings, *, clock: Clock | None = None, look_interval: float = 1.0
+        self, settings: SharedMemorySettings, *, clock: Clock | None = None, check_interval: float = 1.0
     ) -> None:
-        """`look_interval`: seconds between two looks whether the owners of mapped pools live."""
+        """`check_interval`: seconds between two checks whether the owners of mapped pools live."""
         self.stats = ConnectorStats()
-        self._look_interval = look_interval
+        self._check_interval = check_interval
         self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
@@ -80,15 +81,17 @@ class CudaIpcConnector:
             pool.memory.copy_from(peer.memory, [BlockCopy(*pair) for pair in zip(block_ids, slots, strict=True)])
             return pool.memory.digests(block_ids)
 
-        peers = MappedPeers(partial(self._open_peer, pool), pool, look_interval=self._look_interval)
-        reader = SegmentReader(pool, peers, copy, thread=pool, slice_bytes=pool.slice_bytes)
+        peers = MappedPeers(partial(self._open_peer, pool), pool, check_interval=self._check_interval)
+        reader = SegmentReader(
+            pool, peers, copy, thread=pool, slice_bytes=pool.slice_bytes, stats=self.stats, clock=self._clock
+        )
         self._state = _Open(segment, pool, epoch, reader)
 
     @property
     def endpoint(self) -> str:
         return self._require().segment.path.name
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         pool = self._require().pool
         for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
             published = await self._publish(self._require(), part)
@@ -99,11 +102,8 @@ class CudaIpcConnector:
         if state is not None:
             state.segment.slots.clear(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
-        state = self._require()
-        await state.reader.fetch(source, blocks, verdicts)
-        return verdicts.settle(source, self.stats, block_bytes=state.pool.block_bytes)
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+        return await self._require().reader.fetch(source, blocks, timeout=timeout)
 
     async def close(self) -> None:
         state, self._state = self._state, None
@@ -120,8 +120,8 @@ class CudaIpcConnector:
             raise KVError("the CUDA IPC connector does not serve a pool, or is closed")
         return self._state
 
-    async def _publish(self, state: _Open, blocks: Sequence[Block]) -> int:
-        """How many slots were filled."""
+    async def _publish(self, state: _Open, blocks: Sequence[NamedBlock]) -> int:
+        """Fills the slots of blocks that are not published yet; returns how many."""
         absent = state.segment.slots.absent(blocks)
         headers = await state.pool.describe_all([block for block, _ in absent], state.epoch)
         if self._state is not state:
@@ -129,7 +129,7 @@ class CudaIpcConnector:
         return state.segment.slots.fill(absent, headers)
 
     def _open_peer(self, pool: DevicePool, source: KVSource) -> _DevicePeer | Verdict:
-        """Device's thread."""
+        """Called on the device's thread."""
         segment = open_segment(self._directory, source, on_device=True)
         if not isinstance(segment, PeerSegment):
             return segment

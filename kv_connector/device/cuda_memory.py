@@ -1,7 +1,7 @@
-"""A KV pool in CUDA memory: copied block by block through pinned host memory, or reached where it lies, on a stream of
-its own.
+"""A KV pool in CUDA memory: copied block by block through pinned host memory, or from GPU to GPU, on a stream of its
+own.
 
-Needs a card: nothing without one calls it, and what it copies is checked at start-up (`self_test.py`).
+Needs a GPU; its copies are checked at every start (`self_test.py`).
 Invariant: nothing here waits for the engine's steps, nor they for what is here. The engine gives a block to a transfer
 only when no step in flight reads or writes it, and uses what has arrived only in steps that it queues afterwards.
 """
@@ -22,9 +22,9 @@ from kv_connector.device.memory import BlockCopy, DeviceBuffer, PeerMemory
 from kvrelay.core.errors import KVError
 
 BlockDigests = Callable[[Sequence[int]], list[bytes]]
-"""By block id, on the current stream, for which it waits."""
+"""Returns digests of blocks by id, computed on the current stream, for which it waits."""
 
-# CUDA's handle of the allocation, the card's UUID, where the pool begins in the allocation.
+# CUDA's handle of the allocation, the GPU's UUID, where the pool begins in the allocation.
 _EXPORT = struct.Struct(f"<{cuda_handles.HANDLE_BYTES}s16sQ")
 
 _logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class CudaPeer:
-    """Implements PeerMemory. `first`: address of the peer's block 0. `opened`: what CUDA has mapped, on the device
-    `index`; None for our own pool."""
+    """Implements PeerMemory. `first`: address of the peer's block 0. `opened`: address at which CUDA has mapped the
+    allocation, on the GPU `index`; None for our own pool."""
 
     first: int
     opened: int | None
@@ -135,11 +135,11 @@ class CudaMemory:
         try:
             return self._map(self._index, allocation, offset, num_blocks)
         except KVError as error:
-            # Cards that cannot reach each other: mapped on the peer's, from where the driver copies through the host.
+            # The GPUs cannot reach each other: map the pool on the peer's, then the driver copies through the host.
             index = _device_with(uuid)
             if index is None or index == self._index:
                 raise
-            _logger.info("no direct way to card %d (%s): the driver copies through host memory", index, error)
+            _logger.info("no direct way to GPU %d (%s): the driver copies through host memory", index, error)
             return self._map(index, allocation, offset, num_blocks)
 
     def copy_from(self, peer: PeerMemory, copies: Sequence[BlockCopy]) -> None:
@@ -160,7 +160,7 @@ class CudaMemory:
             base, size = cuda_handles.allocation_at(opened)
             if base != opened or offset + num_blocks * self._rows.shape[1] > size:
                 peer.close()
-                raise KVError(f"an allocation of {size} bytes that is to hold {num_blocks} blocks from {offset} on")
+                raise KVError(f"a peer's allocation of {size} bytes cannot hold {num_blocks} blocks from {offset} on")
             return peer
         finally:
             self._select()
@@ -173,13 +173,13 @@ class CudaMemory:
         return self._rows.get_device()
 
     def _wait(self) -> None:
-        """For what was queued on our stream until now; the thread sleeps, and others run."""
+        """Waits for everything queued on our stream so far. The thread sleeps, and others run."""
         end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         end.record(self._stream)
         end.synchronize()
 
     def _forget_last_error(self) -> None:
-        """CUDA reports a failed call once more, to whoever looks next; that is to be us and not the engine."""
+        """Clears a failed call's error, which CUDA would otherwise report once more to the engine."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self._device)
 
@@ -199,7 +199,7 @@ class CudaMemory:
 
     @contextmanager
     def _errors(self, doing: str) -> Iterator[None]:
-        """CUDA's errors as ours; torch raises them as RuntimeError."""
+        """Raises KVError for CUDA's errors, which torch raises as RuntimeError."""
         try:
             yield
         except RuntimeError as error:
@@ -211,7 +211,7 @@ def _uuid(device: torch.device | int) -> bytes:
 
 
 def _device_with(uuid: bytes) -> int | None:
-    """Among the cards that this process sees."""
+    """Returns the index of a GPU among those that this process sees, None if it is not among them."""
     return next((index for index in range(torch.cuda.device_count()) if _uuid(index) == uuid), None)
 
 

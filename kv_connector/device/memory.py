@@ -1,4 +1,4 @@
-"""The seams of a pool that the host cannot look into: copied to host memory and back, or reached where it lies."""
+"""The seams of a pool in device memory: copied to host memory and back, or read and written where it is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,24 +11,25 @@ MAX_HANDLE_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Block `block_id` of the pool and block `slot` of the staging memory, or of a peer's pool; which way is the
-    method's to say."""
+    """Block `block_id` of the pool and block `slot` of the staging memory, or of a peer's pool. The method that gets it
+    says which is copied to which."""
 
     block_id: int
     slot: int
 
 
 class DeviceMemory(Protocol):
-    """A pool of `num_blocks` blocks on a device. Whoever made it owns it; it outlives its last call here.
+    """A pool of `num_blocks` blocks on a device. Its maker owns the memory and keeps it until after the last call.
 
-    Every method may be called from any thread, but from one at a time. They wait for the device, which has no deadline:
-    a copy that was begun writes until it has ended, so its blocks stay taken until then. They raise KVError when the
-    device reports an error."""
+    Every method may be called from any thread, but from one at a time. They wait for the device, without a deadline: a
+    copy writes until it has ended, and its blocks must stay reserved until then. They raise KVError when the device
+    reports an error."""
 
     num_blocks: int
 
     def attach(self, staging: PoolBuffer) -> None:
-        """Once, first: host memory that copies lead to and come from. It stays valid until `detach`."""
+        """Sets the host memory that blocks are copied to and from. Called once, before any copy; the memory stays valid
+        until `detach`."""
         ...
 
     def to_host(self, copies: Sequence[BlockCopy]) -> None:
@@ -43,54 +44,55 @@ class DeviceMemory(Protocol):
         ...
 
     def detach(self) -> None:
-        """The staging memory is not used any more. Idempotent."""
+        """Stops using the staging memory. Idempotent."""
         ...
 
 
 class DeviceBuffer(Protocol):
-    """One block's memory as libraries take it from one another."""
+    """One block's memory, in the form in which Python libraries exchange device memory."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]: ...
 
 
 class PeerMemory(Protocol):
-    """A peer's pool, mapped into this process; to be read only."""
+    """A peer's pool, mapped into this process. It is only read."""
 
     def close(self) -> None:
-        """Unmaps it. Idempotent; what goes wrong is logged."""
+        """Unmaps the pool. Idempotent; logs errors instead of raising them."""
         ...
 
 
 class DirectMemory(DeviceMemory, Protocol):
-    """A pool on a device that transports read and write themselves. The rules of DeviceMemory; `attach` is not needed
-    for what is here.
+    """A pool on a device that transports read and write themselves. The rules of DeviceMemory hold, except that these
+    methods work without `attach`.
 
-    `kind`: "cuda", or "host" for one that only stands for a device; a transport that does not know the kind would take
-    an address on the device for one of the host."""
+    `kind`: "cuda", or "host" for a substitute in tests. A transport that does not know the kind would take an address
+    on the device for one on the host."""
 
     kind: str
 
     def buffer(self, block_id: int) -> DeviceBuffer:
-        """The block, for a transport that finds out by itself what kind of memory it is. At once, from any thread."""
+        """Returns the block for a transport that detects by itself what kind of memory it is. Waits for nothing; may be
+        called from any thread, at any time."""
         ...
 
     def digests(self, block_ids: Sequence[int]) -> list[bytes]:
-        """`header.payload_digest` of each block, computed where it lies. The blocks are complete."""
+        """Returns the `header.payload_digest` of each block, computed on the device. The blocks are complete."""
         ...
 
     def quiesce(self) -> None:
-        """Returns when the device has done whatever this process has given to it, through whichever library."""
+        """Returns when the device has finished all work of this process, through whichever library it was queued."""
         ...
 
     def export(self) -> bytes:
-        """What lets other processes of this host map the pool: at most `MAX_HANDLE_BYTES`, for their eyes only. The
-        pool stays where it is until all have closed it, or this process ends."""
+        """Returns the handle with which other processes of this host map the pool: at most `MAX_HANDLE_BYTES`, to be
+        kept from everybody else. The pool is neither moved nor freed before all have closed it or this process ends."""
         ...
 
     def open(self, handle: bytes, num_blocks: int) -> PeerMemory:
-        """Maps what a peer, or we, have exported: `num_blocks` blocks as large as ours, which is checked. Raises
-        KVError when that is not possible here."""
+        """Maps a pool by its handle, a peer's or our own. Checks that it has room for `num_blocks` blocks of our size.
+        Raises KVError when it cannot be mapped."""
         ...
 
     def copy_from(self, peer: PeerMemory, copies: Sequence[BlockCopy]) -> None:

@@ -1,12 +1,12 @@
 """The connector of a node whose pool is on a device: blocks pass through host memory, which another connector serves.
 
-    publish   device -> slot of the staging -> `inner` publishes the slot: its digest is that of the copied bytes
+    publish   device -> slot of the staging -> `inner` publishes the slot and digests the copied bytes
     fetch     `inner` fetches into a slot and verifies it there -> device
 
-`inner` keeps every rule of the seam for the staging, whose blocks are the slots; this adds which slot belongs to which
-block. The staging is smaller than the pool, as a rule: a block whose copy gave way to newer ones is MISSING for peers
-until it is published again, though the pool still has it.
-Invariant: no block of the device is written before `inner` has verified what is written; a slot is used again only when
+`inner` keeps every rule of the seam for the staging, whose blocks are the slots; this module knows which slot belongs
+to which block. The staging is usually smaller than the pool: a block whose copy gave way to newer ones is MISSING for
+peers until it is published again, though the pool still has it.
+Invariant: no block of the device is written before `inner` has verified the new content; a slot is used again only when
 neither `inner` nor the device touches it any more.
 """
 
@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, KVConnector, PoolBuffer
 from kv_connector.device.memory import BlockCopy, DeviceMemory
 from kv_connector.device.staging import ArrivalSlots, StagedBlock, StagedCopies
 from kv_connector.stats import ConnectorStats
@@ -23,31 +23,32 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _PART_BYTES = 32 << 20  # copied at a time
-_ARRIVAL_SHARE = 4  # one slot in so many is for blocks that arrive,
-_ARRIVAL_BYTES = 512 << 20  # but no more than this
+_ARRIVAL_SHARE = 4  # one slot in so many is for arriving blocks,
+_ARRIVAL_BYTES = 512 << 20  # but no more than this in all
 _FEWEST_SLOTS = 8
 
 _logger = logging.getLogger(__name__)
 
 
 def staging_blocks(layout: KVLayout, num_blocks: int, staging_bytes: int) -> int:
-    """How many blocks the staging of a pool of `num_blocks` has in at most `staging_bytes`. Raises ConfigurationError
-    when that is too little to work with."""
+    """Returns how many blocks the staging of a pool of `num_blocks` gets within `staging_bytes`. Raises
+    ConfigurationError when these are too few to work with."""
     all_of_it = num_blocks + num_blocks // (_ARRIVAL_SHARE - 1) + 1
     slots = min(max(all_of_it, _FEWEST_SLOTS), staging_bytes // layout.block_bytes)
     if slots < _FEWEST_SLOTS:
         raise ConfigurationError(
             f"{staging_bytes} bytes of host memory hold {staging_bytes // layout.block_bytes} blocks of "
-            f"{layout.block_bytes} bytes, KV in device memory needs {_FEWEST_SLOTS} to move: raise --kv-staging-gib"
+            f"{layout.block_bytes} bytes, but moving KV in device memory needs {_FEWEST_SLOTS}: raise --kv-staging-gib"
         )
     return slots
 
 
 class StagedConnector:
-    """Implements KVConnector. Owns `inner`, allocated with `staging` as its pool; `memory` is the pool on the device,
-    attached to `staging`, with blocks of the same layout. `forgets`: a block may be MISSING while the pool has it."""
+    """Implements KVConnector. Owns `inner`, whose pool is `staging`; `memory` is the pool on the device, attached to
+    `staging`, with blocks of the same layout. `forgets`: a block may be MISSING for peers while the pool has it."""
 
     def __init__(
         self, inner: KVConnector, staging: PoolBuffer, memory: DeviceMemory, *, clock: Clock | None = None
@@ -64,7 +65,7 @@ class StagedConnector:
         self._clock: Clock = clock or MonotonicClock()
         self._arrivals = ArrivalSlots(range(num_arriving))
         self._copies = StagedCopies(range(num_arriving, staging.num_blocks), memory.num_blocks)
-        # Small enough that parts of two fetches, and of two publications, have room at a time.
+        # Small enough that there is room for parts of two fetches, and of two publications, at a time.
         part = _PART_BYTES // block_bytes
         self._fetch_part = max(1, min(part, num_arriving // 2))
         self._publish_part = max(1, min(part, num_copies // 2))
@@ -82,7 +83,7 @@ class StagedConnector:
     def endpoint(self) -> str:
         return self._inner.endpoint
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         errors: list[KVError] = []
         num_parts = 0
         for start in range(0, len(blocks), self._publish_part):
@@ -99,7 +100,7 @@ class StagedConnector:
     def retract(self, block_ids: Sequence[int]) -> None:
         self._take_back(self._copies.forget(block_ids))
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         deadline = self._clock.now() + timeout
         outcomes: list[FetchOutcome] = []
         while len(outcomes) < len(blocks):
@@ -124,12 +125,12 @@ class StagedConnector:
             return
         self._open = False
         try:
-            await self._worker.run(self._memory.detach)  # after whatever is being copied
+            await self._worker.run(self._memory.detach)  # after the copy under way
         finally:
             self._worker.stop()
             await self._inner.close()
 
-    async def _publish(self, blocks: Sequence[Block]) -> None:
+    async def _publish(self, blocks: Sequence[NamedBlock]) -> None:
         self._require_open()
         claims = self._copies.claim(blocks)
         if claims.given_up:
@@ -151,16 +152,18 @@ class StagedConnector:
         self._take_back(self._copies.commit(claimed))
 
     def _take_back(self, slots: Sequence[int]) -> None:
-        """Slots that hold no block any more, in the order that matters: nobody is given one before peers know."""
+        """Frees slots that hold no block any more, in this order: peers must not find one that is used for another."""
         if slots:
             self._inner.retract(slots)
             self._copies.free(slots)
 
     async def _fetch(
-        self, source: KVSource | None, blocks: Sequence[Block], slots: Sequence[int], timeout: float
+        self, source: KVSource | None, blocks: Sequence[NamedBlock], slots: Sequence[int], timeout: float
     ) -> Sequence[FetchOutcome]:
-        """The slots are the caller's again when this has ended, however it does."""
-        wanted = [Block(slot, block.block_hash, block.num_tokens) for slot, block in zip(slots, blocks, strict=True)]
+        """Fetches through `slots`, which nothing touches any more when this has returned or raised."""
+        wanted = [
+            NamedBlock(slot, block.block_hash, block.num_tokens) for slot, block in zip(slots, blocks, strict=True)
+        ]
         outcomes = (await self._inner.fetch(source, wanted, timeout=timeout)).outcomes
         arrived = [
             BlockCopy(block.block_id, slot)

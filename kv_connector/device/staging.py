@@ -1,8 +1,8 @@
-"""Which staging slot holds the copy of which block of a device's pool, and slots for blocks that arrive.
+"""Which staging slot holds the copy of which block of a device's pool, and the slots for arriving blocks.
 
-Invariant: a slot is free, claimed by one copy under way, or the copy of one block as it still is. One that is claimed
-is given to nobody else until its block is published or given up: otherwise a name could be published over the bytes of
-another block.
+Invariant: a slot is free, claimed by one copy under way, or holds the copy of one block whose content has not changed
+since. A claimed slot is given to nobody else until its block is published or given up: otherwise a name could be
+published over the bytes of another block.
 """
 
 import asyncio
@@ -10,15 +10,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_connector.base import Block
 from kv_connector.device.memory import BlockCopy
+from kvrelay.core.named_block import NamedBlock
 
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
-    """`block` of the pool is, or is about to be, in `slot`. `generation`: of the block when that was decided."""
+    """A copy of `block` in `slot`, or one that is about to be made. `generation`: the block's, when the slot was
+    claimed."""
 
-    block: Block
+    block: NamedBlock
     slot: int
     generation: int
 
@@ -27,15 +28,15 @@ class StagedBlock:
         return BlockCopy(self.block.block_id, self.slot)
 
     @property
-    def staged(self) -> Block:
-        """The block as the staging memory has it."""
-        return Block(self.slot, self.block.block_hash, self.block.num_tokens)
+    def staged(self) -> NamedBlock:
+        """The same block by its id in the staging memory."""
+        return NamedBlock(self.slot, self.block.block_hash, self.block.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """`copies` are to be made. The slots in `given_up` held older copies until now. `num_refused`: blocks for which
-    there is no slot, since all are claimed."""
+    """The result of `StagedCopies.claim`: `copies` are to be made; the slots in `given_up` held older copies until now;
+    `num_refused` blocks get no slot, since all are claimed."""
 
     copies: tuple[StagedBlock, ...]
     given_up: tuple[int, ...]
@@ -43,8 +44,8 @@ class Claims:
 
 
 class StagedCopies:
-    """`forget` comes from the engine thread, everything else from the node's loop. When slots run out, the copy that
-    was made or asked for longest ago gives way."""
+    """The copies in the staging memory. `forget` is called from the engine thread, everything else from the node's
+    loop. When slots run out, the copy that was made or claimed again longest ago gives way."""
 
     def __init__(self, slots: range, num_blocks: int) -> None:
         self._free = list(reversed(slots))
@@ -52,8 +53,8 @@ class StagedCopies:
         self._generations = [0] * num_blocks  # per block of the pool, grows when it is retracted
         self._lock = threading.Lock()  # held for dictionary updates only
 
-    def claim(self, blocks: Sequence[Block]) -> Claims:
-        """Slots for those that have no copy yet. They stay taken until `standing`, `commit` or `free`."""
+    def claim(self, blocks: Sequence[NamedBlock]) -> Claims:
+        """Claims slots for the blocks that have no copy yet, until `standing`, `commit` or `free`."""
         copies: list[StagedBlock] = []
         given_up: list[int] = []
         with self._lock:
@@ -65,15 +66,15 @@ class StagedCopies:
         return Claims(tuple(copies), tuple(given_up), len(wanted) - len(copies))
 
     def standing(self, copies: Sequence[StagedBlock]) -> list[StagedBlock]:
-        """Those whose blocks still are what was copied; the slots of the others are free again."""
+        """Returns the copies whose blocks have not changed since; frees the slots of the others."""
         with self._lock:
             good = [copy for copy in copies if self._stands(copy)]
             self._free.extend(copy.slot for copy in copies if not self._stands(copy))
         return good
 
     def commit(self, copies: Sequence[StagedBlock]) -> list[int]:
-        """These are published. Slots of blocks that were retracted meanwhile, to be given back with `free`: until now
-        nobody could be given them, so what was published under a name was that block's content."""
+        """Takes note that these copies are published. Returns the slots of blocks that were retracted meanwhile; the
+        caller retracts and frees them. Until then they were claimed, so each name was published with its content."""
         stale: list[int] = []
         with self._lock:
             for copy in copies:
@@ -84,8 +85,8 @@ class StagedCopies:
         return stale
 
     def forget(self, block_ids: Sequence[int]) -> list[int]:
-        """These blocks lose their content. The slots of their copies, to be given back with `free`; a copy under way is
-        not among them."""
+        """Takes note that blocks lose their content. Returns the slots of their copies, which the caller frees; copies
+        under way are not among them."""
         with self._lock:
             slots: list[int] = []
             for block_id in block_ids:
@@ -99,15 +100,11 @@ class StagedCopies:
         with self._lock:
             self._free.extend(slots)
 
-    def slot_of(self, block_id: int) -> int | None:
-        copy = self._copies.get(block_id)
-        return None if copy is None else copy.slot
-
     def _stands(self, copy: StagedBlock) -> bool:
         return self._generations[copy.block.block_id] == copy.generation
 
-    def _touch(self, block: Block) -> bool:
-        """Whether there is a copy of exactly this block, which is now the last to give way."""
+    def _touch(self, block: NamedBlock) -> bool:
+        """Tells whether there is a copy of exactly this block, and makes it the last to give way."""
         copy = self._copies.get(block.block_id)
         if copy is None or copy.block != block:
             return False
@@ -129,15 +126,15 @@ class StagedCopies:
 
 
 class ArrivalSlots:
-    """Slots that fetches take in turn and give back. On the node's loop."""
+    """The slots that fetches take in turn and give back. Used on the node's loop."""
 
     def __init__(self, slots: range) -> None:
         self._free = list(slots)
-        self._turn = asyncio.Lock()  # who waits gets slots in the order of asking
+        self._turn = asyncio.Lock()  # slots are given out in the order of the calls
         self._freed = asyncio.Event()
 
     async def take(self, most: int) -> list[int]:
-        """Between one and `most` slots; waits while there is none."""
+        """Takes between one and `most` slots; waits while there is none."""
         async with self._turn:
             while not self._free:
                 self._freed.clear()

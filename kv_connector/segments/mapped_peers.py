@@ -1,7 +1,8 @@
 """The segments of other nodes of this host that a connector has mapped, by endpoint.
 
-A mapping keeps the memory of a node that has died, which its successor may need to start: while there are any, their
-owners are looked after. Invariant: only the connector's own thread touches what is mapped; after `close` nothing is.
+A mapping keeps the memory of a node that has died, which its successor may need to start. So as long as anything is
+mapped, the owners are checked, and the segments of dead ones unmapped.
+Invariant: only the connector's own thread touches mapped memory; after `close` nothing is mapped.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What is mapped of another node: its segment. Where its pool is elsewhere, a subclass has that, too."""
+    """Another node as it is mapped here: its segment, and in a subclass its pool, where that is elsewhere."""
 
     segment: PeerSegment
 
@@ -37,20 +38,20 @@ PeerT = TypeVar("PeerT", bound=Peer)
 
 
 class MappedPeers(Generic[PeerT]):
-    """`open_peer` maps a peer, or says why it cannot, on the connector's `thread`; `look_interval` is the seconds
-    between two looks at owners."""
+    """The mapped peers. `open_peer`, called on the connector's `thread`, maps a peer or returns why it cannot.
+    `check_interval`: seconds between two checks whether the owners live."""
 
     def __init__(
-        self, open_peer: Callable[[KVSource], PeerT | Verdict], thread: RunsFunctions, *, look_interval: float
+        self, open_peer: Callable[[KVSource], PeerT | Verdict], thread: RunsFunctions, *, check_interval: float
     ) -> None:
         self._open_peer = open_peer
         self._thread = thread
-        self._look_interval = look_interval
+        self._check_interval = check_interval
         self._peers: dict[str, PeerT] = {}  # an endpoint names the epoch
-        self._looking: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
 
-    def of(self, source: KVSource) -> PeerT | Verdict:
-        """On the connector's thread. A living one, mapped now if it was not."""
+    def get(self, source: KVSource) -> PeerT | Verdict:
+        """Returns the peer, mapped now if it was not, or why there is none. Called on the connector's thread."""
         self._forget_dead()
         if source.endpoint in self._peers:
             return self._peers[source.endpoint]
@@ -59,19 +60,19 @@ class MappedPeers(Generic[PeerT]):
             self._peers[source.endpoint] = opened
         return opened
 
-    def look_after_owners(self) -> None:
-        """On the loop, after something may have been mapped."""
-        if self._peers and (self._looking is None or self._looking.done()):
-            self._looking = asyncio.get_running_loop().create_task(self._look(), name="kv segment owners")
+    def watch_owners(self) -> None:
+        """Starts the checks, if anything is mapped. Called on the loop, after something may have been mapped."""
+        if self._peers and (self._checking is None or self._checking.done()):
+            self._checking = asyncio.get_running_loop().create_task(self._check_owners(), name="kv segment owners")
 
     async def close(self) -> None:
-        """After whatever is being copied."""
-        await end_tasks(self._looking)
+        """Unmaps everything, after the copy under way."""
+        await end_tasks(self._checking)
         await self._thread.run(self._forget)
 
-    async def _look(self) -> None:
+    async def _check_owners(self) -> None:
         while self._peers:
-            await asyncio.sleep(self._look_interval)
+            await asyncio.sleep(self._check_interval)
             await self._thread.run(self._forget_dead)
 
     def _forget_dead(self) -> None:
@@ -84,7 +85,7 @@ class MappedPeers(Generic[PeerT]):
 
 
 def open_segment(directory: Path, source: KVSource, *, on_device: bool = False) -> PeerSegment | Verdict:
-    """Of a living node, or why there is none."""
+    """Returns the segment of a living node, or why there is none."""
     try:
         segment = PeerSegment(directory, source.endpoint, on_device=on_device)
     except FileNotFoundError:
@@ -99,7 +100,7 @@ def open_segment(directory: Path, source: KVSource, *, on_device: bool = False) 
 
 
 def sweep_and_log(directory: Path) -> None:
-    """Removes what dead nodes have left. Raises ConfigurationError when that is no directory."""
+    """Removes the segments of dead nodes. Raises ConfigurationError when `directory` is not a directory."""
     if not directory.is_dir():
         raise ConfigurationError(f"shared_memory.directory {str(directory)!r} is not a directory")
     swept = sweep(directory)

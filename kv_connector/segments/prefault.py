@@ -1,6 +1,6 @@
-"""Maps a pool's pages ahead of their first use: a transfer into pages that nobody has touched waits for each.
+"""Maps a pool's pages ahead of their first use: a transfer into untouched pages would wait for each of them.
 
-Invariant: the space was reserved before, so that this takes no memory that is not the pool's; nothing waits for it.
+Invariant: the space was reserved before, so this takes no memory that is not the pool's; nothing waits for it.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _SLICE_BYTES = 16 << 20  # a few milliseconds
 
 
 class Prefault:
-    """Goes through `rows`, contiguous and in a mapping that stays until `stop` has returned, on a thread of its own."""
+    """A thread that maps the pages of `rows`, which are contiguous and stay mapped until `stop` has returned."""
 
     def __init__(self, rows: Rows) -> None:
         begin = rows.ctypes.data
@@ -26,11 +26,11 @@ class Prefault:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when it is through."""
+        """Returns when all pages are mapped."""
         self._thread.join()
 
     def stop(self) -> None:
-        """Ends it after the slice it is at. Idempotent."""
+        """Ends the thread after its current slice. Idempotent."""
         self._stopped.set()
         self._thread.join()
 
@@ -42,4 +42,4 @@ class Prefault:
         for start in self._span:
             length = min(_SLICE_BYTES, self._span.stop - start)
             if self._stopped.is_set() or madvise(start, length, _MADV_POPULATE_WRITE) != 0:
-                return  # an older kernel: pages come when they are used
+                return  # stopped, or an older kernel, which maps pages when they are used

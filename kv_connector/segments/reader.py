@@ -1,31 +1,35 @@
-"""Blocks out of other nodes' segments: found by name, copied into our pool, and judged by what their slots say then.
+"""Fetches from other nodes' segments: blocks are found by name, copied into our pool, and judged by their slots.
 
-Where the peers' pools are, in the segments or on a device, and how bytes come from there is the connector's to say.
-Invariant: only the connector's thread touches what is mapped, and it is never held for more than one part of a fetch.
+The connector decides where the peers' pools are, in the segments or on a device, and how bytes are copied from there.
+Invariant: only the connector's thread touches mapped memory, and it is never held for more than one part of a fetch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.header import Mismatch
-from kv_connector.pool import Payloads, Slices
+from kv_connector.payloads import Payloads
+from kv_connector.pool import Slices
 from kv_connector.segments.mapped_peers import MappedPeers, PeerT
-from kv_connector.segments.slots import Look
+from kv_connector.segments.slots import SlotSnapshot
+from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, Verdicts
 from kv_connector.worker import RunsFunctions
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.clock import Clock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 CopyBlocks = Callable[[PeerT, Sequence[int], Sequence[int]], Sequence[bytes]]
-"""Copies the peer's blocks in these slots (the last argument) to these blocks of ours; the digests of what arrived."""
+"""Copies blocks from a peer: (peer, our block ids, the peer's slots). Returns the digests of what arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Holder(Generic[PeerT]):
-    """A peer and where in it the wanted names were found."""
+    """A peer, and the slots in which the wanted names were found."""
 
     peer: PeerT
     epoch: int
@@ -33,7 +37,7 @@ class _Holder(Generic[PeerT]):
 
 
 class SegmentReader(Generic[PeerT]):
-    """Reads into `pool`, in parts of about `slice_bytes`; `copy` runs on `thread`."""
+    """Fetches into `pool`, in parts of about `slice_bytes`, and counts in `stats`; `copy` runs on `thread`."""
 
     def __init__(
         self,
@@ -43,16 +47,31 @@ class SegmentReader(Generic[PeerT]):
         thread: RunsFunctions,
         *,
         slice_bytes: int,
+        stats: ConnectorStats,
+        clock: Clock,
     ) -> None:
         self._pool = pool
         self._peers = peers
         self._copy = copy
         self._thread = thread
         self._slice_bytes = slice_bytes
+        self._stats = stats
+        self._clock = clock
         self._open = True
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], verdicts: Verdicts) -> None:
-        """Adds what became of the blocks that there was time for. Raises KVError when this is closed meanwhile."""
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+        """Implements `KVConnector.fetch`. Raises KVError when this is closed meanwhile."""
+        verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
+        await self._fetch(source, blocks, verdicts)
+        return verdicts.settle(source, self._stats, block_bytes=self._pool.block_bytes)
+
+    async def close(self) -> None:
+        """Unmaps the peers, after the copy under way."""
+        self._open = False
+        await self._peers.close()
+
+    async def _fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], verdicts: Verdicts) -> None:
+        """Adds the verdicts of the blocks for which there is time."""
         if source is None or not blocks:
             verdicts.found += [FetchOutcome.MISSING] * len(blocks)
             return
@@ -60,28 +79,23 @@ class SegmentReader(Generic[PeerT]):
         holder, found = await self._thread.run(self._find_and_read, source, blocks, parts.pop(0), verdicts)
         verdicts.found += found
         self._require_open()
-        self._peers.look_after_owners()
+        self._peers.watch_owners()
         for part in parts:
             if holder is None or verdicts.seconds_left <= 0:
                 break
             self._require_open()
             verdicts.found += await self._thread.run(self._read, holder, part)
 
-    async def close(self) -> None:
-        """Unmaps the peers, after whatever is being copied."""
-        self._open = False
-        await self._peers.close()
-
     def _require_open(self) -> None:
         if not self._open:
             raise KVError("the connector was closed during a fetch")
 
     def _find_and_read(
-        self, source: KVSource, blocks: Sequence[Block], first: Sequence[Block], verdicts: Verdicts
+        self, source: KVSource, blocks: Sequence[NamedBlock], first: Sequence[NamedBlock], verdicts: Verdicts
     ) -> tuple[_Holder[PeerT] | None, list[Verdict]]:
-        """Where the blocks are, and verdicts of the `first` ones, if there is time left for them; of all without a
-        holder."""
-        peer = self._peers.of(source)
+        """Returns where the blocks are, with verdicts on the `first` ones if there is time left for them. Without a
+        holder the verdicts are on all blocks."""
+        peer = self._peers.get(source)
         if isinstance(peer, FetchOutcome | Mismatch):
             return None, [peer] * len(blocks)
         mismatch = peer.segment.mismatch(source, self._pool.geometry)
@@ -90,42 +104,41 @@ class SegmentReader(Generic[PeerT]):
         holder = _Holder(peer, source.epoch, peer.segment.slots.find([block.block_hash for block in blocks]))
         return holder, self._read(holder, first if verdicts.seconds_left > 0 else ())
 
-    def _read(self, holder: _Holder[PeerT], blocks: Sequence[Block]) -> list[Verdict]:
-        """One verdict per block. A name may be held by several slots; any good one will do."""
+    def _read(self, holder: _Holder[PeerT], blocks: Sequence[NamedBlock]) -> list[Verdict]:
+        """Returns one verdict per block. Several slots may have a name; any good one will do."""
         segment = holder.peer.segment
         if segment.closed:  # the owner died and another fetch noticed first
             return [FetchOutcome.FAILED] * len(blocks)
         verdicts: list[Verdict] = [FetchOutcome.MISSING] * len(blocks)
         candidates = [holder.slots.get(block.block_hash, ()) for block in blocks]
         for turn in range(max(map(len, candidates), default=0)):
-            asked = [
+            untried = [
                 index
                 for index, slots in enumerate(candidates)
                 if turn < len(slots) and verdicts[index] is not FetchOutcome.FETCHED
             ]
-            if not asked:
+            if not untried:
                 break
-            self._try(holder, blocks, {index: candidates[index][turn] for index in asked}, verdicts)
+            self._try(holder, blocks, {index: candidates[index][turn] for index in untried}, verdicts)
         return verdicts
 
     def _try(
-        self, holder: _Holder[PeerT], blocks: Sequence[Block], slots: Mapping[int, int], verdicts: list[Verdict]
+        self, holder: _Holder[PeerT], blocks: Sequence[NamedBlock], slots: Mapping[int, int], verdicts: list[Verdict]
     ) -> None:
-        """One slot for each of these blocks, by index: copied where that is worth it, and judged."""
+        """Copies the blocks from `slots` (by index), where these allow it, and enters what came of it."""
         peer_slots = holder.peer.segment.slots
-        found = peer_slots.look(list(slots.values()), [blocks[index] for index in slots], epoch=holder.epoch)
-        looks: dict[int, Look] = {}
-        for index, look in zip(slots, found, strict=True):
-            if isinstance(look, Look):
-                looks[index] = look
+        found = peer_slots.take_snapshots(list(slots.values()), [blocks[index] for index in slots], epoch=holder.epoch)
+        snapshots: dict[int, SlotSnapshot] = {}
+        for index, snapshot in zip(slots, found, strict=True):
+            if isinstance(snapshot, SlotSnapshot):
+                snapshots[index] = snapshot
             else:
-                _note(verdicts, index, look)
-        if not looks:
-            return  # nothing to wait for a device for
-        digests = self._copy(
-            holder.peer, [blocks[index].block_id for index in looks], [look.slot for look in looks.values()]
-        )
-        for index, verdict in zip(looks, peer_slots.judge(list(looks.values()), digests), strict=True):
+                _note(verdicts, index, snapshot)
+        if not snapshots:
+            return  # a copy of nothing would wait for a device all the same
+        block_ids = [blocks[index].block_id for index in snapshots]
+        digests = self._copy(holder.peer, block_ids, [snapshot.slot for snapshot in snapshots.values()])
+        for index, verdict in zip(snapshots, peer_slots.judge(list(snapshots.values()), digests), strict=True):
             _note(verdicts, index, verdict)
 
 

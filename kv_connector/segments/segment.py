@@ -3,7 +3,7 @@
     page 0          magic, version, slot size, epoch, layout digest, number and size of blocks, offset of the pool
     then            one slot per block, padded to a page
     pool offset     the pool: block i at `pool offset + i * block_bytes`
-                    of a pool in device memory: what lets peers map it (its length as uint32, then the handle), one page
+                    for a pool in device memory: the handle by which peers map it, after its length (uint32), one page
 
 How slots are written and read: slots.py.
 
@@ -45,7 +45,7 @@ _NAME = re.compile(r"kvrelay-[A-Za-z0-9._-]+-[0-9a-f]{16}\.kv")
 
 
 def default_directory() -> Path:
-    """The system's shared memory, or the temporary directory where there is none."""
+    """Returns the system's shared memory, or the temporary directory where there is none."""
     shm = Path("/dev/shm")  # noqa: S108 - not a predictable file: created exclusively, below
     return shm if shm.is_dir() else Path(tempfile.gettempdir())
 
@@ -56,7 +56,7 @@ def sweep(directory: Path) -> int:
     for path in directory.glob("kvrelay-*.kv"):
         if not _NAME.fullmatch(path.name):
             continue
-        with suppress(OSError):  # not ours to open, or gone already
+        with suppress(OSError):  # we may not open it, or it is gone already
             fd = _open(path)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,7 +70,7 @@ def sweep(directory: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """What page 0 says."""
+    """The content of page 0. `on_device`: the pool is not in the file but in device memory."""
 
     epoch: int
     geometry: Geometry
@@ -100,7 +100,7 @@ class Preamble:
 
     @classmethod
     def decode(cls, data: bytes, file_bytes: int) -> "Preamble":
-        """Raises KVError when this is not a segment that we can read."""
+        """Raises KVError when this is not a segment that this version can read."""
         if len(data) != _PREAMBLE.size:
             raise KVError("not a kvrelay segment: too short")
         magic, version, slot_bytes, epoch, digest, num_blocks, block_bytes, pool_offset = _PREAMBLE.unpack(data)
@@ -113,7 +113,7 @@ class Preamble:
 
 
 class OwnedSegment:
-    """The owner's side."""
+    """A segment as its owner has it: created, locked, mapped writable."""
 
     def __init__(
         self,
@@ -125,8 +125,8 @@ class OwnedSegment:
         *,
         device_handle: bytes | None = None,
     ) -> None:
-        """Creates the file and reserves all of its space. `device_handle`: the pool is not in the file but there.
-        Raises ConfigurationError when there is not enough."""
+        """Creates the file and reserves all of its space. `device_handle`: how peers map the pool, which is then not in
+        the file. Raises ConfigurationError when there is not enough space."""
         on_device = device_handle is not None
         self.preamble = Preamble(epoch, Geometry.of(layout), num_blocks, on_device)
         self.path = directory / f"kvrelay-{re.sub(r'[^A-Za-z0-9._-]', '_', node_id)[:100] or '_'}-{epoch:016x}.kv"
@@ -145,7 +145,7 @@ class OwnedSegment:
         self.slots = OwnedSlots(self.mapping, num_blocks, offset=mmap.PAGESIZE)
 
     def close(self) -> None:
-        """Unlinks the file and gives up the lock; the mapping itself is the pool's to close."""
+        """Unlinks the file and gives up the lock. The pool closes the mapping."""
         self.slots.release()
         self._unlink()
 
@@ -156,11 +156,11 @@ class OwnedSegment:
 
 
 class PeerSegment:
-    """Somebody else's segment, or our own seen from outside. Used by one thread. `rows`: of a pool that lies in it, as
-    `LocalPool` has them."""
+    """A segment as peers see it, mapped read-only. Used by one thread. `rows`: the pool, `[num_blocks, block_bytes]`,
+    if it is in the segment."""
 
     def __init__(self, directory: Path, name: str, *, on_device: bool = False) -> None:
-        """Raises OSError when there is no such file, KVError when it is not a segment, or its pool is elsewhere."""
+        """Raises OSError when there is no such file, KVError when it is not a segment or `on_device` is wrong."""
         if not _NAME.fullmatch(name):
             raise KVError(f"{name!r} does not name a kvrelay segment")
         self._fd = _open(directory / name)
@@ -185,7 +185,7 @@ class PeerSegment:
 
     @property
     def device_handle(self) -> bytes:
-        """What lets us map a pool in device memory. Raises KVError when it is none."""
+        """The handle by which we map a pool in device memory. Raises KVError when it is not one."""
         room = self.rows.tobytes()
         (length,) = _HANDLE_LENGTH.unpack_from(room)
         if length > HANDLE_ROOM - _HANDLE_LENGTH.size:
@@ -204,7 +204,7 @@ class PeerSegment:
         return False
 
     def mismatch(self, source: KVSource, geometry: Geometry) -> Mismatch | None:
-        """What refuses every block of it: it is not of that source, or its blocks are not like ours."""
+        """Returns the reason to refuse all of its blocks, if there is one: another epoch, or another geometry."""
         return Mismatch.EPOCH if self.preamble.epoch != source.epoch else geometry.mismatch(self.preamble.geometry)
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ def _page_aligned(size: int) -> int:
 
 
 def _open(path: Path) -> int:
-    """Read-only, regular files only: no links, no pipes."""
+    """Opens a regular file read-only, but no link and no pipe."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -238,7 +238,7 @@ def _is_file_at(fd: int, path: Path) -> bool:
 
 
 def _create_locked(path: Path) -> int:
-    """A new file with the owner's lock on it. A sweeper may catch it between the two and unlink it; then once more."""
+    """Creates a file and locks it. A sweeper may unlink it between the two; then it is created again."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -251,7 +251,7 @@ def _create_locked(path: Path) -> int:
 
 
 def _reserve(fd: int, path: Path, preamble: Preamble) -> None:
-    """Takes the whole space now, so that running out is an error here and not SIGBUS at the first touch."""
+    """Reserves the whole space, so that running out of it is an error here and not a SIGBUS at the first access."""
     needed = preamble.file_bytes
     file_system = os.fstatvfs(fd)
     free = file_system.f_bavail * file_system.f_frsize

@@ -1,8 +1,9 @@
 """The default connector on one host: every pool is a segment that peers map read-only and copy from.
 
 Copies, and digests of more than a few blocks, run on one worker thread, in slices, so that neither the event loop nor
-the engine waits for them. Invariant: only the worker thread touches peers' mappings; our slots are filled by `publish`,
-which nobody calls while another call of it runs, and voided by `retract`, from any thread.
+the engine waits for them.
+Invariant: only the worker thread touches peers' mappings. Our slots are filled by `publish`, of which only one call
+runs at a time, and cleared by `retract`, from any thread.
 """
 
 import logging
@@ -10,24 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv_connector.base import Block, FetchResult, PoolBuffer
-from kv_connector.pool import LocalPool, Slices
+from kv_connector.base import FetchResult, PoolBuffer
+from kv_connector.pool import CopyRows, LocalPool, Slices, copy_rows
 from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
 from kv_connector.segments.prefault import Prefault
 from kv_connector.segments.reader import SegmentReader
 from kv_connector.segments.segment import OwnedSegment, PeerSegment, default_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
-from kv_connector.verdict import Verdict, Verdicts
+from kv_connector.verdict import Verdict
 from kv_connector.worker import Worker
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _SLICE_BYTES = 16 << 20  # a few milliseconds of copying
-# Blocks that a decode step has just filled are described in less time than the way to another thread and back takes, on
-# which the interpreter is taken from the engine twice.
+# Up to this much is digested on the loop: it takes less time than a switch to another thread and back, which would also
+# take the interpreter from the engine twice. Blocks that a decode step has just filled are no more.
 _AT_ONCE_BYTES = 512 << 10
 _AT_ONCE_BLOCKS = 32
 
@@ -36,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Open:
-    """What exists between `allocate` and `close`."""
+    """The state between `allocate` and `close`."""
 
     segment: OwnedSegment
     pool: LocalPool
@@ -47,20 +49,25 @@ class _Open:
 
 
 class SharedMemoryConnector:
-    """Implements HostConnector. The endpoint is the segment's file name: peers look in their own directory and nowhere
-    else.
-    """
+    """Implements HostConnector. The endpoint is the segment's file name, in the directory that is configured at the
+    peer."""
 
     name = "shared_memory"
     has_store = False
 
     def __init__(
-        self, settings: SharedMemorySettings, *, clock: Clock | None = None, look_interval: float = 1.0
+        self,
+        settings: SharedMemorySettings,
+        *,
+        copy: CopyRows = copy_rows,
+        clock: Clock | None = None,
+        check_interval: float = 1.0,
     ) -> None:
-        """`look_interval`: seconds between two looks whether the owners of mapped segments live."""
+        """`copy` copies blocks out of a peer's segment. `check_interval`: seconds between two checks whether the owners
+        of mapped segments live."""
         self.stats = ConnectorStats()
-        self._look_interval = look_interval
-        self._copy = settings.copy
+        self._check_interval = check_interval
+        self._copy = copy
         self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
@@ -78,12 +85,12 @@ class SharedMemoryConnector:
         segment = OwnedSegment(self._directory, node_id, epoch, layout, num_blocks)
         pool = LocalPool.inside(segment.mapping, segment.preamble.pool_offset, layout, num_blocks)
         worker = Worker("kv-shared-memory")
-        peers = MappedPeers(self._open_peer, worker, look_interval=self._look_interval)
+        peers = MappedPeers(self._open_peer, worker, check_interval=self._check_interval)
 
         def copy(peer: Peer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
             return self._copy(pool.rows, block_ids, peer.segment.rows, slots)
 
-        reader = SegmentReader(pool, peers, copy, worker, slice_bytes=_SLICE_BYTES)
+        reader = SegmentReader(pool, peers, copy, worker, slice_bytes=_SLICE_BYTES, stats=self.stats, clock=self._clock)
         self._state = _Open(segment, pool, epoch, worker, Prefault(pool.rows), reader)
         return pool.buffer
 
@@ -91,7 +98,7 @@ class SharedMemoryConnector:
     def endpoint(self) -> str:
         return self._require().segment.path.name
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
             state = self._require()
             if len(part) <= _AT_ONCE_BLOCKS and len(part) * state.pool.block_bytes <= _AT_ONCE_BYTES:
@@ -105,11 +112,8 @@ class SharedMemoryConnector:
         if state is not None:
             state.segment.slots.clear(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
-        state = self._require()
-        await state.reader.fetch(source, blocks, verdicts)
-        return verdicts.settle(source, self.stats, block_bytes=state.pool.block_bytes)
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+        return await self._require().reader.fetch(source, blocks, timeout=timeout)
 
     async def close(self) -> None:
         state, self._state = self._state, None
@@ -129,12 +133,13 @@ class SharedMemoryConnector:
         return self._state
 
     def _open_peer(self, source: KVSource) -> Peer | Verdict:
-        """Worker thread."""
+        """Called on the worker thread."""
         segment = open_segment(self._directory, source)
         return Peer(segment) if isinstance(segment, PeerSegment) else segment
 
 
-def _publish(state: _Open, blocks: Sequence[Block]) -> int:
-    """How many slots were filled. On the worker thread; for few bytes on the loop."""
+def _publish(state: _Open, blocks: Sequence[NamedBlock]) -> int:
+    """Fills the slots of blocks that are not published yet; returns how many. Runs on the worker thread, or on the
+    loop when there is little to digest."""
     absent = state.segment.slots.absent(blocks)
     return state.segment.slots.fill(absent, [state.pool.describe(block, state.epoch) for block, _ in absent])

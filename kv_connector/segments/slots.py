@@ -1,14 +1,16 @@
-"""The slots of a segment: what its blocks are, one slot each, written by the owner while others read.
+"""The slots of a segment: one per block, with its header, written by the owner while others read.
 
     0       8     sequence counter (uint64)
     8       96    block header (header.py)
     104     24    zeros
 
-A slot's counter is odd while its header changes, and differs afterwards: a reader that sees the same even value before
-and after its copy has a header that held throughout (Linux calls this a seqlock). The counter is the cheap check; what
-makes a copy trustworthy, on processors with a weak memory order too, is the digest over the copied bytes.
+A slot's counter is odd while its header changes, and has another value afterwards: a reader that sees the same even
+value before and after its copy has a header that was valid throughout (Linux calls this a seqlock). The counter is the
+cheap check; what makes a copy trustworthy, also on processors with a weak memory order, is the digest of the copied
+bytes.
 
-All blocks of a call go through a few array operations together: a node's engine waits for the interpreter meanwhile.
+All blocks of a call go through a few array operations together, because a node's engine waits for the interpreter
+meanwhile.
 """
 
 import mmap
@@ -19,11 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch
 from kv_connector.verdict import Verdict
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
+from kvrelay.core.named_block import NamedBlock
 
 SLOT_BYTES = 128
 
@@ -38,17 +41,18 @@ _SLOT = np.dtype(
 
 
 class OwnedSlots:
-    """The owner's side. `absent` and `fill` may be called from another thread than `clear`."""
+    """The slots as their owner has them. `absent` and `fill` may be called from another thread than `clear`."""
 
     def __init__(self, mapping: mmap.mmap, num_blocks: int, *, offset: int) -> None:
         self._slots = np.frombuffer(mapping, _SLOT, num_blocks, offset)
         self._lock = threading.Lock()  # held for a few stores, never for a copy or a digest
 
-    def absent(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
-        """Those whose slots do not have them yet, with the slots' counters: to be read before payloads are digested."""
+    def absent(self, blocks: Sequence[NamedBlock]) -> list[tuple[NamedBlock, int]]:
+        """Returns the blocks that their slots do not have yet, each with its slot's counter. Call this before the
+        payloads are digested."""
         ids = _ids([block.block_id for block in blocks])
-        # Without the lock, which the engine would wait for while it has the interpreter taken from this thread: what
-        # changes meanwhile has another counter when `fill` looks at it.
+        # Without the lock, since the engine would wait for it while this thread waits for the interpreter. A slot that
+        # changes meanwhile has another counter when `fill` compares it.
         counters = self._slots["sequence"][ids].tolist()
         headers = _headers(self._slots, ids)
         return [
@@ -57,9 +61,9 @@ class OwnedSlots:
             if (header.block_hash, header.num_tokens) != (block.block_hash, block.num_tokens)
         ]
 
-    def fill(self, absent: Sequence[tuple[Block, int]], headers: Sequence[BlockHeader]) -> int:
-        """How many slots have been filled; of two blocks for one of them the last one is there. A slot that was
-        cleared since its counter was read stays empty: the header is about content that is gone."""
+    def fill(self, absent: Sequence[tuple[NamedBlock, int]], headers: Sequence[BlockHeader]) -> int:
+        """Writes headers into slots; returns how many slots that were. Of two blocks for one slot the last one counts.
+        A slot that was cleared since its counter was read stays empty, because the digested content is gone."""
         if not absent:
             return 0
         ids = _ids([block.block_id for block, _ in absent])
@@ -71,13 +75,13 @@ class OwnedSlots:
         return len(set(ids[held].tolist()))
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Empties slots. Microseconds."""
+        """Empties slots. Takes microseconds."""
         with self._lock:
             if len(self._slots):
                 self._change(_ids(block_ids), 0)
 
     def release(self) -> None:
-        """Lets go of the mapping, so that it can be closed, after a `clear` that is running; later ones have no
+        """Drops the view of the mapping, so that it can be closed. Waits for a `clear` under way; later ones have no
         effect."""
         with self._lock:
             self._slots = np.empty(0, _SLOT)
@@ -89,8 +93,8 @@ class OwnedSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A slot as it was before its block was copied, and what the copy's digest has to be."""
+class SlotSnapshot:
+    """A slot before its block is copied: its counter, and the digest that the copy must have."""
 
     slot: int
     counter: int
@@ -98,14 +102,14 @@ class Look:
 
 
 class PeerSlots:
-    """Those of somebody else. Used by one thread."""
+    """The slots of another node. Used by one thread."""
 
     def __init__(self, mapping: mmap.mmap, geometry: Geometry, num_blocks: int, *, offset: int) -> None:
         self._slots = np.frombuffer(mapping, _SLOT, num_blocks, offset)
         self._geometry = geometry
 
     def find(self, names: Sequence[BlockHash]) -> dict[BlockHash, list[int]]:
-        """Slots that hold these names now: one pass over the first 8 bytes of all names, then the few hits in full."""
+        """Returns the slots that have these names now: compares the first 8 bytes of all, then the few hits in full."""
         wanted_names = set(names)
         wanted: NDArray[np.uint64] = np.unique(np.frombuffer(b"".join(name[:8] for name in names), "<u8"))
         held = np.ascontiguousarray(self._slots["name_prefix"])
@@ -117,39 +121,43 @@ class PeerSlots:
                 found.setdefault(BlockHash(name), []).append(slot)
         return found
 
-    def look(self, slots: Sequence[int], blocks: Sequence[Block], *, epoch: int) -> list[Look | Verdict]:
-        """What each slot says before its block is copied, or why that would be in vain."""
+    def take_snapshots(
+        self, slots: Sequence[int], blocks: Sequence[NamedBlock], *, epoch: int
+    ) -> list[SlotSnapshot | Verdict]:
+        """Returns one snapshot per slot, or a verdict where a copy would be useless."""
         ids = _ids(slots)
         before = self._slots["sequence"][ids]
         headers = _headers(self._slots, ids)
         steady = (self._slots["sequence"][ids] == before) & (before % 2 == 0)
         return [
-            self._look(slot, counter, header, block, epoch) if is_steady else FetchOutcome.MISSING
+            self._snapshot(slot, counter, header, block, epoch) if is_steady else FetchOutcome.MISSING
             for slot, counter, header, block, is_steady in zip(
                 slots, before.tolist(), headers, blocks, steady.tolist(), strict=True
             )
         ]
 
-    def judge(self, looks: Sequence[Look], digests: Sequence[bytes]) -> list[Verdict]:
-        """After the copies, by the digests of what arrived."""
-        counters = self._slots["sequence"][_ids([look.slot for look in looks])].tolist()
-        return [_judged(*copied) for copied in zip(looks, counters, digests, strict=True)]
+    def judge(self, snapshots: Sequence[SlotSnapshot], digests: Sequence[bytes]) -> list[Verdict]:
+        """Returns the verdicts on copies that were made after `snapshots`, given the digests of what arrived."""
+        counters = self._slots["sequence"][_ids([snapshot.slot for snapshot in snapshots])].tolist()
+        return [_judged(*copied) for copied in zip(snapshots, counters, digests, strict=True)]
 
     def release(self) -> None:
-        """Lets go of the mapping."""
+        """Drops the view of the mapping."""
         self._slots = np.empty(0, _SLOT)
 
-    def _look(self, slot: int, counter: int, header: bytes, block: Block, epoch: int) -> Look | Verdict:
+    def _snapshot(
+        self, slot: int, counter: int, header: bytes, block: NamedBlock, epoch: int
+    ) -> SlotSnapshot | Verdict:
         if header[HASH_OFFSET : HASH_OFFSET + HASH_BYTES] != block.block_hash:
             return FetchOutcome.MISSING  # retracted or replaced since it was found
         digest = self._geometry.promised_digest(header, block, epoch=epoch)
-        return Look(slot, counter, digest) if isinstance(digest, bytes) else digest
+        return SlotSnapshot(slot, counter, digest) if isinstance(digest, bytes) else digest
 
 
-def _judged(look: Look, counter: int, digest: bytes) -> Verdict:
-    if counter != look.counter:
-        return FetchOutcome.MISSING  # retracted under our hands: what was copied is nobody's fault
-    return FetchOutcome.FETCHED if digest == look.payload_digest else Mismatch.DIGEST
+def _judged(snapshot: SlotSnapshot, counter: int, digest: bytes) -> Verdict:
+    if counter != snapshot.counter:
+        return FetchOutcome.MISSING  # retracted during the copy, which may be anything, without anybody's fault
+    return FetchOutcome.FETCHED if digest == snapshot.payload_digest else Mismatch.DIGEST
 
 
 def _ids(values: Sequence[int]) -> NDArray[np.intp]:
@@ -157,11 +165,11 @@ def _ids(values: Sequence[int]) -> NDArray[np.intp]:
 
 
 def _headers(slots: NDArray[np.void], ids: NDArray[np.intp]) -> list[bytes]:
-    """Headers as they are encoded."""
+    """Returns the encoded headers."""
     return _as_bytes(slots["header"][ids])
 
 
 def _as_bytes(array: NDArray[np.uint8]) -> list[bytes]:
-    """Each row of `[num_rows, row_bytes]`."""
+    """Returns each row of `[num_rows, row_bytes]`."""
     data, size = array.tobytes(), array.shape[1]
     return [data[start : start + size] for start in range(0, len(data), size)]

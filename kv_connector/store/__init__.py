@@ -1,1 +1,1 @@
-"""KV in a store that outlives nodes."""
+"""The connectors to a store that outlives nodes."""

@@ -1,15 +1,15 @@
-"""Blocks that wait to be copied into a store, delaying nothing and pinning nothing.
+"""The queue of blocks that are to be copied into a store. It delays nothing and pins nothing.
 
-A block that loses its content before its turn is dropped, which costs a copy that nobody has asked for yet. The queue
-never holds more than the pool's blocks. Invariant: `store` is called by one task, one batch at a
-time, oldest first.
+A block that loses its content before its turn is dropped; the store then lacks a copy that nobody has requested yet.
+The queue never holds more than the pool's blocks.
+Invariant: `store` is called by one task, one batch at a time, oldest first.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from kv_connector.base import Block
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.tasks import end_tasks
 
 _BATCH_BLOCKS = 64
@@ -17,14 +17,14 @@ _BATCH_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A block had this content at `generation`; when that has changed, the content is gone."""
+    """A block, and its `generation` when it was published; once that has changed, the content is gone."""
 
-    block: Block
+    block: NamedBlock
     generation: int
 
 
 class Backlog:
-    """`add`, and `store` is called with all of it, in time."""
+    """A queue, of which a background task gives everything to `store`."""
 
     def __init__(self, store: Callable[[Sequence[Claim]], Awaitable[object]]) -> None:
         self._store = store
@@ -32,7 +32,8 @@ class Backlog:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, claims: Sequence[Claim]) -> None:
-        """Raises what `store` has raised, which ends the task: it is expected to handle what can be expected."""
+        """Queues blocks. Raises what `store` has raised since, which has ended the task; `store` has to handle every
+        error that can be expected."""
         if self._task is not None and self._task.done():
             task, self._task = self._task, None
             task.result()
@@ -43,12 +44,12 @@ class Backlog:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="kv backlog")
 
     async def settle(self) -> None:
-        """Returns when everything added so far was offered."""
+        """Returns when `store` has had everything added so far."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
     async def close(self) -> None:
-        """What still waits is given up."""
+        """Drops the blocks that still wait, and ends the task."""
         self._claims.clear()
         await end_tasks(self._task)
 

@@ -1,8 +1,9 @@
-"""A circuit breaker: what keeps failing is left alone for a while, and then tried once.
+"""A circuit breaker: a server that keeps failing is left alone for a while and then tried once.
 
-Closed: everything goes through. After `threshold` failures in a row it opens: nothing goes through until a wait is
-over, then one attempt does (half open). If that fails the next wait is twice as long, each drawn between half and all
-of it; a success closes it. Invariant: whoever was admitted reports `succeeded`, `failed` or `abandoned`, once.
+Closed, it admits every attempt. After `threshold` failures in a row it opens and admits none until a wait is over, then
+one (half open). If that fails, the next wait is twice as long; the actual one is drawn between half and all of it. A
+success closes it.
+Invariant: whoever was admitted calls `succeeded`, `failed` or `abandoned`, once.
 """
 
 import logging
@@ -15,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 
 class CircuitBreaker:
-    """For one server, from one loop. `name` says in the log what is left alone."""
+    """The breaker of one server, used from one loop. `name` is for the log. Waits are in seconds."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class CircuitBreaker:
         self._trying = False
 
     def admit(self) -> bool:
-        """Whether to go ahead."""
+        """Tells whether to make an attempt."""
         if self._retry_at is None:
             return True
         if self._trying or self._clock.now() < self._retry_at:
@@ -55,7 +56,7 @@ class CircuitBreaker:
     def failed(self) -> None:
         self._failures += 1
         if self._retry_at is not None and not self._trying:
-            return  # was admitted before it opened
+            return  # admitted before the breaker opened
         if self._retry_at is None and self._failures < self._threshold:
             return
         wait = self._backoff.next()
@@ -64,5 +65,5 @@ class CircuitBreaker:
         self._trying = False
 
     def abandoned(self) -> None:
-        """The attempt ended without saying anything about the server (it was cancelled)."""
+        """Ends an attempt that says nothing about the server, because it was cancelled or had too little time."""
         self._trying = False

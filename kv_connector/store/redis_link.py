@@ -1,6 +1,7 @@
-"""The way to a Redis server: one client, a deadline for every exchange, and breakers for a server that fails.
+"""The connection to a Redis server: one client, a deadline for every exchange, and breakers for a server that fails.
 
-Two breakers: `server` for one that cannot be reached or does not answer, `room` for one that answers but is full.
+Of the two breakers, `server` is for one that cannot be reached or does not answer, `room` for one that answers but is
+full.
 Invariant: no exchange takes longer than its deadline, and none begins while `server` is open.
 """
 
@@ -18,21 +19,21 @@ from kv_connector.store.breaker import CircuitBreaker
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import ConfigurationError
 
-_TELLING_SECONDS = 0.25  # a caller with less time than that learns nothing about the server
+_MIN_CONCLUSIVE_TIMEOUT = 0.25  # seconds; running out of less time than that says nothing about the server
 
 
-class LeftAloneError(Exception):
-    """The server has failed too often; it was not asked."""
+class CircuitOpenError(Exception):
+    """The server has failed too often lately, so no request was sent to it."""
 
 
-UNREACHABLE = (RedisError, OSError, TimeoutError, LeftAloneError)
+UNREACHABLE = (RedisError, OSError, TimeoutError, CircuitOpenError)
 
 
 class RedisLink:
-    """Connects at the first command."""
+    """A connection, which is made at the first command."""
 
     def __init__(self, settings: RedisSettings, clock: Clock) -> None:
-        """Raises ConfigurationError for a URL that is none."""
+        """Raises ConfigurationError for a URL that is not valid."""
         self.client = _client(settings)
         self.server = CircuitBreaker("Redis", clock)
         self.room = CircuitBreaker("storing in Redis", clock, threshold=1)
@@ -40,15 +41,15 @@ class RedisLink:
 
     @asynccontextmanager
     async def exchange(self, timeout: float | None = None) -> AsyncIterator[Redis]:
-        """Around one round trip. Raises one of UNREACHABLE."""
+        """Gives the client for one round trip of at most `timeout` seconds. Raises one of UNREACHABLE."""
         if not self.server.admit():
-            raise LeftAloneError
+            raise CircuitOpenError
         seconds = self._timeout if timeout is None else min(timeout, self._timeout)
         try:
             async with asyncio.timeout(seconds):
                 yield self.client
         except UNREACHABLE as error:
-            if isinstance(error, TimeoutError) and seconds < min(_TELLING_SECONDS, self._timeout):
+            if isinstance(error, TimeoutError) and seconds < min(_MIN_CONCLUSIVE_TIMEOUT, self._timeout):
                 self.server.abandoned()
             else:
                 self.server.failed()
@@ -59,20 +60,20 @@ class RedisLink:
         self.server.succeeded()
 
     async def close(self) -> None:
-        """Raises one of UNREACHABLE; nothing is left either way."""
+        """Closes all connections. Raises one of UNREACHABLE, and then nothing is left either."""
         async with asyncio.timeout(self._timeout):
             await self.client.aclose()
 
 
 def _client(settings: RedisSettings) -> Redis:
-    """Errors do not repeat the URL: it may hold a password."""
+    """Returns the client. Its errors do not repeat the URL, which may hold a password."""
     try:
         connections = BlockingConnectionPool.from_url(
             settings.url,
             max_connections=settings.max_connections,
             timeout=settings.operation_timeout_seconds,
-            # None: redis-py would wait with `asyncio.wait_for`, which before Python 3.12 loses a cancellation now and
-            # then, and our own deadlines with it. Those are around every operation here.
+            # None, because redis-py would wait with `asyncio.wait_for`, which before Python 3.12 sometimes loses a
+            # cancellation, and with it one of our own deadlines. Every operation here has such a deadline.
             socket_timeout=None,
             socket_connect_timeout=settings.operation_timeout_seconds,
             retry=Retry(NoBackoff(), 1),  # once: the server may have closed an idle connection

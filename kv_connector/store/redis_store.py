@@ -1,11 +1,10 @@
-"""Blocks in Redis: the fallback between hosts, and KV that outlives its node.
+"""The connector that keeps blocks in Redis: the fallback between hosts, and KV that outlives its node.
 
-One value per block, header then payload, under `<prefix>:<block hash in hex>` with a TTL. Any node may have written
-it: the name says what it must be and the digest whether it still is, so the epoch in the header is information only and
+A block is one value, header then payload, under `<prefix>:<block hash in hex>` with a TTL. Any node may have written
+it: the name determines the content and the digest verifies it. So the epoch in the header is information only, and
 `KVSource` is ignored.
-Invariant: every round trip has a deadline, a server that keeps failing is left alone for a while (`redis_link.py`), a
-value enters the pool only after it passed verification, in one step of the loop, and a block that was retracted
-meanwhile is not stored.
+Invariant: every round trip has a deadline; a server that keeps failing is left alone for a while (`redis_link.py`); a
+value is verified and copied into the pool in one turn of the loop; a block that was retracted meanwhile is not stored.
 """
 
 import logging
@@ -16,31 +15,32 @@ from typing import Any
 import numpy as np
 from redis.exceptions import OutOfMemoryError
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
 from kv_connector.pool import LocalPool, Slices
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Claim
-from kv_connector.store.redis_link import UNREACHABLE, LeftAloneError, RedisLink
+from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Open:
-    """What exists between `allocate` and `close`."""
+    """The state between `allocate` and `close`."""
 
     link: RedisLink
     pool: LocalPool
     epoch: int
-    backlog: Backlog | None  # when another connector serves the same blocks meanwhile
+    backlog: Backlog | None  # only over the pool of another connector
     generations: list[int] = field(init=False)  # per block, grows when it is retracted; the engine thread writes
 
     def __post_init__(self) -> None:
@@ -51,8 +51,8 @@ class _Open:
 
 
 class RedisConnector:
-    """Implements HostConnector. Over its own pool `publish` returns when Redis has the blocks; over somebody else's
-    (`buffer`) it returns at once, and the blocks follow in the background, unpinned."""
+    """Implements HostConnector. Over its own pool, `publish` returns when Redis has the blocks. Over another
+    connector's (`buffer`), it returns at once, and the blocks follow in the background, unpinned."""
 
     name = "redis"
     has_store = True
@@ -85,7 +85,7 @@ class RedisConnector:
     def endpoint(self) -> str:
         return ""
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         state = self._require()
         claims = [Claim(block, state.generations[block.block_id]) for block in blocks]
         if state.backlog is not None:
@@ -94,13 +94,13 @@ class RedisConnector:
             raise KVError(f"none of {len(blocks)} blocks could be published to Redis")
 
     def retract(self, block_ids: Sequence[int]) -> None:
-        """The copies in Redis stay true; what is not there yet does not get there any more."""
+        """Drops blocks that wait to be stored. Those in Redis stay, since their names still determine their content."""
         state = self._state
         if state is not None:
             for block_id in block_ids:
                 state.generations[block_id] += 1
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
         for part in Slices(blocks, block_bytes, self._settings.batch_bytes):
@@ -109,7 +109,7 @@ class RedisConnector:
                 break
             try:
                 verdicts.found += await self._load(self._require(), part, left)
-            except LeftAloneError:
+            except CircuitOpenError:
                 self.stats.skipped += len(blocks) - len(verdicts.found)
                 break
             except UNREACHABLE as error:
@@ -118,7 +118,7 @@ class RedisConnector:
         return verdicts.settle(None, self.stats, block_bytes=block_bytes)
 
     async def settled(self) -> None:
-        """Returns when everything published so far was offered to Redis."""
+        """Returns when everything published so far has been offered to Redis."""
         backlog = self._require().backlog
         if backlog is not None:
             await backlog.settle()
@@ -147,7 +147,7 @@ class RedisConnector:
     # -- storing -----------------------------------------------------------------------------------------------------
 
     async def _offer(self, claims: Sequence[Claim]) -> int:
-        """How many of these Redis has now. What has lost its content meanwhile is passed over."""
+        """Stores blocks, except those that have lost their content meanwhile; returns how many Redis has now."""
         state = self._require()
         held = retracted = 0
         try:
@@ -160,7 +160,7 @@ class RedisConnector:
                 stored, gone = await self._store(state, part)
                 held += stored
                 retracted += gone
-        except LeftAloneError:
+        except CircuitOpenError:
             self.stats.skipped += len(claims) - held - retracted
         except UNREACHABLE as error:
             _logger.warning("publishing to Redis failed: %s", type(error).__name__)
@@ -169,7 +169,7 @@ class RedisConnector:
         return held
 
     async def _absent(self, state: _Open, claims: Sequence[Claim]) -> list[Claim]:
-        """Those that Redis does not hold; the TTL of the others starts again."""
+        """Returns those that Redis does not hold, and restarts the TTL of the others."""
         async with state.link.exchange() as client, client.pipeline(transaction=False) as pipe:
             for claim in claims:
                 pipe.expire(self._key(claim.block.block_hash), self._settings.ttl_seconds)
@@ -177,8 +177,8 @@ class RedisConnector:
         return [claim for claim, answer in zip(claims, held, strict=True) if answer not in (1, True)]
 
     async def _store(self, state: _Open, claims: Sequence[Claim]) -> tuple[int, int]:
-        """One round of SETs; how many Redis took (it refuses when its memory is full), and how many were retracted
-        before it could."""
+        """Sends one round of SETs. Returns how many blocks Redis has stored (it refuses them when its memory is full),
+        and how many were retracted before they were sent."""
         answers: list[Any] = []
         try:
             async with state.link.exchange() as client, client.pipeline(transaction=False) as pipe:
@@ -208,10 +208,9 @@ class RedisConnector:
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
-    async def _load(self, state: _Open, blocks: Sequence[Block], timeout: float) -> list[Verdict]:
-        """One MGET. Values are verified and copied without giving up the loop, so a cancelled fetch writes nothing
-        later.
-        """
+    async def _load(self, state: _Open, blocks: Sequence[NamedBlock], timeout: float) -> list[Verdict]:
+        """Sends one MGET and returns the verdicts. Values are verified and copied within one turn of the loop, so a
+        cancelled fetch writes nothing later."""
         deadline = self._clock.now() + timeout
         async with state.link.exchange(timeout) as client:
             values: list[Any] = await client.mget([self._key(block.block_hash) for block in blocks])
@@ -222,8 +221,8 @@ class RedisConnector:
         await self._remove(state, damaged, max(0.0, deadline - self._clock.now()))
         return verdicts
 
-    async def _remove(self, state: _Open, damaged: Sequence[Block], timeout: float) -> None:
-        """Out of the way of the next publisher, who would otherwise find the name taken."""
+    async def _remove(self, state: _Open, damaged: Sequence[NamedBlock], timeout: float) -> None:
+        """Deletes values, whose names would otherwise count as held when a node publishes the blocks again."""
         if not damaged:
             return
         try:
@@ -233,13 +232,13 @@ class RedisConnector:
             _logger.warning("%d damaged values stay in Redis: %s", len(damaged), type(error).__name__)
 
 
-# What is not the block of that name for anybody, as far as we can tell. Two versions of kvrelay over one Redis replace
-# each other's values, which costs no more than that.
+# A value with one of these is not the block of that name for any node. Two versions of kvrelay with one Redis replace
+# each other's values, which does no other harm.
 _USELESS_TO_ALL = frozenset({Mismatch.HASH, Mismatch.LENGTH, Mismatch.DIGEST, Mismatch.VERSION})
 
 
 def _value(state: _Open, claim: Claim) -> bytes | None:
-    """Header and payload, copied; None when the content is gone, before or while it was read."""
+    """Returns a copy of header and payload; None when the block was retracted before or while they were read."""
     block = claim.block
     if not state.stands(claim):
         return None
@@ -248,8 +247,8 @@ def _value(state: _Open, claim: Claim) -> bytes | None:
     return value if state.stands(claim) else None
 
 
-def _accept(pool: LocalPool, block: Block, value: bytes | None) -> Verdict:
-    """Verifies a value and puts its payload into the pool."""
+def _accept(pool: LocalPool, block: NamedBlock, value: bytes | None) -> Verdict:
+    """Verifies a value and copies its payload into the pool."""
     if value is None:
         return FetchOutcome.MISSING
     if len(value) < HEADER_BYTES:

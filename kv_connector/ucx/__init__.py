@@ -1,1 +1,1 @@
-"""KV through UCX: RDMA, shared memory or TCP, whatever reaches the peer."""
+"""The connector over UCX, which uses RDMA, shared memory or TCP, whichever reaches the peer."""

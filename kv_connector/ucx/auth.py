@@ -1,8 +1,9 @@
-"""Who may talk to whom over UCX: both sides prove that they know the cluster's secret, which never travels.
+"""Authentication over UCX: both sides prove that they know the cluster's secret, which is never sent.
 
-HMAC-SHA256 over the role, both nonces and the facts the role states, with the secret as the key. The roles keep a proof
-from being played back to its maker, the nonces from being played back later. Invariant: nothing a peer states is used
-before its proof was compared, in constant time. The connection is authenticated when it is opened; it is not encrypted.
+A proof is the HMAC-SHA256 over the role, both nonces and the facts that the role states, with the secret as the key.
+Because of the roles a proof cannot be replayed to its maker, because of the nonces not in another connection. The
+connection is authenticated when it is opened; it is not encrypted.
+Invariant: nothing that a peer states is used before its proof was compared, in constant time.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from kv_connector.ucx.protocol import NONCE_BYTES, ProtocolError, encode_geometr
 from kvrelay.core.errors import ConfigurationError
 
 MIN_SECRET_BYTES = 16
-_POSITION_BITS = 16  # the low bits of a tag count the blocks of an Ask
+_POSITION_BITS = 16  # the low bits of a tag are the position of a block in its Ask
 
 
 def new_nonce() -> bytes:
@@ -23,7 +24,7 @@ def new_nonce() -> bytes:
 
 
 def check_secret(secret: str) -> bytes:
-    """The key. Raises ConfigurationError when there is none or one that could be guessed."""
+    """Returns the secret as a key. Raises ConfigurationError when it is empty or short enough to be guessed."""
     key = secret.encode()
     if len(key) < MIN_SECRET_BYTES:
         problem = "needs a cluster secret" if not key else f"needs a cluster secret of {MIN_SECRET_BYTES} characters"
@@ -36,14 +37,14 @@ def check_secret(secret: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One connection: the secret and the two fresh nonces."""
+    """The secrets of one connection: the cluster's, and the two nonces drawn for it."""
 
     key: bytes = field(repr=False)
     reader_nonce: bytes
     holder_nonce: bytes
 
     def derive_tag(self) -> int:
-        """The UCX tag of position 0: a number that only the two ends can know, with room for the positions."""
+        """Returns the UCX tag of position 0: a number that only the two ends can know, with room for the positions."""
         return int.from_bytes(self._mac(b"tag")[:8], "little") >> _POSITION_BITS << _POSITION_BITS
 
     def reader_proof(self, geometry: Geometry) -> bytes:
@@ -53,7 +54,7 @@ class Session:
         return self._mac(b"holder" + encode_geometry(geometry) + epoch.to_bytes(8, "little"))
 
     def check(self, expected: bytes, received: bytes) -> None:
-        """Raises ProtocolError when the other side does not know the secret."""
+        """Raises ProtocolError when a proof is not the expected one, that is, the peer does not know the secret."""
         if not hmac.compare_digest(expected, received):
             raise ProtocolError("the peer has another cluster secret")
 

@@ -1,8 +1,9 @@
 """The connector for nodes on different hosts: a reader asks the holder by name, and UCX moves the blocks between pools.
 
-Runs on the node's asyncio loop alone; `retract`, from the engine thread, touches only the published table. The files
-around this one: `protocol.py` the messages, `auth.py` the proofs, `transport.py` UCX on the loop, `holder.py` and
-`reader.py` the two sides. Invariant: a peer that does not prove to know the cluster secret learns and gets nothing.
+Everything runs on the node's asyncio loop except `retract`, which the engine thread calls and which touches only the
+table of published blocks. `protocol.py` has the messages, `auth.py` the proofs, `transport.py` UCX on the loop,
+`holder.py` and `reader.py` the two sides.
+Invariant: a peer that does not prove that it knows the cluster secret learns and gets nothing.
 """
 
 import asyncio
@@ -10,10 +11,11 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
-from kv_connector.pool import LocalPool, Payloads, Slices
+from kv_connector.payloads import Payloads
+from kv_connector.pool import LocalPool, Slices
 from kv_connector.settings import UcxSettings
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
@@ -26,6 +28,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 _WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104
 
@@ -34,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Open:
-    """What exists between `allocate` and `close`."""
+    """The state between `allocate` or `serve` and `close`."""
 
     shared: SharedPool[Payloads]
     transport: Transport
@@ -45,13 +48,14 @@ class _Open:
 
 
 class UcxConnector:
-    """Implements HostConnector. `allocate` needs the running loop. The endpoint is "host:port" of the listener."""
+    """Implements HostConnector and DeviceConnector. `allocate` and `serve` are called on the running loop. The endpoint
+    is "host:port" of the listener."""
 
     name = "ucx"
     has_store = False
 
     def __init__(self, settings: UcxSettings, *, clock: Clock | None = None) -> None:
-        """Raises ConfigurationError without a proper secret."""
+        """Raises ConfigurationError when the cluster secret or the host is not usable."""
         self.stats = ConnectorStats()
         self._settings = settings
         self._key = check_secret(settings.cluster_secret)
@@ -88,7 +92,7 @@ class UcxConnector:
     def endpoint(self) -> str:
         return f"{self._settings.host}:{self._require().holder.port}"
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         pool = self._require().shared.pool
         for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
             shared = self._require().shared
@@ -101,7 +105,7 @@ class UcxConnector:
         if state is not None:
             state.shared.remove(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         verdicts.found += [FetchOutcome.MISSING if source is None else FetchOutcome.FAILED] * len(blocks)
         state = self._require()
@@ -144,8 +148,8 @@ class UcxConnector:
 
 
 def _forget_deserted(state: _Open) -> None:
-    """A holder that comes back has another port; what is left of the old one goes at the first occasion. Nobody waits
-    for that: UCX may hold on to a buffer for long."""
+    """Closes, in the background, the peers to which no connection is left: a holder that restarts has another port. No
+    fetch waits for that, since UCX may keep a buffer for long."""
     in_use = {fetch.peer for fetch in state.fetches}
     for endpoint, peer in list(state.peers.items()):
         if peer not in in_use and peer.is_deserted:
@@ -156,28 +160,28 @@ def _forget_deserted(state: _Open) -> None:
 
 
 class _Fetch:
-    """One call of `fetch`: its blocks, cut into Asks, over as many lanes as there are."""
+    """One call of `fetch`: its blocks in parts of one Ask each, which are sent over all lanes of the peer."""
 
     def __init__(
-        self, peer: Peer, source: KVSource, blocks: Sequence[Block], verdicts: list[Verdict], timeout: float
+        self, peer: Peer, source: KVSource, blocks: Sequence[NamedBlock], verdicts: list[Verdict], timeout: float
     ) -> None:
         self.peer = peer
         self._source = source
         self._blocks = blocks
-        self._verdicts = verdicts  # FAILED at first
+        self._verdicts = verdicts  # one per block, FAILED until there is an answer
         self._parts: Iterator[int] = iter(range(0, len(blocks), peer.blocks_per_ask))
         self._deadline = asyncio.timeout(timeout)
         self._over = asyncio.Event()
 
     async def expire(self) -> None:
-        """Ends it now; what has not arrived is FAILED."""
+        """Ends the fetch now; blocks that have not arrived are FAILED."""
         if not self._over.is_set():
             if not self._deadline.expired():
                 self._deadline.reschedule(0.0)
             await self._over.wait()
 
     async def run(self) -> None:
-        """Fills in the verdicts. A group's children have ended before it ends, cancelled or not."""
+        """Fills in the verdicts. When this has ended, cancelled or not, so have all tasks that it has started."""
         try:
             async with self._deadline:
                 await self._ask_all()

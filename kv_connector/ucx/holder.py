@@ -1,7 +1,7 @@
-"""The side that gives blocks out: admits readers and answers what they ask, straight from the pool's memory.
+"""The side that sends blocks: it admits readers and answers their Asks directly from the pool's memory.
 
-A reader has one Ask under way on a connection, of at most `blocks_per_ask` blocks; that bounds what it can put in
-flight, and UCX serves connections in turn. Nothing is pinned: the engine may retract a block while it is being sent.
+A reader has one Ask under way on a connection, of at most `blocks_per_ask` blocks, which bounds the bytes in flight;
+UCX serves connections in turn. Nothing is pinned: the engine may retract a block while it is being sent.
 Invariant: a block is reported as SENT only if its generation was the same before the first and after the last byte.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_connector.pool import Payloads
+from kv_connector.payloads import Payloads
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
 from kv_connector.ucx.auth import Session, new_nonce
@@ -38,9 +38,9 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.tasks import end_tasks
 
 HANDSHAKE_SECONDS = 5.0
-SEND_SECONDS = 30.0  # for one Ask, after which the reader is taken for lost
+SEND_SECONDS = 30.0  # for one Ask, after which the reader counts as lost
 IDLE_SECONDS = 600.0
-MAX_STRANGERS = 64  # connections that have not proved anything yet
+MAX_STRANGERS = 64  # connections that are not authenticated yet
 MAX_READERS = 1024
 
 _logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Holder:
         self._listener, self.port = transport.listen(self._admit)
 
     async def close(self) -> None:
-        """Drops every reader; no memory of the pool is read any more."""
+        """Drops every reader. When this has returned, nothing reads the pool any more."""
         self._listener = None
         await end_tasks(*self._tasks)
 
@@ -75,13 +75,13 @@ class Holder:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, link: Link) -> None:
-        """One reader, until it leaves or breaks a rule."""
+        """Serves one reader until it leaves or breaks the protocol."""
         try:
             tag = (await self._meet(link)).derive_tag()
             while True:
                 await self._answer(link, tag)
         except LinkLostError:
-            pass  # readers come and go
+            pass  # the reader has left
         except ProtocolError as error:
             self._stats.peers_refused += 1
             _logger.warning("dropped a UCX peer: %s", error)
@@ -108,7 +108,7 @@ class Holder:
         epoch = self._shared.epoch
         link.greet(encode_welcome(self._geometry, epoch, session.holder_proof(self._geometry, epoch)))
         if geometry != self._geometry:
-            await link.greeting(1)  # until it has read the Welcome and left
+            await link.greeting(1)  # ends when the reader has read the Welcome and left
             raise ProtocolError("a reader with another KV layout stays nevertheless")
         return session
 
@@ -132,7 +132,7 @@ class Holder:
         return decode_ask(ask.tobytes(), blocks_per_ask(self._geometry))
 
     def _choose(self, name: BlockHash) -> tuple[int, int, bytes] | None:
-        """Block id, generation and encoded header of one block under this name."""
+        """Returns block id, generation and encoded header of one block under this name; None if there is none."""
         found = self._shared.find(name)
         if not found:
             return None

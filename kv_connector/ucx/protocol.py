@@ -1,4 +1,4 @@
-"""What two UCX connectors say to each other: fixed little-endian structs, every size known or bounded beforehand.
+"""The messages between two UCX connectors: little-endian structs, whose sizes are known or bounded in advance.
 
     reader                                             holder
       | -- Hello: magic, version, nonce ----------------> |
@@ -10,9 +10,9 @@
       | <== one tagged message per name: the payload ==== |   one byte where there is none
       | <-- Reply: one entry per name: status, header --- |   after the last payload has left
 
-The first four travel on the endpoint's stream, in fixed sizes; what follows is tagged (`Session.derive_tag` + position,
-known to the two ends alone), so that payloads land where the reader has posted its receives. Invariant: nothing here
-trusts a length that came from the other side.
+The first four are sent on the endpoint's stream and have fixed sizes. The others are tagged (`Session.derive_tag` plus
+position, known only to the two ends), so that payloads go directly where the reader has posted its receives.
+Invariant: no length that came from the other side is trusted.
 """
 
 import struct
@@ -29,9 +29,9 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_ASK_BYTES = 4 << 20  # payload of one Ask, unless a single block is larger
 MAX_ASK_BLOCKS = 128
-ASK_POSITION = 0xFFFE  # behind every block's
+ASK_POSITION = 0xFFFE  # greater than any block's
 REPLY_POSITION = 0xFFFF
-ABSENT = b"\0"  # stands for the payload of a block that is not there
+ABSENT = b"\0"  # sent instead of the payload of a block that is not there
 
 _MAGIC = b"KVRU"
 _OPENING = struct.Struct(f"<4sI{NONCE_BYTES}s")  # Hello and Challenge
@@ -48,15 +48,15 @@ ENTRY_BYTES = _ENTRY.size
 
 
 class ProtocolError(KVError):
-    """The other side does not speak this protocol, or not this version, or does not know the cluster's secret."""
+    """The peer does not speak this protocol or this version of it, or does not know the cluster's secret."""
 
 
 class Status(IntEnum):
-    """What the holder says about one name, after its payload has left."""
+    """The holder's answer about one name, after its payload was sent."""
 
     SENT = 1
     MISSING = 2
-    RETRACTED = 3  # while it was being sent: what arrived may be anything
+    RETRACTED = 3  # while it was being sent, so what arrived may be anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class Entry:
 
 
 def blocks_per_ask(geometry: Geometry) -> int:
-    """The most blocks of one Ask."""
+    """Returns how many blocks one Ask may name."""
     return min(MAX_ASK_BLOCKS, max(1, MAX_ASK_BYTES // geometry.block_bytes))
 
 
 def ask_bytes(geometry: Geometry) -> int:
-    """Room for the largest Ask."""
+    """Returns the size of the largest Ask."""
     return _COUNT.size + blocks_per_ask(geometry) * HASH_BYTES
 
 
@@ -86,7 +86,7 @@ def encode_opening(nonce: bytes) -> bytes:
 
 
 def decode_opening(data: bytes) -> bytes:
-    """The nonce."""
+    """Returns the nonce."""
     magic, version, nonce = _OPENING.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError("not a kvrelay UCX peer")
@@ -109,7 +109,7 @@ def encode_welcome(geometry: Geometry, epoch: int, mac: bytes) -> bytes:
 
 
 def decode_welcome(data: bytes) -> tuple[Geometry, int, bytes]:
-    """Geometry, epoch, HMAC."""
+    """Returns geometry, epoch and HMAC."""
     layout, block_bytes, epoch, mac = _WELCOME.unpack(data)
     return Geometry(layout, block_bytes), epoch, mac
 
@@ -119,7 +119,7 @@ def encode_ask(names: list[BlockHash]) -> bytes:
 
 
 def decode_ask(data: bytes, limit: int) -> list[BlockHash]:
-    """The names at the beginning of `data`, which has room for `limit`."""
+    """Returns the names at the beginning of `data`, which has room for `limit` of them."""
     (count,) = _COUNT.unpack_from(data)
     if not 1 <= count <= limit:
         raise ProtocolError(f"{count} blocks asked for at once, at most {limit} may be")

@@ -1,7 +1,7 @@
 """The side that fetches: a few authenticated connections per holder, each with one Ask under way.
 
-Payloads land in the blocks the caller reserved, without a copy in between. Blocks of different fetches take turns, Ask
-by Ask, first come first served; `LANES` Asks are what a holder ever has to send to us at a time.
+Payloads are received directly in the blocks that the caller reserved. Fetches from one holder take turns, Ask by Ask,
+first come first served; a holder never sends to us for more than `LANES` Asks at a time.
 Invariant: when `ask` has returned or raised, nothing writes to its destinations: either every receive has ended, or the
 connection was cut and UCX has given the buffers back (see `Link.close`).
 """
@@ -16,10 +16,10 @@ from functools import partial
 
 import numpy as np
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader, Mismatch
-from kv_connector.pool import Payloads
+from kv_connector.payloads import Payloads
 from kv_connector.stats import ConnectorStats
 from kv_connector.ucx.auth import Session, new_nonce
 from kv_connector.ucx.holder import HANDSHAKE_SECONDS
@@ -43,6 +43,7 @@ from kv_connector.ucx.protocol import (
 from kv_connector.ucx.transport import Link, Transport
 from kv_connector.verdict import Verdict
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 
 LANES = 2  # one Ask is verified while the next one travels
 
@@ -51,7 +52,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """An authenticated connection, and what its holder proved to be."""
+    """An authenticated connection, with the geometry and epoch that its holder has proved."""
 
     link: Link
     tag: int
@@ -60,7 +61,7 @@ class Lane:
 
 
 class Peer:
-    """One holder, by endpoint."""
+    """The connections to the holder at one endpoint."""
 
     def __init__(self, endpoint: str, transport: Transport, pool: Payloads, key: bytes, stats: ConnectorStats) -> None:
         self._endpoint = endpoint
@@ -79,12 +80,12 @@ class Peer:
 
     @property
     def is_deserted(self) -> bool:
-        """No connection is left; meaningful while no fetch is under way."""
+        """Tells whether no connection is left; meaningful while no fetch is under way."""
         return not any(lane.link.alive for lane in self._idle)
 
-    async def ask(self, source: KVSource, blocks: Sequence[Block]) -> list[Verdict] | Mismatch:
-        """One verdict per block, or why nothing of this source will do. Raises LinkLostError, ProtocolError, or OSError
-        (TimeoutError is one of them)."""
+    async def ask(self, source: KVSource, blocks: Sequence[NamedBlock]) -> list[Verdict] | Mismatch:
+        """Fetches blocks of one Ask. Returns one verdict per block, or the mismatch for which all blocks of this source
+        are refused. Raises KVError (LinkLostError and ProtocolError are such), or OSError (TimeoutError is one)."""
         async with self._turns:
             lane = await self._lane()
             mismatch = self._mismatch(lane, source)
@@ -105,7 +106,7 @@ class Peer:
         return [self._judge(*judged, source) for judged in zip(entries, digests, blocks, strict=True)]
 
     async def close(self) -> None:
-        """Cuts every connection. A fetch that is under way fails."""
+        """Cuts every connection. Fetches under way fail."""
         for link in [*(lane.link for lane in self._idle), *self._busy]:
             await link.close()
         self._idle.clear()
@@ -120,7 +121,7 @@ class Peer:
             lane = self._idle.pop()
             if lane.link.alive:
                 return lane
-            await lane.link.close()  # the holder is gone, or was tired of waiting
+            await lane.link.close()  # the holder is gone, or has closed an idle connection
         address, port = await _resolve(self._endpoint)
         link = self._transport.connect(address, port)
         self._busy.add(link)
@@ -142,9 +143,9 @@ class Peer:
         session.check(session.holder_proof(geometry, epoch), mac)
         return Lane(link, session.derive_tag(), geometry, epoch)
 
-    async def _exchange(self, lane: Lane, blocks: Sequence[Block]) -> tuple[list[Entry], list[bytes | None]]:
-        """Ask, payloads, Reply: what the holder says of each block, and the digest of what arrived, if it can be had
-        at once. However it ends, the destinations are quiet."""
+    async def _exchange(self, lane: Lane, blocks: Sequence[NamedBlock]) -> tuple[list[Entry], list[bytes | None]]:
+        """Sends the Ask, receives payloads and Reply. Returns the holder's entry for each block, and the digest of what
+        arrived where it can be had at once. When this has returned or raised, nothing writes to the destinations."""
         link = lane.link
         digests: list[bytes | None] = []
         self._busy.add(link)
@@ -169,17 +170,17 @@ class Peer:
     def _arrived(self, block_id: int, digests: list[bytes | None]) -> None:
         digests.append(self._pool.digest_on_arrival(block_id))
 
-    def _judge(self, entry: Entry, digest: bytes | None, block: Block, source: KVSource) -> Verdict:
+    def _judge(self, entry: Entry, digest: bytes | None, block: NamedBlock, source: KVSource) -> Verdict:
         if entry.status is not Status.SENT:
             return FetchOutcome.MISSING
-        assert digest is not None, "what was sent is digested"
+        assert digest is not None, "every block that was sent has a digest"
         header = BlockHeader.decode(entry.header)
         mismatch = self._geometry.verify(header, block, epoch=source.epoch) or header.verify_payload(digest)
         return mismatch or FetchOutcome.FETCHED
 
 
 async def _resolve(endpoint: str) -> tuple[str, int]:
-    """Address and port of "host:port". Raises OSError when there is no such host."""
+    """Returns address and port of "host:port". Raises ProtocolError for another shape, OSError for an unknown host."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ProtocolError(f"not a UCX endpoint: {endpoint!r}")

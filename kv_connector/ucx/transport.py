@@ -1,14 +1,13 @@
-"""One UCX worker on the running asyncio loop, and the links (UCX endpoints) over it.
+"""A UCX worker on the running asyncio loop, and the links (UCX endpoints) over it.
 
 ucxx's own asyncio layer polls while anything waits, and keeps one global context; this one sleeps in the loop's epoll
-and belongs to one connector. Everything runs on the loop's thread.
+and belongs to one connector. Everything runs on the loop's thread. `environment.py` has to run before this is imported.
 
 Invariant: a buffer given to a link is neither freed nor reported as free before UCX has ended the operation on it.
 """
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections import deque
@@ -16,19 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-from kvrelay.core.errors import ConfigurationError, KVError
-
-# ucxx sets variables of its own, of which UCX warns that it does not use them all; and UCX logs to standard output,
-# where a node says that it is ready. UCX and both layers of ucxx log as an error what is none here: a peer that dies,
-# or is gone before it is reached. Links say so themselves, to those who wait for them. All are read when the library
-# is loaded, and only from there.
-os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-os.environ.setdefault("UCX_LOG_FILE", "stderr")
-os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
-os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")
-os.environ.setdefault("UCXPY_LOG_LEVEL", "CRITICAL")
-
 from ucxx._lib.arr import Array
 from ucxx._lib.libucxx import (
     Feature,
@@ -41,25 +27,27 @@ from ucxx._lib.libucxx import (
 )
 from ucxx.exceptions import UCXError
 
+from kvrelay.core.errors import ConfigurationError, KVError
+
 OPTIONS = {
-    # Both ends must agree: UCX does not check that what a peer sends in one piece fits. 8 KiB by default, and slow.
+    # Both ends must have the same: UCX does not check that a segment from a peer fits. The default, 8 KiB, is slow.
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "256k",
     "TCP_PUT_ENABLE": "n",  # a peer never writes to an address of its choice
-    # Larger messages are transferred by rendezvous, which can be cut; one that comes in eager pieces cannot.
+    # Larger messages are transferred by rendezvous, which can be cancelled; eager messages cannot.
     "RNDV_THRESH": "8192",
 }
-# Without RDMA: UCX's own choice is slower over TCP.
+# Without RDMA. UCX's own choice is slower over TCP.
 TCP_OPTIONS = {**OPTIONS, "RNDV_SCHEME": "am"}
 DEVICE_OPTIONS = {
     **OPTIONS,
-    # The reader reads, over NVLink, PCIe or RDMA; what cannot be read so is sent through buffers in host memory
-    # (ucxx would have UCX take them from the device).
+    # The reader reads, over NVLink, PCIe or RDMA. Otherwise blocks are sent through buffers in host memory, which ucxx
+    # would have UCX take from the device.
     "RNDV_SCHEME": "get_zcopy",
     "RNDV_FRAG_MEM_TYPES": "host",
 }
-_TURN_SECONDS = 0.0003  # what the loop gives to UCX before others have a turn
-_GUARD_SECONDS = 1.0  # for a wake-up that UCX's event descriptor missed
+_TURN_SECONDS = 0.0003  # longest time for which UCX keeps the loop from others
+_GUARD_SECONDS = 1.0  # until UCX gets a turn in any case, since its event descriptor may miss a wake-up
 
 _logger = logging.getLogger(__name__)
 
@@ -72,8 +60,8 @@ class Transport:
     """A UCX context with one worker, driven by the loop it was made on."""
 
     def __init__(self, net_devices: str, *, on_device: bool = False) -> None:
-        """`on_device`: what is moved is in device memory, and CUDA is in use on this thread. Raises ConfigurationError
-        when UCX does not start, for example without such a device."""
+        """`net_devices`: as in `UcxSettings`. `on_device`: the blocks are in device memory, and CUDA is in use on this
+        thread. Raises ConfigurationError when UCX does not start, for example without such a device."""
         devices = {"NET_DEVICES": net_devices} if net_devices else {}
         try:
             self._context = _context({**(DEVICE_OPTIONS if on_device else OPTIONS), **devices})
@@ -94,13 +82,14 @@ class Transport:
         self.kick()
 
     def knows(self, kind: str) -> bool:
-        """Whether UCX tells this kind of memory ("host", "cuda") from others: it takes what it does not know for the
-        host's, and would crash."""
+        """Tells whether UCX recognises this kind of memory ("host", "cuda"). Otherwise it would use device addresses as
+        if they were the host's, and crash."""
         components = {"cuda": "cuda_cpy"}
         return kind == "host" or _has_component(self._context, components[kind])
 
     def listen(self, on_link: Callable[["Link"], None]) -> tuple[Any, int]:
-        """The listener, which lasts as long as the reference to it, and its port. `on_link` is called on the loop."""
+        """Returns a listener, which lasts as long as the reference to it, and its port. `on_link` is called on the
+        loop."""
 
         def accept(endpoint: Any) -> None:
             self._loop.call_soon(on_link, Link(self, endpoint))
@@ -109,7 +98,7 @@ class Transport:
         return listener, int(listener.port)
 
     def connect(self, address: str, port: int) -> "Link":
-        """Returns at once; whether there is anybody shows with the first operation."""
+        """Returns a link at once; the first operation fails if nobody listens. Raises LinkLostError."""
         if self._worker is None:
             raise LinkLostError("the connector was closed")
         try:
@@ -119,7 +108,7 @@ class Transport:
         return Link(self, endpoint)
 
     def kick(self) -> None:
-        """Something was posted: UCX gets a turn soon."""
+        """Has UCX get a turn soon. Called after an operation was posted."""
         if self._next_turn is None and self._worker is not None:
             self._next_turn = self._loop.call_soon(self._turn)
 
@@ -129,7 +118,7 @@ class Transport:
             self._worker.progress()
 
     async def wait(self, link: "Link") -> None:
-        """Until every operation of the link has ended. Raises LinkLostError. One waiter per link."""
+        """Returns when every operation of the link has ended. Raises LinkLostError. A link has one waiter at a time."""
         assert link not in self._waiting
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting[link] = future
@@ -140,7 +129,7 @@ class Transport:
             self._waiting.pop(link, None)
 
     def close(self) -> None:
-        """After every link was closed."""
+        """Gives up the worker and its context. Called after every link was closed."""
         for link, future in self._waiting.items():
             link.settle(future)
         self._loop.remove_reader(self._fd)
@@ -177,7 +166,7 @@ def _context(options: dict[str, str]) -> Any:
 
 
 def _has_rdma(context: Any) -> bool:
-    """Whether UCX found an InfiniBand or RoCE device among those it may use."""
+    """Tells whether UCX has found an InfiniBand or RoCE device among those that it may use."""
     return _has_component(context, "ib")
 
 
@@ -186,12 +175,12 @@ def _has_component(context: Any, name: str) -> bool:
 
 
 class Link:
-    """One connection. Operations are posted, then awaited together with `wait`."""
+    """A connection. Operations are posted, then awaited together with `wait`."""
 
     def __init__(self, transport: Transport, endpoint: Any) -> None:
         self._transport = transport
         self._endpoint = endpoint
-        # Request, its buffer, and what to do when it has succeeded; oldest first.
+        # Request, its buffer, and a function to call when it has succeeded; oldest first.
         self._posted: deque[tuple[Any, Any, Callable[[], None] | None]] = deque()
         self._lost = False
         endpoint.set_close_callback(self._on_close)
@@ -201,13 +190,13 @@ class Link:
         return not self._lost
 
     def greet(self, message: bytes) -> None:
-        """Sends on the stream: for what is said before there is a tag."""
+        """Posts a send on the stream, for messages before there is a tag."""
         array = Array(np.frombuffer(message, np.uint8))
         self._post(lambda: self._endpoint.stream_send(array), array)
 
     async def greeting(self, size: int) -> bytes:
-        """The next `size` bytes of the stream. Raises LinkLostError. For the handshake only: ucxx 0.52 never frees a
-        connection that was cut while such a receive was pending (it does with tagged ones)."""
+        """Returns the next `size` bytes of the stream. Raises LinkLostError. For the handshake only: ucxx 0.52 never
+        frees a connection that was cut while such a receive was pending, unlike a tagged one."""
         message = np.empty(size, np.uint8)
         array = Array(message)
         self._post(lambda: self._endpoint.stream_recv(array), array)
@@ -219,20 +208,20 @@ class Link:
         self._post(lambda: self._endpoint.tag_send(array, UCXXTag(tag)), array)
 
     def receive(self, destination: object, tag: int, then: Callable[[], None] | None = None) -> None:
-        """Straight into `destination`. A longer message ends the link. `then` is called when all of this message and of
-        everything posted before is there, while it may still be in the cache."""
+        """Posts a receive into `destination`. A longer message ends the link. `then` is called when this message and
+        everything posted before have arrived, while the message may still be in the cache."""
         array = Array(destination)
         self._post(lambda: self._endpoint.tag_recv(array, UCXXTag(tag), UCXXTagMaskFull), array, then)
 
     async def wait(self) -> None:
-        """Until all that was posted has ended. Raises LinkLostError."""
+        """Returns when every posted operation has ended. Raises LinkLostError."""
         await self._transport.wait(self)
 
     def settle(self, future: "asyncio.Future[None]") -> None:
-        """Ends the wait if it is over."""
+        """Sets the result or the error of a wait that is over."""
         if future.done():
             return
-        if self._endpoint is None:  # cut by somebody else: what has ended need not have succeeded
+        if self._endpoint is None:  # cut meanwhile: operations that have ended need not have succeeded
             future.set_exception(LinkLostError("the connection was cut"))
             return
         try:
@@ -250,9 +239,9 @@ class Link:
             future.set_exception(LinkLostError("the connection was lost"))
 
     def cut(self) -> bool:
-        """Ends the connection now, whatever the peer does. True: every operation has ended and no buffer is touched
-        any more. Measured: UCX closes the socket and cancels what is under way, even with a stopped peer. Idempotent.
-        """
+        """Ends the connection now, whatever the peer does; tells whether every operation has ended, so that no buffer
+        is touched any more. UCX was seen to close the socket and cancel operations even with a stopped peer.
+        Idempotent."""
         if self._endpoint is not None:
             self._endpoint.close_blocking()
             self._endpoint.remove_close_callback()
@@ -264,7 +253,7 @@ class Link:
         return not self._posted
 
     async def close(self) -> None:
-        """`cut`, and returns when no buffer is touched any more. Cancelling the caller changes nothing of that."""
+        """Cuts the connection and returns when no buffer is touched any more, even when the caller is cancelled."""
         if self.cut():
             return
         waiter = asyncio.ensure_future(self._until_quiet())
@@ -278,8 +267,8 @@ class Link:
             raise asyncio.CancelledError
 
     async def _until_quiet(self) -> None:
-        """Asks UCX again until it has given up the last buffer. Rather hold blocks for ever than have them overwritten
-        under their next owner."""
+        """Cuts again and again until UCX has given up the last buffer. Keeping blocks for ever is better than having
+        them overwritten under their next owner."""
         pause = 0.001
         while not self.cut():
             await asyncio.sleep(pause)

@@ -110,7 +110,7 @@ async def _serve(settings: ServeSettings) -> int:
 
 
 async def _run_cluster(settings: ServeSettings) -> None:
-    # Outside core/config.py the one use of the process's environment: it is handed on, explicitly.
+    # Not for settings, which core/config.py has read: children get it explicitly, without our own variables.
     environment = child_environment(os.environ)
     async with Supervisor(stop_timeout=settings.stop_timeout) as supervisor:
         cores = available_cores()

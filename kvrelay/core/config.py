@@ -1,7 +1,7 @@
 """Settings of a process: one frozen, typed object, loaded once at the start from flags, environment, file and defaults.
 
-A process subclasses `ProcessSettings` and calls `load_settings`. This module (through pydantic-settings) is the only
-reader of `os.environ`. Invariant: an unknown setting is never ignored silently.
+A process subclasses `ProcessSettings` and calls `load_settings`. No other module takes settings from `os.environ`.
+Invariant: a setting that nobody knows is never passed over silently.
 """
 
 import difflib

@@ -5,10 +5,11 @@ KV is written.
 """
 
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.changes import Changes
 from kvrelay.engine.in_flight import StepsInFlight
-from kvrelay.engine.request import KVRole, PinnedBlock
+from kvrelay.engine.request import KVRole
 from kvrelay.engine.sequence import Sequence
 
 
@@ -57,7 +58,7 @@ class BlockNames:
             return
         num_hits = sequence.num_cached_tokens // self._block_size
         for block_id, block_hash in zip(sequence.block_table, sequence.block_hashes(num_hits), strict=False):
-            self._offer(PinnedBlock(block_id, block_hash, self._block_size))
+            self._offer(NamedBlock(block_id, block_hash, self._block_size))
 
     def _name(self, sequence: Sequence, index: int, block_hash: BlockHash, num_tokens: int) -> None:
         """Names a computed block. If another block has the name already, the sequence takes that one and releases its
@@ -68,16 +69,16 @@ class BlockNames:
         if named_block_id is None:
             self._pool.register(block_id, block_hash)
             if self._publish:
-                self._offer(PinnedBlock(block_id, block_hash, num_tokens))
+                self._offer(NamedBlock(block_id, block_hash, num_tokens))
             return
         if named_block_id != block_id:
             self._pool.acquire([named_block_id])
             self._in_flight.release([block_id])
             sequence.block_table[index] = named_block_id
         if self._publish_hits and sequence.request.role is KVRole.PRODUCE:
-            self._offer(PinnedBlock(named_block_id, block_hash, num_tokens))
+            self._offer(NamedBlock(named_block_id, block_hash, num_tokens))
 
-    def _offer(self, block: PinnedBlock) -> None:
+    def _offer(self, block: NamedBlock) -> None:
         """Pins a block and reports it to the node, which publishes and then unpins it."""
         self._pool.pin([block.block_id])
         self._changes.named.append(block)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.engine.request import (
     Admission,
     EngineLoad,
-    PinnedBlock,
     PromptOutput,
     RequestFailure,
     SequenceOutput,
@@ -23,7 +23,7 @@ class Changes:
     prompts: list[PromptOutput] = field(default_factory=list)
     outputs: list[SequenceOutput] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
-    named: list[PinnedBlock] = field(default_factory=list)
+    named: list[NamedBlock] = field(default_factory=list)
     progress: list[tuple[str, int]] = field(default_factory=list)
     load: bool = False  # the load changed and nothing else did
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.engine.block_names import BlockNames
 from kvrelay.engine.block_pool import BlockPool
@@ -29,7 +30,6 @@ from kvrelay.engine.request import (
     EngineLoad,
     EngineRequest,
     KVRole,
-    PinnedBlock,
     PromptOutput,
     RequestFailure,
     SequenceOutput,
@@ -342,11 +342,11 @@ class Engine:
         num_cached = sequence.num_named_blocks
         wanted = sequence.block_hashes(sequence.num_cacheable_blocks)[num_cached:]
         missing = [
-            PinnedBlock(sequence.block_table[num_cached + offset], block_hash, self.config.block_size)
+            NamedBlock(sequence.block_table[num_cached + offset], block_hash, self.config.block_size)
             for offset, block_hash in enumerate(wanted)
         ]
         if sequence.request.role is KVRole.CONSUME and (tail := sequence.given_tail()) is not None:
-            missing.append(PinnedBlock(sequence.block_table[-1], *tail))
+            missing.append(NamedBlock(sequence.block_table[-1], *tail))
         self.pool.pin([block.block_id for block in missing])
         return Admission(sequence.request.request_id, sequence.num_computed_tokens, tuple(missing))
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.node_report import NodeLoad
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
@@ -47,15 +48,6 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedBlock:
-    """A block of the local pool that a transfer may read or write until `Engine.unpin`; `num_tokens` slots count."""
-
-    block_id: int
-    block_hash: BlockHash
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
     """The report that a receiving request has blocks for all its given tokens. The KV of the first `num_cached_tokens`
     is here; the blocks in `missing`, in order, wait for theirs.
@@ -63,7 +55,7 @@ class Admission:
 
     request_id: str
     num_cached_tokens: int
-    missing: tuple[PinnedBlock, ...]
+    missing: tuple[NamedBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +105,7 @@ class StepResult:
     prompts: tuple[PromptOutput, ...]
     outputs: tuple[SequenceOutput, ...]
     failures: tuple[RequestFailure, ...]
-    named: tuple[PinnedBlock, ...]
+    named: tuple[NamedBlock, ...]
     progress: tuple[tuple[str, int], ...]
     stored: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]

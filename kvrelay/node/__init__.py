@@ -1,1 +1,1 @@
-"""What both node services share: joining the engine with a KV connector."""
+"""What both kinds of nodes share: the engine joined with a KV connector, and the process around them."""

@@ -1,13 +1,13 @@
-"""What a node still has to see through before it may end: requests, and the leases that outlive them.
+"""What a node has to finish before it may exit: requests, and the leases that outlive them.
 
-Invariant: `idle` resolves only when everything that began has ended.
+Invariant: `idle` returns only when everything that began has ended.
 """
 
 import asyncio
 
 
 class Activity:
-    """Named things under way, on the node's loop. Beginning or ending one twice has no effect."""
+    """The names of what is under way. Used on the node's loop. Beginning or ending one twice has no effect."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

@@ -1,6 +1,7 @@
-"""How blocks are copied out of a peer's memory: compiled, in one pass with their digests, where the processor can.
+"""The fastest way to copy blocks out of a peer's memory: compiled and in one pass with the digests, if possible.
 
-Invariant: the digests are those of `kv_connector.header.payload_digest`, so nodes with and without it read one another.
+Invariant: the digests are those of `kv_connector.header.payload_digest`, so nodes with and without the compiled copy
+read each other's blocks.
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,11 @@ from paged_kernels.extension import load_extension
 from kv_connector.pool import CopyRows, Rows, copy_rows
 
 _DIGEST_BYTES = 16
-_STRIPE_BYTES, _SHORTEST_ROW = 64, 256  # of XXH3's long inputs, as the compiled copy takes them
+_STRIPE_BYTES, _SHORTEST_ROW = 64, 256  # the compiled digest is XXH3 over long inputs of whole stripes
 
 
 def choose_copy() -> CopyRows:
-    """The fastest that this process has."""
+    """Returns the fastest copy that this process has."""
     native = load_extension()
     if native is None or not native.can_copy_rows():
         return copy_rows

@@ -1,29 +1,23 @@
-"""Which connectors a node runs on, and why: what is set, or what `auto` comes to, without what failed its self-test.
+"""Chooses the connectors of a node: those that are set, or what `auto` stands for without those that fail their
+self-test.
 
-Invariant: a connector that moves wrong bytes is never among them; one that was asked for and does not work ends the
-start with a remedy, except a store, which may come back.
+Invariant: a connector that moves wrong bytes is never chosen. If one that was set does not work, the start ends with
+an error that names a remedy; a store is the exception, because it may come back.
 """
 
-import importlib.util
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kv_connector.registry import BACKENDS
 from kv_connector.self_test import SelfTestReport
 from kvrelay.core.connectors import AUTO, parse_connectors
 from kvrelay.core.errors import ConfigurationError
 
 CheckConnector = Callable[[str], Awaitable[SelfTestReport]]
 
-_REMEDIES: Mapping[str, str] = MappingProxyType(
-    {
-        "shared_memory": "set --shared-memory-dir to a directory in memory with room, or another --connector",
-        "ucx": "set --ucx-net-devices to devices that reach --ucx-host, or another --connector",
-        "redis": "see to what is between this node and --redis-url, or set another --connector",
-    }
-)
 _NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
 
 _logger = logging.getLogger(__name__)
@@ -31,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConnectorChoice:
-    """`reason` is for the log."""
+    """The names of the connectors in the order of asking, and for the log the reason."""
 
     names: tuple[str, ...]
     reason: str
@@ -40,8 +34,8 @@ class ConnectorChoice:
 def choose_connectors(
     value: str, *, host: str, ucx_installed: bool, has_secret: bool, broken: Mapping[str, str] = _NONE_BROKEN
 ) -> ConnectorChoice:
-    """`value` as in the settings, `host`: where peers reach this node, `broken`: connectors that failed their
-    self-test, and how. Raises ConfigurationError for a wrong value, and when nothing that works is left."""
+    """Returns the connectors for a setting's `value`. `host`: where peers reach this node. `broken`: connectors that
+    failed their self-test, and how. Raises ConfigurationError for a wrong value, and when none that works is left."""
     names = parse_connectors(value)
     if names != (AUTO,):
         return ConnectorChoice(_working(names, broken), "as set")
@@ -61,8 +55,8 @@ def choose_connectors(
 async def choose_working(
     choose: Callable[[Mapping[str, str]], ConnectorChoice], check: CheckConnector
 ) -> ConnectorChoice:
-    """The first choice of which every connector has passed `check`; `choose` is asked again without one that has
-    not."""
+    """Returns the first choice of which every connector has passed `check`. `choose` gets the connectors that have
+    not, and why."""
     broken: dict[str, str] = {}
     passed: set[str] = set()
     while True:
@@ -75,23 +69,19 @@ async def choose_working(
         if not report.problem:
             _logger.info("connector %s: self-test passed, %.2f GB/s", name, report.bytes_per_second / 1e9)
             passed.add(name)
-        elif name == "redis" and not report.is_wrong:
-            _logger.warning("connector redis does not work now and is tried again later: %s", report.problem)
+        elif BACKENDS[name].is_store and not report.is_wrong:
+            _logger.warning("connector %s does not work now and is tried again later: %s", name, report.problem)
             passed.add(name)
         else:
             _logger.warning("connector %s: self-test failed: %s", name, report.problem)
             broken[name] = report.problem
 
 
-def is_ucx_installed() -> bool:
-    return importlib.util.find_spec("ucxx") is not None
-
-
 def _working(names: tuple[str, ...], broken: Mapping[str, str]) -> tuple[str, ...]:
     for name in names:
         if name in broken:
             raise ConfigurationError(
-                f"connector {name!r} does not work on this machine: {broken[name]}; {_REMEDIES[name]}"
+                f"connector {name!r} does not work on this machine: {broken[name]}; {BACKENDS[name].remedy}"
             )
     return names
 

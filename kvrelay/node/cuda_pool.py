@@ -10,7 +10,8 @@ from kvrelay.engine.kv_pool import allocate_pool
 
 
 def direct_memory(pool: torch.Tensor) -> CudaMemory:
-    """Over the node's own pool. Raises ConfigurationError for blocks that cannot be digested on the card."""
+    """Returns the node's own pool for transports. Raises ConfigurationError when its blocks cannot be digested on the
+    GPU."""
     try:
         return CudaMemory(pool, BlockDigests)
     except ValueError as error:
@@ -18,9 +19,10 @@ def direct_memory(pool: torch.Tensor) -> CudaMemory:
 
 
 def cuda_scratch(layout: KVLayout, num_blocks: int) -> CudaMemory:
+    """Returns a zeroed pool for a self-test on GPU 0."""
     return direct_memory(allocate_pool(layout, num_blocks, torch.device("cuda", 0)))
 
 
 def problem_with_direct() -> str:
-    """Why what is on this machine's cards cannot be reached directly; empty when it may be."""
+    """Returns why memory of this machine's GPUs cannot be reached directly; empty when that may be possible."""
     return "" if torch.version.hip is None else "neither UCX as packaged nor CUDA IPC is for ROCm"

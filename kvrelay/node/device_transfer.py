@@ -1,6 +1,6 @@
-"""How a node whose KV lies on a card moves it: from device to device, or staged through the host; and why.
+"""Chooses how a node moves KV that is in GPU memory: from device to device, or staged through the host.
 
-Invariant: nothing serves device memory directly that has not brought the right bytes from another process before.
+Invariant: only a connector that has moved the right bytes between two processes serves device memory directly.
 """
 
 import logging
@@ -19,9 +19,9 @@ _logger = logging.getLogger(__name__)
 async def choose_direct(
     wish: DeviceTransfer, names: Sequence[str], check: Callable[[str], Awaitable[SelfTestReport]], *, problem: str = ""
 ) -> tuple[str, ...]:
-    """The connectors over device memory (`registry.create_direct`) that do for it what those called `names` do for the
-    host's; none: it is staged through the host, under `names`. `check` tests one of them, `problem` says beforehand
-    why none can work. Raises ConfigurationError when `wish` is "direct" and that cannot be had."""
+    """Returns the connectors over device memory (names for `registry.create_direct`) that replace the backends `names`;
+    none when those are to move staged blocks. `check` tests one connector. `problem`: why none can work, if that is
+    known in advance. Raises ConfigurationError when `wish` is "direct" and no direct transfer works."""
     if wish == "staged":
         return ()
     found, lacking = ((), problem) if problem else await _working(names, check)
@@ -39,8 +39,8 @@ async def choose_direct(
 async def _working(
     names: Sequence[str], check: Callable[[str], Awaitable[SelfTestReport]]
 ) -> tuple[tuple[str, ...], str]:
-    """In the order of asking; or why not. Whatever maps memory of this host is of use, but what UCX reaches it does
-    not: without UCX, where that was chosen, none."""
+    """Returns the connectors that passed, in the order of asking, or none and why. The last one, which reaches every
+    holder that the others reach, has to pass: without UCX, where that was chosen, none is used."""
     direct: list[str] = []
     for name in names:
         found = direct_name(name)
@@ -49,7 +49,7 @@ async def _working(
         direct.append(found)
     passed: list[str] = []
     lacking = ""
-    for name in reversed(direct):  # what others depend on first
+    for name in reversed(direct):  # the one that has to pass first
         report = await check(name)
         if not report.problem:
             _logger.info("%s over device memory: self-test passed, %.2f GB/s", name, report.bytes_per_second / 1e9)

@@ -1,7 +1,7 @@
-"""Which blocks this node gained and lost, by sequence number, with replay for watchers that were away.
+"""The log of the blocks that this node has gained and lost, by sequence number, which watchers can replay.
 
-Invariant: applying the log from any sequence number to what a watcher knew at that number gives what the node holds
-now.
+Invariant: a watcher that applies the log to the blocks it knew at any sequence number gets the blocks that the node
+holds now.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from kvrelay.engine.request import EngineLoad
 
 @dataclass(frozen=True, slots=True)
 class LogUpdate:
-    """What a watcher at an earlier `sequence` has missed. `reset`: forget what was known first."""
+    """The changes since an earlier sequence number, up to `sequence`. `reset`: the watcher first has to forget what it
+    knew."""
 
     sequence: int
     reset: bool
@@ -25,7 +26,7 @@ class LogUpdate:
 
 
 class EventLog:
-    """On the node's loop. Keeps the last `capacity` changes; a watcher further behind gets everything that is held."""
+    """The last `capacity` changes; a watcher further behind gets every block held. Used on the node's loop."""
 
     def __init__(self, load: EngineLoad, *, capacity: int = 1024) -> None:
         self._entries: deque[tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]] = deque(maxlen=capacity)
@@ -51,12 +52,12 @@ class EventLog:
         self._wake_watchers()
 
     def touch(self) -> None:
-        """Something else about the node has changed: watchers hear of it."""
+        """Wakes the watchers because something else about the node has changed."""
         self._version += 1
         self._wake_watchers()
 
     def close(self) -> None:
-        """Lets the watchers go."""
+        """Ends the waits of all watchers, for good."""
         self.closed = True
         self._wake_watchers()
 
@@ -67,7 +68,7 @@ class EventLog:
         self._waiters.clear()
 
     def since(self, sequence: int | None) -> LogUpdate:
-        """What came after `sequence`; None (or a number that is not in the log) asks for everything."""
+        """Returns the changes after `sequence`, or every block held if that is None or not in the log any more."""
         behind = None if sequence is None else self._sequence - sequence
         if behind is None or not 0 <= behind <= len(self._entries):
             return LogUpdate(self._sequence, True, tuple(self._held), (), self._load)
@@ -84,9 +85,8 @@ class EventLog:
         return LogUpdate(self._sequence, False, tuple(stored), tuple(removed), self._load)
 
     async def changed(self, version: int) -> int:
-        """Waits until something, the load included, is newer than `version`, or the log is closed; returns the version
-        now.
-        """
+        """Waits until anything, the load included, is newer than `version`, or the log is closed; returns the present
+        version."""
         while self._version <= version and not self.closed:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)

@@ -1,8 +1,9 @@
-"""Which source is asked for which block of one receiving request: the reader's side of the failure ladder.
+"""Decides which source is asked for which block of a receiving request: the reader's side of the failure ladder.
 
-For each block in turn: the source that announced it, then other holders, then the store that all nodes share. What did
-not arrive from one is asked of the next. Invariant: no source is asked twice for a block unless it has announced more
-in between, and a source that could not be reached is not asked again, so the search ends.
+For each block in turn these are the source that announced it, then other holders, then the store that all nodes share.
+Blocks that do not arrive from one are requested from the next.
+Invariant: no source is asked twice for a block unless it has announced more in between, and a source that could not be
+reached is not asked again, so the search ends.
 """
 
 from collections import Counter
@@ -13,42 +14,43 @@ from kv_connector.base import FetchOutcome
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import FetchReport
 
-_BLOCKS_PER_ASK = 64  # the first blocks of a long prefix are delivered while the last ones still move
-_MOST_REFUSED = 3  # blocks that failed verification; one may be an accident, more are the source's fault
+_BLOCKS_PER_ASK = 64  # the first blocks of a long prefix are delivered while the last ones are still fetched
+_MOST_REFUSED = 3  # blocks that failed verification, after which a source is not trusted any more
 _STORE = ""
 
 
 @dataclass(slots=True)
 class _Offer:
-    """A source (None: the store) that has the first `available` blocks, as far as we were told."""
+    """A source (None: the store) that has the first `available` blocks, as far as we know. `failures`: the last outcome
+    of each block that did not arrive from it."""
 
     source: KVSource | None
     available: int = 0
-    in_vain: dict[int, FetchOutcome] = field(default_factory=dict)
-    given_up: bool = False  # it could not be reached, or sends what is not to be trusted
+    failures: dict[int, FetchOutcome] = field(default_factory=dict)
+    given_up: bool = False  # it could not be reached, or has sent too many bad blocks
     num_refused: int = 0
 
     def raise_to(self, num_blocks: int) -> None:
         self.available = max(self.available, num_blocks)
 
     def try_missing_again(self) -> None:
-        """It has published since; what it once had wrong it is not asked for again."""
-        self.in_vain = {index: why for index, why in self.in_vain.items() if why is not FetchOutcome.MISSING}
+        """Allows another try for missing blocks, after the source has published more, but not for refused ones."""
+        self.failures = {index: why for index, why in self.failures.items() if why is not FetchOutcome.MISSING}
 
     def has(self, index: int) -> bool:
-        return index < self.available and index not in self.in_vain and not self.given_up
+        return index < self.available and index not in self.failures and not self.given_up
 
     def fail(self, index: int, outcome: FetchOutcome) -> None:
-        """What it was asked for did not arrive, or not as it should be."""
-        self.in_vain[index] = outcome
+        """Notes that a block did not arrive from this source."""
+        self.failures[index] = outcome
         self.num_refused += outcome is FetchOutcome.REFUSED
         self.given_up |= outcome is FetchOutcome.FAILED or self.num_refused >= _MOST_REFUSED
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The next fetch: blocks by their index among the missing ones. `source` None asks the store. `is_guess`: the
-    source has not announced these blocks itself; while it keeps us waiting, nobody else is asked."""
+    """The next fetch: blocks by their index among the missing ones, from `source` or, if None, the store. `is_guess`:
+    the source has not announced these blocks itself, so it should get little time before the next one is asked."""
 
     source: KVSource | None
     indices: tuple[int, ...]
@@ -56,8 +58,8 @@ class Ask:
 
 
 class Ladder:
-    """Of the blocks 0 .. `num_blocks` - 1 that a request misses. `next` says what to fetch now, `settle` takes what
-    became of it."""
+    """The search for the blocks 0 .. `num_blocks` - 1 that a request misses. `next` returns the next fetch, `settle`
+    takes its outcomes."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_leading = 0  # how many of the first blocks are here
@@ -65,29 +67,30 @@ class Ladder:
         self._announced: dict[KVSource, _Offer] = {}
         self._holders: dict[KVSource, _Offer] = {}
         self._store = _Offer(None)
-        self._in_vain: Counter[FetchOutcome] = Counter()
+        self._failures: Counter[FetchOutcome] = Counter()
 
     @property
     def is_complete(self) -> bool:
         return self.num_leading == len(self._origins)
 
     def offer(self, source: KVSource, num_blocks: int) -> None:
-        """Another holder of the first `num_blocks` blocks."""
+        """Adds another holder of the first `num_blocks` blocks."""
         self._offer(self._holders, source).raise_to(num_blocks)
 
     def announce(self, source: KVSource, num_blocks: int) -> None:
-        """`source` has published the first `num_blocks` blocks. So has a store, should there be one."""
+        """Notes that `source` has published the first `num_blocks` blocks. If there is a store, it has them, too."""
         offer = self._offer(self._announced, source)
         offer.raise_to(num_blocks)
         offer.try_missing_again()
         self._store.raise_to(num_blocks)
 
     def ask_store(self) -> None:
-        """No source will announce more for now: the store may have what nobody announced."""
+        """Allows asking the store for every block: no source will announce more for now."""
         self._store.raise_to(len(self._origins))
 
     def next(self) -> Ask | None:
-        """None when nobody we know of has the first block that is not here: what lies behind it is of no use."""
+        """Returns the next fetch; None when no known source has the first block that is not here, since the blocks
+        behind it are of no use without it."""
         if self.is_complete:
             return None
         offer = next((offer for offer in self._offers() if offer.has(self.num_leading)), None)
@@ -99,16 +102,16 @@ class Ladder:
         return Ask(offer.source, tuple(wanted[:_BLOCKS_PER_ASK]), is_guess)
 
     def settle(self, ask: Ask, outcomes: Sequence[FetchOutcome]) -> int:
-        """Takes one outcome per block asked for; returns how many more leading blocks are here. Those that arrived
-        behind a gap are kept: only the gap is asked of the next."""
+        """Takes one outcome per block of `ask`; returns how many more leading blocks are here. Blocks that arrived
+        behind a gap are kept: only the gap is requested from the next source."""
         offer = next(offer for offer in self._offers() if offer.source == ask.source)
         for index, outcome in zip(ask.indices, outcomes, strict=True):
             if outcome is FetchOutcome.FETCHED:
                 self._origins[index] = _STORE if ask.source is None else ask.source.node_id
                 continue
             offer.fail(index, outcome)
-            if ask.source is not None or outcome is not FetchOutcome.MISSING:  # a store may be empty, or not there
-                self._in_vain[outcome] += 1
+            if ask.source is not None or outcome is not FetchOutcome.MISSING:  # a store may be empty, or there is none
+                self._failures[outcome] += 1
         before = self.num_leading
         while not self.is_complete and self._origins[self.num_leading] is not None:
             self.num_leading += 1
@@ -119,20 +122,20 @@ class Ladder:
         return FetchReport(
             num_tokens,
             tuple(origins.items()),
-            num_missing=self._in_vain[FetchOutcome.MISSING],
-            num_refused=self._in_vain[FetchOutcome.REFUSED],
-            num_failed=self._in_vain[FetchOutcome.FAILED],
+            num_missing=self._failures[FetchOutcome.MISSING],
+            num_refused=self._failures[FetchOutcome.REFUSED],
+            num_failed=self._failures[FetchOutcome.FAILED],
         )
 
     def _offers(self) -> Iterator[_Offer]:
-        """Best first."""
+        """Yields the sources, best first."""
         yield from self._announced.values()
         yield from self._holders.values()
         yield self._store
 
     def _offer(self, offers: dict[KVSource, _Offer], source: KVSource) -> _Offer:
-        """A source that peers reach without an address publishes to the store. One that is known already stays one
-        offer: whoever could not be reached as a holder is not tried again as a prefill node."""
+        """Returns the offer of a source, new or known. A source without an endpoint has published to the store only. A
+        holder that also announces stays one offer, so that it is not tried again if it could not be reached."""
         if not source.endpoint:
             return self._store
         known = self._announced.get(source) or self._holders.pop(source, None) or _Offer(source)

@@ -1,4 +1,4 @@
-"""A node: one engine joined with one connector. What the prefill and the decode service are built on.
+"""A node: one engine joined with one connector. The prefill and the decode service are built on it.
 
     engine thread --StepResult--> Node.on_result (loop) --> event log (routers watch it)
                                                         --> publisher --> connector (peers fetch from it)
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_connector.base import Block, KVConnector
+from kv_connector.base import KVConnector
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
@@ -26,7 +26,7 @@ from kvrelay.node.event_log import EventLog
 from kvrelay.node.lease_counts import LeaseCounts
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.publisher import Publisher
-from kvrelay.node.receiver import Receiver, posted_unpin
+from kvrelay.node.receiver import Receiver, ReceptionContext, posted_unpin
 from kvrelay.node.watchdog import EngineHungError, Watchdog
 
 _logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _STOP_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """What a node says of itself; `epoch` is drawn at every start."""
+    """A node's description of itself; `epoch` is drawn at every start."""
 
     node_id: str
     epoch: int
@@ -46,7 +46,7 @@ class NodeIdentity:
 
 
 class MakeEngineThread(Protocol):
-    """As the constructor of EngineThread."""
+    """Has the parameters of EngineThread's constructor."""
 
     def __call__(
         self,
@@ -59,9 +59,9 @@ class MakeEngineThread(Protocol):
 
 
 class Node:
-    """`on_result` is the service's handler, called on the loop for each StepResult; `on_progress` when a PRODUCE
-    request's leading blocks can be fetched. `crashed` is set when the engine or the publisher is gone, or
-    hangs. `engine_thread` makes what steps the engine."""
+    """A node, used on the loop on which it was made. `fetch_timeout`: seconds that one fetch may take. `crashed` is set
+    when the engine or the publisher has failed, or the engine hangs. `make_engine_thread` makes the thread that steps
+    the engine."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Node:
         *,
         fetch_timeout: float = 10.0,
         prefill_rate: PrefillRate | None = None,
-        engine_thread: MakeEngineThread = EngineThread,
+        make_engine_thread: MakeEngineThread = EngineThread,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.identity = identity
@@ -82,10 +82,16 @@ class Node:
         self.activity = Activity()
         self.lease_counts = LeaseCounts()
         self.draining = False
-        self.engine = engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
-        self._publisher = Publisher(connector, posted_unpin(self.engine))
-        self._fetch_timeout = fetch_timeout
-        self._absences = Absences(loop.time)
+        self.engine_thread = make_engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
+        self._publisher = Publisher(connector, posted_unpin(self.engine_thread))
+        self._reception = ReceptionContext(
+            connector,
+            self.engine_thread,
+            Absences(loop.time),
+            block_size=engine.config.block_size,
+            fetch_timeout=fetch_timeout,
+            patience=2 * fetch_timeout,
+        )
         self._watchdog: Watchdog | None = None
         self._hangs = False
         self._prefill_rate = prefill_rate or PrefillRate()
@@ -97,14 +103,16 @@ class Node:
         handler: Callable[[StepResult], None],
         on_progress: Callable[[str, int], None] = lambda request_id, num_blocks: None,
     ) -> None:
+        """Starts the engine. `handler` is called on the loop for each StepResult, `on_progress` with the id of a
+        PRODUCE request and the number of its leading blocks that can be fetched."""
         self._handler = handler
         self._on_progress = on_progress
         self._publisher.start(self._on_crash)
-        self.engine.start()
+        self.engine_thread.start()
 
     def watch_steps(self, timeout: float) -> None:
-        """An engine that makes no turn for so many seconds counts as crashed. Call once, after `start`."""
-        self._watchdog = Watchdog(lambda: self.engine.num_turns, self._on_crash, timeout=timeout)
+        """Has an engine that makes no turn for `timeout` seconds count as crashed. Call once, after `start`."""
+        self._watchdog = Watchdog(lambda: self.engine_thread.num_turns, self._on_crash, timeout=timeout)
         self._watchdog.start()
 
     def receiver(
@@ -114,33 +122,24 @@ class Node:
         on_missing: Callable[[int], None] = lambda num_tokens: None,
         ends_at: float | None = None,
     ) -> Receiver:
-        return Receiver(
-            admission,
-            self.connector,
-            self.engine,
-            block_size=self.engine_config.block_size,
-            absences=self._absences,
-            fetch_timeout=self._fetch_timeout,
-            patience=2 * self._fetch_timeout,
-            on_missing=on_missing,
-            ends_at=ends_at,
-        )
+        """Returns the receiver of an admitted request, not running yet. Its parameters are those of `Receiver`."""
+        return Receiver(self._reception, admission, on_missing=on_missing, ends_at=ends_at)
 
     async def check_idle(self) -> None:
-        """Raises when anything is left of any request. For tests and for an idle node."""
-        await self.engine.call(lambda engine: None)  # what it has named before is with the publisher afterwards
+        """Raises when anything is left of any request. For tests, and only on an idle node."""
+        await self.engine_thread.call(lambda engine: None)  # the publisher has all blocks named before this returns
         await self._publisher.drain()
-        await self.engine.call(lambda engine: engine.check_idle())
+        await self.engine_thread.call(lambda engine: engine.check_idle())
 
     async def close(self) -> None:
         if self._watchdog is not None:
             await self._watchdog.close()
-        await self.engine.stop(0.0 if self._hangs else _STOP_SECONDS)
+        await self.engine_thread.stop(0.0 if self._hangs else _STOP_SECONDS)
         await self._publisher.close()
         await self.connector.close()
 
     async def drain(self) -> None:
-        """Takes no new requests from now on; returns when those it has are over and nobody holds a lease."""
+        """Refuses new requests from now on; returns when those it has are over and no lease is left."""
         self.draining = True
         self.event_log.touch()
         await self.activity.idle()
@@ -155,17 +154,16 @@ class Node:
             raise UnavailableError(f"{self.identity.node_id} has crashed")
 
     def _on_result(self, result: StepResult) -> None:
-        self._handler(result)  # first: clients wait for its tokens, while publishing is work for this thread
+        self._handler(result)  # first, because clients wait for its tokens; publishing takes time on this thread
         self._prefill_rate.observe(result.load)
         self.event_log.append(result.stored, result.removed, result.load)
-        blocks = [Block(block.block_id, block.block_hash, block.num_tokens) for block in result.named]
-        self._publisher.enqueue(blocks, [self._progress(*progress) for progress in result.progress])
+        self._publisher.enqueue(result.named, [self._progress(*progress) for progress in result.progress])
 
     def _progress(self, request_id: str, num_blocks: int) -> Callable[[], None]:
         return lambda: self._on_progress(request_id, num_blocks)
 
     def _on_crash(self, error: BaseException) -> None:
-        _logger.critical("node %s is of no use any more: %s", self.identity.node_id, error)
+        _logger.critical("node %s does not work any more: %s", self.identity.node_id, error)
         self._hangs = isinstance(error, EngineHungError)
         self.crashed.set()
-        self.event_log.close()  # watchers hear of it at once
+        self.event_log.close()  # ends the streams of watchers at once

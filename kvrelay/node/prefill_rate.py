@@ -1,11 +1,11 @@
-"""How fast this node computes prompts, as its engine reports it: what fetching a block has to beat."""
+"""How fast this node computes prompts, according to its engine; fetching a block has to be faster to be worth it."""
 
 from kv_connector.cost_gate import Rate
 from kvrelay.engine.request import EngineLoad
 
 
 class PrefillRate:
-    """Fed with every load report; says nothing until a prompt was computed here."""
+    """The rate over the load reports, all of which are to be given to `observe`."""
 
     def __init__(self) -> None:
         self._rate = Rate()
@@ -17,6 +17,6 @@ class PrefillRate:
         self._tokens, self._seconds = load.num_prefilled_tokens, load.prefill_seconds
 
     def seconds(self, num_tokens: int) -> float | None:
-        """To compute so many tokens; None while that is unknown."""
+        """Returns the seconds that computing so many tokens takes; None until a prompt was computed here."""
         rate = self._rate.per_second
         return None if rate is None else num_tokens / rate

@@ -1,4 +1,4 @@
-"""The process around a node: loads, serves gRPC, says when it is ready, and ends in order."""
+"""The process around a node: it loads the model, serves gRPC, announces that it is ready, and stops in order."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]) -> int:
-    """Runs one node until it is told to stop; returns the exit status."""
+    """Runs a node until it is told to stop; returns the exit status."""
     settings = load_settings(NodeSettings, argv, prog=f"kvrelay {role}")
     configure_logging(settings.node_id or role, settings.log_level)
     try:
@@ -50,7 +50,7 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
 
 
 async def _first(*waits: Awaitable[object]) -> int:
-    """Index of the one that ends first; the others are cancelled."""
+    """Returns the index of the one that ends first, and cancels the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

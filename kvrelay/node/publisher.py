@@ -1,4 +1,4 @@
-"""Publishes newly named blocks, in the order in which the engine named them, and tells when they can be fetched.
+"""Publishes newly named blocks in the order in which the engine named them, and reports when they can be fetched.
 
 Invariant: `notify` callbacks run after every block enqueued before them was offered to the connector, and a block is
 unpinned only after that.
@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kv_connector.base import Block, KVConnector
+from kv_connector.base import KVConnector
 from kvrelay.core.errors import KVError
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.tasks import end_tasks
 
 _logger = logging.getLogger(__name__)
@@ -19,14 +20,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    blocks: tuple[Block, ...]
+    blocks: tuple[NamedBlock, ...]
     notify: tuple[Callable[[], None], ...]
 
 
 class Publisher:
-    """One task that drains a queue. A connector that fails costs availability, never order or correctness: others then
-    miss the block.
-    """
+    """A task that drains a queue of blocks. If the connector fails, peers do not find those blocks; the order and the
+    callbacks stay as they are. `unpin` gets the ids of blocks that were offered to the connector."""
 
     def __init__(self, connector: KVConnector, unpin: Callable[[Sequence[int]], None]) -> None:
         self._connector = connector
@@ -35,20 +35,21 @@ class Publisher:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, on_failure: Callable[[BaseException], None]) -> None:
-        """`on_failure`: something unforeseen has ended the task, and nothing will be published or unpinned any more."""
+        """Starts the task. `on_failure` is called when an unforeseen error has ended it, after which nothing is
+        published or unpinned any more."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name="publisher")
         self._task.add_done_callback(partial(_report, on_failure))
 
-    def enqueue(self, blocks: Sequence[Block], notify: Sequence[Callable[[], None]] = ()) -> None:
+    def enqueue(self, blocks: Sequence[NamedBlock], notify: Sequence[Callable[[], None]] = ()) -> None:
         if blocks or notify:
             self._queue.put_nowait(_Batch(tuple(blocks), tuple(notify)))
 
     async def drain(self) -> None:
-        """Returns when everything enqueued so far is done."""
+        """Returns when everything enqueued so far is published and unpinned."""
         await self._queue.join()
 
     async def close(self) -> None:
-        """Publishes what is queued no more, but unpins it."""
+        """Ends the task and unpins the blocks in the queue without publishing them."""
         await end_tasks(self._task)
         while not self._queue.empty():
             self._unpin([block.block_id for block in self._queue.get_nowait().blocks])
@@ -56,7 +57,7 @@ class Publisher:
     async def _run(self) -> None:
         while True:
             batches = [await self._queue.get()]
-            # Together: a store that hangs costs its timeout once, and not once for each.
+            # All batches together, so that a store that hangs costs its timeout only once.
             while not self._queue.empty():
                 batches.append(self._queue.get_nowait())
             try:
@@ -70,7 +71,7 @@ class Publisher:
                 for notify in batch.notify:
                     notify()
 
-    async def _publish(self, blocks: Sequence[Block]) -> None:
+    async def _publish(self, blocks: Sequence[NamedBlock]) -> None:
         try:
             await self._connector.publish(blocks)
         except KVError as error:

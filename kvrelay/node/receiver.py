@@ -1,15 +1,16 @@
-"""Pulls the KV of one request into its reserved blocks, as sources announce it, and from others what does not arrive.
+"""Pulls the KV of one request into its reserved blocks: from the sources that announce it, then from others.
 
 Invariant: blocks are delivered to the engine in order and only after the connector verified them; every reserved block
 is unpinned exactly once, when nothing writes to it any more. Every wait has a deadline or ends with the router's
-stream, whose node cancels `run`.
+stream, whose end makes the node cancel `run`.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kv_connector.base import Block, FetchOutcome, KVConnector
+from kv_connector.base import FetchOutcome, KVConnector
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import FetchReport
@@ -19,55 +20,60 @@ from kvrelay.node.absences import Absences
 from kvrelay.node.ladder import Ask, Ladder
 
 _logger = logging.getLogger(__name__)
-_DEADLINE_SHARE = 0.5  # of what the request has left
+_DEADLINE_SHARE = 0.5  # of the time that the request has left
 _GUESS_SHARE = 0.2  # of the fetch timeout, for a holder that has not announced anything itself
 
 
-class Receiver:
-    """One receiving request: `offer` and `announce` what is available, then `end`; `run` returns what arrived.
+@dataclass(frozen=True, slots=True)
+class ReceptionContext:
+    """What all receptions of a node have in common. `fetch_timeout`: seconds that one fetch may take. `patience`:
+    seconds that a reception waits for another source after it has reported missing blocks."""
 
-    `on_missing` is told the number of missing tokens when the announcing source has ended and nobody known has them;
-    then `run` waits for more, `patience` seconds from one word to the next. `fetch_timeout` in seconds; nor does a
-    fetch take more than half of what is left until `ends_at`, the request's end by the loop's time: who comes next on
-    the ladder is to have a chance. `absences` are the node's."""
+    connector: KVConnector
+    engine_thread: EngineThread
+    absences: Absences
+    block_size: int
+    fetch_timeout: float
+    patience: float
+
+
+class Receiver:
+    """The reception of one request: `offer` and `announce` say what is available, `end` that nothing more will come;
+    `run` fetches.
+
+    `on_missing` gets the number of missing tokens when the announcing source has ended and no known source has them.
+    `ends_at`: when the request ends, in loop time. A fetch takes at most half of what is left until then, so that the
+    next source has a chance."""
 
     def __init__(
         self,
+        context: ReceptionContext,
         admission: Admission,
-        connector: KVConnector,
-        engine: EngineThread,
         *,
-        block_size: int,
-        absences: Absences,
-        fetch_timeout: float,
-        patience: float,
         on_missing: Callable[[int], None] = lambda num_tokens: None,
         ends_at: float | None = None,
     ) -> None:
+        self._context = context
         self._request_id = admission.request_id
-        self._first = admission.num_cached_tokens // block_size  # blocks of the prompt that were here already
-        self._missing = [Block(block.block_id, block.block_hash, block.num_tokens) for block in admission.missing]
+        self._first = admission.num_cached_tokens // context.block_size  # blocks of the prompt that were here already
+        self._missing = admission.missing
         self._ladder = Ladder(len(self._missing))
-        self._connector = connector
-        self._engine = engine
-        self._absences = absences
-        self._fetch_timeout = fetch_timeout
-        self._patience = patience
         self._ends_at = ends_at
         self._on_missing = on_missing
-        self._quiet = False  # the source that was announcing has ended, and nobody was told of what is missing
-        self._deadline: float | None = None  # of the wait for more, once somebody was told
+        self._quiet = False  # the announcing source has ended, and `on_missing` was not called since
+        self._wait_seconds: float | None = None  # limits the wait for more, once `on_missing` was called
         self._ended = False
         self._pinned = True
         self._wake = asyncio.Event()
 
     def offer(self, source: KVSource, num_blocks: int) -> None:
-        """`source` holds the prompt's first `num_blocks` blocks, beside the one that will announce them."""
+        """Notes that `source` holds the prompt's first `num_blocks` blocks. Another source will announce them, too."""
         self._ladder.offer(source, num_blocks - self._first)
         self._wake.set()
 
     def announce(self, source: KVSource, num_blocks: int, *, ended: bool = False) -> None:
-        """`source` has published the prompt's first `num_blocks` blocks; `ended`: it will publish no more."""
+        """Notes that `source` has published the prompt's first `num_blocks` blocks; `ended`: it will publish no
+        more."""
         self._ladder.announce(source, num_blocks - self._first)
         self._quiet = ended
         if ended:
@@ -75,22 +81,22 @@ class Receiver:
         self._wake.set()
 
     def end(self) -> None:
-        """Nothing more will be announced, by anybody."""
+        """Notes that no source will announce anything more."""
         self._ended = True
         self._ladder.ask_store()
         self._wake.set()
 
     def discard(self) -> None:
-        """Unpins what `run` has not: nobody wants these blocks, or its task was cancelled before it began. Idempotent;
-        not while `run` is under way."""
+        """Unpins the blocks unless `run` has done so: when nobody wants them, or the task of `run` was cancelled before
+        it began. Idempotent; not to be called while `run` is under way."""
         if self._pinned:
             self._pinned = False
             block_ids = [block.block_id for block in self._missing]
-            self._engine.post(lambda engine: engine.unpin(block_ids))
+            self._context.engine_thread.post(lambda engine: engine.unpin(block_ids))
 
     async def run(self) -> FetchReport:
-        """Returns what was received. Cancel to give up. Once begun it unpins the blocks in any case; whoever runs it as
-        a task calls `discard` when that is done."""
+        """Fetches until every block is here or no source is left; returns what was received. May be cancelled. Unpins
+        the blocks in any case once it has begun; whoever runs it as a task calls `discard` when that task is done."""
         try:
             while not self._ladder.is_complete:
                 if (ask := self._ladder.next()) is not None:
@@ -108,10 +114,10 @@ class Receiver:
         if self._quiet:
             self._quiet = False
             self._on_missing(sum(block.num_tokens for block in self._missing[self._ladder.num_leading :]))
-            self._deadline = self._patience
+            self._wait_seconds = self._context.patience
         self._wake.clear()
         try:
-            async with asyncio.timeout(self._deadline):
+            async with asyncio.timeout(self._wait_seconds):
                 await self._wake.wait()
         except TimeoutError:
             _logger.warning("request %s: nobody sent the missing blocks; they are computed here", self._request_id)
@@ -122,43 +128,44 @@ class Receiver:
         num_fetched = self._ladder.settle(ask, outcomes)
         if num_fetched:
             request_id = self._request_id
-            self._engine.post(lambda engine: engine.deliver(request_id, num_fetched))
+            self._context.engine_thread.post(lambda engine: engine.deliver(request_id, num_fetched))
         origin = "the store" if ask.source is None else ask.source.node_id
         _logger.debug("request %s: %d more leading blocks from %s", self._request_id, num_fetched, origin)
-        in_vain = [outcome.value for outcome in outcomes if outcome is not FetchOutcome.FETCHED]
-        if in_vain and ask.source is not None:
+        failures = [outcome.value for outcome in outcomes if outcome is not FetchOutcome.FETCHED]
+        if failures and ask.source is not None:
             _logger.warning(
                 "request %s: %d of %d blocks did not arrive from %s: %s",
-                self._request_id, len(in_vain), len(outcomes), origin, in_vain[0],
+                self._request_id, len(failures), len(outcomes), origin, failures[0],
             )  # fmt: skip
 
     async def _outcomes(self, ask: Ask) -> Sequence[FetchOutcome]:
-        """One for each block asked for. A holder that announced nothing itself is not asked for what it has just been
-        found not to have."""
+        """Fetches and returns one outcome per block of `ask`. Blocks that a holder was recently found not to have are
+        not requested from it again, unless it has announced them itself."""
         source = ask.source
         outcomes = [FetchOutcome.MISSING] * len(ask.indices)
-        asked = [
+        absences = self._context.absences
+        positions = [
             position
             for position, index in enumerate(ask.indices)
-            if source is None or not (ask.is_guess and self._absences.has(source, self._missing[index].block_hash))
+            if source is None or not (ask.is_guess and absences.has(source, self._missing[index].block_hash))
         ]
-        if not asked:
+        if not positions:
             return outcomes
-        wanted = [self._missing[ask.indices[position]] for position in asked]
+        wanted = [self._missing[ask.indices[position]] for position in positions]
         try:
-            found = (await self._connector.fetch(source, wanted, timeout=self._timeout(ask))).outcomes
+            found = (await self._context.connector.fetch(source, wanted, timeout=self._timeout(ask))).outcomes
         except KVError as error:
             _logger.warning("request %s: nothing fetched: %s", self._request_id, error)
             found = (FetchOutcome.FAILED,) * len(wanted)
-        for position, outcome in zip(asked, found, strict=True):
+        for position, outcome in zip(positions, found, strict=True):
             outcomes[position] = outcome
         if source is not None:
             arrived = zip(wanted, found, strict=True)
-            self._absences.note(source, [block.block_hash for block, why in arrived if why is FetchOutcome.MISSING])
+            absences.note(source, [block.block_hash for block, why in arrived if why is FetchOutcome.MISSING])
         return outcomes
 
     def _timeout(self, ask: Ask) -> float:
-        timeout = self._fetch_timeout * (_GUESS_SHARE if ask.is_guess else 1.0)
+        timeout = self._context.fetch_timeout * (_GUESS_SHARE if ask.is_guess else 1.0)
         if self._ends_at is None:
             return timeout
         left = self._ends_at - asyncio.get_running_loop().time()
@@ -166,10 +173,11 @@ class Receiver:
 
 
 def ends_at(timeout_ms: int) -> float | None:
-    """By the loop's time, when a message that arrives now states what is left of its request; 0 states nothing."""
+    """Returns the request's deadline in loop time, given the milliseconds that it has left on arrival; 0 means that it
+    has none, and gives None."""
     return asyncio.get_running_loop().time() + timeout_ms / 1000 if timeout_ms else None
 
 
-def posted_unpin(engine: EngineThread) -> Callable[[Sequence[int]], None]:
-    """`Engine.unpin`, for callers on other threads than the engine's."""
-    return lambda block_ids: engine.post(lambda core: core.unpin(block_ids))
+def posted_unpin(engine_thread: EngineThread) -> Callable[[Sequence[int]], None]:
+    """Returns `Engine.unpin` for callers on other threads than the engine's."""
+    return lambda block_ids: engine_thread.post(lambda engine: engine.unpin(block_ids))

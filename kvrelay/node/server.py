@@ -1,8 +1,8 @@
 """A node's gRPC server: its own service, the `Node` service, health and reflection.
 
-Health tells live and ready apart. The whole server ("") and the `Node` service are SERVING while the process is of any
-use: when they are not, it has to be restarted. The node's own service is SERVING while it takes new requests: not
-before the start is complete, while draining, after a crash.
+Health distinguishes live and ready. The whole server ("") and the `Node` service are SERVING as long as the process
+need not be restarted. The node's own service is SERVING while it takes new requests, that is, not before the start is
+complete, while draining, or after a crash.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _NODE_SERVICE = "kvrelay.v1.Node"
 
 
 class Service(Protocol):
-    """A node kind's own gRPC service."""
+    """The gRPC service of one kind of node."""
 
     name: str
     role: NodeRole
@@ -48,7 +48,7 @@ class Service(Protocol):
 
 
 class NodeServer:
-    """Owns the node: `close` ends both."""
+    """The server of a node, which it owns: `close` ends both."""
 
     def __init__(self, node: Node, service: Service) -> None:
         self._node = node
@@ -60,7 +60,7 @@ class NodeServer:
         self._on_crash: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the bound port. Raises ConfigurationError when it cannot listen there."""
+        """Starts to serve; returns the bound port. Raises ConfigurationError when it cannot listen there."""
         self._service.start()
         bound = await serve_insecure(self._server, host, port)
         await self._report(live=True, ready=True)
@@ -68,7 +68,7 @@ class NodeServer:
         return bound
 
     async def drain(self, timeout: float) -> None:
-        """Not ready, no new requests; waits at most `timeout` seconds for what is under way."""
+        """Refuses new requests and waits at most `timeout` seconds for those under way."""
         await self._report(live=True, ready=False)
         try:
             async with asyncio.timeout(timeout):

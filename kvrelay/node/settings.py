@@ -1,4 +1,4 @@
-"""Settings of a node, prefill or decode: the two kinds differ in what they serve, not in how they are set up."""
+"""The settings of a node. Prefill and decode nodes have the same."""
 
 from typing import Literal
 
@@ -24,7 +24,7 @@ from kvrelay.core.option_types import (
 
 
 class NodeOptions(ProcessSettings):
-    """What all nodes of a cluster have alike; `kvrelay serve` takes it too, for all of its nodes."""
+    """The settings that are the same for all nodes of a cluster; `kvrelay serve` has them for its nodes, too."""
 
     dtype: DTypeName = Field(
         default="auto", description="Data type of weights, and of KV unless that is fp8; auto takes the checkpoint's."
@@ -50,12 +50,12 @@ class NodeOptions(ProcessSettings):
     )
     device: DeviceName = Field(
         default="auto",
-        description="Where to compute; auto takes a card if torch sees one that the kernels support; "
+        description="Where to compute; auto takes a GPU if torch sees one that the kernels support; "
         "the nodes of a machine share it.",
     )
     enforce_eager: bool = Field(
         default=False,
-        description="On a card: record no decode steps (CUDA graphs) at the start; starts faster, decodes slower.",
+        description="On a GPU: record no decode steps (CUDA graphs) at the start; starts faster, decodes slower.",
     )
     connector: ConnectorSetting = Field(
         default=AUTO,
@@ -74,12 +74,12 @@ class NodeOptions(ProcessSettings):
     kv_staging_gib: float = Field(
         default=4.0,
         gt=0,
-        description="With KV on a card: most host memory (GiB) that a node moves blocks through; they wait there until "
+        description="With KV on a GPU: most host memory (GiB) that a node moves blocks through; they wait there until "
         "peers have fetched them.",
     )
     kv_device_transfer: Literal["auto", "direct", "staged"] = Field(
         default="auto",
-        description="With KV on a card: direct moves it from device to device (CUDA IPC on one host, UCX), staged "
+        description="With KV on a GPU: direct moves it from device to device (CUDA IPC on one host, UCX), staged "
         "through host memory (see kv_staging_gib); auto is direct if a self-test at the start shows that it works.",
     )
     fetch_timeout: float = Field(
@@ -91,18 +91,18 @@ class NodeOptions(ProcessSettings):
         default=0, description="Most tokens of prompt and output together; 0 takes the model's."
     )
     max_num_seqs: Count = Field(
-        default=0, description="Most sequences that a node runs at a time; 0 is 64 on a CPU, 256 on a card."
+        default=0, description="Most sequences that a node runs at a time; 0 is 64 on a CPU, 256 on a GPU."
     )
     max_num_batched_tokens: Count = Field(
         default=0,
         description="Most tokens that a node computes in one step; long prompts are cut into chunks of it. 0 is 512 on "
-        "a CPU, 2048 on a card.",
+        "a CPU, 2048 on a GPU.",
     )
     max_num_mixed_tokens: Count = Field(
         default=0,
         description="Most tokens computed in a step that also decodes: a smaller value makes decoding steadier while "
         "prompts are computed, and delays those prompts' first tokens. 0 is 128 on a CPU, max_num_batched_tokens on a "
-        "card.",
+        "GPU.",
     )
     stream_interval: float = Field(
         default=0.008,
@@ -133,13 +133,13 @@ class NodeSettings(NodeOptions):
     threads: Count = Field(default=0, description="CPU threads to compute with; 0 leaves the choice to torch.")
     gpu_memory_utilization: MemoryShare = Field(
         default=0.0,
-        description="When num_blocks is 0. On a card: share of its memory for this node, weights and all; 0 takes 0.9, "
+        description="When num_blocks is 0. On a GPU: share of its memory for this node, weights and all; 0 takes 0.9, "
         "divided by nodes_per_device. On a CPU: share of free RAM for KV; 0 takes 1 GiB, or what one sequence of "
         "max_model_len needs if that is more.",
     )
     nodes_per_device: NodesPerDevice = Field(
         default=1,
-        description="How many nodes share this one's card; divides the memory that it takes by default.",
+        description="How many nodes share this one's GPU; divides the memory that it takes by default.",
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),

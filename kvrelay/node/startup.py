@@ -1,75 +1,61 @@
-"""From settings to a node: an engine and a connector over one pool."""
+"""Makes a node from settings: an engine and a connector over one pool."""
 
 import logging
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
 
-from kv_connector.base import HostConnector
-from kv_connector.device.pool import DeviceConnector
-from kv_connector.registry import create_connector, create_direct, create_tiers
+from kv_connector.base import KVConnector
+from kv_connector.device.self_test import check_direct
+from kv_connector.registry import create_connector, create_direct, is_installed
 from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
-from kv_connector.tiered import TieredConnector
+from kv_connector.tiered import TieredConnector, create_tiers
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, planned_device, prepare_engine
 from kvrelay.node.block_copy import choose_copy
-from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
+from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working
 from kvrelay.node.device_transfer import choose_direct
 from kvrelay.node.node import Node, NodeIdentity
 from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.settings import NodeSettings
-from kvrelay.node.transfer_probe import check_direct
+from kvrelay.node.transfer_probe import TRANSFER_PROBE
 
 _logger = logging.getLogger(__name__)
 _SELF_TEST_TTL = 10  # seconds
-_LOOPBACK_DEVICE = "lo"  # a node that listens on loopback opens no port to the network
+_LOOPBACK_DEVICE = "lo"  # so that a node that listens on loopback opens no port to the network
 
 
 async def build_node(settings: NodeSettings, role: str) -> Node:
-    """Loads and joins everything; call on the node's loop before it serves, which it holds up. Raises ModelLoadError or
-    ConfigurationError.
-    """
+    """Loads the model and returns a node around it. Called on the node's loop, which it blocks, before the node serves.
+    Raises ModelLoadError or ConfigurationError."""
     prefill_rate = PrefillRate()
     transport = await _transport(settings, prefill_rate)
     try:
         return _join(settings, role, transport, prefill_rate)
     except BaseException:
-        await transport.tiers.close()  # what it has allocated may be a file
+        await transport.tiers.close()  # their memory may be a file
         raise
 
 
 @dataclass(frozen=True, slots=True)
-class HostTransport:
-    """Blocks move through host memory, which `tiers` make: the pool, or the staging of one on a device."""
+class Transport:
+    """How blocks leave the node and arrive: `tiers` move them, through host memory or from device to device, and
+    `make_pool` makes the pool that they serve. Whoever holds this closes `tiers` unless a node owns them."""
 
-    tiers: TieredConnector[HostConnector]
-
-    def make_pool(self, plan: PoolPlan, device: torch.device) -> NodePool:
-        return make_pool(self.tiers, plan, device)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTransport:
-    """Blocks move from device to device."""
-
-    tiers: TieredConnector[DeviceConnector]
-
-    def make_pool(self, plan: PoolPlan, device: torch.device) -> NodePool:
-        return make_direct_pool(self.tiers, plan, device)
+    tiers: KVConnector
+    make_pool: Callable[[PoolPlan, torch.device], NodePool]
 
 
-def _join(
-    settings: NodeSettings, role: str, transport: HostTransport | DeviceTransport, prefill_rate: PrefillRate
-) -> Node:
+def _join(settings: NodeSettings, role: str, transport: Transport, prefill_rate: PrefillRate) -> Node:
     prepared = _prepare_apart(_engine_options(settings))
     layout, size = prepared.layout, prepared.size
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
@@ -103,14 +89,14 @@ def _join(
         connector,
         fetch_timeout=settings.fetch_timeout,
         prefill_rate=prefill_rate,
-        engine_thread=partial(EngineThread, stream_interval=settings.stream_interval),
+        make_engine_thread=partial(EngineThread, stream_interval=settings.stream_interval),
     )
 
 
 def _prepare_apart(options: EngineOptions) -> PreparedEngine:
-    """On a thread that ends. Torch's OpenMP keeps helpers for every thread that has computed in parallel, and libgomp
-    counts them: with more threads than cores those of an engine whose products are torch's would sleep at each barrier
-    of a step in place of turning in a loop."""
+    """Prepares the engine on a thread that ends. Torch's OpenMP keeps helper threads for every thread that has computed
+    in parallel, and libgomp counts them: if there are more than cores, the helpers of an engine that multiplies with
+    torch sleep at each barrier of a step instead of spinning."""
     with ThreadPoolExecutor(1, thread_name_prefix="load") as loading:
         return loading.submit(prepare_engine, options).result()
 
@@ -127,15 +113,15 @@ def _engine_options(settings: NodeSettings) -> EngineOptions:
     return EngineOptions(**{field.name: getattr(settings, field.name) for field in fields(EngineOptions)})
 
 
-async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> HostTransport | DeviceTransport:
-    """What is set, or chosen, and moves bytes on this machine."""
+async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> Transport:
+    """Returns the transport over the connectors that are set, or chosen, and pass their self-test."""
     connector_settings = _connector_settings(settings)
 
     def choose(broken: Mapping[str, str]) -> ConnectorChoice:
         return choose_connectors(
             settings.connector,
             host=settings.ucx_host or settings.host,
-            ucx_installed=is_ucx_installed(),
+            ucx_installed=is_installed("ucx"),
             has_secret=bool(settings.cluster_secret.get_secret_value()),
             broken=broken,
         )
@@ -149,20 +135,22 @@ async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> HostT
     _logger.info("connector %s: %s", ",".join(choice.names), choice.reason)
     direct = await _direct(settings, choice.names, connector_settings)
     if direct:
-        return DeviceTransport(TieredConnector([create_direct(name, connector_settings) for name in direct]))
-    return HostTransport(create_tiers(choice.names, connector_settings, recompute_seconds=prefill_rate.seconds))
+        device_tiers = TieredConnector([create_direct(name, connector_settings) for name in direct])
+        return Transport(device_tiers, partial(make_direct_pool, device_tiers))
+    tiers = create_tiers(choice.names, connector_settings, recompute_seconds=prefill_rate.seconds)
+    return Transport(tiers, partial(make_pool, tiers))
 
 
 async def _direct(
     settings: NodeSettings, names: Sequence[str], connector_settings: ConnectorSettings
 ) -> tuple[str, ...]:
-    """The connectors that move KV from device to device; none for a node without a card, or one that stages."""
+    """Returns the connectors that move KV from device to device; none for a node without a GPU, or one that stages."""
     if settings.kv_device_transfer == "staged" or planned_device(_engine_options(settings)).type == "cpu":
         return ()
     from kvrelay.node.cuda_pool import cuda_scratch, problem_with_direct
 
     async def check(name: str) -> SelfTestReport:
-        return await check_direct(name, connector_settings, cuda_scratch)
+        return await check_direct(name, connector_settings, cuda_scratch, probe=TRANSFER_PROBE)
 
     return await choose_direct(settings.kv_device_transfer, names, check, problem=problem_with_direct())
 
@@ -175,6 +163,7 @@ def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
             host=ucx_host,
             net_devices=settings.ucx_net_devices or (_LOOPBACK_DEVICE if ucx_host.startswith("127.") else ""),
         ),
-        shared_memory=SharedMemorySettings(settings.shared_memory_dir or None, choose_copy()),
+        shared_memory=SharedMemorySettings(settings.shared_memory_dir or None),
         redis=RedisSettings(url=settings.redis_url.get_secret_value(), ttl_seconds=settings.redis_ttl),
+        copy=choose_copy(),
     )

@@ -1,8 +1,8 @@
-"""Notices that the engine's thread hangs, whether or not there is traffic.
+"""Notices that the engine's thread hangs, with or without traffic.
 
 An idle engine also makes a turn about once a second, so one that makes none is stuck in a step or in a message.
 Invariant: time is counted in checks by our own loop, so that a process that was stopped as a whole does not count as
-hung.
+hanging.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ _LONGEST_INTERVAL_SECONDS = 1.0
 
 
 class EngineHungError(Exception):
-    """The engine makes no step any more, and nothing but a restart will help."""
+    """The engine makes no step any more; only a restart helps."""
 
 
 class Watchdog:
-    """`num_turns` grows as long as the engine's thread turns; `on_hang` is called once, on the loop, when it has not
-    for `timeout` seconds."""
+    """A task that checks that `num_turns`, the number of turns of the engine's thread, grows. `on_hang` is called once,
+    on the loop, when it has not grown for `timeout` seconds."""
 
     def __init__(
         self, num_turns: Callable[[], int], on_hang: Callable[[BaseException], None], *, timeout: float
@@ -33,21 +33,21 @@ class Watchdog:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._look_forever(), name="engine-watchdog")
+        self._task = asyncio.get_running_loop().create_task(self._check_forever(), name="engine-watchdog")
 
     async def close(self) -> None:
         await end_tasks(self._task)
 
-    def look(self) -> bool:
-        """One interval after the last look. False when the engine hangs."""
+    def check(self) -> bool:
+        """Checks once, one interval after the last time; returns whether the engine still works."""
         seen = self._num_turns()
         self._still_seconds = self._still_seconds + self._interval if seen == self._seen else 0.0
         self._seen = seen
         return self._still_seconds < self._timeout
 
-    async def _look_forever(self) -> None:
+    async def _check_forever(self) -> None:
         while True:
-            if not self.look():
+            if not self.check():
                 break
             await asyncio.sleep(self._interval)
         self._on_hang(

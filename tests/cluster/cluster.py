@@ -81,7 +81,7 @@ class Cluster:
     def hold(self, node_id: str) -> threading.Event:
         """Holds up the node's engine before its next step, until the returned event is set."""
         gate = threading.Event()
-        self.node(node_id).engine.post(lambda engine: _wait(gate))
+        self.node(node_id).engine_thread.post(lambda engine: _wait(gate))
         return gate
 
     async def wait_admitted(self, node_id: str) -> None:

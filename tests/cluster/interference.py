@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, KVConnector
+from kv_connector.base import FetchOutcome, FetchResult, KVConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.node.node import Node
 
 
@@ -23,12 +25,12 @@ class Interference:
         self._corrupt = corrupt
         self._store = store
         self.has_store = store is not None
-        node.connector = self._publisher_of(node)
+        node.connector = self._installed_in(node)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connector, name)
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         await self.open.wait()
         await self._connector.publish(blocks)
         for block in blocks:
@@ -39,7 +41,7 @@ class Interference:
                 row[7] ^= 1
         self.published += len(blocks)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         if source is not None or self._store is None:
             result: FetchResult = await self._connector.fetch(source, blocks, timeout=timeout)
             return result
@@ -54,10 +56,11 @@ class Interference:
             while self.published < num_blocks:
                 await asyncio.sleep(0.002)
 
-    def _row(self, block: Block) -> Any:
+    def _row(self, block: NamedBlock) -> Any:
         return self._connector.tiers[0]._require().pool.rows[block.block_id]
 
-    def _publisher_of(self, node: Node) -> KVConnector:
+    def _installed_in(self, node: Node) -> KVConnector:
         connector: Any = self
         node._publisher._connector = connector
+        node._reception = replace(node._reception, connector=connector)
         return connector  # type: ignore[no-any-return]

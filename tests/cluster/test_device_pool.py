@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kv_connector.base import HostConnector
+from kv_connector.device.base import DeviceConnector
 from kv_connector.device.memory import BlockCopy
-from kv_connector.device.pool import DeviceConnector
 from kv_connector.device.staged import StagedConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError

@@ -51,7 +51,7 @@ async def stored(node: Node) -> None:
 async def forget(running: Cluster, node_id: str) -> None:
     """Empties the node's prefix cache."""
     await running.wait_idle()
-    await running.node(node_id).engine.call(lambda engine: engine.pool.drop_all_cached())
+    await running.node(node_id).engine_thread.call(lambda engine: engine.pool.drop_all_cached())
 
 
 @pytest.mark.parametrize("connector", ["redis", "shared_memory,redis"])

@@ -19,7 +19,7 @@ from kvrelay.node.process import main
 class HangingService(DecodeService):
     def start(self):
         super().start()
-        self._node.engine.post(lambda engine: threading.Event().wait())
+        self._node.engine_thread.post(lambda engine: threading.Event().wait())
 
 sys.exit(main("decode", HangingService, sys.argv[1:]))
 """

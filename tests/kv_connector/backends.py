@@ -1,4 +1,5 @@
-"""One harness per backend: how the contract suite makes nodes and damages blocks, and what the backend promises."""
+"""One harness per backend, with which the contract suite makes nodes and damages blocks; it says what the backend
+promises."""
 
 import hashlib
 from dataclasses import replace
@@ -7,9 +8,10 @@ from typing import Protocol
 import numpy as np
 import redis
 
-from kv_connector.base import Block, HostConnector, KVConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer
+from kv_connector.device.base import DeviceConnector
 from kv_connector.device.cuda_ipc import CudaIpcConnector
-from kv_connector.device.pool import DeviceConnector, DevicePool
+from kv_connector.device.pool import DevicePool
 from kv_connector.device.staged import StagedConnector, staging_blocks
 from kv_connector.header import HEADER_BYTES
 from kv_connector.in_process import InProcessConnector, InProcessHub
@@ -22,6 +24,7 @@ from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.direct_device import DirectDevice
 from tests.kv_connector.slow_device import SlowDevice
@@ -43,19 +46,19 @@ class Node:
 
     @property
     def first_stats(self) -> ConnectorStats:
-        """Of the only backend, or of the first tier."""
+        """The counters of the only backend, or of the first tier."""
         return next(iter(self.connector.all_stats().values()))
 
     def row(self, block_id: int) -> memoryview:
         size = self.pool.layout.block_bytes
         return self.pool.memory[block_id * size : (block_id + 1) * size]
 
-    def fill(self, block: Block) -> None:
+    def fill(self, block: NamedBlock) -> None:
         self.row(block.block_id)[:] = content(block.block_hash, self.pool.layout.block_bytes)
 
 
 class DeviceNode(Node):
-    """One whose pool is on a device: `pool` is what only the test can see of it. `staging_bytes`: of host memory."""
+    """A node whose pool is on a device, staged in `staging_bytes` of host memory. Only the test sees `pool`."""
 
     def __init__(
         self,
@@ -77,14 +80,13 @@ class DeviceNode(Node):
         self.source = KVSource(node_id, epoch, connector.endpoint)
 
     def staged_row(self, block_id: int) -> memoryview:
-        slot = self.staged._copies.slot_of(block_id)
-        assert slot is not None
+        slot = self.staged._copies._copies[block_id].slot
         size = self.staging.layout.block_bytes
         return self.staging.memory[slot * size : (slot + 1) * size]
 
 
 class DirectNode(Node):
-    """One whose pool is on a device that its connector reaches: `pool` is what only the test can see of it."""
+    """A node whose pool is on a device that its connector reaches directly. Only the test sees `pool`."""
 
     def __init__(self, connector: DeviceConnector, node_id: str, num_blocks: int, layout: KVLayout, epoch: int) -> None:
         self.device = DirectDevice(num_blocks, layout.block_bytes)
@@ -106,7 +108,7 @@ class Harness(Protocol):
 
     def connector(self) -> HostConnector: ...
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         """Flips one payload byte of a published block where it is stored."""
         ...
 
@@ -117,9 +119,9 @@ class SharedMemoryHarness:
     has_store = False
 
     def connector(self) -> HostConnector:
-        return SharedMemoryConnector(SharedMemorySettings(copy=choose_copy()))
+        return SharedMemoryConnector(SharedMemorySettings(), copy=choose_copy())
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         owner.row(block.block_id)[-1] ^= 1
 
 
@@ -134,7 +136,7 @@ class InProcessHarness:
     def connector(self) -> HostConnector:
         return InProcessConnector(self.hub)
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         owner.row(block.block_id)[-1] ^= 1
 
 
@@ -146,7 +148,7 @@ class UcxHarness:
     def connector(self) -> HostConnector:
         return UcxConnector(UcxSettings(CLUSTER_SECRET))
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         owner.row(block.block_id)[-1] ^= 1
 
 
@@ -161,10 +163,10 @@ class RedisHarness:
     def connector(self) -> HostConnector:
         return RedisConnector(self.settings)
 
-    def key(self, block: Block) -> str:
+    def key(self, block: NamedBlock) -> str:
         return f"{self.settings.key_prefix}:{block.block_hash.hex()}"
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         with redis.Redis.from_url(self.settings.url) as client:
             value = client.get(self.key(block))
             assert isinstance(value, bytes) and len(value) == HEADER_BYTES + owner.pool.layout.block_bytes
@@ -172,7 +174,7 @@ class RedisHarness:
 
 
 class TieredHarness:
-    """Damage is done in every tier: what a healthy second one makes of it is tested in `test_tiered.py`."""
+    """A backend with a store behind it. Damages blocks in every tier; `test_tiered.py` tests a healthy second one."""
 
     outlives_owner = False
     has_source = True
@@ -185,7 +187,7 @@ class TieredHarness:
     def connector(self) -> HostConnector:
         return TieredConnector([self.first.connector(), self.store.connector()])
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         self.store.damage(owner, block)
         self.first.damage(owner, block)
 
@@ -208,7 +210,7 @@ class DirectHarness:
             )
         return made[0] if len(made) == 1 else TieredConnector(made)
 
-    def damage(self, owner: Node, block: Block) -> None:
+    def damage(self, owner: Node, block: NamedBlock) -> None:
         owner.row(block.block_id)[-1] ^= 1
 
 
@@ -224,8 +226,8 @@ class DeviceHarness:
     def connector(self) -> HostConnector:
         return self.inner.connector()
 
-    def damage(self, owner: Node, block: Block) -> None:
-        """In the copy that peers are given."""
+    def damage(self, owner: Node, block: NamedBlock) -> None:
+        """Damages the copy that peers are given."""
         assert isinstance(owner, DeviceNode)
         if self.has_store:
             self.inner.damage(owner, block)
@@ -234,19 +236,24 @@ class DeviceHarness:
 
 
 def content(name: BlockHash, size: int) -> bytes:
-    """The payload that belongs to a name: whatever is fetched under it must be this."""
+    """Returns the payload that belongs to a name; whatever is fetched under it must be this."""
     seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little")
     return np.random.default_rng(seed).bytes(size)
 
 
-def blocks(count: int, *, tag: str = "", first_id: int = 0, tail: int = 16) -> list[Block]:
-    """Named blocks with consecutive ids; the last one has `tail` tokens."""
+def num_leading_fetched(result: FetchResult) -> int:
+    """Returns how many of the first blocks arrived."""
+    return next((i for i, one in enumerate(result.outcomes) if one is not FetchOutcome.FETCHED), len(result.outcomes))
+
+
+def blocks(count: int, *, tag: str = "", first_id: int = 0, tail: int = 16) -> list[NamedBlock]:
+    """Returns named blocks with consecutive ids; the last one has `tail` tokens."""
     names = [BlockHash(hashlib.sha256(f"{tag}/{index}".encode()).digest()) for index in range(count)]
-    return [Block(first_id + i, name, tail if i == count - 1 else 16) for i, name in enumerate(names)]
+    return [NamedBlock(first_id + i, name, tail if i == count - 1 else 16) for i, name in enumerate(names)]
 
 
-async def write_and_publish(node: Node, chosen: list[Block]) -> None:
-    """Returns when every tier has them."""
+async def write_and_publish(node: Node, chosen: list[NamedBlock]) -> None:
+    """Publishes blocks with their content; returns when every tier has them."""
     for block in chosen:
         node.fill(block)
     await node.connector.publish(chosen)
@@ -261,6 +268,6 @@ async def settled(connector: KVConnector) -> None:
             await tier.settled()
 
 
-def moved(chosen: list[Block], first_id: int) -> list[Block]:
-    """The same names at other block ids."""
-    return [Block(first_id + index, block.block_hash, block.num_tokens) for index, block in enumerate(chosen)]
+def moved(chosen: list[NamedBlock], first_id: int) -> list[NamedBlock]:
+    """Returns the same names at other block ids."""
+    return [NamedBlock(first_id + index, block.block_hash, block.num_tokens) for index, block in enumerate(chosen)]

@@ -1,7 +1,6 @@
-"""A device without a card that transports reach directly: memory of the host that other processes can map by a handle.
+"""A substitute for a GPU that transports reach directly: host memory that other processes can map by a handle.
 
-What needs a card (streams, CUDA's handles, kernels) is not in it; who may touch the memory when, and from which
-thread, is.
+It has no streams, no CUDA handles and no kernels, but it checks who touches the memory when, and from which thread.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from tests.kv_connector.slow_device import SlowDevice
 
 
 class Exposed:
-    """A row as UCX is shown device memory. UCX finds out by itself that it is the host's."""
+    """A row with the interface of device memory. UCX detects by itself that it is host memory."""
 
     def __init__(self, row: Rows) -> None:
         self.row = row

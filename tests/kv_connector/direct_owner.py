@@ -1,4 +1,4 @@
-"""A process that holds blocks in device memory: says its endpoint on stdout, and waits for its stdin to end."""
+"""A process that holds blocks in device memory: prints its endpoint and waits for the end of its standard input."""
 
 import asyncio
 import sys

@@ -1,10 +1,10 @@
-"""The other process of the self-test over device memory, with a device that is none. Argument: how it misbehaves."""
+"""The other process of the self-test over device memory, with a substitute for the device. Argument: how it fails."""
 
 import asyncio
 import sys
 
+from kv_connector.device.self_test import hold
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.node.transfer_probe import hold
 from tests.kv_connector.direct_device import DirectDevice
 
 

@@ -1,4 +1,5 @@
-"""A process that owns a shared-memory pool: publishes blocks, says so on stdout, and waits for its stdin to end."""
+"""A process that owns a shared-memory pool: publishes blocks, prints that it has, and waits for the end of its
+standard input."""
 
 import asyncio
 import sys

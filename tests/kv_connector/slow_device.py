@@ -1,4 +1,4 @@
-"""A device without a card: memory that connectors can only reach by copies, which take effect late and in order."""
+"""A substitute for a GPU: memory that connectors only reach by copies, which take effect late and in order."""
 
 import asyncio
 import threading
@@ -10,9 +10,9 @@ from kvrelay.core.errors import KVError
 
 
 class SlowDevice:
-    """Implements DeviceMemory. `memory` is for tests to look at. A copy first spoils where it leads to: whoever reads
-    before it has ended finds garbage. While `gate` is closed no copy ends. `broken`: every copy fails. `starting`: the
-    node does not serve yet, and copies may hold up its loop."""
+    """Implements DeviceMemory; tests read `memory`. A copy first overwrites its destination with garbage, for whoever
+    reads before it has ended. While `gate` is closed no copy ends. `broken`: every copy fails. `starting`: the node
+    does not serve yet, and copies may block its loop."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks

@@ -1,4 +1,4 @@
-"""Blocks that wait to be stored: in order, once, by one task; and a fault of ours is not kept quiet."""
+"""Blocks that wait are stored in order, once, by one task; an unforeseen error is not swallowed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from tests.kv_connector.backends import blocks
 
 
 class Store:
-    """Notes what it is given; waits until it is let go."""
+    """A `store` that records its batches and returns when `gate` is open."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -35,7 +35,7 @@ async def begun(store: Store, count: int) -> None:
             await asyncio.sleep(0)
 
 
-async def test_what_comes_meanwhile_waits_and_the_newest_content_counts() -> None:
+async def test_blocks_added_meanwhile_wait_and_are_stored_with_their_newest_content() -> None:
     store = Store()
     backlog = Backlog(store)
     backlog.add(claims([1, 2]))
@@ -51,7 +51,7 @@ async def test_what_comes_meanwhile_waits_and_the_newest_content_counts() -> Non
     await backlog.close()
 
 
-async def test_many_are_offered_in_parts() -> None:
+async def test_many_blocks_are_stored_in_batches() -> None:
     store = Store()
     store.gate.set()
     backlog = Backlog(store)
@@ -62,7 +62,7 @@ async def test_many_are_offered_in_parts() -> None:
     await backlog.close()
 
 
-async def test_closing_gives_up_what_waits() -> None:
+async def test_closing_drops_the_blocks_that_wait() -> None:
     store = Store()
     backlog = Backlog(store)
     backlog.add(claims([1]))
@@ -72,7 +72,7 @@ async def test_closing_gives_up_what_waits() -> None:
     assert store.batches == [[1]] and asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_fault_of_ours_comes_out_at_the_next_publication() -> None:
+async def test_an_unforeseen_error_is_raised_by_the_next_add() -> None:
     store = Store()
     store.error = RuntimeError("a fault of ours")
     store.gate.set()

@@ -1,4 +1,4 @@
-"""What every backend promises, held against every backend."""
+"""The promises of the connector seam, tested with every backend."""
 
 import asyncio
 import threading
@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.header import Mismatch
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import (
     EPOCH,
     LAYOUT,
@@ -30,6 +31,7 @@ from tests.kv_connector.backends import (
     blocks,
     content,
     moved,
+    num_leading_fetched,
     write_and_publish,
 )
 from tests.redis_server import RedisServer
@@ -94,14 +96,14 @@ async def node(harness: Harness | DirectHarness) -> AsyncIterator[MakeNode]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
-async def test_fetches_what_was_published(node: MakeNode) -> None:
+async def test_published_blocks_arrive_with_their_bytes(node: MakeNode) -> None:
     owner, peer = node("owner"), node("peer")
     assert not any(peer.pool.memory)
     sent = blocks(40, tail=5)
     await write_and_publish(owner, sent)
     wanted = moved(sent, 3)
     result = await peer.connector.fetch(owner.source, wanted, timeout=10)
-    assert set(result.outcomes) == {FETCHED} and result.num_leading_fetched == 40
+    assert set(result.outcomes) == {FETCHED} and num_leading_fetched(result) == 40
     for block in wanted:
         assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
     assert not any(peer.row(2)) and not any(peer.row(43))
@@ -112,25 +114,27 @@ async def test_fetches_what_was_published(node: MakeNode) -> None:
     assert peer.first_stats.bytes_fetched == owner.first_stats.bytes_published == 40 * LAYOUT.block_bytes
 
 
-async def test_fetches_from_itself_and_nothing_from_nowhere(node: MakeNode, harness: Harness | DirectHarness) -> None:
+async def test_a_node_fetches_from_itself_and_without_a_source_only_from_a_store(
+    node: MakeNode, harness: Harness | DirectHarness
+) -> None:
     owner = node("owner")
     sent = blocks(3)
     await write_and_publish(owner, sent)
     wanted = moved(sent, 10)
-    assert (await owner.connector.fetch(owner.source, wanted, timeout=10)).num_leading_fetched == 3
+    assert num_leading_fetched(await owner.connector.fetch(owner.source, wanted, timeout=10)) == 3
     assert owner.row(12) == owner.row(2)
     expected = FETCHED if harness.has_store else MISSING
     assert set((await owner.connector.fetch(None, wanted, timeout=10)).outcomes) == {expected}
     assert (await owner.connector.fetch(owner.source, [], timeout=10)).outcomes == ()
 
 
-async def test_missing_blocks_leave_a_gap(node: MakeNode) -> None:
+async def test_a_missing_block_does_not_keep_those_behind_it_away(node: MakeNode) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(4)
     await write_and_publish(owner, [sent[0], sent[1], sent[3]])
     result = await peer.connector.fetch(owner.source, sent, timeout=10)
     assert result.outcomes == (FETCHED, FETCHED, MISSING, FETCHED)
-    assert result.num_leading_fetched == 2 and peer.first_stats.missing == 1
+    assert num_leading_fetched(result) == 2 and peer.first_stats.missing == 1
 
 
 async def test_publishing_a_name_again_is_allowed(node: MakeNode) -> None:
@@ -153,7 +157,9 @@ async def test_retracted_blocks_are_missing(node: MakeNode, harness: Harness | D
     assert result.outcomes == (FETCHED, FETCHED if harness.outlives_owner else MISSING, FETCHED)
 
 
-async def test_after_the_owner_closed(node: MakeNode, harness: Harness | DirectHarness) -> None:
+async def test_blocks_of_a_closed_owner_come_only_from_a_store(
+    node: MakeNode, harness: Harness | DirectHarness
+) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(2)
     await write_and_publish(owner, sent)
@@ -182,7 +188,7 @@ async def test_another_number_of_tokens_is_refused(node: MakeNode) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(1, tail=5)
     await write_and_publish(owner, sent)
-    wanted = [Block(0, sent[0].block_hash, 6)]
+    wanted = [NamedBlock(0, sent[0].block_hash, 6)]
     assert (await peer.connector.fetch(owner.source, wanted, timeout=10)).outcomes == (REFUSED,)
     assert peer.first_stats.refused[Mismatch.TOKENS] == 1
 
@@ -212,7 +218,7 @@ async def test_a_damaged_payload_is_refused(node: MakeNode, harness: Harness | D
     assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
 
 
-async def test_no_time_left_is_a_failure(node: MakeNode) -> None:
+async def test_without_time_left_every_block_fails(node: MakeNode) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(2)
     await write_and_publish(owner, sent)
@@ -220,7 +226,7 @@ async def test_no_time_left_is_a_failure(node: MakeNode) -> None:
     assert peer.first_stats.failed == 2
 
 
-async def test_a_cancelled_fetch_leaves_memory_quiet(node: MakeNode) -> None:
+async def test_after_a_cancelled_fetch_nothing_is_written(node: MakeNode) -> None:
     owner, peer = node("owner", 512), node("peer", 512)
     sent = blocks(512)
     await write_and_publish(owner, sent)
@@ -231,25 +237,25 @@ async def test_a_cancelled_fetch_leaves_memory_quiet(node: MakeNode) -> None:
         task.cancel()
         await asyncio.wait([task])
         peer.pool.memory[:] = bytes(len(peer.pool.memory))
-        await peer.connector.publish([Block(0, blocks(1, tag="other")[0].block_hash, 16)])  # behind any straggler
+        await peer.connector.publish([NamedBlock(0, blocks(1, tag="other")[0].block_hash, 16)])  # behind any straggler
         assert not any(peer.pool.memory[:: LAYOUT.block_bytes])
     assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
 
 
-async def test_a_storm_never_yields_wrong_content(node: MakeNode) -> None:
-    """An engine keeps replacing blocks while a peer fetches them: whatever is FETCHED is what its name says."""
+async def test_blocks_that_keep_changing_are_never_fetched_with_wrong_content(node: MakeNode) -> None:
+    """An engine keeps replacing blocks while a peer fetches them: whatever is FETCHED belongs to its name."""
     owner, peer = node("owner", 4), node("peer", 4)
     current = blocks(4, tag="0")
     await write_and_publish(owner, current)
 
-    def overwrite(block: Block) -> None:
+    def overwrite(block: NamedBlock) -> None:
         owner.connector.retract([block.block_id])
         owner.fill(block)
 
     async def engine() -> None:
         for step in range(1, 60):
             block_id = step % 4
-            block = Block(block_id, blocks(4, tag=str(step))[block_id].block_hash, 16)
+            block = NamedBlock(block_id, blocks(4, tag=str(step))[block_id].block_hash, 16)
             await asyncio.to_thread(overwrite, block)
             current[block_id] = block
             await owner.connector.publish([block])

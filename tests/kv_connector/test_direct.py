@@ -122,7 +122,7 @@ async def test_a_device_that_fails_publishes_nothing_and_fetches_nothing(names: 
 
 
 @pytest.mark.parametrize("names", ["cuda_ipc", "cuda_ipc,ucx"])
-async def test_a_pool_that_can_not_be_mapped_is_asked_for_otherwise(names: str, pair: Pair) -> None:
+async def test_a_pool_that_can_not_be_mapped_is_fetched_from_over_ucx_or_not_at_all(names: str, pair: Pair) -> None:
     pair.peer.device.unmappable = True
     assert set(await pair.fetch()) == {FETCHED if "ucx" in names else FAILED}
     assert pair.peer.device.num_copied == 0
@@ -171,7 +171,7 @@ async def test_a_holder_that_stops_leaves_the_device_quiet() -> None:
     await peer.close()
 
 
-async def test_over_ucx_a_device_and_a_host_understand_each_other() -> None:
+async def test_over_ucx_a_device_and_a_host_exchange_blocks() -> None:
     device = direct("ucx", "device")
     host = Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), "host", 16, LAYOUT, EPOCH)
     for owner, peer in ((device, host), (host, device)):
@@ -197,7 +197,7 @@ async def test_pools_on_the_host_and_on_a_device_are_not_taken_for_each_other(tm
     await device.close()
 
 
-async def test_handles_are_bounded_and_may_be_wrong(tmp_path: Path) -> None:
+async def test_a_wrong_handle_fails_the_fetch(tmp_path: Path) -> None:
     good = OwnedSegment(tmp_path, "good", EPOCH, LAYOUT, 8, device_handle=b"no such thing")
     peer = DirectNode(CudaIpcConnector(SharedMemorySettings(str(tmp_path))), "peer", 8, LAYOUT, EPOCH)
     source = KVSource("good", EPOCH, good.path.name)
@@ -215,13 +215,13 @@ async def test_handles_are_bounded_and_may_be_wrong(tmp_path: Path) -> None:
     await peer.close()
 
 
-class OnCard(DirectDevice):
+class OnGpu(DirectDevice):
     kind = "cuda"
 
 
-async def test_ucx_without_cuda_is_not_given_device_memory() -> None:
-    """It would take the addresses for the host's."""
-    pool = DevicePool(OnCard(4, LAYOUT.block_bytes), LAYOUT)
+async def test_ucx_without_cuda_refuses_device_memory() -> None:
+    """It would use the addresses as if they were the host's."""
+    pool = DevicePool(OnGpu(4, LAYOUT.block_bytes), LAYOUT)
     connector = UcxConnector(UcxSettings(CLUSTER_SECRET))
     with pytest.raises(ConfigurationError, match="does not move cuda memory"):
         connector.serve(pool, node_id="node", epoch=EPOCH)
@@ -229,12 +229,12 @@ async def test_ucx_without_cuda_is_not_given_device_memory() -> None:
     pool.stop()
 
 
-async def test_a_directory_that_is_none(tmp_path: Path) -> None:
+async def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is not a directory"):
         DirectNode(CudaIpcConnector(SharedMemorySettings(f"{tmp_path}/absent")), "node", 4, LAYOUT, EPOCH)
 
 
-def test_cuda_without_a_card_is_an_error_and_not_a_crash() -> None:
+def test_cuda_without_a_gpu_is_an_error_and_not_a_crash() -> None:
     for call in (
         lambda: cuda_handles.select_device(0),
         lambda: cuda_handles.allocation_at(1 << 40),

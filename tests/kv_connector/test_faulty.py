@@ -1,4 +1,4 @@
-"""The connector that goes wrong on purpose: what each fault does, and that damage never arrives as a block."""
+"""The connector that goes wrong on purpose: what each fault does, and that no damaged block counts as fetched."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,13 +11,13 @@ from kv_connector.faulty import CallPlan, ConnectorFault, DamagingCopy, FaultyCo
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import KVError
-from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
+from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, num_leading_fetched, write_and_publish
 
 _TIMEOUT = 5.0
 
 
 class Planned:
-    """Goes wrong as `fault` says, until it is set to None."""
+    """Faults that are all `fault`; None is no fault."""
 
     def __init__(self, fault: ConnectorFault | None = None) -> None:
         self.fault = fault
@@ -28,7 +28,7 @@ class Planned:
 
 @asynccontextmanager
 async def pair(faults: Planned, *, damage: float = 0.0) -> AsyncIterator[tuple[Node, Node]]:
-    """An owner of good faith, and a peer whose calls go wrong."""
+    """An owner without faults, and a peer whose calls go wrong."""
     hub = InProcessHub()
     copy = DamagingCopy(Random(1), probability=damage)
     owner = Node(InProcessConnector(hub), "owner", 16, LAYOUT, EPOCH)
@@ -40,12 +40,12 @@ async def pair(faults: Planned, *, damage: float = 0.0) -> AsyncIterator[tuple[N
         await owner.connector.close()
 
 
-async def test_without_a_fault_it_is_the_wrapped_one() -> None:
+async def test_without_a_fault_calls_behave_as_those_of_the_wrapped_connector() -> None:
     async with pair(Planned()) as (owner, peer):
         wanted = blocks(4)
         await write_and_publish(owner, wanted)
         result = await peer.connector.fetch(owner.source, wanted, timeout=_TIMEOUT)
-        assert result.num_leading_fetched == 4
+        assert num_leading_fetched(result) == 4
         assert all(peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes) for block in wanted)
 
 
@@ -70,7 +70,7 @@ async def test_a_fetch_that_stalls_ends_at_its_deadline() -> None:
         assert result.outcomes == (FetchOutcome.FAILED,) * 2
 
 
-async def test_garbage_is_refused() -> None:
+async def test_damaged_blocks_are_reported_as_refused() -> None:
     async with pair(Planned(ConnectorFault.DAMAGE)) as (owner, peer):
         wanted = blocks(4)
         await write_and_publish(owner, wanted)

@@ -12,7 +12,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def flags_of_mapping(address: int) -> set[str]:
-    """What the kernel says of the mapping that `address` is in; empty where it says nothing."""
+    """Returns the kernel's flags of the mapping that contains `address`; "" where it has none."""
     if sys.platform != "linux":
         return set()
     inside = False

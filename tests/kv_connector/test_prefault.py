@@ -13,7 +13,7 @@ _SIZE = 40 << 20
 
 
 def resident_bytes(path: str) -> int:
-    """Of the mapping of `path` in this process."""
+    """Returns how many bytes of this process's mapping of `path` are in memory."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     [start] = [number for number, line in enumerate(lines) if path in line]
     [resident] = [line for line in lines[start : start + 8] if line.startswith("Rss:")]

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from kv_connector.base import Block, FetchOutcome, HostConnector
+from kv_connector.base import FetchOutcome, HostConnector
 from kv_connector.header import HEADER_BYTES, Mismatch
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import RedisSettings, SharedMemorySettings
 from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import KVError
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, settled, write_and_publish
 from tests.manual_clock import ManualClock
 from tests.redis_server import RedisServer
@@ -30,9 +31,8 @@ PREFIX = "kvrelay"
 
 
 class Setup:
-    """A Redis of its own, a node that stores there and nowhere else, and one that does so behind shared memory.
-
-    The breakers' clock stands still unless told."""
+    """A Redis of its own, a node that stores only there, and one with Redis behind shared memory. The breakers' clock
+    only moves when a test moves it."""
 
     def __init__(self, directory: Path, server: RedisServer) -> None:
         self.directory = directory
@@ -49,7 +49,7 @@ class Setup:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.server.pid, number)
 
-    async def fetch(self, wanted: list[Block], timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
+    async def fetch(self, wanted: list[NamedBlock], timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
         outcomes = (await self.node.connector.fetch(None, wanted, timeout=timeout)).outcomes
         for block, outcome in zip(wanted, outcomes, strict=True):
             if outcome is FETCHED:
@@ -87,7 +87,7 @@ async def open_breaker(setup: Setup) -> None:
         assert set(await setup.fetch(blocks(2))) == {FAILED}
 
 
-async def test_gone_and_back(setup: Setup) -> None:
+async def test_a_redis_that_dies_is_not_asked_until_it_is_back(setup: Setup) -> None:
     sent = blocks(3)
     await write_and_publish(setup.node, sent)
     port = setup.server.port
@@ -116,7 +116,7 @@ async def test_behind_another_tier_a_dead_redis_fails_and_delays_nothing(setup: 
     await reader.connector.close()
 
 
-async def test_stopped_costs_no_more_than_the_deadline_and_then_nothing(setup: Setup) -> None:
+async def test_a_stopped_redis_costs_at_most_the_deadline_and_then_nothing(setup: Setup) -> None:
     sent = blocks(3)
     await write_and_publish(setup.node, sent)
     setup.signal(signal.SIGSTOP)
@@ -134,7 +134,7 @@ async def test_stopped_costs_no_more_than_the_deadline_and_then_nothing(setup: S
 
 
 async def test_publishing_behind_another_tier_does_not_wait_for_a_stopped_redis(setup: Setup) -> None:
-    """And what is retracted before Redis had its turn never gets there."""
+    """Blocks that are retracted before Redis gets them are never stored."""
     setup.signal(signal.SIGSTOP)
     sent = blocks(8)
     for block in sent:
@@ -159,8 +159,8 @@ async def test_a_fetch_with_hardly_any_time_does_not_open_the_breaker(setup: Set
     assert setup.store.stats.skipped == 0
 
 
-async def test_full(setup: Setup) -> None:
-    """What it holds is still served; it is not sent block after block that it will not take."""
+async def test_a_full_redis_still_serves_but_gets_no_more_blocks(setup: Setup) -> None:
+    """After it has refused a block it gets no others for a while, instead of one refusal for each."""
     sent = blocks(2)
     await write_and_publish(setup.node, sent)
     with setup.client() as client:
@@ -179,7 +179,7 @@ async def test_full(setup: Setup) -> None:
     assert set(await setup.fetch(blocks(2, tag="even more"))) == {FETCHED}
 
 
-async def test_evicting(setup: Setup) -> None:
+async def test_blocks_that_redis_evicts_are_missing(setup: Setup) -> None:
     with setup.client() as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
         used = int(client.info("memory")["used_memory"])
@@ -190,7 +190,7 @@ async def test_evicting(setup: Setup) -> None:
     assert set(outcomes) == {FETCHED, MISSING} and setup.store.stats.missing == outcomes.count(MISSING)
 
 
-async def test_flushed_in_the_middle(setup: Setup) -> None:
+async def test_a_flush_during_a_fetch_makes_blocks_missing(setup: Setup) -> None:
     sent = blocks(60)
     await write_and_publish(setup.node, sent)
     fetch = asyncio.create_task(setup.fetch(sent))
@@ -205,7 +205,7 @@ async def test_flushed_in_the_middle(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "short", "long", "another block", "no header", "not a string"])
-async def test_lies_are_refused_and_cleared_away(setup: Setup, how: str) -> None:
+async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> None:
     sent = blocks(2)
     await write_and_publish(setup.node, sent)
     key, other = (f"{PREFIX}:{block.block_hash.hex()}" for block in sent)

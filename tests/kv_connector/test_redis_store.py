@@ -39,7 +39,7 @@ async def test_values_expire_and_publishing_again_renews(redis_server: RedisServ
 
 
 @pytest.mark.parametrize("value", [b"", b"garbage", bytes(96), bytes(96 + LAYOUT.block_bytes)])
-async def test_garbage_is_refused(redis_server: RedisServer, value: bytes) -> None:
+async def test_a_value_that_is_no_block_is_refused(redis_server: RedisServer, value: bytes) -> None:
     harness = RedisHarness(redis_server.url, "garbage")
     peer = node(harness.settings)
     (block,) = blocks(1)
@@ -49,10 +49,10 @@ async def test_garbage_is_refused(redis_server: RedisServer, value: bytes) -> No
     await peer.connector.close()
 
 
-async def test_clearing_garbage_away_ends_with_the_fetch(
+async def test_deleting_a_bad_value_does_not_outlast_the_fetch(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fetch ends at its deadline, also when Redis falls silent after it has answered."""
+    """A fetch ends at its deadline even if Redis stops answering after it has sent the value."""
     harness = RedisHarness(redis_server.url, "silent")
     connector = RedisConnector(replace(harness.settings, operation_timeout_seconds=60.0))
     peer = Node(connector, "node", 16, LAYOUT, 1)
@@ -69,7 +69,7 @@ async def test_clearing_garbage_away_ends_with_the_fetch(
     await peer.connector.close()
 
 
-async def test_a_server_that_is_gone(tmp_path: Path) -> None:
+async def test_a_server_that_is_gone_fails_every_block(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     owner = node(RedisSettings(url=server.url))
     await write_and_publish(owner, blocks(2))
@@ -94,8 +94,8 @@ async def test_a_server_that_never_answers_costs_no_more_than_the_deadline() -> 
         await peer.connector.close()
 
 
-async def test_no_cancellation_is_lost(redis_server: RedisServer) -> None:
-    """Wherever it strikes: a node that stops, and a request that ends, rely on it."""
+async def test_every_cancellation_ends_the_call(redis_server: RedisServer) -> None:
+    """A node that stops, and a request that ends, rely on that, wherever the call is at the time."""
     owner = node(RedisHarness(redis_server.url, "cancelled").settings)
 
     async def publish_for_ever() -> None:
@@ -112,7 +112,7 @@ async def test_no_cancellation_is_lost(redis_server: RedisServer) -> None:
     await owner.connector.close()
 
 
-async def test_the_password_is_in_no_message(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_password_is_in_no_log_and_no_repr(caplog: pytest.LogCaptureFixture) -> None:
     settings = RedisSettings(url="redis://user:hunter2@127.0.0.1:1/0")
     assert "hunter2" not in repr(settings)
     peer = node(settings)

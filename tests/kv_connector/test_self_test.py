@@ -6,19 +6,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kv_connector.base import Block, FetchResult, HostConnector, PoolBuffer
-from kv_connector.device.memory import BlockCopy
+from kv_connector.base import FetchResult, HostConnector
 from kv_connector.faulty import CallPlan, ConnectorFault, FaultyConnector
 from kv_connector.segments.shared_memory import SharedMemoryConnector
-from kv_connector.self_test import check_device, check_transport
+from kv_connector.self_test import check_transport
 from kv_connector.settings import RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.store.redis_store import RedisConnector
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
-from tests.kv_connector.backends import CLUSTER_SECRET, LAYOUT
-from tests.kv_connector.slow_device import SlowDevice
+from kvrelay.core.named_block import NamedBlock
+from tests.kv_connector.backends import CLUSTER_SECRET
 from tests.redis_server import RedisServer
 
 Make = Callable[[], HostConnector]
@@ -35,9 +33,9 @@ class PublishingHangs:
 
 
 class LyingConnector(FaultyConnector):
-    """Says that all is well, and one byte of what has arrived is another."""
+    """A connector that reports every block as fetched though one byte of them is wrong."""
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         result = await super().fetch(source, blocks, timeout=timeout)
         assert self._buffer is not None
         self._buffer.memory[-1] ^= 1
@@ -54,7 +52,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     return lambda: RedisConnector(RedisSettings(url=server.url, key_prefix=request.node.name, ttl_seconds=5))
 
 
-async def test_passes_where_bytes_move_and_leaves_nothing(make: Make) -> None:
+async def test_a_connector_that_moves_bytes_passes_and_leaves_nothing(make: Make) -> None:
     report = await check_transport(make)
     assert not report.problem and report.bytes_per_second > 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -66,7 +64,7 @@ async def test_wrong_bytes_are_found_though_the_transport_believes_in_them(make:
     assert report.is_wrong and "with other bytes" in report.problem
 
 
-async def test_what_never_ends_is_left_to_itself(make: Make) -> None:
+async def test_a_connector_that_does_not_end_is_abandoned(make: Make) -> None:
     report = await check_transport(lambda: FaultyConnector(make(), PublishingHangs()), timeout=0.05)
     assert report.problem == "it has not ended after 0.1 s" and not report.is_wrong
     while len(asyncio.all_tasks()) > 1:
@@ -94,38 +92,6 @@ async def test_no_redis_and_no_directory_are_problems_and_not_wrong_bytes(tmp_pa
     assert "is not a directory" in report.problem
 
 
-async def test_a_setting_that_can_not_work_is_no_matter_for_the_test() -> None:
+async def test_a_wrong_setting_raises() -> None:
     with pytest.raises(ConfigurationError, match="KVRELAY_CLUSTER_SECRET"):
         await check_transport(lambda: UcxConnector(UcxSettings("short")))
-
-
-class Shifting(SlowDevice):
-    """Puts one block where another belongs."""
-
-    def to_host(self, copies: Sequence[BlockCopy]) -> None:
-        first, *rest = copies
-        super().to_host([BlockCopy(rest[0].block_id, first.slot), *rest])
-
-
-def staging_of(layout: KVLayout, num_blocks: int) -> PoolBuffer:
-    return PoolBuffer(memoryview(bytearray(num_blocks * layout.block_bytes)), layout, num_blocks)
-
-
-def test_a_device_gets_back_what_it_was_given() -> None:
-    for num_blocks, slots in ((64, 64), (2, 64), (64, 8)):
-        device, staging = SlowDevice(num_blocks, LAYOUT.block_bytes), staging_of(LAYOUT, slots)
-        device.attach(staging)
-        report = check_device(device, staging)
-        assert not report.problem and report.bytes_per_second > 0
-        assert not any(device.memory) and not any(staging.memory)
-
-
-def test_a_device_that_mixes_up_blocks_or_fails_is_found() -> None:
-    shifting, staging = Shifting(64, LAYOUT.block_bytes), staging_of(LAYOUT, 64)
-    shifting.attach(staging)
-    report = check_device(shifting, staging)
-    assert report.is_wrong and report.problem.startswith("1 of 4 blocks")
-    broken, staging = SlowDevice(64, LAYOUT.block_bytes), staging_of(LAYOUT, 64)
-    broken.attach(staging)
-    broken.broken = True
-    assert check_device(broken, staging).problem == "the device is gone"

@@ -45,12 +45,12 @@ def files(directory: Path) -> list[str]:
 
 
 def node(directory: Path, node_id: str = "peer") -> Node:
-    settings = SharedMemorySettings(str(directory), choose_copy())
-    return Node(SharedMemoryConnector(settings), node_id, 16, LAYOUT, 1)
+    connector = SharedMemoryConnector(SharedMemorySettings(str(directory)), copy=choose_copy())
+    return Node(connector, node_id, 16, LAYOUT, 1)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 40])  # on the loop; on the worker's thread
-async def test_few_and_many_blocks_are_published_at_once(tmp_path: Path, num_blocks: int) -> None:
+async def test_few_and_many_blocks_are_published(tmp_path: Path, num_blocks: int) -> None:
     owner = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path))), "owner", 40, LAYOUT, EPOCH)
     peer = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path))), "peer", 40, LAYOUT, EPOCH)
     await write_and_publish(owner, blocks(num_blocks))
@@ -62,7 +62,7 @@ async def test_few_and_many_blocks_are_published_at_once(tmp_path: Path, num_blo
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
-async def test_one_good_slot_of_several_is_enough(tmp_path: Path, damaged: int) -> None:
+async def test_a_block_arrives_if_one_slot_of_several_is_good(tmp_path: Path, damaged: int) -> None:
     owner, peer = node(tmp_path, "owner"), node(tmp_path)
     [block] = blocks(1)
     twice = [block, replace(block, block_id=1)]
@@ -111,7 +111,7 @@ async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: b
 async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_path: Path) -> None:
     """Its successor may need the space before it can start, and an idle reader fetches nothing."""
     process, source = spawn_owner(tmp_path)
-    connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), look_interval=0.01)
+    connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), check_interval=0.01)
     peer = Node(connector, "peer", 16, LAYOUT, 1)
     for _ in range(2):
         await peer.connector.fetch(source, blocks(16), timeout=10)
@@ -132,12 +132,12 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block is a part of its own; between two parts others have their turn."""
+    """Makes every block a part of its own, between two of which others run."""
     monkeypatch.setattr(shared_memory, "_SLICE_BYTES", 1)
 
 
 @pytest.mark.usefixtures("in_parts")
-async def test_a_connector_that_is_closed_during_a_fetch_says_so(tmp_path: Path) -> None:
+async def test_closing_during_a_fetch_raises(tmp_path: Path) -> None:
     owner, peer = node(tmp_path, "owner"), node(tmp_path)
     await write_and_publish(owner, blocks(16))
     fetch = asyncio.create_task(peer.connector.fetch(owner.source, blocks(16), timeout=10))
@@ -151,7 +151,7 @@ async def test_a_connector_that_is_closed_during_a_fetch_says_so(tmp_path: Path)
 async def test_nothing_is_copied_when_mapping_the_peer_took_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, find = ManualClock(), MappedPeers.of
+    clock, find = ManualClock(), MappedPeers.get
 
     def find_slowly(peers: MappedPeers[Any], source: KVSource) -> Any:
         clock.seconds += 1.0
@@ -161,7 +161,7 @@ async def test_nothing_is_copied_when_mapping_the_peer_took_all_the_time(
     connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), clock=clock)
     peer = Node(connector, "peer", 16, LAYOUT, 1)
     await write_and_publish(owner, blocks(3))
-    monkeypatch.setattr(MappedPeers, "of", find_slowly)
+    monkeypatch.setattr(MappedPeers, "get", find_slowly)
     result = await peer.connector.fetch(owner.source, blocks(3), timeout=0.5)
     assert set(result.outcomes) == {FetchOutcome.FAILED}
     await owner.connector.close()
@@ -179,7 +179,7 @@ async def test_an_owner_that_dies_during_a_fetch_fails_the_rest_of_it(tmp_path: 
         return copy_rows(target, target_rows, source, source_rows)
 
     owner = node(tmp_path, "owner")
-    peer = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path), copy)), "peer", 16, LAYOUT, 1)
+    peer = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), copy=copy), "peer", 16, LAYOUT, 1)
     source = owner.source
     await write_and_publish(owner, blocks(3))
     fetches = [asyncio.create_task(peer.connector.fetch(source, blocks(count), timeout=10)) for count in (3, 1)]
@@ -208,7 +208,7 @@ async def test_too_large_a_pool_names_the_remedies(tmp_path: Path) -> None:
         node(tmp_path / "absent")
 
 
-async def test_endpoints_that_are_no_segments(tmp_path: Path) -> None:
+async def test_endpoints_that_name_no_segment_fail_or_are_refused(tmp_path: Path) -> None:
     peer = node(tmp_path)
     name = "kvrelay-x-0000000000000001.kv"
 
@@ -228,7 +228,7 @@ async def test_endpoints_that_are_no_segments(tmp_path: Path) -> None:
     await peer.connector.close()
 
 
-async def test_a_retraction_during_publish_wins(tmp_path: Path) -> None:
+async def test_a_block_retracted_during_publish_is_not_published(tmp_path: Path) -> None:
     """The header of content that is gone must not appear, even when its digest was computed in time."""
     owner = node(tmp_path)
     connector = owner.connector

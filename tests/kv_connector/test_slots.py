@@ -1,4 +1,4 @@
-"""Slots of a segment, as their owner writes them and as others find them at each moment."""
+"""The slots of a segment, as their owner writes them and as peers find them at each moment."""
 
 import mmap
 import threading
@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader, Mismatch
-from kv_connector.segments.slots import SLOT_BYTES, Look, OwnedSlots, PeerSlots
+from kv_connector.segments.slots import SLOT_BYTES, OwnedSlots, PeerSlots, SlotSnapshot
 from kv_connector.verdict import Verdict
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import EPOCH, LAYOUT, blocks
 
 GEOMETRY = Geometry.of(LAYOUT)
@@ -28,14 +29,14 @@ class Sides:
         self.owned = OwnedSlots(self.mapping, NUM_SLOTS, offset=0)
         self.seen = PeerSlots(self.mapping, GEOMETRY, NUM_SLOTS, offset=0)
 
-    def publish(self, *headers: tuple[Block, BlockHeader]) -> int:
+    def publish(self, *headers: tuple[NamedBlock, BlockHeader]) -> int:
         absent = self.owned.absent([block for block, _ in headers])
         wanted = dict(headers)
         return self.owned.fill(absent, [wanted[block] for block, _ in absent])
 
-    def look(self, slot: int, block: Block) -> Look | Verdict:
-        [look] = self.seen.look([slot], [block], epoch=EPOCH)
-        return look
+    def snapshot(self, slot: int, block: NamedBlock) -> SlotSnapshot | Verdict:
+        [snapshot] = self.seen.take_snapshots([slot], [block], epoch=EPOCH)
+        return snapshot
 
     def close(self) -> None:
         self.owned.release()
@@ -50,7 +51,7 @@ def sides() -> Iterator[Sides]:
     both.close()
 
 
-def header(block: Block) -> BlockHeader:
+def header(block: NamedBlock) -> BlockHeader:
     return GEOMETRY.header(block, EPOCH, DIGEST)
 
 
@@ -61,12 +62,12 @@ def test_a_block_with_more_tokens_is_absent_until_it_is_filled_again(sides: Side
     assert not sides.owned.absent([partial])
     assert sides.publish((whole, header(whole))) == 1
     assert not sides.owned.absent([whole])
-    assert sides.look(whole.block_id, partial) is Mismatch.TOKENS
-    assert isinstance(sides.look(whole.block_id, whole), Look)
+    assert sides.snapshot(whole.block_id, partial) is Mismatch.TOKENS
+    assert isinstance(sides.snapshot(whole.block_id, whole), SlotSnapshot)
 
 
-def test_looking_for_absent_blocks_takes_no_lock_that_the_engine_needs(sides: Sides) -> None:
-    found: list[tuple[Block, int]] = []
+def test_finding_absent_blocks_takes_no_lock_that_the_engine_needs(sides: Sides) -> None:
+    found: list[tuple[NamedBlock, int]] = []
     thread = threading.Thread(target=lambda: found.extend(sides.owned.absent(blocks(2))), daemon=True)
     with sides.owned._lock:  # as `clear` has it, on the engine's thread
         thread.start()
@@ -86,27 +87,27 @@ def test_a_slot_that_is_being_written_is_missing(sides: Sides) -> None:
     sides.publish((block, header(block)))
     counters = np.frombuffer(sides.mapping, "<u8")[:: SLOT_BYTES // 8]
     counters[block.block_id] += 1
-    assert sides.look(block.block_id, block) is FetchOutcome.MISSING
+    assert sides.snapshot(block.block_id, block) is FetchOutcome.MISSING
     counters[block.block_id] += 1
-    assert isinstance(sides.look(block.block_id, block), Look)
+    assert isinstance(sides.snapshot(block.block_id, block), SlotSnapshot)
     del counters
 
 
-def test_a_slot_that_has_another_block_by_now_is_missing_and_nobody_is_to_blame(sides: Sides) -> None:
+def test_a_slot_that_has_another_block_by_now_is_missing(sides: Sides) -> None:
     first, other = blocks(2)
     other = replace(other, block_id=first.block_id)
     sides.publish((first, header(first)))
     assert sides.seen.find([first.block_hash]) == {first.block_hash: [first.block_id]}
     sides.publish((other, header(other)))
-    assert sides.look(first.block_id, first) is FetchOutcome.MISSING
+    assert sides.snapshot(first.block_id, first) is FetchOutcome.MISSING
     assert sides.seen.find([first.block_hash]) == {}
 
 
 def test_a_slot_that_changes_under_a_copy_is_missing_whatever_was_copied(sides: Sides) -> None:
     chosen = blocks(3)
     sides.publish(*((block, header(block)) for block in chosen))
-    looks = sides.seen.look([block.block_id for block in chosen], chosen, epoch=EPOCH)
-    held = [look for look in looks if isinstance(look, Look)]
+    snapshots = sides.seen.take_snapshots([block.block_id for block in chosen], chosen, epoch=EPOCH)
+    held = [snapshot for snapshot in snapshots if isinstance(snapshot, SlotSnapshot)]
     assert len(held) == 3
     sides.owned.clear([chosen[0].block_id])
     damaged = bytes(16)
@@ -125,17 +126,17 @@ def test_a_slot_that_changes_under_a_copy_is_missing_whatever_was_copied(sides: 
         ({"epoch": EPOCH + 1}, Mismatch.EPOCH),
     ],
 )
-def test_each_field_of_a_header_is_held_against_what_was_asked_for(
+def test_each_field_of_a_header_is_compared_with_the_requested_block(
     sides: Sides, said: dict[str, object], mismatch: Mismatch
 ) -> None:
     [block] = blocks(1)
     sides.publish((block, replace(header(block), **said)))  # type: ignore[arg-type]  # by name
-    assert sides.look(block.block_id, block) is mismatch
+    assert sides.snapshot(block.block_id, block) is mismatch
 
 
-def test_clearing_after_the_owner_has_let_go_has_no_effect(sides: Sides) -> None:
+def test_clearing_after_the_owner_has_closed_has_no_effect(sides: Sides) -> None:
     [block] = blocks(1)
     sides.publish((block, header(block)))
     sides.owned.release()
     sides.owned.clear([block.block_id])
-    assert isinstance(sides.look(block.block_id, block), Look)
+    assert isinstance(sides.snapshot(block.block_id, block), SlotSnapshot)

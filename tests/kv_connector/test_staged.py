@@ -1,14 +1,15 @@
-"""A pool on a device behind a staging that is smaller: what gives way to what, and what a copy may not outlive."""
+"""A pool on a device behind a smaller staging: which copies give way, and when slots and blocks may be used again."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from kv_connector.base import Block, FetchOutcome
+from kv_connector.base import FetchOutcome
 from kv_connector.device.staged import staging_blocks
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import EPOCH, LAYOUT, DeviceNode, Node, blocks, content, moved, write_and_publish
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
@@ -81,14 +82,14 @@ async def test_a_block_that_changes_while_it_is_copied_is_not_published(pair: Pa
 
 
 class SlowPublisher(InProcessConnector):
-    """`open` lets publications go on."""
+    """A connector whose publications wait until `open` is set."""
 
     def __init__(self, hub: InProcessHub) -> None:
         super().__init__(hub)
         self.num_waiting = 0
         self.open = asyncio.Event()
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         self.num_waiting += 1
         await self.open.wait()
         await super().publish(blocks)
@@ -147,7 +148,7 @@ async def test_a_fetch_that_is_cancelled_while_blocks_go_to_the_device_waits_for
     assert await pair.fetch(1) == (FETCHED,), "the slots are free again"
 
 
-async def test_who_gets_no_slot_in_time_fails(pair: Pair) -> None:
+async def test_a_fetch_that_gets_no_slot_in_time_fails(pair: Pair) -> None:
     await write_and_publish(pair.owner, blocks(3))
     pair.peer.device.gate.clear()
     stuck = [asyncio.create_task(pair.fetch(1)) for _ in range(2)]
@@ -178,7 +179,7 @@ async def test_a_device_that_fails_publishes_nothing_and_fetches_nothing(pair: P
     assert await pair.fetch(1) == (MISSING,)
 
 
-async def test_more_publications_than_slots_leave_some_out(pair: Pair) -> None:
+async def test_publications_beyond_the_slots_raise(pair: Pair) -> None:
     pair.owner.device.gate.clear()
     names = [blocks(3, tag=str(turn)) for turn in range(3)]
     publications = [
@@ -210,7 +211,7 @@ async def test_closing_waits_for_the_device_and_then_nothing_moves() -> None:
     await pair.owner.connector.close()
 
 
-async def test_a_device_and_a_host_understand_each_other() -> None:
+async def test_a_staged_pool_and_one_on_the_host_exchange_blocks() -> None:
     hub = InProcessHub()
     device = DeviceNode(InProcessConnector(hub), "device", 8, LAYOUT, EPOCH)
     host = Node(InProcessConnector(hub), "host", 8, LAYOUT, EPOCH)
@@ -224,7 +225,7 @@ async def test_a_device_and_a_host_understand_each_other() -> None:
         await node.connector.close()
 
 
-def test_the_size_of_the_staging() -> None:
+def test_the_staging_holds_a_whole_small_pool_within_its_limit() -> None:
     assert staging_blocks(LAYOUT, 64, 1 << 30) * 3 // 4 >= 64, "all of a small pool"
     assert staging_blocks(LAYOUT, 1, 1 << 30) == 8
     assert staging_blocks(LAYOUT, 1 << 20, 1 << 30) == (1 << 30) // LAYOUT.block_bytes

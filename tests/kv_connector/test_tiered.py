@@ -1,4 +1,4 @@
-"""Several connectors over one pool: what falls through, what it costs in time, and who hears of it."""
+"""Several connectors over one pool: which tier is asked for which block, for how long, and what is reported."""
 
 import asyncio
 import threading
@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from kv_connector.base import Block, FetchOutcome, FetchResult, HostConnector, PoolBuffer
-from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
+from kv_connector.base import FetchOutcome, FetchResult, HostConnector, PoolBuffer
+from kv_connector.endpoints import this_host
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kv_connector.registry import create_tiers
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.store.redis_store import RedisConnector
-from kv_connector.tiered import TieredConnector
+from kv_connector.tiered import TieredConnector, create_tiers
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import (
     CLUSTER_SECRET,
     EPOCH,
@@ -46,10 +46,10 @@ class Tier(InProcessConnector):
         self.name = name
         self.hangs = False
         self.fails = False
-        self.asked: list[tuple[int, float]] = []  # blocks and seconds
+        self.fetches: list[tuple[int, float]] = []  # blocks and seconds
         self.retracted: list[int] = []
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         if self.fails:
             raise KVError("told to fail")
         await super().publish(blocks)
@@ -58,8 +58,8 @@ class Tier(InProcessConnector):
         self.retracted += block_ids
         super().retract(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        self.asked.append((len(blocks), timeout))
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+        self.fetches.append((len(blocks), timeout))
         if self.fails:
             raise KVError("told to fail")
         if self.hangs:
@@ -69,7 +69,7 @@ class Tier(InProcessConnector):
 
 
 class Pair:
-    """Two nodes of two tiers each, and Redis nowhere."""
+    """Two nodes of two tiers each, without Redis."""
 
     def __init__(self) -> None:
         self.hubs = (InProcessHub(), InProcessHub())
@@ -80,7 +80,7 @@ class Pair:
         tiers = [Tier(hub, name) for hub, name in zip(self.hubs, ("first", "second"), strict=True)]
         return Node(TieredConnector(tiers), node_id, 64, LAYOUT, EPOCH), tiers
 
-    async def fetch(self, wanted: Sequence[Block], timeout: float = PATIENCE) -> tuple[FetchOutcome, ...]:
+    async def fetch(self, wanted: Sequence[NamedBlock], timeout: float = PATIENCE) -> tuple[FetchOutcome, ...]:
         result = await self.peer.connector.fetch(self.owner.source, wanted, timeout=timeout)
         for block, outcome in zip(wanted, result.outcomes, strict=True):
             if outcome is FETCHED:
@@ -97,21 +97,21 @@ async def pair() -> AsyncIterator[Pair]:
     assert not made.hubs[0].pools and not made.hubs[1].pools
 
 
-async def test_what_the_first_has_is_not_asked_of_the_second(pair: Pair) -> None:
+async def test_blocks_that_the_first_tier_has_are_not_requested_from_the_second(pair: Pair) -> None:
     sent = blocks(5)
     await write_and_publish(pair.owner, sent)
     assert set(await pair.fetch(sent)) == {FETCHED}
-    assert not pair.peer_tiers[1].asked
+    assert not pair.peer_tiers[1].fetches
     assert pair.peer.connector.stats.blocks_fetched == 5
 
 
-async def test_blocks_fall_through_one_by_one(pair: Pair) -> None:
+async def test_only_the_blocks_that_the_first_tier_lacks_are_requested_from_the_second(pair: Pair) -> None:
     sent = blocks(4)
     await write_and_publish(pair.owner, sent)
     pair.owner_tiers[0].retract([1, 2])
     pair.owner_tiers[1].retract([2])
     assert await pair.fetch(sent) == (FETCHED, FETCHED, MISSING, FETCHED)
-    assert [count for count, _ in pair.peer_tiers[1].asked] == [2]
+    assert [count for count, _ in pair.peer_tiers[1].fetches] == [2]
 
 
 async def test_a_tier_that_fails_or_hangs_leaves_time_for_the_next(pair: Pair) -> None:
@@ -121,14 +121,14 @@ async def test_a_tier_that_fails_or_hangs_leaves_time_for_the_next(pair: Pair) -
     assert set(await pair.fetch(sent)) == {FETCHED}
     pair.peer_tiers[0].fails, pair.peer_tiers[0].hangs = False, True
     assert set(await pair.fetch(sent, timeout=0.2)) == {FETCHED}
-    [first, second] = pair.peer_tiers[0].asked[-1][1], pair.peer_tiers[1].asked[-1][1]
+    [first, second] = pair.peer_tiers[0].fetches[-1][1], pair.peer_tiers[1].fetches[-1][1]
     assert 0.09 < first <= 0.1 and 0 < second <= 0.11
     pair.peer_tiers[1].hangs = True
     assert set(await pair.fetch(sent, timeout=0.05)) == {FAILED}
 
 
-async def test_a_damaged_first_tier_is_made_good_by_the_second(pair: Pair) -> None:
-    """One flipped byte in what the first tier hands out: refused and counted there, and right in the end."""
+async def test_a_block_that_is_damaged_in_the_first_tier_comes_from_the_second(pair: Pair) -> None:
+    """The first tier refuses the block and counts it; its content is right in the end."""
     sent = blocks(3)
     await write_and_publish(pair.owner, sent)
     shared = pair.owner_tiers[0]._shared
@@ -158,12 +158,12 @@ async def test_retractions_reach_every_tier(pair: Pair) -> None:
     assert set(await pair.fetch(sent)) == {MISSING}
 
 
-async def test_a_cancelled_fetch_leaves_memory_quiet(pair: Pair) -> None:
+async def test_after_a_cancelled_fetch_nothing_is_written(pair: Pair) -> None:
     sent = blocks(8)
     await write_and_publish(pair.owner, sent)
     pair.peer_tiers[0].hangs = True
     task = asyncio.create_task(pair.fetch(sent))
-    while not pair.peer_tiers[0].asked:
+    while not pair.peer_tiers[0].fetches:
         await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task])
@@ -174,7 +174,7 @@ async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: 
     sent = blocks(3)
     await write_and_publish(pair.owner, sent)
     assert set((await pair.peer.connector.fetch(None, sent, timeout=PATIENCE)).outcomes) == {MISSING}
-    assert not pair.peer_tiers[0].asked
+    assert not pair.peer_tiers[0].fetches
     store = RedisConnector(RedisSettings(url=redis_server.url, key_prefix="nowhere"))
     tier = Tier(InProcessHub())
     tiers: list[HostConnector] = [tier, store]
@@ -182,15 +182,15 @@ async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: 
     await write_and_publish(node, sent)
     wanted = moved(sent, 4)
     assert set((await node.connector.fetch(None, wanted, timeout=PATIENCE)).outcomes) == {FETCHED}
-    assert not tier.asked and node.row(6) == content(sent[2].block_hash, LAYOUT.block_bytes)
+    assert not tier.fetches and node.row(6) == content(sent[2].block_hash, LAYOUT.block_bytes)
     await node.connector.close()
 
 
-async def test_a_source_that_nobody_can_reach(pair: Pair) -> None:
+async def test_a_source_that_no_tier_reaches_fails_without_a_fetch(pair: Pair) -> None:
     for endpoint in ("", "nonsense", f"host={this_host()};other=1"):
         source = KVSource("x", 1, endpoint)
         assert set((await pair.peer.connector.fetch(source, blocks(2), timeout=1)).outcomes) == {FAILED}
-    assert not pair.peer_tiers[0].asked
+    assert not pair.peer_tiers[0].fetches
 
 
 # -- shared memory, UCX and Redis over one pool ----------------------------------------------------------------------
@@ -205,7 +205,7 @@ def three(redis_url: str, prefix: str) -> list[HostConnector]:
 
 
 async def test_three_tiers_share_one_pool_and_leave_nothing(redis_server: RedisServer) -> None:
-    """The same block through each of them, by making the ones before it lose it, and from the store."""
+    """The same block is fetched through each tier, after those before it have lost it, and from the store."""
     owner = Node(TieredConnector(three(redis_server.url, "three")), "owner", 16, LAYOUT, EPOCH)
     peer_tiers = three(redis_server.url, "three")
     peer = Node(TieredConnector(peer_tiers), "peer", 16, LAYOUT, EPOCH + 1)
@@ -227,7 +227,7 @@ async def test_three_tiers_share_one_pool_and_leave_nothing(redis_server: RedisS
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
-async def test_a_flipped_byte_in_shared_memory_is_made_good_by_redis(redis_server: RedisServer) -> None:
+async def test_a_block_with_a_flipped_byte_in_shared_memory_comes_from_redis(redis_server: RedisServer) -> None:
     harness = RedisHarness(redis_server.url, "made-good")
     owner = Node(shared_memory_and(harness), "owner", 8, LAYOUT, EPOCH)
     peer = Node(shared_memory_and(harness), "peer", 8, LAYOUT, EPOCH)
@@ -249,7 +249,7 @@ def shared_memory_and(harness: RedisHarness) -> TieredConnector[HostConnector]:
     return TieredConnector([SharedMemoryConnector(SharedMemorySettings()), harness.connector()])
 
 
-async def test_shared_memory_of_another_host_is_not_even_tried(redis_server: RedisServer) -> None:
+async def test_shared_memory_of_another_host_is_not_tried(redis_server: RedisServer) -> None:
     owner = Node(TieredConnector(three(redis_server.url, "far")[:2]), "owner", 8, LAYOUT, EPOCH)
     tiers = three(redis_server.url, "far")[:2]
     peer = Node(TieredConnector(tiers, host="0123456789abcdef"), "peer", 8, LAYOUT, EPOCH)
@@ -278,41 +278,16 @@ async def test_nodes_of_different_tiers_use_those_they_share() -> None:
         await node.connector.close()
 
 
-def test_shared_memory_can_only_be_first() -> None:
+def test_shared_memory_refuses_a_pool_of_another_connector() -> None:
     memory = PoolBuffer(memoryview(bytearray(LAYOUT.block_bytes)), LAYOUT, 1)
     with pytest.raises(ConfigurationError, match="must come first"):
         SharedMemoryConnector(SharedMemorySettings()).allocate(LAYOUT, 1, node_id="n", epoch=1, buffer=memory)
 
 
-# -- endpoints -------------------------------------------------------------------------------------------------------
-
-
-def test_endpoints_come_back_as_they_were() -> None:
-    given = Endpoints(this_host(), {"shared_memory": "kvrelay-a-0000000000000001.kv", "ucx": "10.0.0.2:4711"})
-    assert parse_endpoints(given.encode()) == given
-    assert parse_endpoints(Endpoints(this_host(), {}).encode()).by_name == {}
-    with pytest.raises(ConfigurationError, match="cannot be reached"):
-        Endpoints(this_host(), {"ucx": "a;b"}).encode()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "ucx=1", "host=;ucx=1", "host=0123456789abcdeg", "host=0123456789abcdef;", "host=0123456789abcdef;ucx"),
-        "host=0123456789abcdef;ucx=1;ucx=2",
-        "host=0123456789abcdef;ucx=a b",
-        "host=0123456789abcdef;ucx=" + "x" * 2000,
-    ],
-)
-def test_what_is_no_endpoint(text: str) -> None:
-    with pytest.raises(KVError):
-        parse_endpoints(text)
-
-
 # -- the cost gate ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_slow_store_is_passed_over_and_counted(redis_server: RedisServer) -> None:
+async def test_a_store_slower_than_computing_is_skipped_and_counted(redis_server: RedisServer) -> None:
     store = RedisConnector(RedisSettings(url=redis_server.url, key_prefix="gate"))
     tiers: list[HostConnector] = [Tier(InProcessHub()), store]
     tiered = TieredConnector(tiers, recompute_seconds=lambda num_tokens: 1e-9 * num_tokens)
@@ -325,8 +300,7 @@ async def test_a_slow_store_is_passed_over_and_counted(redis_server: RedisServer
     await tiered.close()
 
 
-def test_layouts_of_the_tiers_agree() -> None:
-    """Every tier sees the same rows."""
+def test_every_tier_serves_from_the_same_rows() -> None:
     layout = KVLayout(num_kv_heads=1, num_layers=1, block_size=8, head_dim=8, dtype="float32")
     tiers = [Tier(InProcessHub(), "first"), Tier(InProcessHub(), "second")]
     buffer = TieredConnector(tiers, clock=MonotonicClock()).allocate(layout, 4, node_id="n", epoch=1)

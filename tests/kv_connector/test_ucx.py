@@ -1,4 +1,4 @@
-"""UCX between real processes: what a dead, a stopped, a strange and a lying peer can do, and what they cannot."""
+"""UCX between real processes: no harm comes from peers that are dead, stopped, lying or no members of the cluster."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_connector.base import Block, FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
@@ -23,6 +23,7 @@ from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, content, moved, write_and_publish
 from tests.kv_connector.ucx_owner import LARGE_LAYOUT, NUM_BLOCKS
 
@@ -80,7 +81,7 @@ async def holder() -> AsyncIterator[Node]:
 
 
 async def first_bytes(peer: Node, block_id: int, fetch: "asyncio.Task[FetchResult]") -> None:
-    """Returns when a block has begun to arrive; fails when the fetch that it is to arrive by has ended before."""
+    """Returns when a block has begun to arrive; fails when the fetch has ended before."""
     row = np.frombuffer(peer.row(block_id), np.uint8)
     while not row[::4096].any():
         assert not fetch.done(), fetch.result()
@@ -95,7 +96,7 @@ def is_clear(peer: Node) -> bool:
     return not np.frombuffer(peer.pool.memory, np.uint8).any()
 
 
-async def test_another_process_serves(child: Child, peer: Node) -> None:
+async def test_blocks_arrive_from_another_process(child: Child, peer: Node) -> None:
     result = await peer.connector.fetch(child.source, blocks(NUM_BLOCKS), timeout=30)
     assert set(result.outcomes) == {FETCHED}
     for block in blocks(NUM_BLOCKS):
@@ -117,7 +118,7 @@ async def test_a_killed_holder_fails_at_once(child: Child, peer: Node) -> None:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_stopped_holder_writes_nothing_later(child: Child, peer: Node, cancelled: bool) -> None:
-    """Stopped in the middle of a block; when it continues it finds its connections cut, and our memory stays ours."""
+    """It is stopped in the middle of a block. When it continues, its connections are cut and it writes nothing here."""
     wanted = blocks(NUM_BLOCKS)
     fetch = asyncio.create_task(peer.connector.fetch(child.source, wanted, timeout=30))
     await first_bytes(peer, 1, fetch)
@@ -164,7 +165,7 @@ async def test_a_wrong_secret_gets_nothing(holder: Node) -> None:
 
 
 async def test_a_holder_that_can_not_prove_itself_is_not_believed(peer: Node) -> None:
-    """It plays back what it heard: with neither the secret nor our nonce that is no proof."""
+    """It replays the reader's messages, which prove nothing without the secret and our nonce."""
     transport = Transport("")
     links: list[Link] = []
 
@@ -186,7 +187,7 @@ async def test_a_holder_that_can_not_prove_itself_is_not_believed(peer: Node) ->
 
 
 @pytest.mark.parametrize("opening", [bytes(40), encode_opening(bytes(32))[:4] + b"\xff" * 36, bytes(1 << 20)])
-async def test_what_is_no_member_is_dropped_and_counted(holder: Node, opening: bytes) -> None:
+async def test_a_peer_that_breaks_the_protocol_is_dropped_and_counted(holder: Node, opening: bytes) -> None:
     transport = Transport("")
     host, _, port = holder.source.endpoint.rpartition(":")
     link = transport.connect(host, int(port))
@@ -208,7 +209,7 @@ async def test_garbage_on_the_port_harms_nobody(holder: Node) -> None:
     await reader.connector.close()
 
 
-async def test_nobody_at_the_address(peer: Node) -> None:
+async def test_an_address_without_a_holder_fails_every_block(peer: Node) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = f"127.0.0.1:{free.getsockname()[1]}"
@@ -239,7 +240,7 @@ async def test_a_small_fetch_overtakes_a_large_one(holder: Node) -> None:
     reader = node("reader", layout=LAYOUT, num_blocks=512)
     done: list[str] = []
 
-    async def fetch(name: str, wanted: list[Block]) -> None:
+    async def fetch(name: str, wanted: list[NamedBlock]) -> None:
         result = await reader.connector.fetch(holder.source, wanted, timeout=30)
         assert set(result.outcomes) == {FETCHED}
         done.append(name)
@@ -275,7 +276,7 @@ async def test_an_ask_that_is_too_large_ends_the_connection(holder: Node) -> Non
     await reader.connector.close()
 
 
-async def test_holders_that_are_gone_are_forgotten(peer: Node) -> None:
+async def test_peers_without_a_connection_are_closed(peer: Node) -> None:
     for turn in range(3):
         holder = node(f"holder-{turn}", num_blocks=2)
         await write_and_publish(holder, blocks(2))
@@ -286,12 +287,12 @@ async def test_holders_that_are_gone_are_forgotten(peer: Node) -> None:
 
 
 class StubbornRequest:
-    """An operation that UCX has not ended when its connection was cut. Real UCX does not do this when asked to."""
+    """An operation that UCX has not ended when its connection was cut, which real UCX cannot be made to do."""
 
     completed = False
 
 
-async def test_what_ucx_does_not_let_go_is_waited_for(holder: Node) -> None:
+async def test_a_fetch_waits_for_buffers_that_ucx_still_holds(holder: Node) -> None:
     reader = node("reader", layout=LAYOUT)
     await reader.connector.fetch(holder.source, blocks(1), timeout=10)
     [lane] = peers_of(reader)[0]._idle

@@ -1,4 +1,4 @@
-"""A process that holds blocks for UCX readers: says its endpoint on stdout, and waits for its stdin to end."""
+"""A process that holds blocks for UCX readers: prints its endpoint and waits for the end of its standard input."""
 
 import asyncio
 import sys

@@ -6,11 +6,12 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from decode_node.service import DecodeService
-from kv_connector.base import Block, FetchResult, HostConnector
+from kv_connector.base import FetchResult, HostConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import SchedulerOutput
@@ -28,14 +29,14 @@ LAYOUT = KVLayout(num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=
 
 
 class BrokenConnector(InProcessConnector):
-    """Fetching fails in a way that nobody has foreseen."""
+    """A connector whose fetches raise an unforeseen error."""
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         raise RuntimeError("no such case")
 
 
 class GatedRunner(FakeRunner):
-    """Its steps wait until `gate` is open."""
+    """A runner whose steps wait until `gate` is open."""
 
     def __init__(self) -> None:
         super().__init__(NUM_BLOCKS, BLOCK_SIZE)

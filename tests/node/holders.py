@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kv_connector.base import Block, FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.engine.request import Admission
 from tests.node.fake_node import LAYOUT
 
@@ -14,18 +15,18 @@ _NUM_BLOCKS = 16
 
 
 class LadderConnector(InProcessConnector):
-    """The reader's. Fetches from a node in `hung` never end by themselves; without a source it reads from `store`.
-    `asked` has every fetch in order."""
+    """The reader's connector. Fetches from a node in `hung` end only with their timeout; those without a source read
+    from `store`. `fetches` records every fetch, in order."""
 
     def __init__(self, hub: InProcessHub) -> None:
         super().__init__(hub)
         self.hung: set[str] = set()
         self.store: KVSource | None = None
-        self.asked: list[tuple[str, int]] = []  # node id or "" and number of blocks
+        self.fetches: list[tuple[str, int]] = []  # node id or "" and number of blocks
         self.timeouts: list[float] = []
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[Block], *, timeout: float) -> FetchResult:
-        self.asked.append(("" if source is None else source.node_id, len(blocks)))
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+        self.fetches.append(("" if source is None else source.node_id, len(blocks)))
         self.timeouts.append(timeout)
         if source is not None and source.node_id in self.hung:
             with suppress(TimeoutError):
@@ -36,7 +37,7 @@ class LadderConnector(InProcessConnector):
 
 
 class Holder:
-    """A node of which only the connector exists. It holds the blocks an admission misses, or the first ones of them."""
+    """A node of which only the connector exists. It holds the first blocks that an admission misses."""
 
     def __init__(self, hub: InProcessHub, node_id: str) -> None:
         self._connector = InProcessConnector(hub)
@@ -47,7 +48,7 @@ class Holder:
         blocks = []
         for index, missing in enumerate(admission.missing[:num_blocks]):
             self.payload(index)[:] = content(index)
-            blocks.append(Block(index, missing.block_hash, missing.num_tokens))
+            blocks.append(NamedBlock(index, missing.block_hash, missing.num_tokens))
         await self._connector.publish(blocks)
 
     def lose(self, *indices: int) -> None:

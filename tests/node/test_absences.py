@@ -1,4 +1,4 @@
-"""What a holder was found not to have is believed for a moment, and of bounded size."""
+"""Absences are remembered for a moment, and only a bounded number of them."""
 
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_source import KVSource
@@ -8,7 +8,7 @@ A, B = KVSource("a", 1, "at-a"), KVSource("b", 1, "at-b")
 ONE, TWO, THREE = (BlockHash(bytes([index]) * 32) for index in (1, 2, 3))
 
 
-def test_it_is_about_one_holder_and_one_block_and_not_for_long() -> None:
+def test_an_absence_holds_for_one_holder_and_one_block_for_a_moment() -> None:
     now = 100.0
     absences = Absences(lambda: now)
     absences.note(A, [ONE])
@@ -21,7 +21,7 @@ def test_it_is_about_one_holder_and_one_block_and_not_for_long() -> None:
     assert not absences.has(A, ONE) and absences.has(A, TWO)
 
 
-def test_the_oldest_are_forgotten() -> None:
+def test_the_oldest_absences_are_forgotten_first() -> None:
     absences = Absences(lambda: 0.0, capacity=2)
     absences.note(A, [ONE, TWO])
     absences.note(A, [ONE])

@@ -35,7 +35,7 @@ def test_rows_arrive_with_the_digest_of_the_library(size: int, instruction_set: 
     assert copy_rows(plain, [3, 0], source, [4, 1]) == list(digests) and (plain == rows).all()
 
 
-def test_every_bit_of_a_row_counts() -> None:
+def test_every_bit_of_a_row_changes_its_digest() -> None:
     row = np.random.default_rng(0).integers(0, 256, (1, 2048), np.uint8)
     copy, target = choose_copy(), np.empty_like(row)
     seen = {copy(target, [0], row, [0])[0]}

@@ -1,16 +1,15 @@
-"""Which connectors a node runs on, and what it says of a setting that cannot work."""
+"""Which connectors a node chooses, and with which error it refuses a setting that cannot work."""
 
 from collections.abc import Mapping
 
 import pytest
 from pydantic import ValidationError
 
+from kv_connector.registry import is_installed
 from kv_connector.self_test import SelfTestReport
 from kvrelay.core.connectors import can_exchange, parse_connectors
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.engine.request import EngineLoad
-from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_ucx_installed
-from kvrelay.node.prefill_rate import PrefillRate
+from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working
 from kvrelay.node.settings import NodeSettings
 
 
@@ -28,27 +27,29 @@ def test_auto_on_loopback_is_shared_memory(host: str) -> None:
         (True, False, ("redis",), "there is no cluster secret"),
     ],
 )
-def test_auto_across_hosts(ucx_installed: bool, has_secret: bool, names: tuple[str, ...], reason: str) -> None:
+def test_auto_across_hosts_is_ucx_where_it_can_work_and_redis_otherwise(
+    ucx_installed: bool, has_secret: bool, names: tuple[str, ...], reason: str
+) -> None:
     for host in ("10.0.0.2", "node-7.example"):
         choice = choose_connectors("auto", host=host, ucx_installed=ucx_installed, has_secret=has_secret)
         assert choice.names == names and reason in choice.reason
 
 
-def test_what_was_asked_for_is_taken() -> None:
+def test_connectors_that_are_set_are_taken() -> None:
     choice = choose_connectors("ucx,redis", host="127.0.0.1", ucx_installed=False, has_secret=False)
     assert choice.names == ("ucx", "redis")
-    assert is_ucx_installed(), "the tests need it"
+    assert is_installed("ucx"), "the tests need it"
 
 
 class SelfTests:
-    """What each connector's self-test says; good unless stated. `asked` in order."""
+    """The reports of the connectors' self-tests, good unless given. `checked`: the tested ones, in order."""
 
     def __init__(self, **problems: SelfTestReport) -> None:
-        self.asked: list[str] = []
+        self.checked: list[str] = []
         self._problems = problems
 
     async def check(self, name: str) -> SelfTestReport:
-        self.asked.append(name)
+        self.checked.append(name)
         return self._problems.get(name, SelfTestReport(bytes_per_second=1e9))
 
     async def choose(self, value: str, host: str = "10.0.0.2") -> ConnectorChoice:
@@ -67,7 +68,7 @@ async def test_auto_leaves_out_what_fails_its_self_test(report: SelfTestReport) 
     tests = SelfTests(ucx=report)
     choice = await tests.choose("auto")
     assert choice.names == ("redis",) and report.problem in choice.reason
-    assert tests.asked == ["shared_memory", "ucx", "redis"]
+    assert tests.checked == ["shared_memory", "ucx", "redis"]
     assert (await SelfTests(shared_memory=report).choose("auto")).names == ("ucx",)
 
 
@@ -80,14 +81,14 @@ async def test_auto_leaves_out_what_fails_its_self_test(report: SelfTestReport) 
         ("auto", "127.0.0.1", "shared_memory", "--shared-memory-dir"),
     ],
 )
-async def test_what_was_asked_for_has_to_work(
+async def test_a_connector_that_is_set_and_fails_its_self_test_ends_the_start(
     value: str, host: str, bad: str, remedy: str, report: SelfTestReport
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"connector '{bad}' does not work.*{report.problem}.*{remedy}"):
         await SelfTests(**{bad: report}).choose(value, host)
 
 
-async def test_a_redis_that_is_away_may_come_back_but_one_that_lies_is_refused() -> None:
+async def test_a_redis_that_is_away_is_kept_but_one_that_moves_wrong_bytes_is_refused() -> None:
     assert (await SelfTests(redis=SILENT).choose("ucx,redis")).names == ("ucx", "redis")
     assert (await SelfTests(redis=SILENT, ucx=SILENT).choose("auto")).names == ("redis",)
     with pytest.raises(ConfigurationError, match="--redis-url"):
@@ -97,7 +98,7 @@ async def test_a_redis_that_is_away_may_come_back_but_one_that_lies_is_refused()
 async def test_each_connector_is_tested_once() -> None:
     tests = SelfTests()
     assert (await tests.choose("shared_memory,ucx,redis")).names == ("shared_memory", "ucx", "redis")
-    assert tests.asked == ["shared_memory", "ucx", "redis"]
+    assert tests.checked == ["shared_memory", "ucx", "redis"]
 
 
 @pytest.mark.parametrize(
@@ -112,34 +113,17 @@ async def test_each_connector_is_tested_once() -> None:
         ("redis,ucx", "only ucx,redis works"),
     ],
 )
-def test_what_can_not_work_is_said(value: str, complaint: str) -> None:
+def test_a_wrong_setting_is_refused_with_the_reason(value: str, complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         parse_connectors(value)
     with pytest.raises(ValidationError, match=complaint):
         NodeSettings.model_validate({"model": "m", "connector": value})
 
 
-def test_spaces_do_not_matter() -> None:
+def test_spaces_in_the_setting_are_ignored() -> None:
     assert NodeSettings.model_validate({"model": "m", "connector": "ucx, redis"}).connector == "ucx,redis"
 
 
 def test_nodes_that_share_a_connector_can_exchange() -> None:
     assert can_exchange("shared_memory,ucx", "ucx,redis") and can_exchange("redis", "redis")
     assert not can_exchange("shared_memory", "ucx,redis")
-
-
-def test_the_prefill_rate_follows_the_engine() -> None:
-    rate = PrefillRate()
-    assert rate.seconds(100) is None
-    rate.observe(load(0, 0.0))
-    assert rate.seconds(100) is None
-    rate.observe(load(1000, 2.0))
-    assert rate.seconds(100) == pytest.approx(0.2)
-    rate.observe(load(1000, 2.0))  # nothing new
-    assert rate.seconds(100) == pytest.approx(0.2)
-    rate.observe(load(3000, 3.0))
-    assert rate.seconds(100) == pytest.approx(100 / 800)
-
-
-def load(num_prefilled_tokens: int, prefill_seconds: float) -> EngineLoad:
-    return EngineLoad(num_prefilled_tokens=num_prefilled_tokens, prefill_seconds=prefill_seconds)

@@ -35,7 +35,7 @@ def start(request_id: str, outputs: Sequence[TokenOutput]) -> pb.DecodeCommand:
 
 
 class Router:
-    """The other end of the stream."""
+    """The router's end of the stream."""
 
     def __init__(self, service: DecodeService) -> None:
         self._commands: asyncio.Queue[pb.DecodeCommand | asyncio.Event] = asyncio.Queue()
@@ -95,7 +95,7 @@ async def test_commands_do_not_wait_for_the_step_under_way() -> None:
 
 
 async def test_an_abort_before_the_reception_has_begun_unpins_its_blocks() -> None:
-    """The task is cancelled before its first step, so that nothing inside of it ever runs."""
+    """The task is cancelled before its first step, so that no code in it ever runs."""
     async with serving(DecodeService, node := make_node()) as service:
         aborted = asyncio.Event()
         handle = node._handler
@@ -117,8 +117,8 @@ async def test_an_abort_before_the_reception_has_begun_unpins_its_blocks() -> No
         await router.close()
 
 
-async def test_an_output_that_began_elsewhere_goes_on_under_its_index() -> None:
-    """Prefilled here, and from a next token that was sampled elsewhere."""
+async def test_an_output_that_began_elsewhere_continues_under_its_index() -> None:
+    """It is prefilled here, or its next token was sampled elsewhere."""
     whole = expected_output(PROMPT, 3, choice_index=5)
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
@@ -159,7 +159,7 @@ async def test_an_output_that_began_elsewhere_goes_on_under_its_index() -> None:
         [TokenOutput(0, (1,), finish_reason=FinishReason.STOP)],
     ],
 )
-async def test_first_tokens_that_can_not_be_fail_their_request_only(outputs: list[TokenOutput]) -> None:
+async def test_invalid_first_tokens_fail_only_their_request(outputs: list[TokenOutput]) -> None:
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
         router.send(admit("bad", n=2), start("bad", outputs))
@@ -213,8 +213,8 @@ async def test_a_request_obeys_its_own_router_only() -> None:
         await node.check_idle()
 
 
-async def test_the_router_decides_what_becomes_of_missing_blocks() -> None:
-    """Neither a holder nor the prefill node can be reached: the node says so, and computes when it is told to."""
+async def test_missing_blocks_are_reported_to_the_router_which_names_a_source_or_ends_the_wait() -> None:
+    """Neither a holder nor the prefill node can be reached; the node computes the blocks when the router says so."""
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
         command = admit("a")
@@ -237,8 +237,8 @@ async def test_the_router_decides_what_becomes_of_missing_blocks() -> None:
         await node.check_idle()
 
 
-async def test_a_fetch_that_fails_unforeseen_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
-    """At once and with its cause in the log, rather than at the request's deadline."""
+async def test_an_unforeseen_error_in_a_fetch_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    """It ends at once, with the cause in the log, and not at its deadline."""
     connector = BrokenConnector(InProcessHub())
     async with serving(DecodeService, node := make_node(connector=connector)) as service:
         router = Router(service)

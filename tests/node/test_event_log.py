@@ -14,7 +14,7 @@ def name(i: int) -> BlockHash:
     return BlockHash(i.to_bytes(32, "big"))
 
 
-def test_replay_from_any_point_gives_what_is_held() -> None:
+def test_replay_from_any_sequence_number_gives_the_blocks_held() -> None:
     rng = random.Random(0)
     log = EventLog(LOAD, capacity=20)
     held: set[BlockHash] = set()
@@ -37,7 +37,7 @@ def test_replay_from_any_point_gives_what_is_held() -> None:
     assert log.since(10_000).reset, "a number from another life of the node"
 
 
-async def test_watchers_wake_for_changes_and_for_the_end() -> None:
+async def test_watchers_wake_for_changes_and_when_the_log_closes() -> None:
     log = EventLog(LOAD)
     version = await log.changed(-1)
     waiting = asyncio.ensure_future(log.changed(version))

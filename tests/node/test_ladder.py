@@ -1,4 +1,4 @@
-"""Who is asked for which block, and that the asking ends."""
+"""Which source is asked for which block, and that the search ends."""
 
 from itertools import product
 
@@ -12,7 +12,7 @@ H = KVSource("h", 1, "at-h")
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 
 
-def asked(ladder: Ladder) -> tuple[KVSource | None, tuple[int, ...]] | None:
+def next_ask(ladder: Ladder) -> tuple[KVSource | None, tuple[int, ...]] | None:
     ask = ladder.next()
     return None if ask is None else (ask.source, ask.indices)
 
@@ -26,19 +26,19 @@ def settle(ladder: Ladder, *outcomes: FetchOutcome) -> int:
 def test_the_announcing_source_goes_before_holders_and_these_before_the_store() -> None:
     ladder = Ladder(3)
     ladder.offer(H, 2)
-    assert asked(ladder) == (H, (0, 1)), "nobody has announced anything yet"
+    assert next_ask(ladder) == (H, (0, 1)), "nobody has announced anything yet"
     ladder.announce(P, 3)
-    assert asked(ladder) == (P, (0, 1, 2))
+    assert next_ask(ladder) == (P, (0, 1, 2))
     settle(ladder, MISSING, MISSING, MISSING)
-    assert asked(ladder) == (H, (0, 1))
+    assert next_ask(ladder) == (H, (0, 1))
     settle(ladder, MISSING, FETCHED)
-    assert asked(ladder) == (None, (0, 2)), "only what is not here"
+    assert next_ask(ladder) == (None, (0, 2)), "only what is not here"
     settle(ladder, FETCHED, FETCHED)
     assert ladder.is_complete
     assert ladder.report(24) == FetchReport(24, (("", 2), ("h", 1)), num_missing=4)
 
 
-def test_only_holders_that_announced_nothing_are_guesses() -> None:
+def test_only_fetches_from_holders_that_announced_nothing_are_guesses() -> None:
     ladder = Ladder(2)
     ladder.offer(H, 2)
     ladder.offer(P, 2)
@@ -53,41 +53,41 @@ def test_only_holders_that_announced_nothing_are_guesses() -> None:
     assert ask is not None and (ask.source, ask.is_guess) == (None, False)
 
 
-def test_one_bad_block_costs_one_block() -> None:
+def test_after_one_bad_block_only_that_block_is_requested_from_the_next_source() -> None:
     ladder = Ladder(4)
     ladder.offer(H, 4)
     ladder.announce(P, 4)
     assert settle(ladder, FETCHED, REFUSED, FETCHED, FETCHED) == 1
-    assert asked(ladder) == (H, (1,))
+    assert next_ask(ladder) == (H, (1,))
     assert settle(ladder, FETCHED) == 3
     assert ladder.is_complete and ladder.report(0).fetched == (("p", 3), ("h", 1))
 
 
-def test_who_could_not_be_reached_is_not_asked_again() -> None:
+def test_a_source_that_could_not_be_reached_is_not_asked_again() -> None:
     ladder = Ladder(3)
     ladder.offer(P, 1)
     settle(ladder, FAILED)
     ladder.announce(P, 3)
-    assert asked(ladder) == (None, (0, 1, 2))
+    assert next_ask(ladder) == (None, (0, 1, 2))
     settle(ladder, FAILED, FAILED, FAILED)
     ladder.ask_store()
     assert ladder.next() is None
     restarted = KVSource("p", 2, "at-p")
     ladder.announce(restarted, 2)
-    assert asked(ladder) == (restarted, (0, 1))
+    assert next_ask(ladder) == (restarted, (0, 1))
 
 
-def test_what_was_missing_is_asked_for_again_after_a_new_word_and_what_was_refused_is_not() -> None:
+def test_missing_blocks_are_requested_again_after_an_announcement_and_refused_ones_are_not() -> None:
     ladder = Ladder(2)
     ladder.announce(P, 2)
     settle(ladder, MISSING, REFUSED)
     settle(ladder, MISSING, MISSING)  # the store
     assert ladder.next() is None
     ladder.announce(P, 2)
-    assert asked(ladder) == (P, (0,))
+    assert next_ask(ladder) == (P, (0,))
 
 
-def test_who_sends_several_bad_blocks_is_not_asked_again() -> None:
+def test_a_source_that_sends_several_bad_blocks_is_not_asked_again() -> None:
     ladder = Ladder(6)
     ladder.announce(P, 6)
     ladder.offer(H, 6)
@@ -95,41 +95,41 @@ def test_who_sends_several_bad_blocks_is_not_asked_again() -> None:
     assert settle(ladder, FETCHED, FETCHED, MISSING) == 5, "two may be an accident"
     settle(ladder, REFUSED)  # the store, like every other source
     ladder.announce(P, 6)
-    assert asked(ladder) == (P, (5,))
+    assert next_ask(ladder) == (P, (5,))
     settle(ladder, REFUSED)
     ladder.announce(P, 6)
     ladder.announce(KVSource("late", 1, "at-late"), 6)
-    assert asked(ladder) == (KVSource("late", 1, "at-late"), (5,))
+    assert next_ask(ladder) == (KVSource("late", 1, "at-late"), (5,))
 
 
-def test_the_store_is_not_asked_for_what_is_still_being_computed() -> None:
+def test_the_store_is_not_asked_for_blocks_that_are_still_being_computed() -> None:
     ladder = Ladder(3)
     assert ladder.next() is None
     ladder.announce(P, 1)
     assert settle(ladder, FETCHED) == 1
     assert ladder.next() is None
     ladder.ask_store()
-    assert asked(ladder) == (None, (1, 2))
+    assert next_ask(ladder) == (None, (1, 2))
 
 
-def test_sources_without_an_address_are_the_store() -> None:
+def test_a_source_without_an_endpoint_is_the_store() -> None:
     ladder = Ladder(2)
     ladder.offer(KVSource("a", 1, ""), 1)
-    assert asked(ladder) == (None, (0,))
+    assert next_ask(ladder) == (None, (0,))
     settle(ladder, MISSING)
     assert ladder.next() is None
     ladder.announce(KVSource("b", 7, ""), 2)
-    assert asked(ladder) == (None, (0, 1))
+    assert next_ask(ladder) == (None, (0, 1))
 
 
-def test_long_prefixes_are_asked_for_in_parts() -> None:
+def test_long_prefixes_are_requested_in_parts() -> None:
     ladder = Ladder(100)
     ladder.announce(P, 1000)
     assert settle(ladder, *[FETCHED] * 64) == 64
-    assert asked(ladder) == (P, tuple(range(64, 100)))
+    assert next_ask(ladder) == (P, tuple(range(64, 100)))
 
 
-def test_the_asking_ends_whatever_the_outcomes() -> None:
+def test_the_search_ends_whatever_the_outcomes() -> None:
     for first, second, third in product(FetchOutcome, repeat=3):
         ladder = Ladder(4)
         ladder.offer(H, 4)

@@ -18,7 +18,7 @@ def test_release_is_idempotent_and_takes_unknown_ids() -> None:
     assert len(leases) == 0
 
 
-def test_what_nobody_renews_expires() -> None:
+def test_leases_that_are_not_renewed_expire() -> None:
     leases, clock, ended = make()
     leases.open("a", 10)
     leases.open("b", 10)
@@ -35,7 +35,7 @@ def test_what_nobody_renews_expires() -> None:
     assert ended == ["b", "a"]
 
 
-async def test_closing_ends_what_is_left() -> None:
+async def test_closing_ends_the_leases_that_are_left() -> None:
     leases, _, ended = make()
     leases.start()
     leases.open("a", 10)

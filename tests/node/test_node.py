@@ -1,10 +1,10 @@
-"""A node between its engine, its connector and its service: what it does first when a step ends."""
+"""A node between its engine, its connector and its service: the order of its work when a step has ended."""
 
 import asyncio
 from collections.abc import Sequence
 
-from kv_connector.base import Block
 from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.request import EngineRequest, StepResult
 from tests.node.fake_node import BLOCK_SIZE, make_node
@@ -15,12 +15,12 @@ class NotingConnector(InProcessConnector):
         super().__init__(InProcessHub())
         self._order = order
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         self._order.append("published")
         await super().publish(blocks)
 
 
-async def test_who_sends_tokens_runs_before_watchers_and_the_publisher() -> None:
+async def test_tokens_are_sent_before_watchers_and_the_publisher_run() -> None:
     order: list[str] = []
     node = make_node(connector=NotingConnector(order))
     sampled = asyncio.Event()
@@ -43,7 +43,7 @@ async def test_who_sends_tokens_runs_before_watchers_and_the_publisher() -> None
     await asyncio.sleep(0)
     node.start(on_result)
     request = EngineRequest("a", tuple(range(2 * BLOCK_SIZE)), SamplingParams(max_tokens=1, temperature=0.0, seed=0))
-    await node.engine.call(lambda engine: engine.add(request))
+    await node.engine_thread.call(lambda engine: engine.add(request))
     async with asyncio.timeout(10.0):
         await asyncio.gather(*tasks)
     await node.check_idle()

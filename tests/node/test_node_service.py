@@ -1,4 +1,4 @@
-"""A watcher hears of a node at least once per heartbeat, and of what its connector and its leases have done."""
+"""A watcher gets a message at least once per heartbeat, with the counters of the connector and the leases."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -15,7 +15,7 @@ from tests.node.fake_node import make_node, serving
 PATIENCE = 10.0
 
 
-async def test_an_idle_node_is_heard_of_once_per_heartbeat() -> None:
+async def test_an_idle_node_sends_one_message_per_heartbeat() -> None:
     node = make_node()
     node.connector.stats.refused[Mismatch.DIGEST] = 2
     node.connector.stats.bytes_fetched = 4096

@@ -36,7 +36,7 @@ def prefill(
 
 
 async def num_leases(service: PrefillService) -> int:
-    return await service._node.engine.call(lambda engine: engine.load().num_leases)
+    return await service._node.engine_thread.call(lambda engine: engine.load().num_leases)
 
 
 async def release(service: PrefillService, *lease_ids: str) -> None:
@@ -44,7 +44,7 @@ async def release(service: PrefillService, *lease_ids: str) -> None:
 
 
 async def test_a_stream_whose_lease_has_ended_early_still_ends() -> None:
-    """By expiry or release before the prompt is computed; else the decode node waits for the rest in vain."""
+    """The lease ends by expiry or release before the prompt is computed; the decode node must not wait for ever."""
     runner = GatedRunner()
     async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
         async with aclosing(prefill(service, "a")) as events:
@@ -87,8 +87,8 @@ async def test_a_duplicate_of_a_leased_request_is_refused_and_leaves_the_lease_a
         await node.check_idle()
 
 
-async def test_leases_yield_when_nothing_else_could_go_on() -> None:
-    """Two routers: one's decode node waits for a prompt that waits, here, for the blocks of the other's lease."""
+async def test_the_oldest_lease_ends_when_requests_wait_and_nothing_runs() -> None:
+    """With two routers, a prompt may wait here for the blocks that the other router's lease holds."""
     async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
         async with aclosing(prefill(service, "a", [1] * 300)) as events:
             async for _ in events:
@@ -107,7 +107,7 @@ async def test_leases_yield_when_nothing_else_could_go_on() -> None:
         await node.check_idle()
 
 
-async def test_a_fetch_that_fails_unforeseen_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unforeseen_error_in_a_fetch_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
     connector = BrokenConnector(InProcessHub())
     async with serving(PrefillService, node := make_node(connector=connector)) as service, asyncio.timeout(PATIENCE):
         request = prefill_request("a", PROMPT)

@@ -1,18 +1,18 @@
-"""What is enqueued is published in order; a connector that fails costs blocks, a fault of ours is not kept quiet."""
+"""Blocks are published in the order in which they were enqueued; a connector may fail; other errors are reported."""
 
 import asyncio
 from collections.abc import Sequence
 
 import pytest
 
-from kv_connector.base import Block
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.node.publisher import Publisher
 from tests.node.fake_node import make_node
 
-BLOCKS = [Block(block_id, BlockHash(bytes([block_id]) * 32), 8) for block_id in range(3)]
+BLOCKS = [NamedBlock(block_id, BlockHash(bytes([block_id]) * 32), 8) for block_id in range(3)]
 PATIENCE = 10.0
 
 
@@ -21,11 +21,11 @@ class FailingConnector(InProcessConnector):
         super().__init__(InProcessHub())
         self._error = error
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         raise self._error
 
 
-async def test_a_connector_that_fails_delays_nobody() -> None:
+async def test_a_connector_that_fails_delays_no_callback_and_no_unpin() -> None:
     unpinned: list[int] = []
     told: list[int] = []
     publisher = Publisher(FailingConnector(KVError("not reachable")), unpinned.extend)
@@ -40,21 +40,21 @@ async def test_a_connector_that_fails_delays_nobody() -> None:
 
 
 class HangingConnector(InProcessConnector):
-    """Every `publish` waits until it is let go, and fails."""
+    """A connector whose every `publish` waits for an event and then fails."""
 
     def __init__(self) -> None:
         super().__init__(InProcessHub())
         self.calls: list[list[int]] = []
         self.let_go = asyncio.Event()
 
-    async def publish(self, blocks: Sequence[Block]) -> None:
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         self.calls.append([block.block_id for block in blocks])
         await self.let_go.wait()
         raise KVError("timed out")
 
 
-async def test_what_piles_up_behind_a_slow_store_is_offered_at_once() -> None:
-    """One timeout for all of it: with one for each, readers would wait for as many as there are steps."""
+async def test_blocks_that_wait_for_a_slow_store_are_published_together() -> None:
+    """All of them cost one timeout. With one for each step, readers would wait for many."""
     connector, unpinned = HangingConnector(), list[int]()
     publisher = Publisher(connector, unpinned.extend)
     publisher.start(lambda error: pytest.fail(str(error)))
@@ -83,8 +83,8 @@ async def test_an_unforeseen_error_is_reported_and_still_unpins() -> None:
     assert unpinned == [0, 1, 2]
 
 
-async def test_a_node_without_a_publisher_says_that_it_is_of_no_use() -> None:
-    """Pins would pile up until nothing can be allocated: its process ends instead."""
+async def test_a_node_whose_publisher_has_failed_counts_as_crashed() -> None:
+    """Otherwise blocks would stay pinned until none can be allocated."""
     node = make_node()
     node.start(lambda result: None)
 

@@ -14,7 +14,7 @@ from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.node import Node
-from kvrelay.node.receiver import Receiver, ends_at
+from kvrelay.node.receiver import Receiver, ReceptionContext, ends_at
 from tests.node.fake_node import BLOCK_SIZE, LAYOUT, make_node
 from tests.node.holders import Holder, LadderConnector, content
 
@@ -25,7 +25,7 @@ PATIENCE = 10.0
 
 @dataclass(slots=True)
 class Reception:
-    """A request that waits for all its blocks, and two holders, P and H, of none of them yet."""
+    """A request that waits for all its blocks, and two holders, P and H, that have none of them yet."""
 
     node: Node
     connector: LadderConnector
@@ -39,7 +39,7 @@ class Reception:
     async def run(self) -> FetchReport:
         async with asyncio.timeout(PATIENCE):
             report = await self.receiver.run()
-        computed = await self.node.engine.call(lambda engine: engine._sequences["r"][0].num_computed_tokens)
+        computed = await self.node.engine_thread.call(lambda engine: engine._sequences["r"][0].num_computed_tokens)
         assert computed == report.num_tokens, "what is reported was delivered"
         memory = self.connector._require().pool.buffer.memory
         num_blocks = sum(count for _, count in report.fetched)
@@ -74,34 +74,36 @@ async def reception(
             stack.push_async_callback(holder.close)
         sampling = SamplingParams(max_tokens=3, seed=0)
         request = EngineRequest("r", PROMPT, sampling, role=KVRole.CONSUME, receive=True)
-        await node.engine.call(lambda engine: engine.add(request))
+        await node.engine_thread.call(lambda engine: engine.add(request))
         async with asyncio.timeout(PATIENCE):
             admission = await admissions.get()
         assert len(admission.missing) == NUM_BLOCKS
         missing: list[int] = []
         receiver = Receiver(
+            ReceptionContext(
+                connector,
+                node.engine_thread,
+                absences or Absences(lambda: 0.0),
+                block_size=BLOCK_SIZE,
+                fetch_timeout=fetch_timeout,
+                patience=patience,
+            ),
             admission,
-            connector,
-            node.engine,
-            block_size=BLOCK_SIZE,
-            absences=absences or Absences(lambda: 0.0),
-            fetch_timeout=fetch_timeout,
-            patience=patience,
             on_missing=missing.append,
             ends_at=None if time_left is None else asyncio.get_running_loop().time() + time_left,
         )
         yield Reception(node, connector, admission, p, h, store, receiver, missing)
-        await node.engine.call(lambda engine: engine.abort("r"))
+        await node.engine_thread.call(lambda engine: engine.abort("r"))
         await node.check_idle()
 
 
-async def test_everything_from_the_source_that_announces() -> None:
+async def test_every_block_comes_from_the_source_that_announces_it() -> None:
     async with reception() as case:
         await case.p.hold(case.admission, 5)
         case.receiver.announce(case.p.source, 5, ended=True)
         report = await case.run()
         assert report == FetchReport(37, (("p", 5),))
-        assert case.connector.asked == [("p", 5)] and case.missing == []
+        assert case.connector.fetches == [("p", 5)] and case.missing == []
 
 
 async def test_holders_are_asked_before_anything_is_announced() -> None:
@@ -110,7 +112,7 @@ async def test_holders_are_asked_before_anything_is_announced() -> None:
         await case.p.hold(case.admission, 5)
         case.receiver.offer(case.h.source, 3)
         task = asyncio.create_task(case.run())
-        while case.connector.asked != [("h", 3)]:
+        while case.connector.fetches != [("h", 3)]:
             await asyncio.sleep(0)
         case.receiver.announce(case.p.source, 5)
         assert (await task).fetched == (("h", 3), ("p", 2))
@@ -128,7 +130,9 @@ def _corrupts(case: Reception) -> None:
 
 
 @pytest.mark.parametrize(("fault", "outcome"), [(_loses, FetchOutcome.MISSING), (_corrupts, FetchOutcome.REFUSED)])
-async def test_a_block_that_one_holder_has_not_comes_from_the_next(fault: Fault, outcome: FetchOutcome) -> None:
+async def test_a_block_that_one_holder_lacks_or_damages_comes_from_the_next(
+    fault: Fault, outcome: FetchOutcome
+) -> None:
     async with reception() as case:
         await case.p.hold(case.admission, 5)
         await case.h.hold(case.admission, 2)
@@ -138,10 +142,10 @@ async def test_a_block_that_one_holder_has_not_comes_from_the_next(fault: Fault,
         report = await case.run()
         counts = {f"num_{outcome.value}": 1}
         assert report == FetchReport(37, (("p", 4), ("h", 1)), **counts)
-        assert case.connector.asked == [("p", 5), ("h", 1)], "the blocks behind the bad one were kept"
+        assert case.connector.fetches == [("p", 5), ("h", 1)], "the blocks behind the bad one were kept"
 
 
-async def test_a_holder_is_not_asked_for_what_another_request_did_not_get_unless_it_announces_it() -> None:
+async def test_blocks_a_holder_was_found_to_lack_are_not_requested_from_it_unless_it_announces_them() -> None:
     absences = Absences(lambda: 0.0)
     async with reception(absences=absences) as case:
         await case.h.hold(case.admission, 5)
@@ -149,14 +153,14 @@ async def test_a_holder_is_not_asked_for_what_another_request_did_not_get_unless
         absences.note(case.h.source, [missing[index].block_hash for index in (0, 1, 2, 3, 4)])
         case.receiver.offer(case.h.source, 5)
         case.receiver.end()
-        assert (await case.run()).num_tokens == 0 and case.connector.asked == [("", 5)]
+        assert (await case.run()).num_tokens == 0 and case.connector.fetches == [("", 5)]
     async with reception(absences=absences) as case:
         await case.h.hold(case.admission, 5)
         case.receiver.announce(case.h.source, 5, ended=True)
         assert (await case.run()).fetched == (("h", 5),)
 
 
-async def test_a_fetch_leaves_half_of_the_requests_time_to_others() -> None:
+async def test_a_fetch_takes_at_most_half_of_the_time_that_the_request_has_left() -> None:
     for time_left, fetch_timeout, least, most in ((1000.0, 10.0, 10.0, 10.0), (1000.0, 9000.0, 400.0, 500.0)):
         async with reception(time_left=time_left, fetch_timeout=fetch_timeout) as case:
             await case.p.hold(case.admission, 5)
@@ -167,7 +171,7 @@ async def test_a_fetch_leaves_half_of_the_requests_time_to_others() -> None:
     assert ends_at(0) is None
 
 
-async def test_what_a_holder_does_not_have_is_remembered() -> None:
+async def test_blocks_that_a_holder_lacks_are_remembered() -> None:
     absences = Absences(lambda: 0.0)
     async with reception(absences=absences) as case:
         await case.h.hold(case.admission, 5)
@@ -188,7 +192,7 @@ async def test_a_holder_that_is_gone_is_asked_once() -> None:
         case.receiver.announce(case.p.source, 5)
         report = await case.run()
         assert report == FetchReport(37, (("h", 5),), num_failed=5)
-        assert case.connector.asked == [("p", 5), ("h", 5)]
+        assert case.connector.fetches == [("p", 5), ("h", 5)]
 
 
 async def test_a_holder_that_hangs_costs_one_timeout() -> None:
@@ -199,11 +203,11 @@ async def test_a_holder_that_hangs_costs_one_timeout() -> None:
         case.receiver.end()
         report = await case.run()
         assert report == FetchReport(num_failed=9)
-        assert case.connector.asked == [("p", 5), ("h", 4), ("", 5)]
+        assert case.connector.fetches == [("p", 5), ("h", 4), ("", 5)]
         assert case.connector.timeouts[1] < case.connector.timeouts[0], "less for who has not announced anything"
 
 
-async def test_what_no_holder_has_comes_from_the_store() -> None:
+async def test_blocks_that_no_holder_has_come_from_the_store() -> None:
     async with reception() as case:
         await case.p.hold(case.admission, 5)
         await case.store.hold(case.admission, 5)
@@ -214,7 +218,7 @@ async def test_what_no_holder_has_comes_from_the_store() -> None:
         assert report.fetched == (("", 2), ("p", 3)) and case.missing == []
 
 
-async def test_the_router_is_told_what_nobody_has_and_may_name_another_source() -> None:
+async def test_missing_blocks_are_reported_once_and_may_come_from_another_source() -> None:
     async with reception() as case:
         await case.p.hold(case.admission, 2)
         case.receiver.announce(case.p.source, 2, ended=True)
@@ -224,14 +228,14 @@ async def test_the_router_is_told_what_nobody_has_and_may_name_another_source() 
         assert case.missing == [21] and not task.done()
         await case.h.hold(case.admission, 5)
         case.receiver.announce(case.h.source, 3)
-        while case.connector.asked[-1][0] != "h":
+        while case.connector.fetches[-1][0] != "h":
             await asyncio.sleep(0)
         case.receiver.announce(case.h.source, 5, ended=True)
         assert (await task).fetched == (("p", 2), ("h", 3))
         assert case.missing == [21], "told once"
 
 
-async def test_a_second_source_that_fails_too_is_told_as_well() -> None:
+async def test_blocks_that_a_second_source_lacks_too_are_reported_again() -> None:
     async with reception() as case:
         case.receiver.announce(case.p.source, 0, ended=True)
         task = asyncio.create_task(case.run())
@@ -246,7 +250,7 @@ async def test_a_second_source_that_fails_too_is_told_as_well() -> None:
         assert (await task).num_tokens == BLOCK_SIZE
 
 
-async def test_a_router_that_does_not_answer_is_not_waited_for() -> None:
+async def test_the_wait_for_a_router_that_does_not_answer_ends() -> None:
     async with reception(patience=0.02) as case:
         await case.p.hold(case.admission, 1)
         case.receiver.announce(case.p.source, 1, ended=True)
@@ -259,7 +263,7 @@ async def test_a_cancelled_reception_unpins_its_blocks() -> None:
         case.connector.hung = {"p"}
         case.receiver.announce(case.p.source, 5)
         task = asyncio.create_task(case.receiver.run())
-        while not case.connector.asked:
+        while not case.connector.fetches:
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""What one message to a router holds: an event per output, in an order that every request can rely on."""
+"""One message to a router has one event per output, and a request's events in the order in which they were sent."""
 
 from decode_node.router_stream import RouterStream
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
@@ -7,7 +7,7 @@ from kvrelay.v1 import decode_node_pb2 as pb
 
 
 async def events_of(stream: RouterStream) -> list[pb.DecodeEvent]:
-    """Of the next message."""
+    """Returns the events of the next message."""
     update = await anext(aiter(stream.updates()))
     return list(update.events)
 

@@ -1,4 +1,4 @@
-"""An engine that hangs is noticed without traffic; one that is idle, or was stopped with its process, is not."""
+"""An engine that hangs is noticed without traffic; one that is idle, or was stopped with its process, does not hang."""
 
 import asyncio
 import threading
@@ -6,7 +6,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decode_node.service import DecodeService
 from kvrelay.core.rpc import WHOLE_SERVER
@@ -15,27 +14,22 @@ from kvrelay.node.server import NodeServer
 from kvrelay.node.watchdog import Watchdog
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from tests.node.fake_node import make_node
+from tests.node.health import health_of
 
 PATIENCE = 10.0
 
 
 def test_only_an_engine_that_does_not_turn_hangs() -> None:
     turns = iter([5, 5, 5, 6, 6, 6, 6, 6])
-    dog = Watchdog(lambda: next(turns), lambda error: None, timeout=4.0)  # looks every second
-    assert [dog.look() for _ in range(8)] == [True] * 7 + [False]
+    dog = Watchdog(lambda: next(turns), lambda error: None, timeout=4.0)  # checks every second
+    assert [dog.check() for _ in range(8)] == [True] * 7 + [False]
 
 
-def test_looks_are_what_counts() -> None:
-    """A process that was stopped for an hour has looked once."""
+def test_time_is_counted_in_checks() -> None:
+    """A process that was stopped for an hour has checked once."""
     dog = Watchdog(lambda: 1, lambda error: None, timeout=60.0)
-    assert all(dog.look() for _ in range(60))
-    assert not dog.look()
-
-
-async def health_of(channel: grpc.aio.Channel, service: str) -> str:
-    stub: Any = health_pb2_grpc.HealthStub(channel)
-    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE)
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    assert all(dog.check() for _ in range(60))
+    assert not dog.check()
 
 
 async def watched_until_it_ends(channel: grpc.aio.Channel) -> None:
@@ -44,7 +38,7 @@ async def watched_until_it_ends(channel: grpc.aio.Channel) -> None:
         pass
 
 
-async def test_a_node_whose_engine_hangs_says_so_and_lets_its_watchers_go() -> None:
+async def test_a_node_whose_engine_hangs_reports_it_and_ends_its_watchers_streams() -> None:
     gate = threading.Event()
 
     def hang(engine: Engine) -> None:
@@ -58,7 +52,7 @@ async def test_a_node_whose_engine_hangs_says_so_and_lets_its_watchers_go() -> N
             watching = asyncio.create_task(watched_until_it_ends(channel))
             stub: Any = node_pb2_grpc.NodeStub(channel)
             assert [await health_of(channel, name) for name in (WHOLE_SERVER, service.name)] == ["SERVING"] * 2
-            node.engine.post(hang)
+            node.engine_thread.post(hang)
             node.watch_steps(0.2)
             async with asyncio.timeout(PATIENCE):
                 await node.crashed.wait()
@@ -73,26 +67,12 @@ async def test_a_node_whose_engine_hangs_says_so_and_lets_its_watchers_go() -> N
 
 
 async def test_an_idle_engine_does_not_hang() -> None:
-    """It turns by itself, so that its turns need no traffic."""
+    """It makes turns without traffic."""
     node = make_node()
     NodeServer(node, service := DecodeService(node))
     service.start()
-    before = node.engine.num_turns
+    before = node.engine_thread.num_turns
     async with asyncio.timeout(PATIENCE):
-        while node.engine.num_turns < before + 2:
+        while node.engine_thread.num_turns < before + 2:
             await asyncio.sleep(0.05)
     await node.close()
-
-
-async def test_draining_is_live_but_not_ready() -> None:
-    node = make_node()
-    server = NodeServer(node, service := DecodeService(node))
-    port = await server.start("127.0.0.1", 0)
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            await server.drain(PATIENCE)
-            assert await health_of(channel, WHOLE_SERVER) == "SERVING"
-            assert await health_of(channel, "kvrelay.v1.Node") == "SERVING"
-            assert await health_of(channel, service.name) == "NOT_SERVING"
-    finally:
-        await server.close()

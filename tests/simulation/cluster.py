@@ -260,7 +260,7 @@ class Cluster:
             engine,
             connector,
             fetch_timeout=self.config.fetch_timeout,
-            engine_thread=partial(
+            make_engine_thread=partial(
                 VirtualEngineThread,
                 context=process.context,
                 step_seconds=lambda: self.random.uniform(0.002, self.config.longest_step),
