@@ -27,8 +27,8 @@ from kvrelay.bench.workloads import (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. `num_requests` is None when time ends it; throughput is then counted over `window` seconds. `label` names
-    the run among those of a sweep."""
+    """One run. `num_requests` is None when time ends it; throughput is then counted over `window` seconds. `label`
+    names the run among those of a sweep."""
 
     sessions: Sequence[Session]
     num_requests: int | None
