@@ -40,7 +40,8 @@ def plot_curve(results: Sequence[RunResult], title: str) -> "Figure":
             values = [getattr(distribution, column) * 1e3 for _, distribution in points]
             axis.plot(rates, values, marker="o", label=column)
         for rate, (result, distribution) in zip(rates, points, strict=True):
-            axis.annotate(result.label, (rate, distribution.p50 * 1e3), fontsize=7)
+            flaws = f" ({', '.join(result.flaws)})" if result.flaws else ""
+            axis.annotate(result.label + flaws, (rate, distribution.p50 * 1e3), fontsize=7)
         axis.set_xlabel("output tokens/s")
         axis.set_ylabel(f"{name.upper()}, ms")
         axis.legend()

@@ -38,7 +38,7 @@ def test_one_kind_needs_no_legend() -> None:
 
 
 def test_a_curve_has_a_point_per_load() -> None:
-    loads = [run_of(record(0.1, 0.3), label="1/s"), run_of(record(0.2, 0.5), label="2/s")]
+    loads = [run_of(record(0.1, 0.3), label="1/s"), run_of(record(0.2, 0.5), label="2/s", was_cut=True)]
     figure = plot_curve(loads, "m")
     ttft, itl = figure.axes
     assert (ttft.get_ylabel(), itl.get_ylabel(), ttft.get_xlabel()) == ("TTFT, ms", "ITL, ms", "output tokens/s")
@@ -47,7 +47,7 @@ def test_a_curve_has_a_point_per_load() -> None:
         for line in axis.lines:
             assert line.get_xdata() == pytest.approx([2 / 0.3, 2 / 0.5])
             assert line.get_ydata() == pytest.approx(expected)
-        assert [text.get_text() for text in axis.texts] == ["1/s", "2/s"]
+        assert [text.get_text() for text in axis.texts] == ["1/s", "2/s (cut off)"]
         legend = axis.get_legend()
         assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["p50", "p99"]
 
