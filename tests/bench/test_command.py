@@ -196,12 +196,16 @@ def test_a_sweeps_table_shows_goodput_and_says_what_is_wrong_with_a_load() -> No
         ["4/s", "4.00", "0.00", "0%"],
     ]
     assert [row.rpartition("  ")[2] for row in rows[:3]] == ["-", "client late", "cut off"]
-    assert rows[4:7] == [
+    cost = "this client took 0 us of processor time per output token"
+    assert rows[4:10] == [
         "1/s: for up to 250 ms this client did not notice what arrived",
+        f"1/s: {cost}",
         "2/s: a request was sent 200 ms late: this client could not keep up",
+        f"2/s: {cost}",
+        f"4/s: {cost}",
         "4/s: interrupted: these are the results so far",
     ]
-    assert rows[8] == (
+    assert rows[11] == (
         "the highest load at which 90% of the requests meet ttft <= 1000 ms: 1/s; loads with a flaw were left out"
     )
 
