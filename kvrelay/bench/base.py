@@ -39,7 +39,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed. `kind` is short and countable ("http 429", "timeout"); `message` is for a person."""
+    """The reason of a failure. `kind` is short and countable ("http 429", "timeout"); `message` is for a person."""
 
     kind: str
     message: str
@@ -47,7 +47,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Answer:
-    """What comes back for one request, filled in as it arrives; a failed or cancelled request keeps what it had.
+    """All that comes back for one request, filled in as it arrives; a failed or cancelled request keeps what it had.
 
     `arrivals` are the times of the pieces of output. A piece is usually one token; text that waits for the rest of a
     character comes with a later piece. `num_output_tokens` is the server's count (usage), None where it sends none.

@@ -27,7 +27,7 @@ _TICK_SECONDS = 0.01
 
 
 class Load:
-    """One run.
+    """One run of sessions.
 
     `records` grows while it runs; `running` holds the answers that are still coming. `longest_stall` is the longest
     time in seconds for which this process's loop did not turn, so that nothing that arrived was noticed.

@@ -54,7 +54,7 @@ class Vocabulary:
 
 
 class PromptBuilder:
-    """Prompts of one run, all in one format."""
+    """The maker of a run's prompts, all in one format."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_format: PromptFormat, *, seed: int) -> None:
         if prompt_format != "token_ids" and vocabulary.decode is None:
@@ -90,7 +90,7 @@ class PromptBuilder:
 
 
 class Conversation:
-    """What one user has said and heard so far. A request of a single turn is a conversation too."""
+    """All that one user has said and heard so far. A request of a single turn is a conversation too."""
 
     def __init__(self, builder: PromptBuilder, prompt_format: PromptFormat, name: str) -> None:
         self._builder = builder

@@ -22,7 +22,7 @@ _PROGRESS_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """What the runs of one command share. Setting `interrupted` ends the run in progress, and so all later ones."""
+    """The parts that the runs of one command share. Setting `interrupted` ends the present run and all later ones."""
 
     client: Client
     builder: PromptBuilder

@@ -189,7 +189,7 @@ class ServeBenchSettings(WorkloadSettings):
 
 
 class LatencyBenchSettings(BenchSettings):
-    """One request at a time: the latency of an idle server.
+    """Send one request at a time and measure the latency of an idle server.
 
     Example: kvrelay bench latency --input-len 512 --output-len 64 --requests 8
     """
@@ -198,7 +198,7 @@ class LatencyBenchSettings(BenchSettings):
 
 
 class ThroughputBenchSettings(WorkloadSettings):
-    """Everything at once: the most a server gives.
+    """Send everything at once and measure the most that a server gives.
 
     Example: kvrelay bench throughput --requests 32 --concurrency 16 --input-len 128-512
     """
@@ -207,8 +207,8 @@ class ThroughputBenchSettings(WorkloadSettings):
 
 
 class SweepBenchSettings(WorkloadSettings):
-    """The same load at several rates (or concurrencies), as a curve of latency over throughput; with SLOs, the highest
-    load that still meets them.
+    """Send the same load at several rates (or concurrencies) and draw latency over throughput; with SLOs, find the
+    highest load that still meets them.
 
     Examples:
       kvrelay bench sweep --request-rates 0.5,1,2,4 --slo ttft=1000 --slo itl=100 --plot curve.png

@@ -112,7 +112,8 @@ class Supervisor:
     """The owner of the children that it starts, as an async context manager: leaving it stops them all."""
 
     def __init__(self, *, stop_timeout: float, on_line: Callable[[str, str], None] | None = None) -> None:
-        """`stop_timeout`: seconds between SIGTERM and SIGKILL. `on_line(name, line)` gets what children write."""
+        """Takes the seconds between SIGTERM and SIGKILL, and a function that gets a child's name and each of its
+        lines."""
         self._stop_timeout = stop_timeout
         self._on_line = on_line or write_line
         self._groups: list[list[Child]] = []

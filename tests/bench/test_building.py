@@ -40,7 +40,7 @@ def test_pieces_of_a_chat_are_its_json() -> None:
 
 
 class Turns:
-    """Counts the turns of the loop while the context is open."""
+    """A counter of the loop's turns while the context is open."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -80,7 +80,7 @@ async def test_encoding_a_long_prompt_lets_the_loop_turn(protocol: str) -> None:
 
 
 class NotingClient(OpenAIClient):
-    """Notes what it builds and sends. `most_ready` is the greatest number of requests that were built and not sent."""
+    """A client that notes what it builds and sends. `most_ready` requests were built and not yet sent at most."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, "completions", GENERATION, MonotonicClock())

@@ -40,7 +40,7 @@ LOAD = ["--vocab-size", "500", "--input-len", "4", "--output-len", "5", "--reque
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """A server in a thread of its own, because the command runs its own loop."""
+    """Yields the URL of a server in a thread of its own, because the command runs its own loop."""
     found: list[str] = []
     started, done = Event(), Event()
 

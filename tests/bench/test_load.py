@@ -60,7 +60,7 @@ async def test_the_burstiness_reaches_the_loads_of_a_sweep(url: str) -> None:
 
 @dataclass
 class CrowdedRelay(ScriptedRelay):
-    """Answers nobody before `crowd` requests run; `most_running` is the greatest number that ever did."""
+    """A relay that answers nobody before `crowd` requests run. `most_running` is the greatest number that ever did."""
 
     crowd: int = 1
     most_running: int = 0

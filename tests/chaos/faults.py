@@ -75,7 +75,7 @@ def _shuffled_rounds(chance: random.Random, items: Sequence[_Item]) -> Iterator[
 
 @dataclass(slots=True)
 class Injector:
-    """What inflicts faults on a cluster and heals them. `problems` tells what did not heal, or ended with an error."""
+    """A task that inflicts faults on a cluster and heals them. `problems` tells what did not heal or ended in error."""
 
     cluster: ChaosCluster
     counts: Counter[Kind] = field(default_factory=Counter)

@@ -17,8 +17,8 @@ _RETRY_SECONDS = 1.0  # what the router tells those that it refuses
 
 @dataclass(slots=True)
 class LoadReport:
-    """What the clients saw. `longest_gap` and `longest_first` are the longest waits between two chunks and for a first
-    one, in seconds. `requests` does not count those that were refused."""
+    """Figures of what the clients saw. `longest_gap` and `longest_first` are the longest waits between two chunks and
+    for a first one, in seconds. `requests` does not count those that were refused."""
 
     requests: int = 0
     refused: int = 0

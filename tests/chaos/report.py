@@ -6,8 +6,8 @@ from typing import Any
 
 @dataclass(slots=True)
 class Report:
-    """What a run found. The fields in `MUST_BE_ZERO` decide; the others inform. Times are in seconds, `growth` is in
-    bytes by process."""
+    """The findings of a run. The fields in `MUST_BE_ZERO` decide; the others inform. Times are in seconds, `growth` is
+    in bytes by process."""
 
     proof: str
     connector: str

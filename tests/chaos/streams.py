@@ -78,7 +78,7 @@ class Answer:
 
 
 class _Reader:
-    """What fills in one answer."""
+    """A reader of one stream, which fills in its answer."""
 
     def __init__(self, leave: Leave | None) -> None:
         self.answer = Answer()

@@ -18,13 +18,13 @@ SMALL = ("--num-blocks", "64", "--log-level", "warning", "--served-model-name", 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose path is in the arguments of every process of the cluster, and of no other process."""
+    """Returns a model whose path is in the arguments of every process of the cluster, and of no other process."""
     return write_random_model(tmp_path_factory.mktemp("cluster") / "tiny-random", "tiny")
 
 
 @pytest.fixture
 def segments(tmp_path: Path) -> Iterator[Path]:
-    """The directory in which the nodes map their pools, empty again afterwards."""
+    """Yields the directory in which the nodes map their pools, empty again afterwards."""
     directory = tmp_path / "segments"
     directory.mkdir()
     yield directory

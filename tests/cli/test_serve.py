@@ -235,7 +235,7 @@ def test_every_option_of_the_router_reaches_it(name: str) -> None:
     assert getattr(child_settings(RouterSettings, command), name) == value
 
 
-def test_settings_that_serve_does_not_offer_as_they_are_are_known() -> None:
+def test_serve_takes_every_other_setting_of_nodes_and_router() -> None:
     """A setting of nodes or router that serve does not take needs a reason here."""
     every_process = {"model", "supervised"}
     made_for_a_node = {"host", "port", "node_id", "threads", "core_table", "weight_store", "nodes_per_device"}

@@ -21,7 +21,7 @@ def oracle() -> Oracle:
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory in which programs start."""
+    """Returns the directory in which programs start."""
     path = tmp_path_factory.mktemp("working-directory")
     for package in PACKAGES:
         (path / package).mkdir()
@@ -32,13 +32,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The demo model under a path that only this test's processes know."""
+    """Returns the demo model under a path that only this test's processes know."""
     return link_model(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[Cluster]:
-    """A cluster of one prefill and one decode node in float32, in which every prompt goes to the prefill node."""
+    """Yields a cluster of one prefill and one decode node in float32. Every prompt goes to the prefill node."""
     model = link_model(tmp_path_factory.mktemp("cluster"))
     with served(model, *SMALL, "--local-prefill-max-tokens", "0", directory=directory) as running:
         yield running

@@ -44,7 +44,7 @@ def test_every_block_travels(cluster: Cluster, oracle: Oracle, num_tokens: int) 
 
 
 def test_tokens_of_16_requests_at_a_time_equal_transformers(cluster: Cluster, oracle: Oracle) -> None:
-    """Half over gRPC, half over HTTP."""
+    """Half of them go over gRPC, half over HTTP."""
     prompts = [some_token_ids(5 + 23 * i, seed=1000 + i) for i in range(16)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         tokens = [pool.submit(cluster.router.tokens, prompt, NUM_TOKENS) for prompt in prompts[::2]]
@@ -70,7 +70,7 @@ def test_prefix_is_found_by_name(cluster: Cluster, oracle: Oracle) -> None:
     assert response.trace.num_cached_tokens == response.usage.cached_tokens == len(prefix)
 
 
-def test_folders_in_the_working_directory_are_not_ours(cluster: Cluster, directory: Path) -> None:
+def test_folders_in_the_working_directory_are_not_imported(cluster: Cluster, directory: Path) -> None:
     """The cluster was started in a directory where importing one of our packages fails; still, all of it runs."""
     modules = {argument for arguments in processes_of(cluster.model).values() for argument in arguments}
     assert {"router", "prefill_node", "decode_node"} <= modules & {path.name for path in directory.iterdir()}

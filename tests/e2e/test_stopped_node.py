@@ -115,7 +115,9 @@ def test_a_prefill_node_that_is_stopped_during_its_prefill_is_replaced(two_of_ea
     cluster.wait_idle()
 
 
-def test_a_node_that_is_replaced_at_its_address(model: Path, directory: Path, tmp_path: Path, oracle: Oracle) -> None:
+def test_nothing_is_remembered_of_a_node_replaced_at_its_address(
+    model: Path, directory: Path, tmp_path: Path, oracle: Oracle
+) -> None:
     """The node is stopped, killed and started again with a new epoch; nothing is remembered of the old one."""
     address = f"127.0.0.1:{free_port()}"
     pools = tmp_path / "pools"  # the killed one's remains there
