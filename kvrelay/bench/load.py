@@ -64,6 +64,7 @@ class Load:
             async with asyncio.TaskGroup() as group:
                 for session, requests, request in first:
                     group.create_task(self._run_session(session, requests, request))
+                first.clear()
                 for numbered in arrivals:
                     group.create_task(self._run_session(*await self._build(*numbered)))
         finally:
@@ -85,7 +86,7 @@ class Load:
                 if answer.failure is not None and session.is_conversation:
                     return
                 scheduled = self.elapsed + session.think_time
-                request.conversation.hear(answer)
+                requests.hear(answer)
                 request = await requests.next_request()
                 await self._sleep_until(scheduled)
 
