@@ -93,7 +93,7 @@ $(VENV)/torch: constraints.txt | $(VENV)/created
 
 # Editable: Python sources are used where they lie, so only the kernels and the dependencies make it stale.
 $(VENV)/installed: pyproject.toml $(KERNEL_SOURCES) $(VENV)/torch
-	$(PIP) --editable '.[engine,redis]'
+	$(PIP) --editable '.[engine,redis,bench]'
 	@touch $@
 
 # It is all that `installed` is: in a fresh clone the kernels are built once. Those for the matrix unit are tested on any processor

@@ -1,4 +1,4 @@
-"""`python -m kvrelay` is `kvrelay`."""
+"""Makes `python -m kvrelay` the same command as `kvrelay`."""
 
 from kvrelay.cli.main import main
 

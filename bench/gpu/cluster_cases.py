@@ -123,7 +123,7 @@ async def _ask(address: str, load: ClusterLoad, seed: int) -> list[Answered]:
         for length in (load.prompts[0], *load.prompts):  # the first one warms up
             prompt = [draw.randrange(_FIRST_ID, vocab_size) for _ in range(length)]
             answer = Answer()
-            await client.generate(tuple(prompt), load.new, answer)
+            await (await client.prepare(tuple(prompt), load.new))(answer)
             if answer.failure is not None or len(answer.arrivals) < 2 or len(answer.token_ids) != load.new:
                 raise RuntimeError(f"a request over 1P+1D failed: {answer.failure}")
             answers.append(Answered(prompt, answer.token_ids, answer.arrivals[1] - answer.arrivals[0]))

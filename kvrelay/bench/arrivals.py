@@ -1,4 +1,4 @@
-"""When requests arrive: offsets in seconds from the start of the load, a pure function of their settings and a seed."""
+"""Arrival times of requests in seconds from the start of the load, a pure function of their settings and a seed."""
 
 import math
 import random
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def gamma_arrivals(rate: float, *, burstiness: float = 1.0, seed: int) -> Iterator[float]:
-    """Without end; the first request arrives at 0. `rate` is requests per second, inf for all at once.
+    """Yields times without end, the first one 0. `rate` is requests per second, inf for all at once.
 
     Gaps are gamma distributed with mean 1/rate and shape `burstiness`: 1 is a Poisson process, less is burstier, more
     is steadier.
@@ -20,7 +20,7 @@ def gamma_arrivals(rate: float, *, burstiness: float = 1.0, seed: int) -> Iterat
 
 
 def periodic_arrivals(period: float, duration: float) -> Iterator[float]:
-    """0, period, 2 * period, ... while before `duration`."""
+    """Yields 0, period, 2 * period and so on, all before `duration`."""
     count = 0
     while (at := count * period) < duration:
         yield at

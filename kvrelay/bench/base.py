@@ -1,8 +1,9 @@
-"""What the parts of the benchmark hand to each other, and the seam to a server.
+"""The values that the parts of the benchmark exchange, and the seam to a server.
 
-Invariant: all times are seconds of one monotonic clock in this process; a server's clock is never asked.
+Invariant: all times are seconds of one monotonic clock in this process; a server's clock is never read.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -11,13 +12,17 @@ CANCELLED = "cancelled"  # the kind of failure of a request that the end of the 
 TokenPrompt: TypeAlias = tuple[int, ...]
 ChatPrompt: TypeAlias = tuple[tuple[str, str], ...]  # (role, content)
 Prompt: TypeAlias = TokenPrompt | str | ChatPrompt
-# For how a prompt is written: token ids, one text, or the messages of a chat.
 PromptFormat: TypeAlias = Literal["token_ids", "text", "chat"]
+
+
+def messages_of(prompt: Prompt) -> ChatPrompt:
+    """Returns the messages of a chat prompt, none of another one."""
+    return tuple(part for part in prompt if isinstance(part, tuple))
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of `length` tokens; two of the same name begin with the same tokens."""
+    """A part of a prompt of `length` tokens; two segments of the same name begin with the same tokens."""
 
     name: str
     length: int
@@ -25,16 +30,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request as a workload describes it: what its prompt adds to the conversation so far, and how much it asks."""
+    """One request as a workload describes it. `segments` are what its prompt adds to the conversation so far."""
 
     segments: tuple[Segment, ...]
     max_tokens: int
-    kind: str = ""  # results are also given for each kind when there are several
+    kind: str = ""  # with several kinds in a run there are also figures for each
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`kind` is short and countable ("http 429", "timeout"); `message` is for a person."""
+    """The reason of a failure. `kind` is short and countable ("http 429", "timeout"); `message` is for a person."""
 
     kind: str
     message: str
@@ -42,10 +47,10 @@ class Failure:
 
 @dataclass(slots=True)
 class Answer:
-    """What comes back for one request, filled in while it comes; a failed or cancelled request keeps what it had.
+    """All that comes back for one request, filled in as it arrives; a failed or cancelled request keeps what it had.
 
-    `arrivals`: when each piece of output came. A piece is usually one token; text that waits for the rest of a
-    character comes with a later one. `num_output_tokens` is the server's count (usage), None where it sends none.
+    `arrivals` are the times of the pieces of output. A piece is usually one token; text that waits for the rest of a
+    character comes with a later piece. `num_output_tokens` is the server's count (usage), None where it sends none.
     """
 
     sent: float = 0.0
@@ -60,31 +65,38 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """By the server's count, else a token a piece."""
+        """Returns the server's count, or without one the number of pieces."""
         return len(self.arrivals) if self.num_output_tokens is None else self.num_output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How every request of a run is to be answered. `timeout` is seconds."""
+    """Sampling options and timeout, in seconds, of every request of a run."""
 
     temperature: float
     ignore_eos: bool
     timeout: float
 
 
+# Sends one request and fills in its answer until the stream ends; cancelling it ends the request at the server. What
+# server or network do to the request is told in the answer, never raised.
+Send: TypeAlias = Callable[[Answer], Awaitable[None]]
+
+
 class Client(Protocol):
-    """One server. Whatever it or the network does to a request is told in the `Answer`, never raised."""
+    """A connection to one server."""
 
     async def resolve_model(self, wanted: str) -> str:
-        """The name to ask for from now on; `wanted` is empty for the only model served. Call it first.
+        """Chooses the model of all later requests and returns its name. Must be called first. `wanted` is empty for the
+        only model that is served.
 
         Raises UnavailableError when nothing answers, UnknownModelError when the model is not served there.
         """
         ...
 
-    async def generate(self, prompt: Prompt, max_tokens: int, answer: Answer) -> None:
-        """One streamed request, into `answer`. Cancelling it ends the request at the server."""
+    async def prepare(self, prompt: Prompt, max_tokens: int) -> Send:
+        """Encodes one streamed request and returns the function that sends it. Yields to the loop while it encodes a
+        long prompt, so that other streams are read."""
         ...
 
     async def close(self) -> None: ...
@@ -96,7 +108,7 @@ class RequestRecord:
 
     index: int
     kind: str
-    scheduled: float  # when it was to be sent; later than that is the client's delay, or its limit on concurrency
+    scheduled: float  # when it was to be sent; what `sent` is later is the client's delay or the wait for a place
     sent: float
     arrivals: tuple[float, ...]
     finished: float
@@ -109,7 +121,7 @@ class RequestRecord:
 
     @property
     def ttft(self) -> float:
-        """Only for a request with output."""
+        """Returns the time to the first piece; there must be one."""
         return self.arrivals[0] - self.sent
 
     @property
@@ -118,7 +130,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time of a token after the first one; None for one token."""
+        """Returns the mean time of a token after the first one, or None for a single token."""
         if self.num_output_tokens < 2 or len(self.arrivals) < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.num_output_tokens - 1)

@@ -1,11 +1,15 @@
-"""`kvrelay bench serve|latency|throughput|sweep`: settings in, a table out, and files where they were asked for."""
+"""`kvrelay bench serve|latency|throughput|sweep`: from settings to a table, and to files where they are asked for."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import uvloop
 
+from kvrelay.bench.knee import find_knee
 from kvrelay.bench.measure import measure
+from kvrelay.bench.output_file import check_writable
 from kvrelay.bench.report import render, render_sweep
 from kvrelay.bench.result import RunResult, write_results
 from kvrelay.bench.settings import (
@@ -16,7 +20,7 @@ from kvrelay.bench.settings import (
     ThroughputBenchSettings,
 )
 from kvrelay.core.config import load_settings
-from kvrelay.core.errors import KVRelayError
+from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.extras import require_extra
 
 USAGE = """\
@@ -39,7 +43,8 @@ SETTINGS: Mapping[str, type[BenchSettings]] = {
 
 
 def bench(argv: Sequence[str]) -> int:
-    """The exit status: 0 when every request ended well, 1 when one failed or nothing could be measured."""
+    """Runs one command line and returns its exit status: 0 when every request ended well and every file was written,
+    130 after Ctrl-C, 2 for an unknown command, otherwise 1."""
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(USAGE, end="")
         return 0 if argv else 2
@@ -60,45 +65,50 @@ def bench(argv: Sequence[str]) -> int:
 
 
 def _run(command: str, settings: BenchSettings) -> int:
-    if not settings.is_grpc:
-        require_extra("bench", ["aiohttp"], purpose="kvrelay bench over HTTP")
     if settings.plot is not None:
         require_extra("bench", ["matplotlib"], purpose="--plot")
-    model, results = uvloop.run(measure(settings))
-    _print(settings, results)
+        check_writable("--plot", settings.plot)
     if settings.json_file is not None:
-        write_results(settings.json_file, command, model, settings, results)
-    if settings.plot is not None:
-        _plot(settings, model, results)
+        check_writable("--json-file", settings.json_file)
+    model, results = uvloop.run(measure(settings))
+    knee = find_knee(results, settings.attainment) if isinstance(settings, SweepBenchSettings) else None
+    _print(settings, results, knee)
+    all_written = _write_files(command, settings, model, results, knee)
     if any(result.was_cut for result in results):
         return INTERRUPTED
-    return 1 if any(result.summary.num_failed or not result.summary.num_completed for result in results) else 0
+    all_well = all(result.summary.num_completed and not result.summary.num_failed for result in results)
+    return 0 if all_well and all_written else 1
 
 
-def knee(results: Sequence[RunResult], attainment: float) -> RunResult | None:
-    """The run of most output tokens per second among those that meet the SLOs often enough."""
-    enough = [r for r in results if r.summary.goodput is not None and r.summary.goodput.attainment >= attainment]
-    return max(enough, key=lambda result: result.summary.output_tokens_per_second, default=None)
-
-
-def _print(settings: BenchSettings, results: Sequence[RunResult]) -> None:
+def _print(settings: BenchSettings, results: Sequence[RunResult], knee: RunResult | None) -> None:
     if isinstance(settings, SweepBenchSettings):
-        found = knee(results, settings.attainment)
-        print(render_sweep(results, found, settings.slos, settings.attainment))
-        for result in results:
-            for failure in result.summary.failures:
-                print(f"{result.label}: failed: {failure.count} x {failure.kind}: {failure.first_message}")
+        print(render_sweep(results, knee, settings.slos, settings.attainment))
         return
-    limited = isinstance(settings, LatencyBenchSettings) or getattr(settings, "concurrency", None) is not None
     for result in results:
-        print(render(result, settings.slos, limited=limited))
+        print(render(result, settings.slos))
 
 
-def _plot(settings: BenchSettings, model: str, results: Sequence[RunResult]) -> None:
-    from kvrelay.bench.plot import plot_curve, plot_distributions
+def _write_files(
+    command: str, settings: BenchSettings, model: str, results: Sequence[RunResult], knee: RunResult | None
+) -> bool:
+    """Writes the files that were asked for, each whether or not another one could be, and returns whether all were."""
+    writers: list[Callable[[], None]] = []
+    if settings.json_file is not None:
+        writers.append(partial(write_results, settings.json_file, command, model, settings, results, knee=knee))
+    if settings.plot is not None and results:
+        writers.append(partial(_plot, settings.plot, settings, model, results))
+    all_written = True
+    for write in writers:
+        try:
+            write()
+        except ConfigurationError as error:
+            print(f"kvrelay bench: {error}", file=sys.stderr)
+            all_written = False
+    return all_written
 
-    assert settings.plot is not None
-    if isinstance(settings, SweepBenchSettings):
-        plot_curve(settings.plot, results, model)
-    elif results:
-        plot_distributions(settings.plot, results[0], model)
+
+def _plot(path: Path, settings: BenchSettings, model: str, results: Sequence[RunResult]) -> None:
+    from kvrelay.bench.plot import plot_curve, plot_distributions, save_plot
+
+    is_sweep = isinstance(settings, SweepBenchSettings)
+    save_plot(plot_curve(results, model) if is_sweep else plot_distributions(results[0], model), path)

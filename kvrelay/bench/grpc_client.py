@@ -1,20 +1,24 @@
-"""A kvrelay router over gRPC (`kvrelay.v1.Router.GenerateStream`)."""
+"""The client of a kvrelay router over gRPC (`kvrelay.v1.Router.GenerateStream`)."""
+
+import asyncio
+from functools import partial
 
 import grpc
 
-from kvrelay.bench.base import Answer, Failure, Generation, Prompt
+from kvrelay.bench.base import Answer, Failure, Generation, Prompt, Send, messages_of
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import UnavailableError, UnknownModelError
 from kvrelay.core.rpc import channel_options
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 _CHECK_TIMEOUT_SECONDS = 10.0
-# gRPC also takes the least delay between attempts as the time one attempt may need: too little on a busy machine.
+_PIECE_TOKENS = 2048  # copied between two turns of the loop
+# gRPC also takes the least delay between attempts as the time that one attempt may take: too little on a busy machine.
 _OPTIONS = [option for option in channel_options() if option[0] != "grpc.min_reconnect_backoff_ms"]
 
 
 class GrpcClient:
-    """`address` is host:port."""
+    """A client of the router at `address`, host:port."""
 
     def __init__(self, address: str, generation: Generation, clock: Clock) -> None:
         self._address = address
@@ -38,8 +42,26 @@ class GrpcClient:
         self._model = wanted or served[0]
         return self._model
 
-    async def generate(self, prompt: Prompt, max_tokens: int, answer: Answer) -> None:
-        request = self._request(prompt, max_tokens)
+    async def prepare(self, prompt: Prompt, max_tokens: int) -> Send:
+        request = router_pb2.GenerateRequest(
+            model=self._model,
+            max_tokens=max_tokens,
+            temperature=self._generation.temperature,
+            ignore_eos=self._generation.ignore_eos,
+        )
+        if isinstance(prompt, str):
+            request.prompt = prompt
+        elif prompt and isinstance(prompt[0], tuple):
+            for role, content in messages_of(prompt):
+                request.chat.messages.add(role=role, content=content)
+        else:
+            token_ids = request.prompt_token_ids.ids
+            for begin in range(0, len(prompt), _PIECE_TOKENS):
+                token_ids.extend(part for part in prompt[begin : begin + _PIECE_TOKENS] if isinstance(part, int))
+                await asyncio.sleep(0)
+        return partial(self._send, request)
+
+    async def _send(self, request: router_pb2.GenerateRequest, answer: Answer) -> None:
         texts: list[str] = []
         token_ids: list[int] = []
         answer.sent = self._clock.now()
@@ -64,23 +86,6 @@ class GrpcClient:
 
     async def close(self) -> None:
         await self._channel.close()
-
-    def _request(self, prompt: Prompt, max_tokens: int) -> router_pb2.GenerateRequest:
-        request = router_pb2.GenerateRequest(
-            model=self._model,
-            max_tokens=max_tokens,
-            temperature=self._generation.temperature,
-            ignore_eos=self._generation.ignore_eos,
-        )
-        if isinstance(prompt, str):
-            request.prompt = prompt
-            return request
-        for part in prompt:
-            if isinstance(part, tuple):
-                request.chat.messages.add(role=part[0], content=part[1])
-            else:
-                request.prompt_token_ids.ids.append(part)
-        return request
 
 
 def _count(usage: router_pb2.Usage, answer: Answer) -> None:

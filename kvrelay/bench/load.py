@@ -1,24 +1,37 @@
 """Runs sessions against a client and records every request.
 
-1. A session waits for its time, then for a free place when concurrency is limited.
-2. It builds the prompt, sends it, and reads the whole answer; the record is made even when the request fails or is cut.
-3. A conversation hears the answer and asks again; other sessions start afresh.
+1. First requests are built in the order of arrival, ahead of their time, so many at most; when the first ones are
+   ready, the load begins.
+2. A session waits for its time, then for a free place when concurrency is limited.
+3. It sends its request and reads the whole answer; the record is made even when the request fails or is cut.
+4. A conversation hears the answer and asks again; other sessions start afresh.
 
+Building is done in slices, between which the loop takes the time of what arrives on other streams.
 Invariant: when `run` returns or is cancelled, every request that was sent has exactly one record, and none is running.
 """
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from kvrelay.bench.base import CANCELLED, Answer, Client, Failure, RequestRecord, RequestSpec
-from kvrelay.bench.prompts import Conversation, PromptBuilder
+from kvrelay.bench.base import CANCELLED, Answer, Client, Failure, RequestRecord
+from kvrelay.bench.prompts import PromptBuilder
+from kvrelay.bench.ready_request import ReadyRequest, SessionRequests
 from kvrelay.bench.workloads import Session
 from kvrelay.core.clock import Clock
+from kvrelay.core.tasks import end_tasks
+
+MAX_READY = 32  # first requests that wait for their time; one of 190,000 tokens takes about a megabyte
+_TICK_SECONDS = 0.01
 
 
 class Load:
-    """One run. `records` grows while it runs; `running` are the answers that are still coming."""
+    """One run of sessions.
+
+    `records` grows while it runs; `running` holds the answers that are still coming. `longest_stall` is the longest
+    time in seconds for which this process's loop did not turn, so that nothing that arrived was noticed.
+    """
 
     def __init__(
         self, client: Client, builder: PromptBuilder, clock: Clock, *, max_concurrency: int | None = None
@@ -29,49 +42,65 @@ class Load:
         self._places: AbstractAsyncContextManager[None] = (
             nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         )
-        self._started = 0.0
+        self._may_build = asyncio.Semaphore(MAX_READY)
+        self._started = clock.now()
         self._num_sent = 0
         self.records: list[RequestRecord] = []
         self.running: dict[int, Answer] = {}
+        self.longest_stall = 0.0
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the load began."""
+        """Returns the seconds since the load began."""
         return self._clock.now() - self._started
 
     async def run(self, sessions: Sequence[Session]) -> None:
-        """Until the last session ends. Cancelling it ends every request at the server."""
+        """Returns when the last session has ended. Cancelling it ends every request at the server."""
+        arrivals = iter(sorted(enumerate(sessions), key=lambda numbered: numbered[1].at))
+        first = [await self._build(*numbered) for numbered in itertools.islice(arrivals, MAX_READY)]
         self._started = self._clock.now()
-        async with asyncio.TaskGroup() as group:
-            for number, session in enumerate(sessions):
-                group.create_task(self._run_session(number, session))
+        watching = asyncio.create_task(self._watch_loop())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for session, requests, request in first:
+                    group.create_task(self._run_session(session, requests, request))
+                first.clear()
+                for numbered in arrivals:
+                    group.create_task(self._run_session(*await self._build(*numbered)))
+        finally:
+            await end_tasks(watching)
 
-    async def _run_session(self, number: int, session: Session) -> None:
-        if (wait := session.at - self.elapsed) > 0:
-            await asyncio.sleep(wait)
+    async def _build(self, number: int, session: Session) -> tuple[Session, SessionRequests, ReadyRequest | None]:
+        """Builds the first request of a session as soon as fewer than MAX_READY others wait for their time."""
+        await self._may_build.acquire()
+        requests = SessionRequests(self._client, self._builder, number, session)
+        return session, requests, await requests.next_request()
+
+    async def _run_session(self, session: Session, requests: SessionRequests, request: ReadyRequest | None) -> None:
         scheduled = session.at
-        conversation = self._builder.conversation(str(number))
+        await self._sleep_until(scheduled)
         async with self._places:
-            for request in session.requests:
-                if session.until is not None and self.elapsed >= session.until:
-                    return
-                if not session.is_conversation:
-                    conversation = self._builder.conversation(str(number))
-                answer = await self._run_request(request, conversation, scheduled)
+            self._may_build.release()
+            while request is not None and (session.until is None or self.elapsed < session.until):
+                answer = await self._run_request(request, scheduled)
                 if answer.failure is not None and session.is_conversation:
                     return
-                conversation.hear(answer)
-                if session.think_time:
-                    await asyncio.sleep(session.think_time)
-                scheduled = self.elapsed
+                scheduled = self.elapsed + session.think_time
+                requests.hear(answer)
+                request = await requests.next_request()
+                await self._sleep_until(scheduled)
 
-    async def _run_request(self, request: RequestSpec, conversation: Conversation, scheduled: float) -> Answer:
+    async def _sleep_until(self, at: float) -> None:
+        """Returns at `at` seconds since the load began, never earlier: a loop's timers may be."""
+        while (wait := at - self.elapsed) > 0:  # noqa: ASYNC110  # time is all that it waits for
+            await asyncio.sleep(wait)
+
+    async def _run_request(self, request: ReadyRequest, scheduled: float) -> Answer:
         index = self._num_sent
         self._num_sent += 1
-        prompt = conversation.ask(request.segments)
         answer = self.running[index] = Answer(sent=self._clock.now())
         try:
-            await self._client.generate(prompt, request.max_tokens, answer)
+            await request.send(answer)
         except asyncio.CancelledError:
             answer.failure = Failure(CANCELLED, "the run ended first")
             raise
@@ -80,22 +109,29 @@ class Load:
             self.records.append(self._record(index, request, answer, scheduled))
         return answer
 
-    def _record(self, index: int, request: RequestSpec, answer: Answer, scheduled: float) -> RequestRecord:
+    def _record(self, index: int, request: ReadyRequest, answer: Answer, scheduled: float) -> RequestRecord:
+        spec = request.spec
         finished = self._clock.now() if answer.finished is None else answer.finished
-        asked = sum(segment.length for segment in request.segments)
+        asked = sum(segment.length for segment in spec.segments)
         if answer.failure is None and not answer.arrivals:
             answer.failure = Failure("no output", "the answer held no tokens")
         return RequestRecord(
             index=index,
-            kind=request.kind,
+            kind=spec.kind,
             scheduled=scheduled,
             sent=answer.sent - self._started,
             arrivals=tuple(arrival - self._started for arrival in answer.arrivals),
             finished=finished - self._started,
             num_prompt_tokens=asked if answer.num_prompt_tokens is None else answer.num_prompt_tokens,
             num_output_tokens=answer.num_tokens,
-            num_wanted_tokens=request.max_tokens,
+            num_wanted_tokens=spec.max_tokens,
             counted_by="chunks" if answer.num_output_tokens is None else "usage",
             num_cached_tokens=answer.num_cached_tokens,
             failure=answer.failure,
         )
+
+    async def _watch_loop(self) -> None:
+        while True:
+            before = self._clock.now()
+            await asyncio.sleep(_TICK_SECONDS)
+            self.longest_stall = max(self.longest_stall, self._clock.now() - before - _TICK_SECONDS)

@@ -1,4 +1,4 @@
-"""From settings to results: the client, the prompts and the runs of one command. Programs use it, too."""
+"""From settings to results: the client, the prompts and the runs of one command. Other programs call it, too."""
 
 import asyncio
 import signal
@@ -13,11 +13,12 @@ from kvrelay.bench.result import RunResult
 from kvrelay.bench.run import Runner
 from kvrelay.bench.settings import GRPC_SCHEME, BenchSettings
 from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.extras import require_extra
 
 
 async def measure(settings: BenchSettings) -> tuple[str, list[RunResult]]:
-    """The model's name and a result per plan; fewer when interrupted by Ctrl-C. Raises KVRelayError when nothing can be
-    measured."""
+    """Returns the model's name and a result per plan, fewer when Ctrl-C interrupts it. Raises KVRelayError when nothing
+    can be measured; ends the process when the server needs a package that is not installed."""
     plans = plans_of(settings)
     clock = MonotonicClock()
     async with _client(settings, clock) as client:
@@ -49,7 +50,8 @@ async def _client(settings: BenchSettings, clock: Clock) -> AsyncIterator[Client
 
         client = GrpcClient(settings.url.removeprefix(GRPC_SCHEME), generation, clock)
     else:
-        from kvrelay.bench.openai_client import OpenAIClient  # aiohttp is an extra
+        require_extra("bench", ["aiohttp"], purpose="kvrelay bench over HTTP")
+        from kvrelay.bench.openai_client import OpenAIClient
 
         key = settings.api_key.get_secret_value()
         client = OpenAIClient(

@@ -1,27 +1,29 @@
-"""Any OpenAI-compatible server over HTTP: `/v1/completions` and `/v1/chat/completions`, streamed.
+"""The client of any OpenAI-compatible server: `/v1/completions` and `/v1/chat/completions`, streamed over HTTP.
 
-aiohttp because its parser is C: the load generator shares the machine's cores with what it measures.
+It uses aiohttp, whose parser is C, because the load generator shares the machine's cores with what it measures.
 """
 
 import asyncio
 import json
+from functools import partial
 from typing import Any, Literal
 
 import aiohttp
 
-from kvrelay.bench.base import Answer, Failure, Generation, Prompt
+from kvrelay.bench.base import Answer, Failure, Generation, Prompt, Send, messages_of
+from kvrelay.bench.json_body import chat_body, completion_body
 from kvrelay.bench.sse import SseParser
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import UnavailableError, UnknownModelError
 
-# Shorter than servers keep idle connections (uvicorn: 5 s), so that no request meets one that is just being closed.
+# Less than servers keep idle connections (uvicorn: 5 s), so that no request goes out on one that is just being closed.
 _KEEPALIVE_SECONDS = 2.0
 _CHECK_TIMEOUT_SECONDS = 10.0
 _MAX_ERROR_CHARS = 500
 
 
 class OpenAIClient:
-    """`url` is with or without `/v1`."""
+    """A client of the server at `url`, which may end in `/v1`."""
 
     def __init__(
         self,
@@ -70,8 +72,15 @@ class OpenAIClient:
         self._fields["model"] = _chosen(wanted, served, f"{self._base}/v1/models")
         return str(self._fields["model"])
 
-    async def generate(self, prompt: Prompt, max_tokens: int, answer: Answer) -> None:
-        body = self._body(prompt, max_tokens)
+    async def prepare(self, prompt: Prompt, max_tokens: int) -> Send:
+        fields = self._fields | {"max_tokens": max_tokens}
+        pieces: list[bytes] = []
+        for piece in chat_body(fields, messages_of(prompt)) if self._is_chat else completion_body(fields, prompt):
+            pieces.append(piece)
+            await asyncio.sleep(0)
+        return partial(self._send, b"".join(pieces))
+
+    async def _send(self, body: bytes, answer: Answer) -> None:
         answer.sent = self._clock.now()
         try:
             async with self._session.post(self._base + self._path, data=body) as response:
@@ -92,11 +101,7 @@ class OpenAIClient:
 
     async def close(self) -> None:
         await self._session.close()
-        await asyncio.sleep(0)  # aiohttp's transports close in the loop's next turn
-
-    def _body(self, prompt: Prompt, max_tokens: int) -> bytes:
-        asked = {"messages": messages(prompt)} if self._is_chat else {"prompt": prompt}
-        return json.dumps(self._fields | asked | {"max_tokens": max_tokens}, separators=(",", ":")).encode()
+        await asyncio.sleep(0)  # aiohttp's transports close in the next turn of the loop
 
     async def _read(self, content: aiohttp.StreamReader, answer: Answer) -> None:
         parser = SseParser()
@@ -127,7 +132,8 @@ class OpenAIClient:
             answer.failure = Failure("ended early", "the stream ended without a finish_reason")
 
     def _text(self, choice: dict[str, Any]) -> str | None:
-        """What this event adds; None for one that only opens or closes the choice. A token may have no text yet."""
+        """Returns the text that this event adds, or None if it only opens or closes the choice. A token may not have
+        text yet."""
         if not self._is_chat:
             text: str = choice.get("text") or ""
             return text if text or choice.get("finish_reason") is None else None
@@ -136,11 +142,6 @@ class OpenAIClient:
         if text:
             return text
         return None if "role" in delta or choice.get("finish_reason") is not None else ""
-
-
-def messages(prompt: Prompt) -> list[dict[str, str]]:
-    """Of a chat prompt, as the API wants them."""
-    return [{"role": part[0], "content": part[1]} for part in prompt if isinstance(part, tuple)]
 
 
 def _count(usage: dict[str, Any], answer: Answer) -> None:
@@ -169,7 +170,7 @@ def _chosen(wanted: str, served: list[str], where: str) -> str:
 
 
 def _error_text(body: bytes) -> str:
-    """The message inside an OpenAI error body, or the body itself."""
+    """Returns the message inside an OpenAI error body, or the body itself if it is none."""
     text = body.decode(errors="replace")
     try:
         error = json.loads(text)["error"]

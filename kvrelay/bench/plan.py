@@ -1,4 +1,4 @@
-"""From settings to a run: its sessions, its warm-up, and how many requests at a time."""
+"""From settings to the plan of a run: its sessions, its warm-up, and how many requests run at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ from kvrelay.bench.workloads import (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. `num_requests` is None when time ends it; `window` is then the seconds that throughput is counted over.
-    `label` names the run among those of a sweep."""
+    """One run. `num_requests` is None when time ends it; throughput is then counted over `window` seconds. `label`
+    names the run among those of a sweep."""
 
     sessions: Sequence[Session]
     num_requests: int | None
@@ -38,7 +38,7 @@ class Plan:
 
 
 def plans_of(settings: BenchSettings) -> list[Plan]:
-    """The runs of a command. Raises ConfigurationError when a trace cannot be read."""
+    """Returns the runs of a command. Raises ConfigurationError when a trace cannot be read."""
     match settings:
         case ServeBenchSettings():
             return [_plan_serve(settings)]
@@ -52,7 +52,7 @@ def plans_of(settings: BenchSettings) -> list[Plan]:
 
 
 def plan_warmup(settings: BenchSettings) -> Plan:
-    """Requests like the measured ones that share no token run with them, one by one."""
+    """Returns requests like the measured ones, to be sent one by one, that share no prefix with them."""
     requests = random_requests(settings.warmup, *_lengths(settings), seed=settings.seed)
     return Plan(
         arriving(_renamed(requests, "warm-up"), gamma_arrivals(float("inf"), seed=0)), len(requests), max_concurrency=1
@@ -92,8 +92,8 @@ def _plan_workload(
     max_concurrency: int | None = None,
     label: str = "",
 ) -> Plan:
-    """random, shared-prefix or multi-turn, at a rate and within a concurrency. `label` also makes the prompts others
-    than those of other labels: what a server has cached of one run must not serve the next."""
+    """Returns a run of random, shared-prefix or multi-turn requests, at a rate and within a concurrency. Runs with
+    different labels have different prompts: what a server has cached of one must not serve the next."""
     arrivals = gamma_arrivals(rate, burstiness=burstiness, seed=settings.seed)
     inputs, outputs = _lengths(settings)
     if settings.workload == "multi-turn":

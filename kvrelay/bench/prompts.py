@@ -1,11 +1,13 @@
-"""Tokens of named segments, and prompts made of them in the form a server takes.
+"""Tokens of named segments, and prompts made of them in the form that a server takes.
 
-Invariant: the tokens of a segment are a pure function of vocabulary, seed and name; of two lengths of one name the
-shorter is a prefix of the longer. Special tokens are never drawn.
+Invariant: the tokens of a segment are a pure function of vocabulary, seed and name; of two segments with the same name
+the shorter one is a prefix of the longer. Special tokens are never drawn.
 """
 
+import asyncio
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +16,12 @@ from kvrelay.core.errors import ConfigurationError
 
 # Without a tokenizer nobody knows which ids are special; they usually lie among the first ones.
 _AVOIDED_IDS = 300
+_PIECE_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The ids that may be drawn, and their text where a tokenizer is there."""
+    """The ids that may be drawn, and how they become text if there is a tokenizer."""
 
     ids: Sequence[int]
     decode: Callable[[Sequence[int]], str] | None = None
@@ -29,11 +32,11 @@ class Vocabulary:
 
     @classmethod
     def of_tokenizer(cls, name: str) -> "Vocabulary":
-        """`name` is a directory with a tokenizer.json, that file, or a Hugging Face name.
+        """Loads a tokenizer. `name` is a directory with a tokenizer.json, that file, or a Hugging Face name.
 
         Raises ConfigurationError when there is none.
         """
-        # Imported here: with --vocab-size nothing of it is needed.
+        # Imported here because --vocab-size does without it.
         from tokenizers import Tokenizer
 
         path = Path(name)
@@ -51,7 +54,7 @@ class Vocabulary:
 
 
 class PromptBuilder:
-    """Prompts of one run, all in one format."""
+    """The maker of a run's prompts, all in one format."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_format: PromptFormat, *, seed: int) -> None:
         if prompt_format != "token_ids" and vocabulary.decode is None:
@@ -63,53 +66,64 @@ class PromptBuilder:
         self._format = prompt_format
         self._seed = seed
 
-    def token_ids(self, segments: Sequence[Segment]) -> list[int]:
-        token_ids: list[int] = []
+    def pieces(self, segments: Sequence[Segment]) -> Iterator[list[int]]:
+        """Yields the tokens of the segments in pieces that take well under a millisecond each to draw."""
         for segment in segments:
             draw = random.Random(f"{self._seed}/{segment.name}")
-            token_ids += draw.choices(self._vocabulary.ids, k=segment.length)
-        return token_ids
+            for begin in range(0, segment.length, _PIECE_TOKENS):
+                yield draw.choices(self._vocabulary.ids, k=min(_PIECE_TOKENS, segment.length - begin))
+
+    def token_ids(self, segments: Sequence[Segment]) -> list[int]:
+        return list(itertools.chain.from_iterable(self.pieces(segments)))
 
     def text(self, segments: Sequence[Segment]) -> str:
-        """May have a few tokens more or less than asked for: the server says how many."""
+        return "".join(self.text_pieces(segments))
+
+    def text_pieces(self, segments: Sequence[Segment]) -> Iterator[str]:
+        """Yields the text of each piece. A server may count a few tokens more or less than were drawn."""
         assert self._vocabulary.decode is not None
-        return self._vocabulary.decode(self.token_ids(segments))
+        yield from map(self._vocabulary.decode, self.pieces(segments))
 
     def conversation(self, name: str) -> "Conversation":
-        """`name` tells its made-up answers from those of others."""
+        """Returns an empty conversation. Its made-up answers are drawn by `name`."""
         return Conversation(self, self._format, name)
 
 
 class Conversation:
-    """What one user has said and heard so far. A request of a single turn is a conversation too."""
+    """All that one user has said and heard so far. A request of a single turn is a conversation too."""
 
     def __init__(self, builder: PromptBuilder, prompt_format: PromptFormat, name: str) -> None:
         self._builder = builder
         self._format = prompt_format
         self._name = name
-        self._token_ids: tuple[int, ...] = ()
+        self._token_ids: list[int] = []
         self._text = ""
         self._messages: tuple[tuple[str, str], ...] = ()
         self._num_answers = 0
 
-    def ask(self, segments: Sequence[Segment]) -> Prompt:
-        """All turns until now and one more."""
+    async def ask(self, segments: Sequence[Segment]) -> Prompt:
+        """Adds one turn and returns all turns so far. Yields to the loop after every piece that it has drawn."""
         if self._format == "token_ids":
-            self._token_ids += tuple(self._builder.token_ids(segments))
-            return self._token_ids
-        text = self._builder.text(segments)
+            for token_ids in self._builder.pieces(segments):
+                self._token_ids += token_ids
+                await asyncio.sleep(0)
+            return tuple(self._token_ids)
+        texts: list[str] = []
+        for text in self._builder.text_pieces(segments):
+            texts.append(text)
+            await asyncio.sleep(0)
         if self._format == "text":
-            self._text += text
+            self._text += "".join(texts)
             return self._text
-        self._messages += (("user", text),)
+        self._messages += (("user", "".join(texts)),)
         return self._messages
 
     def hear(self, answer: Answer) -> None:
-        """The answer becomes part of the next prompt. Where the server sent text but prompts are token ids, made-up
-        tokens stand for it: no cache can know those."""
+        """Makes the answer part of the next prompt. Where the server sent text but prompts are token ids, made-up
+        tokens stand for it, which no server's cache can hold."""
         self._num_answers += 1
         self._text += answer.text
         self._messages += (("assistant", answer.text),)
         if self._format == "token_ids":
             made_up = Segment(f"answer/{self._name}/{self._num_answers}", answer.num_tokens)
-            self._token_ids += answer.token_ids or tuple(self._builder.token_ids([made_up]))
+            self._token_ids += answer.token_ids or self._builder.token_ids([made_up])

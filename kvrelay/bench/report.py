@@ -1,4 +1,4 @@
-"""Figures as text for a terminal."""
+"""Tables of figures for a terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,6 +6,7 @@ from kvrelay.bench.result import RunResult
 from kvrelay.bench.slo import Slos
 from kvrelay.bench.summary import Distribution, Summary
 
+_STALL_SECONDS = 0.02  # shorter stalls of the client are not worth a note
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 _LATENCIES = (
     ("ttft", "TTFT"),
@@ -13,41 +14,51 @@ _LATENCIES = (
     ("tpot", "TPOT"),
     ("e2e", "E2E"),
 )
+_SWEEP_COLUMNS = (
+    *("load", "req/s", "goodput", "meet SLOs", "out tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"),
+    *("failed", "flaw"),
+)
 
 
-def render(result: RunResult, slos: Slos | None, *, limited: bool) -> str:
-    """One run. `limited`: concurrency was, so that requests waited for a place on purpose."""
+def render(result: RunResult, slos: Slos | None) -> str:
+    """Returns the table of one run, of each kind of request when there are several, and notes."""
     parts = ["\n".join(_lines(result.summary, slos))]
     parts += [f"{kind}\n" + "\n".join(_lines(summary, slos)) for kind, summary in result.by_kind.items()]
-    parts.append("\n".join(_notes(result, limited=limited)))
+    parts.append("\n".join(_notes(result)))
     return "\n\n".join(part for part in parts if part)
 
 
 def render_sweep(results: Sequence[RunResult], knee: RunResult | None, slos: Slos | None, attainment: float) -> str:
-    """One line per load, and the knee."""
-    rows: list[Sequence[str]] = [
-        ("load", "req/s", "out tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "meet SLOs", "failed")
-    ]
-    for result in results:
-        summary = result.summary
-        goodput = summary.goodput
-        rows.append(
-            (
-                result.label,
-                f"{summary.requests_per_second:.2f}",
-                f"{summary.output_tokens_per_second:.1f}",
-                *(_ms(summary.ttft, name) for name in ("p50", "p99")),
-                *(_ms(summary.itl, name) for name in ("p50", "p99")),
-                "-" if goodput is None else f"{goodput.attainment:.0%}",
-                str(summary.num_failed),
-            )
-        )
-    text = _table(rows)
-    if slos is None:
-        return text
+    """Returns a table with a line per load, the notes of each load, and the knee."""
+    rows: list[Sequence[str]] = [_SWEEP_COLUMNS, *(_sweep_row(result) for result in results)]
+    parts = [_table(rows)]
+    parts.append("\n".join(f"{result.label}: {note}" for result in results for note in _notes(result)))
+    if slos is not None:
+        parts.append(_knee_line(results, knee, slos, attainment))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _sweep_row(result: RunResult) -> Sequence[str]:
+    summary = result.summary
+    goodput = summary.goodput
+    return (
+        result.label,
+        f"{summary.requests_per_second:.2f}",
+        "-" if goodput is None else f"{goodput.requests_per_second:.2f}",
+        "-" if goodput is None else f"{goodput.attainment:.0%}",
+        f"{summary.output_tokens_per_second:.1f}",
+        *(_ms(summary.ttft, name) for name in ("p50", "p99")),
+        *(_ms(summary.itl, name) for name in ("p50", "p99")),
+        str(summary.num_failed),
+        ", ".join(result.flaws) or "-",
+    )
+
+
+def _knee_line(results: Sequence[RunResult], knee: RunResult | None, slos: Slos, attainment: float) -> str:
+    left_out = "; loads with a flaw were left out" if any(result.flaws for result in results) else ""
     if knee is None:
-        return f"{text}\n\nno load meets {slos} for {attainment:.0%} of its requests"
-    return f"{text}\n\nthe highest load at which {attainment:.0%} of the requests meet {slos}: {knee.label}"
+        return f"no load meets {slos} for {attainment:.0%} of its requests{left_out}"
+    return f"the highest load at which {attainment:.0%} of the requests meet {slos}: {knee.label}{left_out}"
 
 
 def _lines(summary: Summary, slos: Slos | None) -> Iterator[str]:
@@ -72,7 +83,7 @@ def _lines(summary: Summary, slos: Slos | None) -> Iterator[str]:
         yield _table(rows)
 
 
-def _notes(result: RunResult, *, limited: bool) -> Iterator[str]:
+def _notes(result: RunResult) -> Iterator[str]:
     summary = result.summary
     if summary.cached_tokens:
         yield f"{summary.cached_tokens} prompt tokens came from the server's cache"
@@ -80,8 +91,10 @@ def _notes(result: RunResult, *, limited: bool) -> Iterator[str]:
         yield f"output tokens counted by {summary.counted_by}: the server does not always send usage"
     if summary.num_short:
         yield f"{summary.num_short} requests ended before the output length that was asked for"
-    if not limited and summary.latest_start > 0.1:
+    if result.client_was_late:
         yield f"a request was sent {summary.latest_start * 1e3:.0f} ms late: this client could not keep up"
+    if result.longest_stall > _STALL_SECONDS:
+        yield f"for up to {result.longest_stall * 1e3:.0f} ms this client did not notice what arrived"
     if result.client_cpu_per_token is not None:
         yield f"this client took {result.client_cpu_per_token * 1e6:.0f} us of processor time per output token"
     for failure in summary.failures:

@@ -1,4 +1,4 @@
-"""What one run gave, and everything of it that belongs in a file."""
+"""The result of one run, and the JSON file of all runs of a command."""
 
 import json
 import platform
@@ -9,16 +9,22 @@ from importlib import metadata
 from pathlib import Path
 
 from kvrelay.bench.base import RequestRecord
+from kvrelay.bench.output_file import errors_naming
 from kvrelay.bench.settings import BenchSettings
 from kvrelay.bench.summary import Summary
-from kvrelay.core.errors import ConfigurationError
 
 SCHEMA = 1
+LATE_SECONDS = 0.1  # a request that is sent later than this shows that the client could not keep up
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """`client_cpu_seconds`: processor time this process took during the run. `was_cut`: ended by Ctrl-C."""
+    """One run: its figures and every measured request.
+
+    `client_cpu_seconds` is the processor time that this process took during the run. `was_cut` tells that Ctrl-C ended
+    it. `max_concurrency` limited the requests that ran at a time, None: nothing did. `longest_stall` is the longest
+    time in seconds for which this client noticed nothing that arrived.
+    """
 
     label: str
     summary: Summary
@@ -26,31 +32,52 @@ class RunResult:
     records: tuple[RequestRecord, ...]
     client_cpu_seconds: float
     was_cut: bool = False
+    max_concurrency: int | None = None
+    longest_stall: float = 0.0
 
     @property
     def client_cpu_per_token(self) -> float | None:
-        """Seconds."""
+        """Returns seconds."""
         tokens = self.summary.output_tokens
         return self.client_cpu_seconds / tokens if tokens else None
 
+    @property
+    def client_was_late(self) -> bool:
+        """Tells whether requests were sent later than planned, although they did not have to wait for a place."""
+        return self.max_concurrency is None and self.summary.latest_start > LATE_SECONDS
 
-def write_results(path: Path, command: str, model: str, settings: BenchSettings, results: Sequence[RunResult]) -> None:
-    """Raises ConfigurationError when the file cannot be written."""
+    @property
+    def flaws(self) -> tuple[str, ...]:
+        """Returns what makes the figures not those of the load that was asked for."""
+        found = {"cut off": self.was_cut, "client late": self.client_was_late}
+        return tuple(name for name, is_true in found.items() if is_true)
+
+
+def write_results(
+    path: Path,
+    command: str,
+    model: str,
+    settings: BenchSettings,
+    results: Sequence[RunResult],
+    *,
+    knee: RunResult | None = None,
+) -> None:
+    """Writes settings, environment, figures and the knee's label. Raises ConfigurationError when it cannot."""
     body = {
         "schema": SCHEMA,
         "command": command,
         "model": model,
         "settings": settings.model_dump(mode="json", exclude={"config", "api_key"}),
         "environment": environment(),
+        "knee": None if knee is None else knee.label,
         "runs": [_run(result, with_records=settings.save_requests) for result in results],
     }
-    try:
+    with errors_naming("--json-file", path):
         path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"--json-file: cannot write {path}: {error.strerror}") from error
 
 
 def environment() -> dict[str, object]:
+    """Returns versions, machine and time of the measurement."""
     return {
         "kvrelay": metadata.version("kvrelay") if _is_installed("kvrelay") else "source tree",
         "python": platform.python_version(),
@@ -64,7 +91,9 @@ def _run(result: RunResult, *, with_records: bool) -> dict[str, object]:
     body: dict[str, object] = {
         "label": result.label,
         "was_cut": result.was_cut,
+        "flaws": result.flaws,
         "client_cpu_seconds": result.client_cpu_seconds,
+        "client_longest_stall": result.longest_stall,
         "summary": asdict(result.summary),
         "by_kind": {kind: asdict(summary) for kind, summary in result.by_kind.items()},
     }
@@ -78,7 +107,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _processor() -> str:
-    """The model's name on Linux, else what the platform module knows."""
+    """Returns the processor's model name on Linux, elsewhere what the platform module knows."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""One measured run: warm-up, load, progress, and the result, also of a run that is interrupted."""
+"""The runs of one command: warm-up, load, progress, and a result even when Ctrl-C ends the run."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ _PROGRESS_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """What the runs of one command share. `interrupted` ends the run in progress, and all that would follow."""
+    """The parts that the runs of one command share. Setting `interrupted` ends the present run and all later ones."""
 
     client: Client
     builder: PromptBuilder
@@ -32,15 +32,16 @@ class Runner:
     show_progress: bool
 
     async def warm_up(self, plan: Plan) -> None:
-        """Raises UnavailableError when a request fails: the measured ones would, too."""
+        """Sends the requests of the warm-up. Raises UnavailableError when one fails: the measured ones would, too."""
         load = await self._run_load(plan)
         failures = count_failures(load.records)
         if failures:
             raise UnavailableError(f"a warm-up request failed: {failures[0].kind}: {failures[0].first_message}")
 
     async def measure(self, plan: Plan) -> RunResult:
+        """Runs the load and returns what it gave; what Ctrl-C cut off is a result too."""
         gc.collect()
-        gc.freeze()  # so that no collection looks at more than the run has made, on cores that the server shares
+        gc.freeze()  # a collection now looks only at what the run makes: the server shares our cores
         try:
             cpu_before = time.process_time()
             load = await self._run_load(plan)
@@ -56,10 +57,12 @@ class Runner:
             records=tuple(records),
             client_cpu_seconds=cpu,
             was_cut=self.interrupted.is_set(),
+            max_concurrency=plan.max_concurrency,
+            longest_stall=load.longest_stall,
         )
 
     async def _run_load(self, plan: Plan) -> Load:
-        """Until the load is done or interrupted."""
+        """Returns when the load is done or interrupted."""
         load = Load(self.client, self.builder, self.clock, max_concurrency=plan.max_concurrency)
         running = asyncio.create_task(load.run(plan.sessions))
         stopped = asyncio.create_task(self.interrupted.wait())

@@ -1,14 +1,17 @@
-"""Settings of the four `kvrelay bench` commands: what they share, then a class each, whose docstring opens its help."""
+"""Settings of the four `kvrelay bench` commands: what they share, then one class each, whose docstring opens its
+`--help`."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
+from kvrelay.bench.applicable import check_applicable
 from kvrelay.bench.base import PromptFormat
 from kvrelay.bench.slo import Slos
 from kvrelay.bench.workloads import Lengths
 from kvrelay.core.config import ProcessSettings
+from kvrelay.core.errors import ConfigurationError
 
 GRPC_SCHEME = "grpc://"
 
@@ -28,7 +31,7 @@ LengthsText = Annotated[str, AfterValidator(_is_lengths)]
 
 
 class BenchSettings(ProcessSettings):
-    """What every command has: a server, how prompts are made, how answers are judged, where results go."""
+    """Settings of every command: a server, how prompts are made, how answers are judged, where results go."""
 
     url: Annotated[str, AfterValidator(_is_url)] = Field(
         default="http://127.0.0.1:8000",
@@ -49,29 +52,35 @@ class BenchSettings(ProcessSettings):
         default="auto", description="How completions and gRPC get prompts; auto: token ids, whose number is exact."
     )
     input_len: LengthsText = Field(default="512", description="Prompt tokens of a request: 512, or 128-512.")
-    output_len: LengthsText = Field(default="64", description="Output tokens of a request, likewise.")
+    output_len: LengthsText = Field(default="64", description="Output tokens of a request: 64, or 16-64.")
     requests: int = Field(default=32, ge=1, description="Measured requests (conversations, for multi-turn).")
-    warmup: int = Field(default=1, ge=0, description="Requests before, one by one, that no figure includes.")
+    warmup: int = Field(
+        default=1, ge=0, description="Requests sent one by one before the measurement; no figure includes them."
+    )
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
     ignore_eos: bool = Field(
         default=True, description="Ask for exactly the output length; --no-ignore-eos for servers that refuse it."
     )
     keep_alive: bool = Field(
         default=True,
-        description="Use a connection for many requests; --no-keep-alive for servers that close one after a few.",
+        description="Send many requests over one connection; --no-keep-alive for servers that close one after a few.",
     )
     timeout: float = Field(default=600.0, gt=0, description="Seconds after which a request counts as failed.")
-    seed: int = Field(default=0, ge=0, description="Of prompts, lengths and arrivals: the same seed, the same load.")
+    seed: int = Field(
+        default=0, ge=0, description="Decides prompts, lengths and arrivals: the same seed gives the same load."
+    )
     slo: tuple[str, ...] = Field(
         default=(),
-        description="Limit in ms as METRIC=MS, repeatable: ttft, itl (longest gap), tpot (mean gap), e2e. With any, "
-        "goodput is given: requests that meet all of them, per second.",
+        description="Limit in ms as METRIC=MS, repeatable: ttft, itl (longest gap), tpot (mean gap), e2e. Adds "
+        "goodput, the requests per second that meet all of them.",
     )
-    json_file: Path | None = Field(default=None, description="Write settings, environment and figures here.")
+    json_file: Path | None = Field(
+        default=None, description="Write settings, environment and figures here, for a sweep also the knee."
+    )
     save_requests: bool = Field(default=False, description="Put a record of every request into the JSON file.")
     plot: Path | None = Field(default=None, description="Draw a PNG here.")
     progress: Literal["auto", "on", "off"] = Field(
-        default="auto", description="A line while it runs; auto: on a terminal."
+        default="auto", description="Show a line of progress while it runs; auto: on a terminal."
     )
 
     @property
@@ -99,15 +108,22 @@ class BenchSettings(ProcessSettings):
 
 
 class WorkloadSettings(BenchSettings):
-    """Which requests, for the commands that let one choose."""
+    """Settings of the commands that offer a choice of workloads."""
 
     workload: Literal["random", "shared-prefix", "multi-turn"] = Field(
-        default="random", description="What prompts share; the lengths are of what each request has to itself."
+        default="random",
+        description="What prompts share; --input-len is what each request has to itself. A setting that begins with a "
+        "workload's name belongs to that workload and is refused with others.",
     )
     prefix_len: int = Field(default=1024, ge=1, description="shared-prefix: tokens of a prefix.")
     num_prefixes: int = Field(default=1, ge=1, description="shared-prefix: prefixes that requests take in turn.")
     turns: int = Field(default=4, ge=1, description="multi-turn: requests of a conversation.")
     think_time: float = Field(default=0.0, ge=0, description="multi-turn: seconds between an answer and the next turn.")
+
+    @model_validator(mode="after")
+    def _check_workload(self) -> Self:
+        check_applicable(self.workload, self.model_fields_set)
+        return self
 
 
 class ServeBenchSettings(WorkloadSettings):
@@ -124,13 +140,29 @@ class ServeBenchSettings(WorkloadSettings):
     workload: Literal["random", "shared-prefix", "multi-turn", "mixed", "trace"] = Field(  # type: ignore[assignment]
         default="random",
         description="What prompts share; mixed: streams that never stop while long prompts arrive; trace: a recorded "
-        "load, with its own times.",
+        "load, with its own times. A setting that begins with a workload's name belongs to that workload and is "
+        "refused with others.",
+    )
+    requests: int = Field(
+        default=32,
+        ge=1,
+        description="Measured requests (conversations, for multi-turn); for mixed use --duration, for trace --limit.",
+    )
+    input_len: LengthsText = Field(
+        default="512", description="Prompt tokens of a request: 512, or 128-512; a trace has its own."
+    )
+    output_len: LengthsText = Field(
+        default="64", description="Output tokens of a request: 64, or 16-64; a trace has its own."
     )
     request_rate: float | None = Field(
-        default=None, gt=0, description="Requests (or conversations) that arrive per second; inf: all at once."
+        default=None,
+        gt=0,
+        description="Requests (or conversations) that arrive per second; inf: all at once. Not for mixed and trace.",
     )
     burstiness: float = Field(
-        default=1.0, gt=0, description="Shape of the gamma distributed gaps: 1 is Poisson, less is burstier."
+        default=1.0,
+        gt=0,
+        description="With --request-rate: shape of the gamma distributed gaps; 1 is Poisson, less is burstier.",
     )
     concurrency: int | None = Field(default=None, ge=1, description="Requests (or conversations) at a time, at most.")
     streams: int = Field(default=8, ge=1, description="mixed: streams, with --input-len and --output-len.")
@@ -146,18 +178,18 @@ class ServeBenchSettings(WorkloadSettings):
 
     @model_validator(mode="after")
     def _check_load(self) -> Self:
-        if (self.workload == "trace") != (self.trace is not None):
-            raise ValueError("--workload trace and --trace FILE belong together")
-        if self.workload in ("mixed", "trace"):
-            if self.request_rate is not None:
-                raise ValueError(f"--request-rate: the {self.workload} workload has its own times")
-        elif self.request_rate is None and self.concurrency is None:
-            raise ValueError("how do requests arrive? Give --request-rate (per second) or --concurrency")
+        if self.workload == "trace" and self.trace is None:
+            raise ConfigurationError("--workload trace needs --trace FILE")
+        if self.workload not in ("mixed", "trace") and self.request_rate is None:
+            if self.concurrency is None:
+                raise ConfigurationError("how do requests arrive? Give --request-rate (per second) or --concurrency")
+            if "burstiness" in self.model_fields_set:
+                raise ConfigurationError("--burstiness has no effect without --request-rate")
         return self
 
 
 class LatencyBenchSettings(BenchSettings):
-    """One request at a time: the latency of an idle server.
+    """Send one request at a time and measure the latency of an idle server.
 
     Example: kvrelay bench latency --input-len 512 --output-len 64 --requests 8
     """
@@ -166,7 +198,7 @@ class LatencyBenchSettings(BenchSettings):
 
 
 class ThroughputBenchSettings(WorkloadSettings):
-    """Everything at once: the most a server gives.
+    """Send everything at once and measure the most that a server gives.
 
     Example: kvrelay bench throughput --requests 32 --concurrency 16 --input-len 128-512
     """
@@ -175,8 +207,8 @@ class ThroughputBenchSettings(WorkloadSettings):
 
 
 class SweepBenchSettings(WorkloadSettings):
-    """The same load at several rates (or concurrencies), as a curve of latency over throughput; with SLOs, the highest
-    load that still meets them.
+    """Send the same load at several rates (or concurrencies) and draw latency over throughput; with SLOs, find the
+    highest load that still meets them.
 
     Examples:
       kvrelay bench sweep --request-rates 0.5,1,2,4 --slo ttft=1000 --slo itl=100 --plot curve.png
@@ -186,7 +218,9 @@ class SweepBenchSettings(WorkloadSettings):
     request_rates: tuple[float, ...] = Field(default=(), description="Requests per second, one run each.")
     concurrencies: tuple[int, ...] = Field(default=(), description="Requests at a time, one run each.")
     burstiness: float = Field(
-        default=1.0, gt=0, description="Shape of the gamma distributed gaps: 1 is Poisson, less is burstier."
+        default=1.0,
+        gt=0,
+        description="With --request-rates: shape of the gamma distributed gaps; 1 is Poisson, less is burstier.",
     )
     attainment: float = Field(default=0.9, gt=0, le=1, description="Share of requests that must meet the SLOs.")
 
@@ -196,4 +230,6 @@ class SweepBenchSettings(WorkloadSettings):
             raise ValueError("give either --request-rates or --concurrencies, as a list: 1,2,4")
         if min((*self.request_rates, *self.concurrencies)) <= 0:
             raise ValueError("--request-rates and --concurrencies must be positive")
+        if self.concurrencies and "burstiness" in self.model_fields_set:
+            raise ConfigurationError("--burstiness has no effect without --request-rates")
         return self

@@ -1,4 +1,4 @@
-"""Service level objectives: limits that one request meets or not."""
+"""Service level objectives: limits that a request meets or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ METRICS = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Slos:
-    """Limits in seconds by metric. `itl` limits the longest gap of a request, `tpot` its mean."""
+    """Limits in seconds by metric. `itl` limits the longest gap of a request, `tpot` the mean of its gaps."""
 
     limits: tuple[tuple[str, float], ...]
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> "Slos | None":
-        """`ttft=500` and so on, milliseconds; None of nothing. Raises ValueError."""
+        """Parses texts such as `ttft=500`, in milliseconds. Returns None without any. Raises ValueError."""
         limits: dict[str, float] = {}
         for text in texts:
             metric, equals, value = text.partition("=")
@@ -30,7 +30,7 @@ class Slos:
         return cls(tuple(limits.items())) if limits else None
 
     def met_by(self, record: RequestRecord) -> bool:
-        """A request that failed meets none."""
+        """Tells whether the request meets every limit; one that failed does not."""
         if record.failure is not None:
             return False
         measured = {

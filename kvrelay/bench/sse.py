@@ -1,11 +1,11 @@
-"""Server-sent events out of bytes that arrive in any pieces.
+"""Server-sent events, parsed from bytes that arrive in any pieces.
 
-Invariant: the same events come out however the bytes are cut.
+Invariant: the events are the same however the bytes are cut.
 """
 
 
 class SseParser:
-    """The data of each event; names, ids and comments are of no use here and dropped."""
+    """A parser that gives the data of each event and drops names, ids and comments."""
 
     __slots__ = ("_rest",)
 
@@ -13,7 +13,7 @@ class SseParser:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Of the events that are complete now."""
+        """Returns the data of the events that these bytes complete."""
         data = self._rest + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")

@@ -1,7 +1,7 @@
-"""Records of a run to figures: percentiles, throughput, goodput, failures by kind.
+"""The figures of a run, from the records of its requests: percentiles, throughput, goodput, failures by kind.
 
-Latencies are of requests that ended well. Throughput counts every token that came, from the first request sent to the
-last token; with a window only what came within it. Percentiles interpolate linearly, as numpy does by default.
+Only requests that ended well have latencies. Throughput counts every token that came, from the first request sent to
+the last token; with a window only what came within it. Percentiles interpolate linearly, as numpy does by default.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Seconds."""
+    """Statistics of a latency, in seconds."""
 
     count: int
     mean: float
@@ -31,7 +31,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution | None":
-        """None of nothing."""
+        """Returns None without values."""
         array = np.fromiter(values, np.float64)
         if not array.size:
             return None
@@ -48,7 +48,8 @@ class FailureCount:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """`attainment`: share of all requests (those cut off by the end left out) that meet every SLO."""
+    """Requests that meet every SLO: how many per second, and `attainment`, their share of all requests except those
+    that the end of the run cut off."""
 
     requests_per_second: float
     attainment: float
@@ -56,6 +57,8 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
+    """The figures of one run, or of its requests of one kind."""
+
     num_completed: int
     num_failed: int
     num_cancelled: int
@@ -63,7 +66,7 @@ class Summary:
     seconds: float
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int | None  # None: no server's count
+    cached_tokens: int | None  # None where the server does not count them
     counted_by: Literal["usage", "chunks", "usage and chunks"]
     requests_per_second: float
     output_tokens_per_second: float
@@ -74,11 +77,11 @@ class Summary:
     e2e: Distribution | None
     goodput: Goodput | None
     failures: tuple[FailureCount, ...]
-    latest_start: float  # seconds that the latest request was sent after its time
+    latest_start: float  # most seconds that a request was sent after its time
 
 
 def summarise(records: Sequence[RequestRecord], *, slos: Slos | None = None, window: float | None = None) -> Summary:
-    """`window`: throughput is over exactly the first so many seconds (for load that begins and ends)."""
+    """Returns the figures of these records. With `window`, throughput counts exactly the first so many seconds."""
     good = [record for record in records if record.failure is None]
     cancelled = [record for record in records if record.failure is not None and record.failure.kind == CANCELLED]
     begin = 0.0 if window is not None else min((record.sent for record in records), default=0.0)
@@ -114,7 +117,7 @@ def summarise(records: Sequence[RequestRecord], *, slos: Slos | None = None, win
 def summaries_by_kind(
     records: Sequence[RequestRecord], *, slos: Slos | None = None, window: float | None = None
 ) -> dict[str, Summary]:
-    """Empty when all are of one kind."""
+    """Returns a summary for each kind of request, none when all are of one kind."""
     kinds = list(dict.fromkeys(record.kind for record in sorted(records, key=lambda record: record.index)))
     if len(kinds) < 2:
         return {}
@@ -125,7 +128,7 @@ def summaries_by_kind(
 
 
 def count_failures(records: Sequence[RequestRecord]) -> tuple[FailureCount, ...]:
-    """The most frequent first, each with its first message."""
+    """Counts failures by kind, the most frequent first, each with its first message."""
     failures = [record.failure for record in records if record.failure is not None and record.failure.kind != CANCELLED]
     first = {failure.kind: failure.message for failure in reversed(failures)}
     counts = Counter(failure.kind for failure in failures)
@@ -133,7 +136,7 @@ def count_failures(records: Sequence[RequestRecord]) -> tuple[FailureCount, ...]
 
 
 def _tokens_until(record: RequestRecord, end: float) -> int:
-    """A cut-off or failed request has no count from the server: its pieces count."""
+    """Returns the tokens that came until `end`; of a request that goes on after it, the same share as of its pieces."""
     if not record.arrivals or record.arrivals[-1] <= end:
         return record.num_output_tokens
     arrived = sum(arrival <= end for arrival in record.arrivals)

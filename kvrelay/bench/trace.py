@@ -1,5 +1,5 @@
 """Request traces in the JSON-lines format published with Mooncake: `timestamp` (ms), `input_length`, `output_length`,
-`hash_ids`. Each hash id stands for 512 tokens of the prompt (the last one for the rest), equal ids for equal tokens.
+`hash_ids`. Each hash id stands for 512 tokens of the prompt (the last one for the rest); equal ids are equal tokens.
 """
 
 import json
@@ -15,9 +15,9 @@ TRACE_BLOCK_TOKENS = 512
 
 
 def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) -> list[Session]:
-    """One session per request, in the order of the file, the first at 0; `speedup` 2 replays in half of the time.
+    """Returns one session per request in the order of the file, the first at 0. A `speedup` of 2 halves all times.
 
-    Raises ConfigurationError that names the line.
+    Raises ConfigurationError, which names the line.
     """
     sessions: list[Session] = []
     first: float | None = None
@@ -43,7 +43,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _parse(path: Path, number: int, line: str) -> tuple[float, RequestSpec]:
-    """Timestamp in milliseconds, and the request."""
+    """Returns the timestamp in milliseconds, and the request."""
     try:
         entry: dict[str, Any] = json.loads(line)
         timestamp = float(entry["timestamp"])

@@ -1,4 +1,4 @@
-"""Workloads: what is asked, as sessions that arrive and ask one request after the other.
+"""Workloads as sessions that arrive and send one request after the other.
 
 Invariant: a workload is a pure function of its settings and a seed. Nothing here knows a server.
 """
@@ -18,8 +18,8 @@ STEADY, LONG = "steady", "long"
 class Session:
     """Requests of one user, one after the other, from `at` seconds on.
 
-    `is_conversation`: each prompt holds all before it and their answers. `until`: no request begins later than that.
-    `think_time`: seconds between an answer and the next request.
+    In a conversation each prompt holds all earlier ones and their answers. No request begins after `until` seconds.
+    `think_time` is the number of seconds between an answer and the next request.
     """
 
     at: float
@@ -31,14 +31,14 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens, drawn evenly from both ends included."""
+    """A range of numbers of tokens, both ends included, from which lengths are drawn evenly."""
 
     shortest: int
     longest: int
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """`512` or `128-512`. Raises ValueError."""
+        """Parses `512` or `128-512`. Raises ValueError."""
         first, dash, last = text.strip().partition("-")
         try:
             lengths = cls(int(first), int(last if dash else first))
@@ -53,7 +53,7 @@ class Lengths:
 
 
 def random_requests(count: int, inputs: Lengths, outputs: Lengths, *, seed: int) -> list[RequestSpec]:
-    """Prompts that share nothing."""
+    """Returns requests whose prompts share nothing."""
     draw = random.Random(f"random/{seed}")
     return [RequestSpec((Segment(f"random/{index}", inputs.draw(draw)),), outputs.draw(draw)) for index in range(count)]
 
@@ -61,8 +61,8 @@ def random_requests(count: int, inputs: Lengths, outputs: Lengths, *, seed: int)
 def shared_prefix_requests(
     count: int, num_prefixes: int, prefix: int, inputs: Lengths, outputs: Lengths, *, seed: int
 ) -> list[RequestSpec]:
-    """Each prompt is one of `num_prefixes` prefixes of `prefix` tokens, in turn, and tokens of its own. The first
-    request of a prefix is of the kind "first", all others are "later"."""
+    """Returns requests whose prompts begin with one of `num_prefixes` prefixes of `prefix` tokens, in turn, and go on
+    with tokens of their own. The first request of a prefix is of the kind "first", all others of the kind "later"."""
     draw = random.Random(f"shared-prefix/{seed}")
     return [
         RequestSpec(
@@ -75,7 +75,7 @@ def shared_prefix_requests(
 
 
 def conversation_turns(index: int, turns: int, inputs: Lengths, outputs: Lengths, *, seed: int) -> list[RequestSpec]:
-    """The turns of conversation `index`; kinds are "turn 1", "turn 2" and so on."""
+    """Returns the turns of conversation `index`, of the kinds "turn 1", "turn 2" and so on."""
     draw = random.Random(f"multi-turn/{seed}/{index}")
     return [
         RequestSpec((Segment(f"turn/{index}/{turn}", inputs.draw(draw)),), outputs.draw(draw), kind=f"turn {turn + 1}")
@@ -85,8 +85,8 @@ def conversation_turns(index: int, turns: int, inputs: Lengths, outputs: Lengths
 
 @dataclass(frozen=True, slots=True)
 class MixedLoad:
-    """`streams` sessions that ask again as soon as they are answered, and long prompts every `period` seconds; nothing
-    new begins after `duration` seconds."""
+    """Sessions that ask again as soon as they are answered, `streams` of them, beside a long prompt every `period`
+    seconds. No request begins after `duration` seconds."""
 
     streams: int
     inputs: Lengths
@@ -116,5 +116,5 @@ class MixedLoad:
 
 
 def arriving(requests: Iterable[RequestSpec], arrivals: Iterable[float]) -> list[Session]:
-    """Each request a session of its own."""
+    """Returns a session for each request."""
     return [Session(at, [request]) for request, at in zip(requests, arrivals, strict=False)]

@@ -1,6 +1,6 @@
-"""Commands that talk gRPC to a running router: complete, chat, status. Text appears as it arrives.
+"""Commands that ask a running router over gRPC: complete, chat, status. Text appears as it arrives.
 
-The one place where gRPC errors become sentences for a person; nothing is retried.
+This module turns gRPC errors into sentences for a person. Nothing is retried.
 """
 
 import sys
@@ -19,14 +19,14 @@ ROUTER_SERVICE = "kvrelay.v1.Router"
 
 
 class ClientSettings(ProcessSettings):
-    """What every command that talks to a router needs."""
+    """Settings of every command that asks a router."""
 
     url: str = Field(default="127.0.0.1:8001", description="gRPC address of the router, host:port.")
-    timeout: float = Field(default=600.0, gt=0, description="Seconds after which a request is given up.")
+    timeout: float = Field(default=600.0, gt=0, description="Seconds to wait for the end of an answer.")
 
 
 class GenerateSettings(ClientSettings):
-    """How to generate. What is not set here is left to the router, which follows the OpenAI API's defaults."""
+    """Settings of a generation. The router decides what is not set, by the OpenAI API's defaults."""
 
     model: str = Field(default="", description="Name of the model; empty: the only one served.")
     max_tokens: int | None = Field(default=128, gt=0, description="Most tokens to generate.")
@@ -56,12 +56,14 @@ class ChatSettings(GenerateSettings):
 class StatusSettings(ClientSettings):
     """Say what a running router serves and whether it is healthy; the exit status is 0 when it is."""
 
+    timeout: float = Field(default=5.0, gt=0, description="Seconds to wait for an answer.")
+
 
 def complete(argv: Sequence[str]) -> int:
     settings = load_settings(CompleteSettings, argv, prog="kvrelay complete")
     request = _request(settings)
     request.prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
-    with _errors_as_text("complete", settings.url) as failed, grpc.insecure_channel(settings.url) as channel:
+    with _errors_as_text("complete", settings) as failed, grpc.insecure_channel(settings.url) as channel:
         _print_stream(router_pb2_grpc.RouterStub(channel), request, settings)
     return failed()
 
@@ -71,7 +73,7 @@ def chat(argv: Sequence[str]) -> int:
     messages: list[router_pb2.ChatMessage] = []
     if settings.system is not None:
         messages.append(router_pb2.ChatMessage(role="system", content=settings.system))
-    with _errors_as_text("chat", settings.url) as failed, grpc.insecure_channel(settings.url) as channel:
+    with _errors_as_text("chat", settings) as failed, grpc.insecure_channel(settings.url) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
         for message in _user_messages(settings.message):
             messages.append(router_pb2.ChatMessage(role="user", content=message))
@@ -85,7 +87,7 @@ def chat(argv: Sequence[str]) -> int:
 def status(argv: Sequence[str]) -> int:
     settings = load_settings(StatusSettings, argv, prog="kvrelay status")
     serving = False
-    with _errors_as_text("status", settings.url) as failed, grpc.insecure_channel(settings.url) as channel:
+    with _errors_as_text("status", settings) as failed, grpc.insecure_channel(settings.url) as channel:
         state = _health(channel, timeout=settings.timeout)
         serving = state == "serving"
         print(f"{settings.url}  {state}")
@@ -98,7 +100,7 @@ def status(argv: Sequence[str]) -> int:
 
 
 def _health(channel: grpc.Channel, *, timeout: float) -> str:
-    # Not through HealthStub: its type stubs leave its methods out.
+    # HealthStub would do the same, but its type stubs lack its methods.
     check = channel.unary_unary(
         "/grpc.health.v1.Health/Check",
         request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -124,7 +126,7 @@ def _request(settings: GenerateSettings) -> router_pb2.GenerateRequest:
 def _print_stream(
     stub: router_pb2_grpc.RouterStub, request: router_pb2.GenerateRequest, settings: GenerateSettings
 ) -> str:
-    """The whole text, printed as it came. Leaving early (Ctrl-C) cancels the request on every node."""
+    """Prints the text as it comes and returns the whole of it. Ctrl-C cancels the request on every node."""
     pieces: list[str] = []
     stream = stub.GenerateStream(request, timeout=settings.timeout)
     try:
@@ -141,7 +143,7 @@ def _print_stream(
 
 
 def describe_trace(response: router_pb2.GenerateResponse) -> str:
-    """How the request was served, on one line."""
+    """Describes on one line how the request was served."""
     trace, usage = response.trace, response.usage
     nodes = f"{trace.prefill_node} -> {trace.decode_node}" if trace.prefill_node else trace.decode_node
     migrated = f"; placed again {trace.num_migrations} times" if trace.num_migrations else ""
@@ -154,7 +156,7 @@ def describe_trace(response: router_pb2.GenerateResponse) -> str:
 
 
 def _user_messages(message: str | None) -> Iterator[str]:
-    """The one message, or lines of standard input until an empty one or the end."""
+    """Yields the one message, or lines of standard input until an empty one or the end."""
     if message is not None:
         yield message
         return
@@ -171,18 +173,22 @@ def _read_line(prompt: str) -> str:
 
 
 @contextmanager
-def _errors_as_text(command: str, url: str) -> Iterator[Callable[[], int]]:
-    """Yields what tells the exit status afterwards: 1 when the router could not be reached or refused."""
+def _errors_as_text(command: str, settings: ClientSettings) -> Iterator[Callable[[], int]]:
+    """Prints a gRPC error as a sentence. Yields a function that afterwards returns the exit status: 1 when the router
+    could not be reached, did not answer in time, or refused."""
     exit_status = 0
     try:
         yield lambda: exit_status
     except grpc.RpcError as error:
         exit_status = 1
         code, details = error.code(), error.details()
-        print(f"kvrelay {command}: {_sentence(code, details or '', url)}", file=sys.stderr)
+        print(f"kvrelay {command}: {_sentence(code, details or '', settings)}", file=sys.stderr)
 
 
-def _sentence(code: grpc.StatusCode, details: str, url: str) -> str:
+def _sentence(code: grpc.StatusCode, details: str, settings: ClientSettings) -> str:
+    url = settings.url
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"{url} has not answered within {settings.timeout:g} seconds; wait longer with --timeout."
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         return f"no router answers at {url}. Start one with `kvrelay serve MODEL`, or give its gRPC address with --url."
     return details or code.name

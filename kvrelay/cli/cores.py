@@ -1,15 +1,9 @@
-"""How the nodes of one machine share its cores: how many there are, the table through which nodes lend them to each
-other, and how long a waiting thread keeps its core."""
+"""The cores of one machine: how many there are, and how long a node's waiting thread keeps its own."""
 
-import logging
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-
-from kvrelay.core.core_table import CoreTable
-
-_logger = logging.getLogger(__name__)
 
 # Where torch multiplies (docs/architecture.md, Threads of a step), OpenMP's threads spin between two products, because
 # sleeping costs more. By default they keep spinning for many milliseconds after the step, on a core that others need.
@@ -19,7 +13,7 @@ _WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity, and a container's quota where there is one."""
+    """Returns how many cores this process may use by its affinity and, where there is one, its container's quota."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
@@ -30,20 +24,9 @@ def available_cores() -> int:
 
 
 def thread_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Variables for a node of `threads` threads; if the user has set how threads wait, that is left alone."""
+    """Returns the variables to add for a node of `threads` threads. If the user has set how threads wait, that is left
+    alone."""
     added = {"OMP_NUM_THREADS": str(threads)}
     if not any(name in environment for name in _WAITING_VARIABLES):
         added["GOMP_SPINCOUNT"] = _SPIN_COUNT
     return added
-
-
-def create_core_table(num_cores: int, num_nodes: int, threads: int) -> int | None:
-    """A descriptor of the table for nodes of `threads` threads each, which together use no more than their sum. None if
-    there is nothing to lend, or no such memory."""
-    if num_nodes < 2 or sys.platform != "linux":
-        return None
-    try:
-        return CoreTable.create(min(num_cores, num_nodes * threads), num_nodes)
-    except (AttributeError, OSError) as error:  # an old libc, or a sandbox that forbids it
-        _logger.warning("nodes lend each other no cores: no memory that they could share (%s)", error)
-        return None

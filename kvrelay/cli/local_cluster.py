@@ -1,9 +1,10 @@
-"""`kvrelay serve` as a child process, for programs (demo, benchmarks, tests). Leaving the context ends the cluster.
+"""`kvrelay serve` as a child process of a program (demo, benchmarks, tests). Leaving the context ends the cluster.
 
-Invariant: when the caller ends in any way, SIGKILL included, so does the cluster (`--supervised`).
+Invariant: the cluster ends with the caller, even when that is killed (`--supervised`).
 """
 
 import json
+import select
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,8 @@ from kvrelay.core.errors import UnavailableError
 
 @dataclass(frozen=True, slots=True)
 class ClusterAddress:
-    """Where a running cluster answers: `host:port` each, and the name of its model. `process`: that of `kvrelay serve`,
-    which all others descend from."""
+    """The addresses of a running cluster, each `host:port`, the name of its model, and the process id of its `kvrelay
+    serve`, from which all its processes descend."""
 
     http: str
     grpc: str
@@ -25,17 +26,22 @@ class ClusterAddress:
 
 
 @contextmanager
-def local_cluster(model: str, arguments: Sequence[str] = (), *, stop_timeout: float = 60.0) -> Iterator[ClusterAddress]:
-    """A cluster on free ports, once it is ready. `arguments` are further ones of `kvrelay serve`.
+def local_cluster(
+    model: str, arguments: Sequence[str] = (), *, start_timeout: float = 2000.0, stop_timeout: float = 60.0
+) -> Iterator[ClusterAddress]:
+    """Starts a cluster on free ports and yields its addresses when it is ready. `arguments` are further arguments of
+    `kvrelay serve`; its log goes to our standard error.
 
-    Its log goes to our standard error. Raises UnavailableError when it ends before it is ready, or does not end well.
+    The default of `start_timeout`, in seconds, is more than what `kvrelay serve` itself allows its nodes and then its
+    router, whose error says more. Raises UnavailableError when the cluster is not ready in time, ends before it is
+    ready, or ends with an error.
     """
     command = [sys.executable, "-P", "-m", "kvrelay", "serve", model]
     command += ["--port", "0", "--grpc-port", "0", "--json-ready", "--supervised", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:  # waits, and closes the pipes
         try:
-            yield _wait_until_ready(process)
+            yield _wait_until_ready(process, start_timeout)
         finally:
             process.terminate()
             try:
@@ -46,8 +52,11 @@ def local_cluster(model: str, arguments: Sequence[str] = (), *, stop_timeout: fl
         raise UnavailableError(f"the cluster ended with exit code {process.returncode}; its messages are above")
 
 
-def _wait_until_ready(process: subprocess.Popen[str]) -> ClusterAddress:
+def _wait_until_ready(process: subprocess.Popen[str], timeout: float) -> ClusterAddress:
     assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], timeout)
+    if not readable:
+        raise UnavailableError(f"the cluster was not ready after {timeout:g} seconds; its messages are above")
     line = process.stdout.readline()
     if not line:
         raise UnavailableError("the cluster ended before it was ready; its messages are above")

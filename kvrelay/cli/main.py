@@ -1,6 +1,6 @@
-"""`kvrelay COMMAND ...`: finds the command and hands it the rest; each loads its own settings with the one library.
+"""`kvrelay COMMAND ...`: finds the command and hands it the rest of the arguments, from which it loads its settings.
 
-`router`, `prefill` and `decode` replace this process by the one they name, so that signals and exit codes are its own.
+`router`, `prefill` and `decode` replace this process by the one that they name, so that signals reach it directly.
 """
 
 import os
@@ -38,19 +38,19 @@ Measure any OpenAI-compatible or kvrelay server:
 
 
 def main() -> None:
-    """The console script."""
+    """Runs the console script."""
     try:
         sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output left (`kvrelay complete ... | head`): say nothing, at interpreter shutdown either.
+        # The reader of our output is gone (`kvrelay complete ... | head`): say nothing, nor when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit status of one command line, without the program's name."""
+    """Runs one command line, which comes without the program's name, and returns its exit status."""
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(USAGE, end="")
         return 0 if argv else 2
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _command(name: str) -> Command | None:
-    """Imported when called: `kvrelay --version` should not load gRPC."""
+    """Imports a command only when it is called, so that `kvrelay --version` does not load gRPC."""
     if name == "serve":
         from kvrelay.cli.serve import serve
 
@@ -87,6 +87,6 @@ def _command(name: str) -> Command | None:
 
 
 def _become(module: str, argv: Sequence[str]) -> NoReturn:
-    """`-P`: a folder of that name in the working directory is not ours."""
+    """Replaces this process. `-P` ignores a folder of the module's name in the working directory."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *argv])

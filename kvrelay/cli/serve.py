@@ -1,8 +1,9 @@
-"""`kvrelay serve MODEL`: a whole cluster on this machine, as real processes, ended together.
+"""`kvrelay serve MODEL`: a whole cluster on this machine, as real processes that end together.
 
-Nodes first (each on a free port), then the router with their addresses; what ends by itself is started again where it
-was. Cores are divided: two processes with more threads than cores between them are many times slower than with one
-thread each. What one does not use it lends (`kvrelay/core/core_table.py`).
+The nodes start first, each on a free port, then the router with their addresses; a process that ends by itself is
+started again at its address. The cores are divided, because two processes with more threads than there are cores are
+many times slower than with one thread each. A node lends the cores that it does not use
+(`kvrelay/core/core_table.py`).
 """
 
 import asyncio
@@ -18,18 +19,18 @@ from typing import Literal
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import CliPositionalArg
 
-from kvrelay.cli.cores import available_cores, create_core_table, thread_environment
+from kvrelay.cli.cores import available_cores, thread_environment
+from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
 from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
 from kvrelay.core.config import ENV_PREFIX, ProcessSettings, flag_of, load_settings
 from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.core_table import CoreTable
 from kvrelay.core.lifecycle import on_stdin_closed
-from kvrelay.core.weight_store import WeightStore
 from kvrelay.node.settings import NodeOptions
 from router.settings import RouterOptions
 
 
-# Nodes and the router get their options as they were set; the fields here are serve's own.
+# Nodes and the router get their options as they were set; the fields declared here are only serve's.
 class ServeSettings(NodeOptions, RouterOptions):
     """Serve a model from this machine: prefill nodes, decode nodes and a router, each a process of its own.
 
@@ -56,7 +57,7 @@ class ServeSettings(NodeOptions, RouterOptions):
         default=None,
         gt=0,
         le=0.95,
-        description="Share of the card's memory for all nodes, or of free RAM for their KV; unset: 0.9 of a card, "
+        description="Share of the GPU's memory for all nodes, or of free RAM for their KV; unset: 0.9 of a GPU, "
         "1 GiB per node on a CPU.",
     )
     cluster_secret: SecretStr = Field(
@@ -64,7 +65,7 @@ class ServeSettings(NodeOptions, RouterOptions):
         description="For the ucx connector; empty: a random one for this run. Belongs in KVRELAY_CLUSTER_SECRET.",
     )
     start_timeout: float = Field(default=900.0, gt=0, description="Seconds that loading the model may take.")
-    stop_timeout: float = Field(default=10.0, gt=0, description="Seconds a process gets to end before it is killed.")
+    stop_timeout: float = Field(default=10.0, gt=0, description="Seconds a process has to end before it is killed.")
     json_ready: bool = Field(default=False, description="When ready, print one JSON line instead of the summary.")
     supervised: bool = Field(
         default=False, description="Exit when standard input closes (for programs that start this one)."
@@ -81,12 +82,12 @@ class ServeSettings(NodeOptions, RouterOptions):
         return self.prefill_nodes + self.decode_nodes
 
     def node_threads(self, cores: int) -> int:
-        """Of each node, on a machine of so many cores."""
+        """Returns the threads of each node on a machine with so many cores."""
         return max(1, cores // self.num_nodes) if self.threads == "auto" else self.threads
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Until Ctrl-C or SIGTERM (0), or until the cluster cannot go on (1)."""
+    """Serves until Ctrl-C or SIGTERM and returns 0, or returns 1 when the cluster cannot go on."""
     settings = load_settings(ServeSettings, argv, prog="kvrelay serve")
     return asyncio.run(_serve(settings))
 
@@ -95,7 +96,7 @@ async def _serve(settings: ServeSettings) -> int:
     cluster = asyncio.create_task(_run_cluster(settings))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, cluster.cancel)  # the second time it interrupts the orderly end
+        loop.add_signal_handler(number, cluster.cancel)  # a second signal interrupts the orderly end
     if settings.supervised:
         on_stdin_closed(cluster.cancel)
     try:
@@ -114,8 +115,9 @@ async def _run_cluster(settings: ServeSettings) -> None:
     environment = child_environment(os.environ)
     async with Supervisor(stop_timeout=settings.stop_timeout) as supervisor:
         cores = available_cores()
-        table = _core_table(settings, cores)
-        store = _weight_store(settings)
+        num_nodes, threads = settings.num_nodes, settings.node_threads(cores)
+        table = create_core_table(cores, num_nodes, threads, say=_say) if settings.lend_cores else None
+        store = create_weight_store(num_nodes, say=_say) if settings.share_weights else None
         commands = node_commands(settings, environment, cores=cores, core_table=table, weight_store=store)
         _say(f"starting {', '.join(command.name for command in commands)} for {settings.model}")
         ready = await supervisor.start(commands, timeout=settings.start_timeout)
@@ -126,27 +128,15 @@ async def _run_cluster(settings: ServeSettings) -> None:
         [router_line] = await supervisor.start([router], timeout=settings.start_timeout)
         _announce(settings, router_line)
         await supervisor.keep(
-            again=at_its_address, timeout=settings.start_timeout, on_event=_say, on_end=_release_cores(commands, table)
+            make_successor=at_its_address,
+            timeout=settings.start_timeout,
+            on_event=_say,
+            on_end=_release_cores(commands, table),
         )
 
 
-def _core_table(settings: ServeSettings, cores: int) -> int | None:
-    return create_core_table(cores, settings.num_nodes, settings.node_threads(cores)) if settings.lend_cores else None
-
-
-def _weight_store(settings: ServeSettings) -> int | None:
-    """None where there is nothing to share, or no such memory."""
-    if not settings.share_weights or settings.num_nodes < 2 or sys.platform != "linux":
-        return None
-    try:
-        return WeightStore.create()
-    except (AttributeError, OSError) as error:  # an old libc, or a sandbox that forbids it
-        _say(f"every node has weights of its own: no memory that they could share ({error})")
-        return None
-
-
 def _release_cores(commands: Sequence[ChildCommand], core_table: int | None) -> Callable[[ChildCommand], None]:
-    """What a node that has ended claimed, the others may have."""
+    """Returns a function that gives a node's cores to the others when the node has ended."""
     if core_table is None:
         return lambda command: None
     table = CoreTable(core_table)
@@ -167,22 +157,22 @@ def node_commands(
     core_table: int | None = None,
     weight_store: int | None = None,
 ) -> list[ChildCommand]:
-    """Every node of the cluster, prefill nodes first. Descriptors: `core_table` of a table with an entry for each, in
-    this order, and `weight_store` of the memory for their weights."""
+    """Returns the commands of all nodes, prefill nodes first. `core_table` is the descriptor of a table with an entry
+    for each node in this order, `weight_store` that of the memory for their weights."""
     num_nodes, threads = settings.num_nodes, settings.node_threads(cores)
     roles = ["prefill"] * settings.prefill_nodes + ["decode"] * settings.decode_nodes
     shared = dict(environment)
     connectors = parse_connectors(settings.connector)
     if "redis" in connectors:  # not a flag: its password would be in the process list
         shared[f"{ENV_PREFIX}REDIS_URL"] = settings.redis_url.get_secret_value()
-    if "ucx" in connectors:  # nor is this one
+    if "ucx" in connectors:  # no flag either
         secret = settings.cluster_secret.get_secret_value() or secrets.token_hex(32)
         shared[f"{ENV_PREFIX}CLUSTER_SECRET"] = secret
     commands: list[ChildCommand] = []
     for index, role in enumerate(roles):
         name = f"{role}-{index if role == 'prefill' else index - settings.prefill_nodes}"
         flags = ["--host", "127.0.0.1", "--port", "0", "--node-id", name, "--threads", str(threads)]
-        # The router is gone by then, so that only what nobody waits for could be left.
+        # The router ends before the nodes, so that nobody waits for what a node still has to do.
         flags += ["--drain-timeout", str(settings.stop_timeout / 2), "--nodes-per-device", str(num_nodes)]
         if core_table is not None:
             flags += ["--core-table", f"{core_table}:{index}"]
@@ -205,7 +195,7 @@ def node_commands(
 def router_command(
     settings: ServeSettings, environment: Mapping[str, str], *, prefill: Sequence[str], decode: Sequence[str]
 ) -> ChildCommand:
-    """The router over nodes at these addresses."""
+    """Returns the command of a router with nodes at these addresses."""
     nodes = ["--decode-nodes", ",".join(decode)]
     if prefill:
         nodes += ["--prefill-nodes", ",".join(prefill)]
@@ -214,7 +204,7 @@ def router_command(
 
 
 def at_its_address(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
-    """The same process at the ports that it has drawn: the others know it by them."""
+    """Returns the command with the ports that the process has drawn, at which the others know it."""
     ports = {"--port": ready.get("address") or ready.get("http_address"), "--grpc-port": ready.get("grpc_address")}
     arguments = list(command.arguments)
     for flag, address in ports.items():
@@ -224,7 +214,7 @@ def at_its_address(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Ours without our own settings: children get theirs as flags."""
+    """Returns the environment without kvrelay's settings, which children get as flags."""
     return {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
 
 
@@ -233,7 +223,8 @@ def _python(module: str, settings: ServeSettings) -> tuple[str, ...]:
 
 
 def _flags(settings: ServeSettings, options: type[ProcessSettings]) -> list[str]:
-    """Those of a child's options that were set; it has the same defaults. Secrets are no flags: see `node_commands`."""
+    """Returns as flags those of a child's options that were set; for the others it has the same defaults. Secrets do
+    not become flags: see `node_commands`."""
     flags: list[str] = []
     for name in sorted(settings.model_fields_set & options.model_fields.keys() - ProcessSettings.model_fields.keys()):
         value = getattr(settings, name)

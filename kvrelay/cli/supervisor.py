@@ -1,9 +1,9 @@
 """Child processes of one local cluster: started, awaited until ready, started again when they end, ended in order.
 
-What to start is data (`ChildCommand`); nothing here knows what a node is. A child says that it serves by one JSON line
-on its standard output, `{"event": "ready", ...}`; its standard error is passed on, each line under its name.
-Invariant: no child outlives the supervisor. `stop` escalates to SIGKILL, and children end when their standard input
-does, which the kernel sees to when the supervisor is killed.
+What to start is data (`ChildCommand`); nothing here knows what a node is. A child reports that it serves by one JSON
+line on its standard output, `{"event": "ready", ...}`; its standard error is passed on, each line under its name.
+Invariant: no child outlives the supervisor. `stop` escalates to SIGKILL, and children end when their standard input is
+closed, which the kernel does when the supervisor is killed.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ _MAX_LINE_BYTES = 1 << 16
 _LINE_END = re.compile(rb"[\r\n]+")  # progress bars rewrite their line with \r
 
 ReadyLine = Mapping[str, object]
-Again = Callable[["ChildCommand", ReadyLine], "ChildCommand"]
-"""The command for a child's successor, which has to answer where the first one did."""
+MakeSuccessor = Callable[["ChildCommand", ReadyLine], "ChildCommand"]
+"""Returns the command of a child's successor, which has to answer where the first one did."""
 OnEnd = Callable[["ChildCommand"], None]
 
 
 class ChildFailedError(KVRelayError):
-    """A child ended, or did not become ready in time; the message has its last lines."""
+    """A child has ended or did not become ready in time; the message has its last lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildCommand:
-    """One process. `environment` is the whole of it, `descriptors` are those of ours that it inherits."""
+    """One process. `environment` is all that it gets; `descriptors` are the file descriptors that it inherits."""
 
     name: str
     role: str
@@ -70,16 +70,16 @@ class Child:
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines it wrote to standard error."""
+        """Returns the last lines that it wrote."""
         return tuple(self._tail)
 
     def terminate(self) -> None:
-        """Asks the child to end; it ends what it started itself."""
+        """Asks the child to end, and with it what it has started."""
         if self.process.returncode is None:
             self.process.terminate()
 
     def kill(self) -> None:
-        """The child and everything in its process group, which is its own."""
+        """Kills the child and everything in its process group, which is its own."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -110,10 +110,11 @@ class Child:
 
 
 class Supervisor:
-    """Owns the children it starts. Use as an async context manager: leaving it stops them all."""
+    """The owner of the children that it starts, as an async context manager: leaving it stops them all."""
 
     def __init__(self, *, stop_timeout: float, on_line: Callable[[str, str], None] | None = None) -> None:
-        """`stop_timeout`: seconds between SIGTERM and SIGKILL. `on_line(name, line)` gets what children write."""
+        """Takes the seconds between SIGTERM and SIGKILL, and a function that gets a child's name and each of its
+        lines."""
         self._stop_timeout = stop_timeout
         self._on_line = on_line or write_line
         self._groups: list[list[Child]] = []
@@ -129,8 +130,8 @@ class Supervisor:
         return tuple(child for group in self._groups for child in group)
 
     async def start(self, commands: Sequence[ChildCommand], *, timeout: float) -> list[ReadyLine]:
-        """Start a group, wait until all of it is ready; the ready lines, in order. Raises ChildFailedError at the first
-        that ends, or when `timeout` seconds have passed; what has been started is left to `stop`."""
+        """Starts a group and returns the ready lines in the same order when all of it is ready. Raises ChildFailedError
+        when one ends, or when `timeout` seconds have passed; what has been started is left to `stop`."""
         group: list[Child] = []
         self._groups.append(group)
         for command in commands:
@@ -143,7 +144,7 @@ class Supervisor:
             done, _ = await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             for child in group:
                 if child.ended.done():
-                    raise ChildFailedError(_obituary(child, "before the cluster was ready"))
+                    raise ChildFailedError(_exit_report(child, "before the cluster was ready"))
             pending = [child for child in pending if not child.ready.done()]
             if not done and pending:
                 names = ", ".join(child.command.name for child in pending)
@@ -151,13 +152,20 @@ class Supervisor:
         return [child.ready.result() for child in group]
 
     async def keep(
-        self, *, again: Again, timeout: float, on_event: Callable[[str], None], on_end: OnEnd = lambda command: None
+        self,
+        *,
+        make_successor: MakeSuccessor,
+        timeout: float,
+        on_event: Callable[[str], None],
+        on_end: OnEnd = lambda command: None,
     ) -> NoReturn:
         """Starts every child again that ends, with growing waits; a successor has `timeout` seconds to be ready.
-        `on_event` hears of it, `on_end` before a successor is started. Raises ChildFailedError when a child has ended
-        too often in a row."""
+        Calls `on_end` when a child has ended, and `on_event` with a sentence for each end and each return. Raises
+        ChildFailedError when a child has ended too often in a row."""
         keepers = [
-            asyncio.create_task(self._keep(child, again, timeout, on_event, on_end), name=f"keep {child.command.name}")
+            asyncio.create_task(
+                self._keep(child, make_successor, timeout, on_event, on_end), name=f"keep {child.command.name}"
+            )
             for child in self.children
         ]
         try:
@@ -169,10 +177,15 @@ class Supervisor:
             await end_tasks(*keepers)
 
     async def _keep(
-        self, child: Child, again: Again, timeout: float, on_event: Callable[[str], None], on_end: OnEnd
+        self,
+        child: Child,
+        make_successor: MakeSuccessor,
+        timeout: float,
+        on_event: Callable[[str], None],
+        on_end: OnEnd,
     ) -> NoReturn:
         clock = asyncio.get_running_loop().time
-        command = again(child.command, child.ready.result())
+        command = make_successor(child.command, child.ready.result())
         num_restarts = 0
         backoff = Backoff(first=_FIRST_WAIT_SECONDS, longest=_LONGEST_WAIT_SECONDS, jitter=0.0)
         serves_since = clock()
@@ -183,9 +196,9 @@ class Supervisor:
                 num_restarts = 0
                 backoff.reset()
             if num_restarts == MAX_RESTARTS:
-                raise ChildFailedError(_obituary(child, f"again, after {MAX_RESTARTS} restarts"))
+                raise ChildFailedError(_exit_report(child, f"again, after {MAX_RESTARTS} restarts"))
             wait = backoff.next()
-            on_event(_obituary(child, f"and is started again in {wait:g} s"))
+            on_event(_exit_report(child, f"and is started again in {wait:g} s"))
             await asyncio.sleep(wait)
             num_restarts += 1
             child = await self._replace(child, command)
@@ -195,7 +208,7 @@ class Supervisor:
             if child.ready.done():
                 on_event(f"{command.name} serves again.")
             else:
-                child.kill()  # of no effect on one that has ended
+                child.kill()  # without effect if it has ended
 
     async def _replace(self, child: Child, command: ChildCommand) -> Child:
         successor = await self._spawn(command)
@@ -205,8 +218,8 @@ class Supervisor:
         return successor
 
     async def stop(self) -> None:
-        """Ends the groups, last started first: SIGTERM, after the stop timeout SIGKILL. Idempotent. Cancelled while it
-        waits (an impatient Ctrl-C), it kills what is left at once."""
+        """Ends the groups, the last one first, with SIGTERM and after the stop timeout SIGKILL. May be called again. If
+        it is cancelled while it waits (a second Ctrl-C), it kills at once what is left."""
         try:
             for group in reversed(self._groups):
                 for child in group:
@@ -231,7 +244,7 @@ class Supervisor:
 
 
 def write_line(name: str, line: str) -> None:
-    """A child's line on our standard error."""
+    """Writes a child's line to our standard error."""
     sys.stderr.write(f"[{name}] {line}\n")
     sys.stderr.flush()
 
@@ -244,7 +257,7 @@ async def _kill(children: Iterable[Child]) -> None:
         await asyncio.wait({child.ended for child in left})
 
 
-def _obituary(child: Child, circumstance: str) -> str:
+def _exit_report(child: Child, circumstance: str) -> str:
     status = child.ended.result()
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
     lines = "".join(f"\n    {line}" for line in child.tail)
@@ -262,7 +275,7 @@ def _parse_ready(line: str) -> ReadyLine | None:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines without their ends; blank ones are dropped, overlong ones cut into pieces."""
+    """Yields lines without their ends. Blank ones are dropped, and very long ones are cut into pieces."""
     rest = b""
     while chunk := await stream.read(_MAX_LINE_BYTES):
         *lines, rest = _LINE_END.split(rest + chunk)

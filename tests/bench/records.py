@@ -1,6 +1,11 @@
-"""Records of requests, written down."""
+"""Records of requests, and runs of them, written down."""
+
+from typing import Any
 
 from kvrelay.bench.base import Failure, RequestRecord
+from kvrelay.bench.result import RunResult
+from kvrelay.bench.slo import Slos
+from kvrelay.bench.summary import summarise
 
 
 def record(
@@ -12,7 +17,7 @@ def record(
     cached: int | None = None,
     failure: Failure | None = None,
 ) -> RequestRecord:
-    """Five prompt tokens, a token per arrival."""
+    """Returns a request of five prompt tokens that was scheduled for 0, with an output token per arrival."""
     return RequestRecord(
         index=index,
         kind=kind,
@@ -27,3 +32,7 @@ def record(
         num_cached_tokens=cached,
         failure=failure,
     )
+
+
+def run_of(*records: RequestRecord, label: str = "", slos: Slos | None = None, **more: Any) -> RunResult:
+    return RunResult(label, summarise(records, slos=slos), {}, records, 0.0, **more)

@@ -1,4 +1,5 @@
-"""Real servers for the benchmark: the router's own edges over a scripted relay, and one that answers as told."""
+"""Real servers to benchmark: the router's own gateway and gRPC service over a scripted relay, and a server that answers
+as it is told."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from router.edge.gateway import create_app
 from router.edge.grpc_service import RouterService
 from tests.router.edge_parts import ScriptedRelay, http_server, make_edge
 
-# Of a stream of completions, as OpenAI's API has it.
+# Events of a streamed completion in OpenAI's API.
 PIECE = b'data: {"choices":[{"index":0,"text":"x","finish_reason":null}]}\n\n'
 LAST = b'data: {"choices":[{"index":0,"text":"","finish_reason":"length"}]}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
@@ -21,14 +22,14 @@ DONE = b"data: [DONE]\n\n"
 
 @asynccontextmanager
 async def gateway(relay: ScriptedRelay) -> AsyncIterator[str]:
-    """Its URL."""
+    """Yields the URL of a gateway."""
     async with http_server(create_app(make_edge(relay), version="test", max_body_bytes=1 << 20)) as port:
         yield f"http://127.0.0.1:{port}"
 
 
 @asynccontextmanager
 async def grpc_router(relay: ScriptedRelay) -> AsyncIterator[str]:
-    """Its URL."""
+    """Yields the URL of a gRPC service."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(RouterService(make_edge(relay)), server)
     port = await serve_insecure(server, "127.0.0.1", 0)
@@ -44,7 +45,7 @@ async def answering(
     models: Sequence[str] = ("m",),
     connections: set[object] | None = None,
 ) -> AsyncIterator[str]:
-    """The URL of a server that sends these pieces to whoever asks for a completion, and notes the connection."""
+    """Yields the URL of a server that answers every completion with these pieces, and notes its connection."""
 
     async def generate(request: web.Request) -> web.StreamResponse:
         if connections is not None:

@@ -2,26 +2,45 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 
-from kvrelay.bench.command import bench, knee
+from kvrelay.bench.command import bench
+from kvrelay.bench.knee import find_knee
+from kvrelay.bench.report import render_sweep
 from kvrelay.bench.result import RunResult
 from kvrelay.bench.slo import Slos
-from kvrelay.bench.summary import summarise
-from tests.bench.records import record
+from tests.bench.records import record, run_of
 from tests.bench.servers import DONE, LAST, PIECE, USAGE, answering
 
+# Settings that a workload would ignore, and what the refusal says.
+IGNORED = [
+    (["trace", "--trace", "t", "--requests", "100"], "--requests has no effect with --workload trace: --limit takes"),
+    (["trace", "--trace", "t", "--input-len", "5"], "--input-len has no effect with --workload trace: --trace FILE"),
+    (
+        ["trace", "--trace", "t", "--request-rate", "5"],
+        "--request-rate has no effect with --workload trace: it has",
+    ),
+    (["mixed", "--requests", "5"], "--requests has no effect with --workload mixed: --duration says"),
+    (["mixed", "--request-rate", "1"], "--request-rate has no effect with --workload mixed: --streams"),
+    (["random", "--turns", "2"], "--turns has no effect with --workload random: it belongs to --workload multi-turn"),
+    (["random", "--prefix-len", "2"], "it belongs to --workload shared-prefix"),
+    (["multi-turn", "--streams", "2"], "it belongs to --workload mixed"),
+    (["shared-prefix", "--speedup", "2"], "it belongs to --workload trace"),
+    (["random", "--trace", "t"], "it belongs to --workload trace"),
+]
 LOAD = ["--vocab-size", "500", "--input-len", "4", "--output-len", "5", "--requests", "2"]
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """A server in a thread of its own: the command runs its own loop."""
+    """Yields the URL of a server in a thread of its own, because the command runs its own loop."""
     found: list[str] = []
     started, done = Event(), Event()
 
@@ -41,7 +60,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("command", ["serve", "latency", "throughput", "sweep"])
-def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_gives_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         bench([command, "--help"])
     assert ended.value.code == 0
@@ -50,7 +69,7 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"  kvrelay bench {command} --" in text.replace("Example: ", "  "), "an example"
 
 
-def test_overview_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_known_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench([]) == 2
     assert bench(["--help"]) == 0
     assert bench(["thruput"]) == 2
@@ -61,8 +80,11 @@ def test_overview_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> Non
     ("argv", "message"),
     [
         (["serve"], "Give --request-rate (per second) or --concurrency"),
-        (["serve", "--workload", "trace"], "--trace FILE belong together"),
-        (["serve", "--workload", "mixed", "--request-rate", "1"], "has its own times"),
+        (["serve", "--workload", "trace"], "--workload trace needs --trace FILE"),
+        *((["serve", "--workload", *argv], message) for argv, message in IGNORED),
+        (["serve", "--concurrency", "1", "--burstiness", "2"], "--burstiness has no effect without --request-rate"),
+        (["sweep", "--concurrencies", "1", "--burstiness", "2"], "--burstiness has no effect without --request-rates"),
+        (["throughput", "--turns", "2"], "--turns has no effect with --workload random"),
         (["sweep"], "give either --request-rates or --concurrencies"),
         (["sweep", "--concurrencies", "1,0"], "must be positive"),
         (["latency", "--url", "localhost:8000"], "must begin with http://"),
@@ -73,14 +95,18 @@ def test_overview_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> Non
         (["latency", "--input-length", "5"], "did you mean --input-len?"),
     ],
 )
-def test_settings_that_can_not_be(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         bench(argv)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_no_tokenizer(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tokenizer_is_named_with_the_remedy(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert bench(["latency", "--url", url, "--tokenizer", "/no/such/model"]) == 1
     errors = capsys.readouterr().err
@@ -88,12 +114,16 @@ def test_no_tokenizer(url: str, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "--vocab-size" in errors
 
 
-def test_nobody_answers(unused_tcp_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_the_address_at_which_nobody_answers(
+    unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench(["latency", "--url", f"http://127.0.0.1:{unused_tcp_port}"]) == 1
     assert f"nothing answers at http://127.0.0.1:{unused_tcp_port}" in capsys.readouterr().err
 
 
-def test_table_and_files(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_a_table_and_writes_its_files(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result, plot = tmp_path / "result.json", tmp_path / "plot.png"
     files = ["--json-file", str(result), "--save-requests", "--plot", str(plot)]
     assert bench(["serve", "--url", url, "--concurrency", "2", "--slo", "ttft=60000", *LOAD, *files]) == 0
@@ -113,15 +143,21 @@ def test_table_and_files(url: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert run["summary"]["output_tokens"] == 10
     assert len(run["requests"]) == 2
     assert "api_key" not in written["settings"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert plot.exists()
 
 
-def test_sweep_table_and_curve(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = tmp_path / "curve.png"
-    argv = ["sweep", "--url", url, "--concurrencies", "1,2", "--slo", "ttft=60000", *LOAD, "--plot", str(plot)]
-    assert bench(argv) == 0
-    assert "the highest load at which 90% of the requests meet ttft <= 60000 ms:" in capsys.readouterr().out
-    assert plot.read_bytes().startswith(b"\x89PNG")
+def test_a_sweep_names_the_same_knee_in_table_and_file(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, plot = tmp_path / "result.json", tmp_path / "curve.png"
+    argv = ["sweep", "--url", url, "--concurrencies", "1,2", "--slo", "ttft=60000", *LOAD]
+    assert bench([*argv, "--json-file", str(result), "--plot", str(plot)]) == 0
+    written = json.loads(result.read_text())
+    rates = {run["label"]: run["summary"]["output_tokens_per_second"] for run in written["runs"]}
+    knee = max(rates, key=lambda label: rates[label])
+    assert (list(rates), written["knee"]) == (["1 at a time", "2 at a time"], knee)
+    assert f"90% of the requests meet ttft <= 60000 ms: {knee}\n" in capsys.readouterr().out
+    assert plot.exists()
 
 
 def test_failures_are_shown_and_are_the_exit_code(capsys: pytest.CaptureFixture[str], url: str) -> None:
@@ -130,13 +166,79 @@ def test_failures_are_shown_and_are_the_exit_code(capsys: pytest.CaptureFixture[
     assert "failed: 2 x http 404, the first: 404: Not Found" in capsys.readouterr().out
 
 
-def run_of(label: str, ttft: float) -> RunResult:
-    records = [record(ttft, ttft + 1, index=index) for index in range(10)]
-    return RunResult(label, summarise(records, slos=Slos.parse(["ttft=1000"])), {}, tuple(records), 0.0)
+def ten(label: str, ttft: float, *, sent: float = 0.0, **more: Any) -> RunResult:
+    records = [record(sent + ttft, sent + ttft + 1, sent=sent, index=index) for index in range(10)]
+    return run_of(*records, label=label, slos=Slos.parse(["ttft=1000"]), **more)
 
 
 def test_the_knee_is_the_most_that_still_meets_the_slos() -> None:
-    runs = [run_of("1/s", 0.9), run_of("2/s", 0.5), run_of("4/s", 1.5)]
-    found = knee(runs, 0.9)
+    found = find_knee([ten("1/s", 0.9), ten("2/s", 0.5), ten("4/s", 1.5)], 0.9)
     assert found is not None and found.label == "2/s"
-    assert knee([run_of("4/s", 1.5)], 0.9) is None
+    assert find_knee([ten("4/s", 1.5)], 0.9) is None
+
+
+def test_a_load_whose_figures_are_not_valid_is_no_knee() -> None:
+    slow = ten("1/s", 0.9)
+    late, cut = ten("2/s", 0.5, sent=0.2), ten("4/s", 0.4, was_cut=True)
+    assert find_knee([slow, late, cut], 0.9) is slow
+    waiting = ten("8 at a time", 0.5, sent=0.2, max_concurrency=8)
+    assert find_knee([slow, waiting], 0.9) is waiting, "with a limit requests wait for their place on purpose"
+
+
+def test_a_sweeps_table_shows_goodput_and_says_what_is_wrong_with_a_load() -> None:
+    slos = Slos.parse(["ttft=1000"])
+    loads = [ten("1/s", 0.9, longest_stall=0.25), ten("2/s", 0.5, sent=0.2), ten("4/s", 1.5, was_cut=True)]
+    head, *rows = render_sweep(loads, loads[0], slos, 0.9).splitlines()
+    assert head.split()[:5] == ["load", "req/s", "goodput", "meet", "SLOs"]
+    assert [row.split()[:4] for row in rows[:3]] == [
+        ["1/s", "5.26", "5.26", "100%"],
+        ["2/s", "6.67", "6.67", "100%"],
+        ["4/s", "4.00", "0.00", "0%"],
+    ]
+    assert [row.rpartition("  ")[2] for row in rows[:3]] == ["-", "client late", "cut off"]
+    cost = "this client took 0 us of processor time per output token"
+    assert rows[4:10] == [
+        "1/s: for up to 250 ms this client did not notice what arrived",
+        f"1/s: {cost}",
+        "2/s: a request was sent 200 ms late: this client could not keep up",
+        f"2/s: {cost}",
+        f"4/s: {cost}",
+        "4/s: interrupted: these are the results so far",
+    ]
+    assert rows[11] == (
+        "the highest load at which 90% of the requests meet ttft <= 1000 ms: 1/s; loads with a flaw were left out"
+    )
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_measurement(
+    tmp_path: Path, unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["latency", "--url", f"http://127.0.0.1:{unused_tcp_port}"]
+    for flag in ("--json-file", "--plot"):
+        assert bench([*command, flag, str(tmp_path / "missing" / "file")]) == 1
+        errors = capsys.readouterr().err
+        assert f"{flag}: cannot write {tmp_path}/missing/file: No such file or directory" in errors
+        assert "nothing answers" not in errors
+    assert bench([*command, "--json-file", str(tmp_path / "new")]) == 1
+    assert "nothing answers" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [], "nothing was measured, and no empty file is left"
+
+
+def test_a_plot_is_drawn_even_when_the_json_file_fails(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "plot.png"
+    assert bench(["latency", "--url", url, *LOAD, "--json-file", "/dev/full", "--plot", str(plot)]) == 1
+    captured = capsys.readouterr()
+    assert "2 requests completed, 0 failed" in captured.out
+    assert "--json-file: cannot write /dev/full: No space left on device" in captured.err
+    assert plot.exists()
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for package, argument in (("aiohttp", "--progress=off"), ("matplotlib", "--plot=plot.png")):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setitem(sys.modules, package, None)
+            bench(["latency", argument])
+        assert ended.value.code == 1
+        assert f"needs {package}: pip install 'kvrelay[bench]'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Whole runs against real servers, over HTTP and gRPC: every request is recorded, every failure is told."""
+"""Whole runs against real servers over HTTP and gRPC: every request is recorded, and every failure is reported."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ async def url(request: pytest.FixtureRequest, relay: ScriptedRelay) -> AsyncIter
         yield found
 
 
-async def test_throughput(url: str, relay: ScriptedRelay) -> None:
+async def test_every_request_is_recorded_with_its_lengths_and_times(url: str, relay: ScriptedRelay) -> None:
     settings = ThroughputBenchSettings(url=url, requests=6, concurrency=2, **SMALL)
     model, [result] = await measure(settings)
     summary = result.summary
@@ -139,7 +139,7 @@ async def test_a_failed_warm_up_ends_it(url: str, relay: ScriptedRelay) -> None:
         await measure(LatencyBenchSettings(url=url, **SMALL))
 
 
-async def test_timeouts(url: str, relay: ScriptedRelay) -> None:
+async def test_a_request_past_its_timeout_has_failed(url: str, relay: ScriptedRelay) -> None:
     relay.hang_at = 1
     _, [result] = await measure(ThroughputBenchSettings(url=url, requests=2, warmup=0, timeout=0.5, **SMALL))
     assert [(failure.kind, failure.count) for failure in result.summary.failures] == [("timeout", 2)]
@@ -158,19 +158,19 @@ async def test_an_interrupt_keeps_what_there_is(url: str, relay: ScriptedRelay) 
         await asyncio.sleep(0)
 
 
-async def test_a_model_that_is_not_served(url: str) -> None:
+async def test_a_model_that_is_not_served_is_refused(url: str) -> None:
     with pytest.raises(UnknownModelError, match=f"no model 'other' there; .* has {MODEL}"):
         await measure(LatencyBenchSettings(url=url, model="other", **SMALL))
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-async def test_nobody_is_there(scheme: str, unused_tcp_port: int) -> None:
+async def test_the_error_says_where_nobody_answers(scheme: str, unused_tcp_port: int) -> None:
     with pytest.raises(UnavailableError, match=f"127.0.0.1:{unused_tcp_port}.*--url"):
         await measure(LatencyBenchSettings(url=f"{scheme}://127.0.0.1:{unused_tcp_port}", **SMALL))
 
 
 async def answer_of(*pieces: bytes, status: int = 200, **more: Any) -> tuple[Any, Any]:
-    """The record of one request, and the run's summary."""
+    """Returns the record of one request, and the run's summary."""
     async with answering(pieces, status=status) as url:
         settings: BenchSettings = LatencyBenchSettings(url=f"{url}/v1", requests=1, warmup=0, **SMALL, **more)
         _, [result] = await measure(settings)
@@ -185,7 +185,7 @@ async def test_usage_counts_tokens_and_pieces_count_without() -> None:
     assert (record.num_output_tokens, summary.counted_by, summary.num_short) == (2, "chunks", 1)
 
 
-async def test_pieces_cut_anywhere() -> None:
+async def test_events_may_arrive_in_any_pieces() -> None:
     whole = PIECE + PIECE + LAST + USAGE + DONE
     record, _ = await answer_of(*(whole[i : i + 7] for i in range(0, len(whole), 7)))
     assert (len(record.arrivals), record.num_output_tokens, record.failure) == (2, 5, None)
@@ -202,7 +202,9 @@ async def test_pieces_cut_anywhere() -> None:
         ((b"data: {not json\n\n",), 200, "not understood", "property name"),
     ],
 )
-async def test_answers_that_fail(pieces: tuple[bytes, ...], status: int, kind: str, message: str) -> None:
+async def test_every_failure_has_its_kind_and_message(
+    pieces: tuple[bytes, ...], status: int, kind: str, message: str
+) -> None:
     record, _ = await answer_of(*pieces, status=status)
     assert record.failure is not None
     assert record.failure.kind == kind
@@ -231,14 +233,14 @@ async def test_the_opening_of_a_chat_is_no_token(tokenizer_directory: Path) -> N
 
 
 @pytest.mark.parametrize(("keep_alive", "num_connections"), [(True, 1), (False, 3)])
-async def test_a_connection_is_kept_unless_told(keep_alive: bool, num_connections: int) -> None:
+async def test_a_connection_is_kept_unless_told_otherwise(keep_alive: bool, num_connections: int) -> None:
     connections: set[object] = set()
     async with answering([PIECE, LAST, DONE], connections=connections) as url:
         await measure(LatencyBenchSettings(url=url, requests=3, warmup=0, keep_alive=keep_alive, **SMALL))
     assert len(connections) == num_connections
 
 
-async def test_several_models_need_a_choice() -> None:
+async def test_with_several_models_one_has_to_be_chosen() -> None:
     async with answering((PIECE, LAST, DONE), models=("a", "b")) as url:
         with pytest.raises(UnknownModelError, match="choose one with --model: a, b"):
             await measure(LatencyBenchSettings(url=url, **SMALL))

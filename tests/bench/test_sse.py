@@ -18,7 +18,7 @@ def test_any_cut_gives_the_same_events(newline: bytes) -> None:
         assert parser.feed(stream[:cut]) + parser.feed(stream[cut:]) == EVENTS
 
 
-def test_single_bytes_and_random_pieces() -> None:
+def test_random_pieces_give_the_same_events() -> None:
     draw = random.Random(1)
     for _ in range(20):
         parser, found, rest = SseParser(), list[bytes](), STREAM
@@ -29,7 +29,7 @@ def test_single_bytes_and_random_pieces() -> None:
         assert found == EVENTS
 
 
-def test_comments_names_and_lines() -> None:
+def test_comments_and_names_are_dropped_and_lines_joined() -> None:
     parser = SseParser()
     assert parser.feed(b": ping\n\nevent: x\ndata: one\ndata:two\nid: 3\n\ndata:three\n\n") == [b"one\ntwo", b"three"]
 

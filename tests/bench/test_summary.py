@@ -8,7 +8,7 @@ from kvrelay.bench.summary import Distribution, summaries_by_kind, summarise
 from tests.bench.records import record
 
 
-def test_distribution() -> None:
+def test_percentiles_interpolate() -> None:
     found = Distribution.of(float(value) for value in range(101))
     assert found == Distribution(101, 50.0, 50.0, 90.0, 95.0, 99.0, 100.0)
     between = Distribution.of([1.0, 2.0])
@@ -17,7 +17,7 @@ def test_distribution() -> None:
     assert Distribution.of([]) is None
 
 
-def test_latencies_and_rates() -> None:
+def test_latencies_and_rates_follow_from_the_records() -> None:
     summary = summarise([record(2.0, 2.5, 3.0, sent=1.0), record(4.0, 4.1, 5.0, sent=1.0)])
     assert (summary.num_completed, summary.output_tokens, summary.prompt_tokens) == (2, 6, 10)
     assert (summary.seconds, summary.output_tokens_per_second, summary.total_tokens_per_second) == (4.0, 1.5, 4.0)
@@ -71,7 +71,7 @@ def test_goodput_needs_every_slo() -> None:
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=", "ttft=-1", "ttft=0", "tfft=5", "=5", "itl=fast"])
-def test_an_slo_that_is_none(text: str) -> None:
+def test_what_is_no_slo_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="METRIC=MILLISECONDS"):
         Slos.parse([text])
 
@@ -84,7 +84,7 @@ def test_window_counts_what_came_within_it() -> None:
     assert summary.ttft is not None and summary.ttft.count == 2, "latencies are of every request"
 
 
-def test_kinds() -> None:
+def test_kinds_have_their_own_summaries() -> None:
     records = [record(2.0, kind="long", index=1), record(1.0, kind="steady", index=0)]
     found = summaries_by_kind(records)
     assert list(found) == ["steady", "long"]
@@ -92,11 +92,11 @@ def test_kinds() -> None:
     assert summaries_by_kind(records[:1]) == {}
 
 
-def test_short_answers_and_cached_tokens_are_told() -> None:
+def test_short_answers_and_cached_tokens_are_counted() -> None:
     summary = summarise([record(1.0, wanted=4, cached=3), record(1.0)])
     assert (summary.num_short, summary.cached_tokens) == (1, 3)
 
 
-def test_nothing_at_all() -> None:
+def test_a_run_without_requests_has_no_latencies() -> None:
     summary = summarise([])
     assert (summary.num_completed, summary.output_tokens, summary.ttft) == (0, 0, None)

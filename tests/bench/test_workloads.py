@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 import statistics
 from pathlib import Path
 
@@ -46,13 +47,15 @@ def test_periodic_arrivals_end_before_the_end() -> None:
     assert list(periodic_arrivals(2.0, 6.0)) == [0.0, 2.0, 4.0]
 
 
-def test_tokens_of_a_segment() -> None:
+def test_equal_names_give_equal_tokens() -> None:
     builder = PromptBuilder(Vocabulary.of_size(4096), "token_ids", seed=1)
     long, short = builder.token_ids([Segment("a", 20)]), builder.token_ids([Segment("a", 8)])
     assert (len(long), long[:8]) == (20, short)
     assert builder.token_ids([Segment("b", 20)]) != long
     assert PromptBuilder(Vocabulary.of_size(4096), "token_ids", seed=2).token_ids([Segment("a", 20)]) != long
-    assert min(builder.token_ids([Segment("c", 5000)])) >= 300, "ids that may be special are not drawn"
+    longer = builder.token_ids([Segment("c", 5000)])
+    assert min(longer) >= 300, "ids that may be special are not drawn"
+    assert longer == random.Random("1/c").choices(range(300, 4096), k=5000), "pieces continue one another"
 
 
 def test_a_tokenizers_special_tokens_are_not_drawn(tmp_path: Path) -> None:
@@ -63,14 +66,14 @@ def test_a_tokenizers_special_tokens_are_not_drawn(tmp_path: Path) -> None:
     assert max(tokens) == 299
 
 
-def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
+def test_prompts_of_text_need_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--tokenizer"):
         PromptBuilder(Vocabulary.of_size(4096), "text", seed=1)
     with pytest.raises(ConfigurationError, match="no tokenizer at"):
         Vocabulary.of_tokenizer(str(tmp_path))
 
 
-def test_shared_prefixes() -> None:
+def test_requests_take_the_prefixes_in_turn() -> None:
     requests = shared_prefix_requests(6, 2, 100, Lengths(3, 5), Lengths(4, 4), seed=1)
     builder = PromptBuilder(Vocabulary.of_size(4096), "token_ids", seed=1)
     prompts = [builder.token_ids(request.segments) for request in requests]
@@ -88,33 +91,33 @@ def test_random_requests_have_their_lengths() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "5-3", "x", "3-", "-3"])
-def test_lengths_that_are_none(text: str) -> None:
+def test_what_is_no_range_of_lengths_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"tokens|range"):
         Lengths.parse(text)
 
 
-def test_a_conversation_grows() -> None:
+async def test_a_conversation_holds_what_was_asked_and_answered() -> None:
     builder = PromptBuilder(Vocabulary.of_size(4096), "token_ids", seed=1)
     conversation = builder.conversation("0")
-    first = conversation.ask([Segment("a", 4)])
+    first = await conversation.ask([Segment("a", 4)])
     conversation.hear(Answer(token_ids=(7, 8)))
-    second = conversation.ask([Segment("b", 3)])
+    second = await conversation.ask([Segment("b", 3)])
     assert second[:6] == (*first, 7, 8)
     conversation.hear(Answer(num_output_tokens=5, text="no ids came"))
-    assert len(conversation.ask([Segment("c", 1)])) == 9 + 5 + 1
+    assert len(await conversation.ask([Segment("c", 1)])) == 9 + 5 + 1
 
 
-def test_a_conversation_as_chat(tmp_path: Path) -> None:
+async def test_a_chat_has_a_message_per_turn(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path, vocab_size=300)
     builder = PromptBuilder(Vocabulary.of_tokenizer(str(tmp_path)), "chat", seed=1)
     conversation = builder.conversation("0")
     message = ("user", builder.text([Segment("a", 4)]))
-    assert conversation.ask([Segment("a", 4)]) == (message,)
+    assert await conversation.ask([Segment("a", 4)]) == (message,)
     conversation.hear(Answer(text="fine"))
-    assert conversation.ask([Segment("b", 4)])[:2] == (message, ("assistant", "fine"))
+    assert (await conversation.ask([Segment("b", 4)]))[:2] == (message, ("assistant", "fine"))
 
 
-def test_mixed_load() -> None:
+def test_long_prompts_arrive_among_steady_streams() -> None:
     mixed = MixedLoad(2, Lengths(4, 4), Lengths(8, 8), 2.0, 6.0, Lengths(50, 60), Lengths(3, 3))
     steady, long = mixed.sessions(seed=1)[:2], mixed.sessions(seed=1)[2:]
     assert [session.until for session in steady] == [6.0, 6.0]
@@ -141,7 +144,7 @@ def entry(timestamp: int, length: int, *hash_ids: int, output: int = 5) -> dict[
     return {"timestamp": timestamp, "input_length": length, "output_length": output, "hash_ids": hash_ids}
 
 
-def test_trace(tmp_path: Path) -> None:
+def test_a_trace_gives_times_lengths_and_equal_tokens_for_equal_hash_ids(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.jsonl", entry(1000, 1000, 4, 9), entry(3000, 1536, 4, 9, 2), entry(4000, 10, 1))
     sessions = read_trace(path, speedup=2.0, limit=2)
     assert [session.at for session in sessions] == [0.0, 1.0]
@@ -161,13 +164,13 @@ def test_trace(tmp_path: Path) -> None:
         (entry(0, 3, 1), "before the first"),
     ],
 )
-def test_a_trace_that_is_none(tmp_path: Path, bad: object, message: str) -> None:
+def test_the_error_names_the_wrong_line_of_a_trace(tmp_path: Path, bad: object, message: str) -> None:
     path = write_trace(tmp_path / "t.jsonl", entry(1, 3, 1), bad)
     with pytest.raises(ConfigurationError, match=message):
         read_trace(path)
 
 
-def test_trace_and_workload_belong_together(tmp_path: Path) -> None:
+def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read"):
         plans_of(ServeBenchSettings(workload="trace", trace=tmp_path / "missing"))
     with pytest.raises(ConfigurationError, match="holds no requests"):

@@ -1,6 +1,6 @@
-"""`python -m tests.chaos`: the proofs on real processes, for each connector in turn. Exit status 1 if one fails.
+"""`python -m tests.chaos`: faults on real processes, for each connector in turn. The exit status is 1 if a run fails.
 
-The readable reports go to standard error with the progress, all of them as one JSON array to standard output.
+Progress and readable reports go to standard error, and all reports as one JSON array to standard output.
 """
 
 import argparse
@@ -22,13 +22,13 @@ _logger = logging.getLogger("chaos")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--connector", choices=CONNECTORS, help="only this one; otherwise all in turn")
-    parser.add_argument("--seconds", type=float, default=180.0, help="of faults, for each connector (180)")
+    parser.add_argument("--connector", choices=CONNECTORS, help="run only this connector (default: all in turn)")
+    parser.add_argument("--seconds", type=float, default=180.0, help="duration of the faults, per connector (180)")
     parser.add_argument("--seed", type=int, default=1, help="decides requests and faults (1)")
     parser.add_argument("--streams", type=int, default=10, help="concurrent clients (10)")
-    parser.add_argument("--storm", type=int, default=0, help="instead of chaos: so many requests whose clients leave")
-    parser.add_argument("--rolling-restart", action="store_true", help="instead of chaos: every node once, in turn")
-    parser.add_argument("--keep-logs", action="store_true", help="those of the processes, also when all is well")
+    parser.add_argument("--storm", type=int, default=0, help="instead of faults: so many requests whose clients leave")
+    parser.add_argument("--rolling-restart", action="store_true", help="instead of faults: restart every node in turn")
+    parser.add_argument("--keep-logs", action="store_true", help="keep the logs of the processes even when all is well")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)

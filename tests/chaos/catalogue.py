@@ -1,6 +1,7 @@
-"""What clients ask for: a fixed set of requests with shared prefixes, in both protocols, whose right answers are known.
+"""The requests of the clients: a fixed set with shared prefixes, in both protocols.
 
-Fixed, since the undisturbed cluster must have answered each of them before."""
+The set is fixed because the undisturbed cluster answers each of them first, which gives the right answers.
+"""
 
 from typing import Any
 
@@ -18,8 +19,8 @@ _LOGPROBS = {"logprobs": 1}  # the same name in both protocols, but only gRPC's 
 
 
 def catalogue(*, max_tokens: int) -> list[Ask]:
-    """Every prefix with every sampling, outputs of `max_tokens / 2` to `max_tokens` tokens. Every third one over HTTP;
-    of the others every second one with logprobs."""
+    """Returns requests for every prefix with every sampling, with outputs of `max_tokens / 2` to `max_tokens` tokens.
+    Every third one goes over HTTP; of the others every second one has log-probabilities."""
     asks = []
     for number, (blocks, name) in enumerate((blocks, name) for blocks in _PREFIX_BLOCKS for name in _SAMPLINGS):
         prompt = [*some_token_ids(blocks * BLOCK_SIZE, seed=blocks), *some_token_ids(3 + 5 * number, seed=100 + number)]

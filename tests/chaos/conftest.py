@@ -1,4 +1,4 @@
-"""One cluster of real processes for the whole folder, since its start takes seconds; every test leaves it whole."""
+"""One cluster of real processes for all tests of this folder, since its start takes seconds; every test heals it."""
 
 from collections.abc import AsyncIterator
 
@@ -13,7 +13,7 @@ MAX_TOKENS = 80
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def on(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    """Over shared memory. Fails if anything is left, or a process ends badly."""
+    """Yields a cluster over shared memory. Fails at its end if anything is left, or a process ends with an error."""
     report = Report("all tests", "shared_memory", seed=0)
     async with stage(tmp_path_factory.mktemp("chaos"), report, max_tokens=MAX_TOKENS) as opened:
         yield opened

@@ -1,7 +1,7 @@
-"""What is done to the cluster: a sequence that a seed decides, and its execution.
+"""The faults of a cluster: a sequence that a seed decides, and its execution.
 
-Rules: of the decode nodes one is left alone and live whenever the other one is hurt, unless all are killed at once;
-everything that is hurt is healed, and waited for until the router takes it for live again.
+Rules: while one decode node is hurt the other one is left alone and live, unless all are killed at once. Everything
+that is hurt is healed, and is not hurt again before the router takes it for live.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import redis
 
 from tests.chaos.nodes import NODE_NAMES, ChaosCluster, ChaosNode
 
-_Card = TypeVar("_Card")
+_Item = TypeVar("_Item")
 
 _logger = logging.getLogger(__name__)
 _MOST_PAUSE_SECONDS = 10.0
@@ -48,7 +48,8 @@ _TARGETS = {Kind.NO_PREFILL: "prefill", Kind.NO_DECODE: "decode"} | dict.fromkey
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`after` seconds after the one before; `target` is a node's name, a role for all nodes of it, or "redis"."""
+    """One fault, `after` seconds after the one before it, that lasts `seconds` if it has a duration. `target` is the
+    name of a node, a role for all nodes of that role, or "redis"."""
 
     kind: Kind
     target: str
@@ -57,24 +58,24 @@ class Fault:
 
 
 def faults(seed: int, *, with_redis: bool, most_after: float, most_seconds: float) -> Iterator[Fault]:
-    """Without end. All kinds come before one comes again, and all nodes before one is hurt again."""
+    """Yields faults without end. All kinds come before one comes again, and all nodes before one is hurt again."""
     chance = random.Random(seed)
-    kinds = _dealt(chance, [*_OF_NODES, *(OF_REDIS if with_redis else ())])
-    nodes = _dealt(chance, NODE_NAMES)
+    kinds = _shuffled_rounds(chance, [*_OF_NODES, *(OF_REDIS if with_redis else ())])
+    nodes = _shuffled_rounds(chance, NODE_NAMES)
     for kind in kinds:
         target = _TARGETS.get(kind) or next(nodes)
         yield Fault(kind, target, chance.uniform(0.2, most_after), chance.uniform(1.0, most_seconds))
 
 
-def _dealt(chance: random.Random, cards: Sequence[_Card]) -> Iterator[_Card]:
-    """Shuffled, dealt, and shuffled again."""
+def _shuffled_rounds(chance: random.Random, items: Sequence[_Item]) -> Iterator[_Item]:
+    """Yields all items in random order, again and again."""
     while True:
-        yield from chance.sample(cards, len(cards))
+        yield from chance.sample(items, len(items))
 
 
 @dataclass(slots=True)
 class Injector:
-    """`run` until `stop`; then everything is healed. `problems`: what did not heal, or did not end as it must."""
+    """A task that inflicts faults on a cluster and heals them. `problems` tells what did not heal or ended in error."""
 
     cluster: ChaosCluster
     counts: Counter[Kind] = field(default_factory=Counter)
@@ -83,7 +84,7 @@ class Injector:
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, sequence: Iterator[Fault], *, seconds: float) -> None:
-        """Begins no fault after so many seconds; returns when the last one is healed."""
+        """Inflicts faults, none of which begins after so many seconds, and returns when the last one is healed."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             waiting = asyncio.Semaphore(_MOST_WAITING)
@@ -95,7 +96,7 @@ class Injector:
                 group.create_task(self._inflict_when_allowed(fault, waiting, began, began + seconds))
 
     async def _inflict_when_allowed(self, fault: Fault, waiting: asyncio.Semaphore, began: float, end: float) -> None:
-        """A fault that has to wait lets those behind it pass."""
+        """Waits until the rules allow the fault. Later ones may begin before it."""
         names = self._names(fault)
         needed = set(names)
         if fault.target.startswith("decode"):
@@ -151,7 +152,7 @@ class Injector:
 
     async def _restart_in_haste(self, fault: Fault, node: ChaosNode) -> None:
         node.send(signal.SIGTERM)
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(node.running.wait_log, "draining for at most")
         node.send(signal.SIGTERM)
         status = await node.wait()
         if status not in (0, -signal.SIGTERM):  # the second signal may find a process that is almost gone
@@ -188,7 +189,7 @@ async def _pause(fault: Fault, node: ChaosNode) -> None:
 
 async def _cut(fault: Fault, node: ChaosNode) -> None:
     node.proxy.cut()
-    await asyncio.sleep(0.5)  # the router has noticed when we ask it what lives
+    await node.proxy.wait_connected()  # until then the router may not have noticed, and still take the node for live
 
 
 async def _black_hole(fault: Fault, node: ChaosNode) -> None:

@@ -12,13 +12,13 @@ from tests.chaos.verdict import Verdict, judge
 
 _LEAVE_WITHIN_CHUNKS = 40
 _MAX_EXAMPLES = 20
-_RETRY_SECONDS = 1.0  # as the router says to those that it refuses
+_RETRY_SECONDS = 1.0  # what the router tells those that it refuses
 
 
 @dataclass(slots=True)
 class LoadReport:
-    """`longest_gap` and `longest_first`: the longest waits that a client saw between two chunks, and for its first one,
-    in seconds. Those that were refused are not among the `requests`."""
+    """Figures of what the clients saw. `longest_gap` and `longest_first` are the longest waits between two chunks and
+    for a first one, in seconds. `requests` does not count those that were refused."""
 
     requests: int = 0
     refused: int = 0
@@ -40,7 +40,7 @@ class LoadReport:
 
 
 async def undisturbed(client: Client, asks: Sequence[Ask]) -> dict[str, Answer]:
-    """The right answers by name, one request at a time. Raises AssertionError when one fails."""
+    """Sends one request at a time and returns the right answers by name. Raises AssertionError when one fails."""
     answers = {}
     for ask in asks:
         answer = answers[ask.name] = await client.ask(ask)
@@ -49,8 +49,8 @@ async def undisturbed(client: Client, asks: Sequence[Ask]) -> dict[str, Answer]:
 
 
 class Load:
-    """`num_streams` clients at a time; each request is drawn by `seed`, half of them under a salt of their own, so that
-    nobody holds its blocks. A share of `aborts` leaves at a random moment."""
+    """Clients that send requests drawn by `seed`. Half of the requests have a cache salt of their own, so that no node
+    holds their blocks. A share of `aborts` of the clients leave at a random moment."""
 
     def __init__(
         self, client: Client, asks: Sequence[Ask], expected: Mapping[str, Answer], *, seed: int, aborts: float
@@ -65,7 +65,7 @@ class Load:
         self._began = time.monotonic()
 
     async def run(self, num_streams: int) -> None:
-        """Until `stop`, and then until the last stream has ended."""
+        """Runs so many clients at a time until `stop`, and returns when the last stream has ended."""
         async with asyncio.TaskGroup() as group:
             for _ in range(num_streams):
                 group.create_task(self._ask_forever())

@@ -1,6 +1,6 @@
 """A cluster of real processes at fixed addresses, each node behind a proxy, that can be hurt and healed node by node.
 
-Invariant: whatever happens, no process is left when the context of `chaos_cluster` is.
+Invariant: no process is left after the context of `chaos_cluster`, whatever happens in it.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ EXIT_SECONDS = 60.0
 LIVE_SECONDS = 60.0
 _NICENESS = 10
 NODE_NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-_PORTS = range(20_000, 32_000)  # below those that the kernel hands out: a dead node's port is nobody's source port
+_PORTS = range(20_000, 32_000)  # the kernel does not hand these out, so that nobody takes a dead node's port
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`directory` gets logs and pools; `model` is a path that only this cluster's processes know."""
+    """Settings of a cluster. `directory` gets logs and pools; only this cluster's processes know the path `model`."""
 
     model: Path
     directory: Path
@@ -63,7 +63,7 @@ class Setup:
 
 
 class ChaosProcess:
-    """One `kvrelay ...`, started as often as one likes; every start has a log of its own. None outlives us."""
+    """One `kvrelay` command that can be started again and again, each time with a log of its own. It ends with us."""
 
     def __init__(self, name: str, command: Sequence[str], directory: Path, environment: Mapping[str, str]) -> None:
         self.name = name
@@ -85,7 +85,7 @@ class ChaosProcess:
         return self.running.process.pid
 
     async def start(self) -> None:
-        """Returns when it says that it is ready."""
+        """Starts the process and returns when it is ready."""
         await asyncio.to_thread(self._life.close)
         self._num_starts += 1
         log = self._directory / f"{self.name}.{self._num_starts}.log"
@@ -98,7 +98,7 @@ class ChaosProcess:
         self.running.process.send_signal(number)
 
     async def wait(self) -> int:
-        """Its exit status; that of SIGKILL if it does not end in time."""
+        """Returns the exit status. A process that does not end in time is killed."""
         try:
             return await asyncio.to_thread(self.running.process.wait, EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -106,7 +106,7 @@ class ChaosProcess:
             return -signal.SIGKILL
 
     async def terminate(self) -> int:
-        """SIGTERM and its exit status."""
+        """Sends SIGTERM and returns the exit status."""
         self.send(signal.SIGTERM)
         return await self.wait()
 
@@ -115,12 +115,12 @@ class ChaosProcess:
         await self.wait()
 
     def close(self) -> None:
-        """Kills it if it still runs."""
+        """Kills the process if it still runs."""
         self._life.close()
 
 
 class ChaosNode(ChaosProcess):
-    """Listens on one port all its lives; routers reach it through `proxy`."""
+    """A node that listens on the same port after every start; routers reach it through `proxy`."""
 
     def __init__(self, name: str, setup: Setup, environment: Mapping[str, str]) -> None:
         self.role = name.split("-")[0]
@@ -131,16 +131,16 @@ class ChaosNode(ChaosProcess):
 
     @property
     def address(self) -> str:
-        """Its own, past the proxy."""
+        """Returns the node's own address, not that of its proxy."""
         return f"127.0.0.1:{self.port}"
 
     async def load_when(self, condition: Callable[[node_pb2.NodeLoad], bool] = is_idle) -> node_pb2.NodeLoad:
-        """As it is then, or when our patience ends."""
+        """Returns the load when it meets the condition, or the last one when time is up."""
         return await asyncio.to_thread(load_when, self.address, condition)
 
 
 class ChaosCluster:
-    """2 prefill and 2 decode nodes and a router, all ready. `client` asks the router."""
+    """Two prefill nodes, two decode nodes and a router. `client` asks the router."""
 
     def __init__(self, setup: Setup, nodes: Sequence[ChaosNode], router: ChaosProcess) -> None:
         self.setup = setup
@@ -170,24 +170,24 @@ class ChaosCluster:
         self._http = httpx.AsyncClient(base_url=base_url, timeout=DEADLINE_SECONDS, limits=limits, trust_env=False)
 
     async def disconnect(self) -> None:
-        """The clients' connections to the router."""
+        """Closes the clients' connections to the router."""
         if self._http is not None and self._channel is not None:
             await self._http.aclose()
             await self._channel.close()
 
     async def live(self) -> set[str]:
-        """Names of the nodes that the router takes for live."""
+        """Returns the names of the nodes that the router takes for live."""
         return {name for name in self.nodes if await self.metric("kvrelay:node_up", f'node="{name}"') == 1.0}
 
     async def metric(self, name: str, label: str = "") -> float:
-        """The sum of the samples with this label."""
+        """Returns the sum of the samples whose labels contain `label`."""
         assert self._http is not None
         text = (await self._http.get("/metrics")).text
         found = re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for labels, value in found if label in labels)
 
     async def wait_live(self, *names: str) -> float:
-        """Returns once the router takes these nodes for live, and how long that took."""
+        """Waits until the router takes these nodes for live and returns the seconds that it took."""
         began = time.monotonic()
         async with asyncio.timeout(LIVE_SECONDS):
             while not set(names) <= await self.live():
@@ -195,7 +195,7 @@ class ChaosCluster:
         return time.monotonic() - began
 
     async def stop(self) -> dict[str, int]:
-        """In order: the router, then the nodes. Exit statuses by name."""
+        """Ends the router, then the nodes, and returns their exit statuses by name."""
         await self.disconnect()
         statuses = {"router": await self.router.terminate()}
         for node, status in zip(
@@ -232,7 +232,7 @@ async def chaos_cluster(setup: Setup) -> AsyncIterator[ChaosCluster]:
 
 
 def rss_of(pid: int) -> int:
-    """Bytes of memory that are the process's own: not the pool, which is a mapped file."""
+    """Returns the bytes of memory that only this process has, which leaves out the pool, a mapped file."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -240,7 +240,7 @@ def rss_of(pid: int) -> int:
 
 
 def _be_nice(pid: int) -> None:
-    """Those that serve give way to those that start: on a few cores a restart would otherwise take half a minute."""
+    """Lowers the priority of a process that serves, so that on few cores a restart does not take half a minute."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICENESS)

@@ -1,4 +1,4 @@
-"""A TCP proxy in front of one node: the cable that the test can pull.
+"""A TCP proxy in front of one node, which stands for the network that a test can break.
 
 Invariant: bytes arrive in order and unchanged, or the connection is closed on both sides.
 """
@@ -12,8 +12,8 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Proxy:
-    """Forwards to `port` on loopback from `start` to `close`. A node that does not listen shows as a connection that is
-    closed at once."""
+    """A proxy that forwards to `port` on loopback from `start` to `close`. It closes a connection at once if the node
+    does not listen."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -21,6 +21,7 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._passing = asyncio.Event()
         self._passing.set()
+        self._connected = asyncio.Event()
         self._server: asyncio.Server | None = None
         self.address = ""
 
@@ -30,12 +31,17 @@ class Proxy:
         self.address = f"{host}:{port}"
 
     def cut(self) -> None:
-        """Every connection there is now; new ones are let through."""
+        """Breaks every connection there is; new ones are let through."""
+        self._connected.clear()
         for writer in self._writers:
             writer.transport.abort()
 
+    async def wait_connected(self) -> None:
+        """Returns when somebody has connected since the last `cut`."""
+        await self._connected.wait()
+
     def silence(self) -> None:
-        """A black hole: connections stay open, connecting succeeds, and nothing comes through until `speak`."""
+        """Becomes a black hole: connections stay open, connecting succeeds, and nothing comes through until `speak`."""
         self._passing.clear()
 
     def speak(self) -> None:
@@ -48,6 +54,7 @@ class Proxy:
         await self._server.wait_closed()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connected.set()
         task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -77,7 +84,7 @@ class Proxy:
         node_reader: asyncio.StreamReader,
         node_writer: asyncio.StreamWriter,
     ) -> None:
-        """Until one direction ends."""
+        """Forwards in both directions and returns when one of them ends."""
         pumps = [
             asyncio.create_task(self._pump(reader, node_writer)),
             asyncio.create_task(self._pump(node_reader, writer)),

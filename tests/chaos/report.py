@@ -1,4 +1,4 @@
-"""What a proof found, for people and for programs."""
+"""The report of a run, for people and for programs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 
 @dataclass(slots=True)
 class Report:
-    """The fields of `MUST_BE_ZERO` decide; the others inform. Times in seconds, `growth` in bytes by process."""
+    """The findings of a run. The fields in `MUST_BE_ZERO` decide; the others inform. Times are in seconds, `growth` is
+    in bytes by process."""
 
     proof: str
     connector: str
@@ -35,7 +36,7 @@ class Report:
 
     @property
     def violations(self) -> dict[str, Any]:
-        """What must be nothing and is not."""
+        """Returns the fields that must be zero or empty and are not."""
         return {name: getattr(self, name) for name in MUST_BE_ZERO if getattr(self, name)}
 
     def readable(self) -> str:

@@ -1,4 +1,4 @@
-"""A rolling restart: every node in turn is told to stop, sees its requests through, and starts again at its address."""
+"""A rolling restart: every node in turn is told to stop, finishes its requests, and starts again at its address."""
 
 import logging
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ _logger = logging.getLogger(__name__)
 
 
 async def rolling_restart(cluster: ChaosCluster, names: Sequence[str] = ()) -> dict[str, int]:
-    """Exit statuses of the drained nodes by name; of all nodes, unless `names` says which. The next one is not begun
-    before the router knows the last one."""
+    """Restarts the nodes named, or all, and returns their exit statuses by name. The next node is not stopped before
+    the router takes the last one for live."""
     statuses = {}
     for node in [cluster.nodes[name] for name in names or cluster.nodes]:
         statuses[node.name] = await node.terminate()

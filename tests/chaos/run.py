@@ -1,4 +1,4 @@
-"""The proofs on real processes: the right answers first, then what is done to the cluster, then what is left of it."""
+"""Runs on real processes: first the right answers, then what is done to the cluster, then a look at what is left."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ _OWN_FAULTS = (" ERROR ", " CRITICAL ", "Traceback")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`seconds` of faults; at most `most_after` seconds between two of them, each at most `most_fault_seconds` long."""
+    """A run with faults for `seconds`, at most `most_after` seconds apart, each at most `most_fault_seconds` long."""
 
     connector: str
     seed: int
@@ -45,7 +45,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A cluster, and what it has answered before anything happened to it."""
+    """A cluster, and what it answered before anything was done to it."""
 
     cluster: ChaosCluster
     asks: Sequence[Ask]
@@ -57,8 +57,8 @@ class Stage:
 
 @asynccontextmanager
 async def stage(directory: Path, report: Report, *, max_tokens: int) -> AsyncIterator[Stage]:
-    """A fresh cluster over the report's connector. At the end all of it is stopped, and what is left is reported.
-    Logs stay in `directory`."""
+    """Yields a fresh cluster over the report's connector. At the end stops all of it and reports what is left. Logs
+    stay in `directory`."""
     began = time.monotonic()
     asks = catalogue(max_tokens=max_tokens)
     model = link_model(directory)
@@ -87,7 +87,7 @@ async def run_chaos(plan: Plan, directory: Path) -> Report:
 
 
 async def run_storm(plan: Plan, num_requests: int, directory: Path) -> Report:
-    """Clients that leave, and the memory of every process before and after the second half of them."""
+    """Runs clients that leave, and measures by how much every process grows during the second half of them."""
     report = Report("abort storm", plan.connector, plan.seed)
     async with stage(directory, report, max_tokens=plan.max_tokens) as on:
         storm = Storm(on.cluster, on.asks, on.expected, plan.seed)
@@ -109,7 +109,7 @@ async def run_rolling_restart(plan: Plan, directory: Path) -> Report:
 
 
 async def disturb(plan: Plan, on: Stage, report: Report) -> None:
-    """Load and faults as planned, then every request once more in peace."""
+    """Runs load and faults as planned, then every request once more without them."""
     load = on.load(seed=plan.seed, aborts=plan.aborts)
     injector = Injector(on.cluster)
     sequence = faults(
@@ -132,7 +132,7 @@ async def disturb(plan: Plan, on: Stage, report: Report) -> None:
 
 @asynccontextmanager
 async def under_load(load: Load, num_streams: int) -> AsyncIterator[None]:
-    """At the end of the context no new request is begun, and the last ones are waited for."""
+    """Runs the load during the context. At its end no new request is begun, and the last ones are waited for."""
     async with asyncio.TaskGroup() as group:
         group.create_task(load.run(num_streams))
         progress = group.create_task(_say_progress(load))
@@ -151,7 +151,7 @@ async def _say_progress(load: Load) -> None:
 
 
 def note(load: Load | Storm, report: Report) -> None:
-    """What the clients saw."""
+    """Puts what the clients saw into the report."""
     found = load.report
     report.requests = found.requests
     report.refused_requests = found.refused
@@ -165,7 +165,7 @@ def note(load: Load | Storm, report: Report) -> None:
 
 
 async def look_around(cluster: ChaosCluster, report: Report) -> None:
-    """What is left on nodes and router when nobody asks for anything any more."""
+    """Reports what is left on nodes and router when no client asks any more."""
     loads = await asyncio.gather(*(node.load_when() for node in cluster.nodes.values()))
     for node, load in zip(cluster.nodes.values(), loads, strict=True):
         report.blocks_left += load.num_blocks - load.num_free_blocks
@@ -182,7 +182,7 @@ async def look_around(cluster: ChaosCluster, report: Report) -> None:
 
 
 def _errors_logged(directory: Path) -> list[str]:
-    """Lines of the processes' logs that report a fault of our own: lost peers are warnings."""
+    """Returns the lines of the processes' logs that report an error of our own; a lost peer is only a warning."""
     return [
         f"{path.name}: {line}"
         for path in sorted(directory.glob("*.log"))

@@ -1,4 +1,4 @@
-"""An abort storm: clients that go away at any point of their requests, and what that leaves behind."""
+"""An abort storm: clients that leave at any point of their requests, and what remains of them."""
 
 import asyncio
 import random
@@ -9,7 +9,7 @@ from tests.chaos.load import LoadReport
 from tests.chaos.nodes import ChaosCluster, rss_of
 from tests.chaos.streams import Answer, Ask, Leave
 
-TOLERANCE_BYTES = 4 << 20  # of growth; a leak of some kilobytes per request is several times that
+TOLERANCE_BYTES = 4 << 20  # a leak of some kilobytes per request grows by several times as much
 _SENDING_SECONDS = 0.004  # a request that is given up in this time has hardly been read
 _PREFILL_SECONDS = 0.05
 _MOST_CHUNKS = 60
@@ -17,7 +17,7 @@ _MOST_CHUNKS = 60
 
 @dataclass(slots=True)
 class Storm:
-    """`num_streams` clients at a time. `report` is of all requests."""
+    """Clients that leave, `num_streams` at a time. `report` is about all requests."""
 
     cluster: ChaosCluster
     asks: Sequence[Ask]
@@ -27,7 +27,8 @@ class Storm:
     report: LoadReport = field(default_factory=LoadReport)
 
     async def run(self, num_requests: int) -> dict[str, int]:
-        """Bytes by which each process has grown during the second half, by name; after each half all is over."""
+        """Sends the requests in two halves, each to its end, and returns by how many bytes each process has grown in
+        the second one, by name."""
         chance = random.Random(self.seed)
         await self._rage(self._draw(chance, num_requests // 2))
         before = self._memory()
@@ -47,7 +48,8 @@ class Storm:
             self.report.add(ask, answer, self.expected[ask.name], at=0.0)
 
     def _draw(self, chance: random.Random, count: int) -> Iterator[tuple[Ask, str, Leave]]:
-        """Every fourth leaves before it is admitted, during the prefill, at the first token, and in mid-stream."""
+        """Yields requests whose clients leave in turn before admission, during the prefill, at the first token, and in
+        mid-stream."""
         for number in range(count):
             leave = (
                 Leave(0, chance.uniform(0, _SENDING_SECONDS)),

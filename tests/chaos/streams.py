@@ -1,6 +1,6 @@
-"""One client's stream in either protocol: everything it was told, and how long it was kept waiting.
+"""One client's stream in either protocol: all that it received, and how long it had to wait.
 
-Nothing here retries or forgives: what a client would see is what an `Answer` holds.
+Nothing here retries: an `Answer` holds what a client would see.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class Protocol(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. `sampling` has names that both protocols know; `name` is for reports."""
+    """A request. `sampling` holds options that have the same name in both protocols; `name` is for reports."""
 
     name: str
     prompt: tuple[int, ...]
@@ -40,7 +40,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """When a client goes away: `delay` seconds after its chunk number `num_chunks` (0: after its request)."""
+    """The moment when a client leaves: `delay` seconds after its chunk number `num_chunks` (0: after its request)."""
 
     num_chunks: int
     delay: float
@@ -48,8 +48,8 @@ class Leave:
 
 @dataclass(slots=True)
 class Answer:
-    """`outputs` by index: token ids over gRPC, text over HTTP. `gap`: the longest wait between two chunks in seconds;
-    `first`: that for the first one."""
+    """All that a client received. `outputs` holds token ids over gRPC and text over HTTP, by index. `gap` is the
+    longest wait between two chunks, `first` the wait for the first one, in seconds."""
 
     outputs: dict[int, list[int] | str] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def refused(self) -> bool:
-        """It came while no decode node lived, and nothing was begun."""
+        """Tells whether the router refused the request because no decode node lived, before any output."""
         return _REFUSAL in self.error and not self.outputs
 
     def add(self, index: int, piece: list[int] | str, finish_reason: str) -> None:
@@ -78,7 +78,7 @@ class Answer:
 
 
 class _Reader:
-    """Fills in one answer."""
+    """A reader of one stream, which fills in its answer."""
 
     def __init__(self, leave: Leave | None) -> None:
         self.answer = Answer()
@@ -89,7 +89,7 @@ class _Reader:
             self.may_leave.set()
 
     def tick(self) -> None:
-        """A chunk has come."""
+        """Notes that a chunk has come."""
         now = time.monotonic()
         waited, self._last = now - self._last, now
         if self.answer.num_chunks == 0:
@@ -122,14 +122,14 @@ class _Reader:
 
 
 class Client:
-    """Of one router. Many streams at a time."""
+    """A client of one router, for many streams at a time."""
 
     def __init__(self, channel: grpc.aio.Channel, http: httpx.AsyncClient) -> None:
         self._stub = cast("router_pb2_grpc.RouterAsyncStub", router_pb2_grpc.RouterStub(channel))
         self._http = http
 
     async def ask(self, ask: Ask, *, salt: str = "", leave: Leave | None = None) -> Answer:
-        """Returns when the stream has ended, however it did, or when the client has left."""
+        """Returns the answer when the stream has ended in any way, or when the client has left."""
         reader = _Reader(leave)
         read = self._read_grpc if ask.protocol is Protocol.GRPC else self._read_http
         stream = asyncio.create_task(read(ask, salt, reader))

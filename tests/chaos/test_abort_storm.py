@@ -1,4 +1,4 @@
-"""Hundreds of clients that leave at any point; 2,000 of them with `python -m tests.chaos --storm 2000`."""
+"""Hundreds of clients that leave at any point. `python -m tests.chaos --storm 2000` runs 2,000 of them."""
 
 import pytest
 

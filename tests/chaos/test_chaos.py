@@ -1,4 +1,4 @@
-"""A few seconds of what `make chaos` does for minutes: faults by seed, under load, and nothing may be lost."""
+"""A few seconds of what `make chaos` does for minutes: faults by seed, under load, without any loss."""
 
 import pytest
 

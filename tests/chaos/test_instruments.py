@@ -1,4 +1,4 @@
-"""The instruments themselves: a judge that cannot say no, or a cable that cannot be cut, would prove nothing."""
+"""The tools of these tests: a judge that finds no error, or a proxy that cannot be cut, would prove nothing."""
 
 import asyncio
 import random
@@ -39,7 +39,7 @@ def answer(tokens: list[int], *, finish: str = "LENGTH", **fields: object) -> An
         (answer(TOKENS, logprobs={0: [-1.0] * 40}), Verdict.DIFFERENT),
     ],
 )
-def test_judge(found: Answer, verdict: Verdict) -> None:
+def test_every_deviation_from_the_expected_stream_has_its_verdict(found: Answer, verdict: Verdict) -> None:
     assert judge(found, answer(TOKENS))[0] is verdict
 
 
@@ -56,7 +56,7 @@ def test_an_output_that_goes_on_after_its_end_has_failed() -> None:
     assert judge(found, answer(TOKENS))[0] is Verdict.FAILED
 
 
-def test_only_what_was_not_begun_is_refused() -> None:
+def test_only_a_request_without_output_counts_as_refused() -> None:
     told = "UNAVAILABLE: no decode node can serve now: decode-0 is lost"
     assert answer([], outputs={}, error=told).refused
     assert not answer(TOKENS[:3], error=told).refused
@@ -65,10 +65,10 @@ def test_only_what_was_not_begun_is_refused() -> None:
 
 @pytest.mark.parametrize("with_redis", [False, True])
 def test_a_seed_decides_the_faults(with_redis: bool) -> None:
-    def deal(seed: int) -> list[object]:
+    def first_faults(seed: int) -> list[object]:
         return list(islice(faults(seed, with_redis=with_redis, most_after=1.0, most_seconds=5.0), 40))
 
-    assert deal(1) == deal(1) != deal(2)
+    assert first_faults(1) == first_faults(1) != first_faults(2)
     kinds = set(Kind) if with_redis else set(Kind) - set(OF_REDIS)
     first = islice(faults(1, with_redis=with_redis, most_after=1.0, most_seconds=5.0), len(kinds))
     assert Counter(fault.kind for fault in first) == dict.fromkeys(kinds, 1)
@@ -76,7 +76,7 @@ def test_a_seed_decides_the_faults(with_redis: bool) -> None:
 
 @pytest.fixture
 async def echo() -> AsyncIterator[int]:
-    """Port of a server that says everything again."""
+    """Yields the port of a server that sends back what it gets."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(100):
@@ -102,16 +102,19 @@ async def test_the_proxy_passes_on_falls_silent_and_cuts(echo: int) -> None:
         proxy.speak()
         assert await answered == b"two"
         proxy.cut()
+        connected = asyncio.create_task(proxy.wait_connected())
         assert await reader.read() == b""
+        assert not connected.done()
         again, other = await asyncio.open_connection(host, int(port))
         other.write(b"three")
         assert await again.readexactly(5) == b"three"
+        await connected
     for end in (writer, other):
         end.close()
     await proxy.close()
 
 
-async def test_behind_the_proxy_of_a_dead_node_is_nobody() -> None:
+async def test_a_connection_to_a_dead_node_is_closed_at_once() -> None:
     async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0) as server:
         port: int = server.sockets[0].getsockname()[1]
     proxy = Proxy(port)

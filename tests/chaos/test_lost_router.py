@@ -1,4 +1,4 @@
-"""A router that is killed: its clients hear of it, its nodes free what it held, and another one serves at once."""
+"""A router that is killed: its clients get an error, its nodes free what it held, and another one serves at once."""
 
 import asyncio
 import signal
@@ -14,8 +14,9 @@ from tests.e2e.processes import PATIENCE_SECONDS
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
 
-async def test_a_router_dies(on: Stage) -> None:
-    """While leases are held: the decode nodes are stopped, so that they cannot have fetched what was prefilled."""
+async def test_nodes_free_what_a_killed_router_held_and_serve_the_next_one(on: Stage) -> None:
+    """The router dies while leases are held: the decode nodes are stopped, so that they cannot have fetched what was
+    prefilled."""
     cluster = on.cluster
     for node in cluster.of_role("decode"):
         node.send(signal.SIGSTOP)

@@ -1,5 +1,5 @@
-"""Nodes are drained and restarted in turn while clients ask: none of them notices. One of each kind here, for the time
-it takes to load; `python -m tests.chaos --rolling-restart` does it to every node."""
+"""Nodes are drained and restarted in turn while clients ask, and no client notices. Here it is one node of each kind,
+to save time; `python -m tests.chaos --rolling-restart` restarts every node."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whether a client got what it would have got from an undisturbed cluster."""
+"""Judges whether a client got what it would have got from an undisturbed cluster."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -17,7 +17,7 @@ class Verdict(Enum):
 
 
 def judge(found: Answer, expected: Answer) -> tuple[Verdict, str]:
-    """The verdict, and why. A client that has left must have seen the beginning of what was expected."""
+    """Returns the verdict and its reason. A client that has left must have seen the beginning of what was expected."""
     if found.error:
         return Verdict.FAILED, found.error
     for index, output in found.outputs.items():

@@ -1,6 +1,7 @@
 """complete, chat and status against a small router on a real port."""
 
 import io
+import socket
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 @dataclass
 class EchoRouter(router_pb2_grpc.RouterServicer):
-    """Answers with the last words it was given, one per message, and remembers what it was asked."""
+    """A router that answers with the last words it was given, one per message, and keeps what it was asked."""
 
     asked: list[router_pb2.GenerateRequest] = field(default_factory=list)
 
@@ -92,7 +93,7 @@ def test_chat_keeps_the_conversation(
     assert running.router.asked[1].chat.messages[2].content == " hello"
 
 
-def test_one_chat_message(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_with_a_message_asks_once(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert client.chat(["hello", "--url", running.url]) == 0
     assert capsys.readouterr().out == " hello\n"
 
@@ -102,9 +103,17 @@ def test_the_routers_refusal_is_shown(running: RunningRouter, capsys: pytest.Cap
     assert "kvrelay complete: no model 'missing' here; there is 'echo'" in capsys.readouterr().err
 
 
-def test_status(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_tells_whether_the_router_is_healthy(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert client.status(["--url", running.url]) == 0
     assert capsys.readouterr().out == f"{running.url}  serving\n  echo  up to 512 tokens of prompt and output\n"
     running.health.set(client.ROUTER_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
     assert client.status(["--url", running.url]) == 1
     assert "not_serving" in capsys.readouterr().out
+
+
+def test_status_gives_up_a_router_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts connections in its place
+        url = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert client.status(["--url", url, "--timeout", "0.2"]) == 1
+    assert f"kvrelay status: {url} has not answered within 0.2 seconds" in capsys.readouterr().err
+    assert client.StatusSettings().timeout == 5.0

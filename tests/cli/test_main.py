@@ -1,4 +1,4 @@
-"""The dispatch, as a person uses it: as a process, from any directory."""
+"""`kvrelay COMMAND` as a person uses it: as a process, from any directory."""
 
 import asyncio
 import sys
@@ -11,7 +11,7 @@ from kvrelay.cli.main import PROCESS_MODULES, run
 
 
 async def kvrelay(*argv: str, cwd: Path | None = None) -> tuple[int, str, str]:
-    """Exit status, standard output, standard error."""
+    """Runs a command and returns its exit status, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "kvrelay", *argv),
         cwd=cwd,
@@ -24,7 +24,7 @@ async def kvrelay(*argv: str, cwd: Path | None = None) -> tuple[int, str, str]:
     return process.returncode, output.decode(), errors.decode()
 
 
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_every_command_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"kvrelay {__version__}\n"
     assert run(["--help"]) == 0
@@ -33,7 +33,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["srve"]])
-def test_wrong_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_known_command_the_commands_are_listed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(argv) == 2
     assert "serve" in "".join(capsys.readouterr())
 
@@ -58,7 +58,7 @@ async def test_a_folder_of_that_name_is_not_picked_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("argv", [("status",), ("complete", "Hello"), ("chat", "Hello")])
-async def test_no_router_there(argv: tuple[str, ...], unused_tcp_port: int) -> None:
+async def test_a_command_without_a_router_says_where_it_looked(argv: tuple[str, ...], unused_tcp_port: int) -> None:
     status, _, errors = await kvrelay(*argv, "--url", f"127.0.0.1:{unused_tcp_port}")
     assert status == 1
     assert f"no router answers at 127.0.0.1:{unused_tcp_port}" in errors

@@ -1,5 +1,5 @@
-"""`kvrelay serve` with real nodes and a real router answers the commands that ask it, and nothing of it is left. Other
-ways to end: `tests/e2e/test_life_and_death.py`."""
+"""`kvrelay serve` with real nodes and a real router answers the commands that ask it, and leaves nothing behind. Other
+ways to end are in `tests/e2e/test_life_and_death.py`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +18,13 @@ SMALL = ("--num-blocks", "64", "--log-level", "warning", "--served-model-name", 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its path is in the arguments of every process of the cluster, and in nobody else's."""
+    """Returns a model whose path is in the arguments of every process of the cluster, and of no other process."""
     return write_random_model(tmp_path_factory.mktemp("cluster") / "tiny-random", "tiny")
 
 
 @pytest.fixture
 def segments(tmp_path: Path) -> Iterator[Path]:
-    """Where the nodes map their pools; empty again afterwards."""
+    """Yields the directory in which the nodes map their pools, empty again afterwards."""
     directory = tmp_path / "segments"
     directory.mkdir()
     yield directory
@@ -49,7 +49,17 @@ def test_cluster_serves_and_ends(model: Path, segments: Path, capfd: pytest.Capt
     assert "Traceback" not in captured.err
 
 
-def test_model_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
+    model = tmp_path / "slow-model"
+    with (
+        pytest.raises(UnavailableError, match=r"the cluster was not ready after 0\.01 seconds"),
+        local_cluster(str(model), start_timeout=0.01),
+    ):
+        pass
+    assert not processes_of(model)
+
+
+def test_a_cluster_whose_model_is_missing_says_why_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "no-such-model"
     with pytest.raises(UnavailableError, match="ended before it was ready"), local_cluster(str(missing)):
         pass

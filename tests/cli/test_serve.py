@@ -1,4 +1,4 @@
-"""What `kvrelay serve` would start: roles, threads, flags, and where the secret goes."""
+"""The commands that `kvrelay serve` would start: roles, threads, flags, and where secrets go."""
 
 import os
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -7,9 +7,10 @@ import pytest
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from kvrelay.cli.cores import available_cores, create_core_table, thread_environment
+from kvrelay.cli.cores import available_cores, thread_environment
 from kvrelay.cli.main import PROCESS_MODULES
 from kvrelay.cli.serve import ServeSettings, at_its_address, child_environment, node_commands, router_command
+from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
 from kvrelay.cli.supervisor import ChildCommand
 from kvrelay.core.config import ProcessSettings, load_settings
 from kvrelay.core.core_table import CoreTable
@@ -51,13 +52,13 @@ def test_cores_are_divided(cores: int, expected: str) -> None:
         assert command.environment["OMP_NUM_THREADS"] == expected
 
 
-def test_threads_that_were_asked_for() -> None:
+def test_nodes_get_the_threads_that_were_asked_for() -> None:
     commands = node_commands(settings_of("m", "--threads", "3"), {}, cores=2)
     assert {flag(command, "--threads") for command in commands} == {"3"}
 
 
-def test_cores_are_counted() -> None:
-    assert available_cores() >= 1
+def test_no_more_cores_are_available_than_the_process_may_use() -> None:
+    assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
 
 
 def test_every_node_inherits_the_store_and_the_table_and_has_its_own_entry() -> None:
@@ -70,7 +71,7 @@ def test_every_node_inherits_the_store_and_the_table_and_has_its_own_entry() -> 
 
 @pytest.mark.parametrize(("cores", "nodes", "threads", "expected"), [(8, 2, 4, 8), (9, 2, 4, 8), (2, 4, 1, 2)])
 def test_nodes_use_together_what_they_were_given(cores: int, nodes: int, threads: int, expected: int) -> None:
-    descriptor = create_core_table(cores, nodes, threads)
+    descriptor = create_core_table(cores, nodes, threads, say=pytest.fail)
     assert descriptor is not None
     table = CoreTable(descriptor)
     os.close(descriptor)
@@ -78,8 +79,20 @@ def test_nodes_use_together_what_they_were_given(cores: int, nodes: int, threads
     assert table.cores_of(0) == expected
 
 
-def test_one_node_has_nobody_to_lend_to() -> None:
-    assert create_core_table(8, 1, 8) is None
+def test_one_node_has_nobody_to_share_with() -> None:
+    assert create_core_table(8, 1, 8, say=pytest.fail) is None
+    assert create_weight_store(1, say=pytest.fail) is None
+
+
+def test_without_memory_to_share_every_node_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    said: list[str] = []
+    assert create_core_table(8, 2, 4, say=said.append) is None
+    assert create_weight_store(2, say=said.append) is None
+    assert [message.partition(":")[0] for message in said] == [
+        "nodes lend each other no cores",
+        "every node has weights of its own",
+    ]
 
 
 def test_how_threads_wait_is_the_users_choice() -> None:
@@ -184,7 +197,7 @@ def test_without_redis_no_node_hears_of_it() -> None:
         *(("--connector", "redis,ucx"), ("--block-size", "7"), ("--node-silence", "1")),
     ],
 )
-def test_wrong_settings(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_setting_is_named(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         settings_of("m", *argv)
     assert ended.value.code == 2
@@ -192,7 +205,7 @@ def test_wrong_settings(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str
 
 
 def another_value(field: FieldInfo) -> Any:
-    """Within its bounds, and not the default."""
+    """Returns a value within the field's bounds that is not the default."""
     if isinstance(field.default, bool):
         return not field.default
     if get_origin(field.annotation) is Literal:
@@ -222,8 +235,8 @@ def test_every_option_of_the_router_reaches_it(name: str) -> None:
     assert getattr(child_settings(RouterSettings, command), name) == value
 
 
-def test_settings_that_serve_does_not_offer_as_they_are_are_known() -> None:
-    """Who adds one to `NodeSettings` or `RouterSettings`, not to the options that serve takes, has to say why."""
+def test_serve_takes_every_other_setting_of_nodes_and_router() -> None:
+    """A setting of nodes or router that serve does not take needs a reason here."""
     every_process = {"model", "supervised"}
     made_for_a_node = {"host", "port", "node_id", "threads", "core_table", "weight_store", "nodes_per_device"}
     made_for_a_node |= {"gpu_memory_utilization", "cluster_secret", "drain_timeout"}
@@ -237,7 +250,7 @@ def test_settings_that_serve_does_not_offer_as_they_are_are_known() -> None:
 
 
 def test_what_nodes_and_router_share_is_one_option() -> None:
-    """Serve takes it once, for all."""
+    """Serve takes it once and hands it to all."""
     [shared] = NodeOptions.model_fields.keys() & RouterOptions.model_fields.keys() - ProcessSettings.model_fields.keys()
     assert shared == "log_level"
     assert str(NodeOptions.model_fields[shared]) == str(RouterOptions.model_fields[shared])

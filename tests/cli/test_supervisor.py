@@ -1,4 +1,4 @@
-"""The supervisor over small real processes: ready lines, deaths, stubborn children, and its own sudden end."""
+"""The supervisor over small real processes: ready lines, children that end or do not, and its own sudden end."""
 
 import asyncio
 import functools
@@ -13,7 +13,7 @@ import pytest
 
 from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
 
-# Says that it is ready and ends with its standard input, as nodes do. The address tells who it is.
+# A child that reports ready and ends with its standard input, as nodes do. Its address is its process id.
 SERVE = """
 import json, os, sys
 print(json.dumps({"event": "ready", "address": str(os.getpid())}), flush=True)
@@ -54,7 +54,7 @@ def child(name: str, script: str, *, role: str = "node", arguments: Sequence[str
 
 
 async def wait_until_gone(*process_ids: int) -> None:
-    """The test's own timeout bounds it."""
+    """Returns when none of these processes runs; only the test's timeout limits the wait."""
     left = set(process_ids)
     while left:
         left = {pid for pid in left if _is_running(pid)}
@@ -62,7 +62,7 @@ async def wait_until_gone(*process_ids: int) -> None:
 
 
 def _is_running(process_id: int) -> bool:
-    """A zombie has ended: nothing of it runs any more, whoever has to reap it."""
+    """Tells whether the process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -92,7 +92,7 @@ async def test_groups_end_in_reverse_order() -> None:
     assert ended == ["router", "node"]
 
 
-async def test_death_at_start_shows_the_last_lines() -> None:
+async def test_the_error_of_a_child_that_ends_at_start_has_its_last_lines() -> None:
     lines: list[tuple[str, str]] = []
     async with Supervisor(stop_timeout=5, on_line=lambda name, line: lines.append((name, line))) as supervisor:
         with pytest.raises(ChildFailedError, match=r"(?s)decode-0 .* exit code 3 .*model.norm is missing"):
@@ -102,13 +102,13 @@ async def test_death_at_start_shows_the_last_lines() -> None:
     assert all(not _is_running(pid) for pid in process_ids)
 
 
-async def test_not_ready_in_time_names_the_child() -> None:
+async def test_a_child_that_is_not_ready_in_time_is_named() -> None:
     async with Supervisor(stop_timeout=5) as supervisor:
         with pytest.raises(ChildFailedError, match=r"not ready after 0\.05 seconds: slow"):
             await supervisor.start([child("slow", NEVER_READY)], timeout=0.05)
 
 
-async def test_child_that_ignores_sigterm_is_killed() -> None:
+async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     async with Supervisor(stop_timeout=0.05) as supervisor:
         await supervisor.start([child("stubborn", IGNORE_SIGTERM)], timeout=20)
         [stubborn] = supervisor.children
@@ -138,7 +138,7 @@ def second(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
     return replace(command, arguments=(*command.arguments[:-1], "second"))
 
 
-async def test_what_ends_is_started_again() -> None:
+async def test_a_child_that_ends_is_started_again() -> None:
     events: asyncio.Queue[str] = asyncio.Queue()
     ended: list[str] = []
     async with Supervisor(stop_timeout=5) as supervisor:
@@ -146,7 +146,7 @@ async def test_what_ends_is_started_again() -> None:
         await supervisor.start(commands, timeout=20)
         keeping = asyncio.create_task(
             supervisor.keep(
-                again=second,
+                make_successor=second,
                 timeout=20,
                 on_event=events.put_nowait,
                 on_end=lambda command: ended.append(command.arguments[-1]),
@@ -164,7 +164,7 @@ async def test_what_ends_is_started_again() -> None:
     assert all(not _is_running(pid) for pid in process_ids)
 
 
-async def test_what_never_stays_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_child_that_ends_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrelay.cli.supervisor._LONGEST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr("kvrelay.cli.supervisor._FIRST_WAIT_SECONDS", 0.01)
 
@@ -176,7 +176,7 @@ async def test_what_never_stays_up_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         await supervisor.start([child("decode-0", SERVE)], timeout=20)
         supervisor.children[0].kill()
         with pytest.raises(ChildFailedError, match=r"(?s)exit code 3 again, after 5 restarts.*model.norm is missing"):
-            await supervisor.keep(again=dies, timeout=20, on_event=events.append)
+            await supervisor.keep(make_successor=dies, timeout=20, on_event=events.append)
     assert len(events) == 5
 
 

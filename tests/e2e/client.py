@@ -1,4 +1,4 @@
-"""A client of a running router, in both protocols, and an observer of its nodes; nothing of the router's own code."""
+"""A client of a running router in both protocols, and an observer of its nodes. It uses no code of the router."""
 
 import http.client
 import json
@@ -18,14 +18,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """`http`: `host:port`. Requests are greedy, and end tokens do not end them, unless they say otherwise."""
+    """A running router; `http` is `host:port`. Requests are greedy and ignore end tokens unless they say otherwise."""
 
     http: str
     model: str
     channel: grpc.Channel
 
     def generate(self, prompt: str | Sequence[int], max_tokens: int, **sampling: Any) -> router_pb2.GenerateResponse:
-        """Over gRPC; a prompt of text or of token ids."""
+        """Sends a request over gRPC, with a prompt of text or of token ids, and returns the whole answer."""
         stub = router_pb2_grpc.RouterStub(self.channel)
         return stub.Generate(grpc_request(prompt, max_tokens, **sampling), timeout=PATIENCE_SECONDS)
 
@@ -37,14 +37,14 @@ class Router:
         return list(output.token_ids)
 
     def complete(self, prompt: str | Sequence[int], max_tokens: int) -> Json:
-        """Over HTTP: the whole body of a completion."""
+        """Sends a request over HTTP and returns the whole body of the completion."""
         body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "max_tokens": max_tokens}
         status, answer = self.post("/v1/completions", json.dumps(body | {"temperature": 0, "ignore_eos": True}))
         assert status == 200, answer
         return answer
 
     def stream_text(self, prompt: str, max_tokens: int) -> Iterator[Json]:
-        """Over HTTP: the events of a streamed completion, the last one with the trace."""
+        """Sends a request over HTTP and yields the events of the stream, the last one with the trace."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         connection = http.client.HTTPConnection(self.http, timeout=PATIENCE_SECONDS)
@@ -77,7 +77,7 @@ class Router:
             connection.close()
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of the samples that have these labels; 0 while there is none."""
+        """Returns the sum of the samples that have these labels, 0 while there is none."""
         total = 0.0
         for line in self.metrics().splitlines():
             found = re.fullmatch(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)", line)
@@ -103,7 +103,7 @@ class Router:
 
 @contextmanager
 def router_at(ready: Json) -> Iterator[Router]:
-    """Of the line that `kvrelay serve` or `kvrelay router` has printed."""
+    """Yields the router of the ready line that `kvrelay serve` or `kvrelay router` has printed."""
     with grpc.insecure_channel(ready["grpc_address"]) as channel:
         yield Router(ready["http_address"], ready["model"], channel)
 
@@ -122,7 +122,7 @@ def wait_idle(address: str) -> None:
 
 
 def load_when(address: str, condition: Callable[[node_pb2.NodeLoad], bool]) -> node_pb2.NodeLoad:
-    """What the node reports once that meets the condition, or when our patience ends."""
+    """Returns the node's load when it meets the condition, or the last one when time is up."""
     load = node_pb2.NodeLoad()
     with grpc.insecure_channel(address) as channel:
         watch = node_pb2_grpc.NodeStub(channel).Watch(node_pb2.WatchRequest(), timeout=PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""`kvrelay serve` on the demo model, and what transformers says about that model."""
+"""`kvrelay serve` with the demo model, and what transformers computes with that model."""
 
 import os
 import re
@@ -31,11 +31,11 @@ class Cluster:
     model: Path
 
     def kill(self, name: str) -> None:
-        """With SIGKILL; `kvrelay serve` starts it again."""
+        """Kills a process with SIGKILL; `kvrelay serve` starts it again."""
         os.kill(self._process(name), signal.SIGKILL)
 
     def stop_node(self, name: str) -> None:
-        """With SIGSTOP: its connections stay open, and it says nothing. `continue_node` ends that."""
+        """Stops a node with SIGSTOP: its connections stay open, and it sends nothing until `continue_node`."""
         os.kill(self._process(name), signal.SIGSTOP)
 
     def continue_node(self, name: str) -> None:
@@ -51,13 +51,13 @@ class Cluster:
         return found[1]
 
     def wait_idle(self) -> None:
-        """All nodes."""
+        """Returns when all nodes are idle."""
         for name in set(re.findall(r"(\S+) is ready on", self.program.log.read_text())):
             wait_idle(self.node_address(name))
 
 
 class Oracle:
-    """What transformers' tokenizer and `generate` say about the demo model."""
+    """The demo model in transformers, whose tokens and log-probabilities ours have to equal."""
 
     def __init__(self) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
@@ -71,7 +71,7 @@ class Oracle:
         return text
 
     def logprobs(self, prompt: str, max_tokens: int) -> list[float]:
-        """Of the greedy output's tokens."""
+        """Returns the log-probabilities of the greedy output's tokens."""
         prompt_token_ids = self.encode(prompt)
         token_ids = prompt_token_ids + self.tokens(prompt, max_tokens)
         logprobs = self._reference.logprobs(token_ids)
@@ -86,7 +86,7 @@ class Oracle:
 
 
 def some_token_ids(num_tokens: int, seed: int) -> list[int]:
-    """Deterministic, and none of the special tokens."""
+    """Returns token ids that depend only on the arguments, none of them special."""
     return [16 + (seed * 7919 + position * position * 31 + position) % 2000 for position in range(num_tokens)]
 
 
@@ -99,9 +99,8 @@ def link_model(directory: Path) -> Path:
 
 @contextmanager
 def served(model: Path, *arguments: str, directory: Path) -> Iterator[Cluster]:
-    """`kvrelay serve MODEL ARGUMENTS` until the end of the context. Must be idle then; ends by Ctrl-C, leaves nothing.
-
-    Its log lies beside the model."""
+    """Runs `kvrelay serve MODEL ARGUMENTS` during the context, with a log beside the model. At the end the cluster must
+    be idle, is ended by Ctrl-C, and must leave nothing."""
     command = ("serve", str(model), *FREE_PORTS, "--json-ready", *arguments)
     log = model.with_suffix(".log")
     with program(*command, log=log, directory=directory) as running:

@@ -1,4 +1,5 @@
-"""One cluster for the whole folder, since a start takes seconds: 1 prefill and 1 decode node, as `kvrelay serve` does.
+"""One cluster for all tests of this folder, since a start takes seconds: a prefill and a decode node, the default of
+`kvrelay serve`.
 
 Every program here starts in a directory with folders that are named like our packages and fail when they are imported.
 """
@@ -20,7 +21,7 @@ def oracle() -> Oracle:
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where programs start."""
+    """Returns the directory in which programs start."""
     path = tmp_path_factory.mktemp("working-directory")
     for package in PACKAGES:
         (path / package).mkdir()
@@ -31,13 +32,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The demo model under a path that only processes of this test know."""
+    """Returns the demo model under a path that only this test's processes know."""
     return link_model(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[Cluster]:
-    """1P+1D in float32; every prompt takes the way over the prefill node."""
+    """Yields a cluster of one prefill and one decode node in float32. Every prompt goes to the prefill node."""
     model = link_model(tmp_path_factory.mktemp("cluster"))
     with served(model, *SMALL, "--local-prefill-max-tokens", "0", directory=directory) as running:
         yield running

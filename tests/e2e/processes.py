@@ -1,8 +1,8 @@
-"""Programs started exactly as a user does, with the installed `kvrelay`, and what the kernel knows of them.
+"""Programs started exactly as a user does, with the installed `kvrelay`, and what the kernel knows about them.
 
-Every process of a cluster names its model in its arguments. Each test links the model under a path of its own, so that
-this path finds all processes of the test's programs, orphans included, and nobody else's.
-Invariant: a `Program` that is left, however the test went, has no process any more.
+Every process of a cluster has its model among its arguments. Each test links the model under a path of its own, so that
+this path finds all processes of the test's programs, orphans included, and no others.
+Invariant: after the context of a `Program` none of its processes is left, whether or not the test has passed.
 """
 
 import json
@@ -22,8 +22,8 @@ PATIENCE_SECONDS = 30.0
 
 
 class Program:
-    """A running `kvrelay ARGUMENTS`, in a process group of its own, as a shell gives it one. `log` gets its standard
-    error. `environment` comes on top of ours. One that is told to be `--supervised` ends with us, however we end."""
+    """A running `kvrelay ARGUMENTS` in a process group of its own, as a shell starts it. `log` gets its standard error,
+    `environment` is added to ours. With `--supervised` it ends with us, however we end."""
 
     def __init__(
         self, arguments: Sequence[str], *, log: Path, directory: Path, environment: Mapping[str, str] | None = None
@@ -42,7 +42,7 @@ class Program:
             )
 
     def wait_ready(self) -> dict[str, Any]:
-        """The line that it prints when it serves."""
+        """Returns the line that the program prints when it serves."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"it ended before it was ready:\n{self.log.read_text()}"
@@ -53,12 +53,12 @@ class Program:
         wait_until(lambda: text in self.log.read_text(), lambda: f"no {text!r} in\n{self.log.read_text()}")
 
     def interrupt(self) -> int:
-        """Ctrl-C and the exit status."""
+        """Presses Ctrl-C and returns the exit status."""
         self.press_ctrl_c()
         return self.process.wait(PATIENCE_SECONDS)
 
     def press_ctrl_c(self) -> None:
-        """As the terminal sends it: to the whole process group."""
+        """Sends SIGINT to the whole process group, as a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def kill(self) -> None:
@@ -70,7 +70,7 @@ class Program:
 def program(
     *arguments: str, log: Path, directory: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Program]:
-    """Killed at the end if it still runs, and its pipes are closed."""
+    """Starts a program. At the end of the context kills it if it still runs, and closes its pipes."""
     running = Program(arguments, log=log, directory=directory, environment=environment)
     with running.process:
         try:
@@ -80,7 +80,7 @@ def program(
 
 
 def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """`kvrelay ARGUMENTS` that ends by itself."""
+    """Runs `kvrelay ARGUMENTS` until it ends by itself."""
     return subprocess.run(
         [str(KVRELAY), *arguments],
         cwd=directory,
@@ -93,7 +93,7 @@ def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def free_port() -> int:
-    """Nobody listens on it now."""
+    """Returns a port on which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -101,7 +101,7 @@ def free_port() -> int:
 
 
 def processes_of(model: Path) -> dict[int, list[str]]:
-    """Arguments of the running processes that name the model, by process id."""
+    """Returns the arguments of the running processes that name the model, by process id."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -116,13 +116,13 @@ def processes_of(model: Path) -> dict[int, list[str]]:
 
 
 def process_of(model: Path, module: str) -> int:
-    """The one process that runs this module."""
+    """Returns the one process that runs this module."""
     [found] = [process for process, arguments in processes_of(model).items() if module in arguments]
     return found
 
 
 def segments_of(model: Path) -> set[Path]:
-    """Shared-memory segments that processes of the model have mapped."""
+    """Returns the shared-memory segments that processes of the model have mapped."""
     found = set()
     for process in processes_of(model):
         for line in Path(f"/proc/{process}/maps").read_text().splitlines():
@@ -133,7 +133,7 @@ def segments_of(model: Path) -> set[Path]:
 
 
 def wait_until(condition: Callable[[], bool], failure: Callable[[], str]) -> None:
-    """Polls what only the kernel or a scrape can tell; fails with `failure()` when it does not come about."""
+    """Polls a condition that only the kernel or a scrape can tell; fails with `failure()` if it stays false."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, failure()

@@ -50,7 +50,9 @@ def body(**values: Any) -> str:
         pytest.param("/v1/nothing", body(), 404, "/v1/nothing", id="unknown path"),
     ],
 )
-def test_http(cluster: Cluster, path: str, sent: str | bytes, status: int, says: str) -> None:
+def test_http_refuses_what_cannot_be_served_and_goes_on(
+    cluster: Cluster, path: str, sent: str | bytes, status: int, says: str
+) -> None:
     found, answer = cluster.router.post(path, sent)
     assert found == status, answer
     assert says in answer["error"]["message"]
@@ -72,7 +74,9 @@ def test_http(cluster: Cluster, path: str, sent: str | bytes, status: int, says:
         pytest.param(grpc_request([5, 2048], 4), "INVALID_ARGUMENT", "token id 2048", id="token id out of range"),
     ],
 )
-def test_grpc(cluster: Cluster, request_message: router_pb2.GenerateRequest, code: str, says: str) -> None:
+def test_grpc_refuses_what_cannot_be_served_and_goes_on(
+    cluster: Cluster, request_message: router_pb2.GenerateRequest, code: str, says: str
+) -> None:
     stub = router_pb2_grpc.RouterStub(cluster.router.channel)
     with pytest.raises(grpc.RpcError, match=says) as whole:
         stub.Generate(request_message, timeout=PATIENCE_SECONDS)
@@ -82,7 +86,7 @@ def test_grpc(cluster: Cluster, request_message: router_pb2.GenerateRequest, cod
     assert len(cluster.router.tokens("Hello", 2)) == 2
 
 
-def test_junk_instead_of_a_grpc_message(cluster: Cluster) -> None:
+def test_junk_in_place_of_a_grpc_message_is_an_invalid_argument(cluster: Cluster) -> None:
     generate: grpc.UnaryUnaryMultiCallable[bytes, bytes] = cluster.router.channel.unary_unary(
         "/kvrelay.v1.Router/Generate"
     )

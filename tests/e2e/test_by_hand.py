@@ -16,13 +16,13 @@ from tests.e2e.processes import PATIENCE_SECONDS, Program, free_port, processes_
 
 pytestmark = pytest.mark.timeout(120)
 
-NUM_TOKENS = 64  # many times as long as news of a block takes to the router
+NUM_TOKENS = 64  # takes many times as long as the news of a block on its way to the router
 
 
 @dataclass(frozen=True, slots=True)
 class HandMade:
-    """`router` knows prefill-a, prefill-b, decode-a and the late decode node; `lonely_router` only prefill-a and the
-    late one."""
+    """Two routers over the same nodes: `router` knows prefill-a, prefill-b, decode-a and the late decode node,
+    `lonely_router` only prefill-a and the late one."""
 
     router: Router
     lonely_router: Router
@@ -111,7 +111,7 @@ def test_node_of_another_dtype_is_not_paired(cluster: HandMade, oracle: Oracle) 
     assert [cluster.router.text(prompt, 8) for _ in range(3)] == [oracle.text(prompt, 8)] * 3
 
 
-def test_no_decode_node_that_fits(cluster: HandMade) -> None:
+def test_without_a_decode_node_that_fits_the_answer_is_503_with_the_reason(cluster: HandMade) -> None:
     status, answer = cluster.lonely_router.post("/v1/completions", '{"prompt": "Hello"}')
     assert status == 503
     expected = (

@@ -1,4 +1,4 @@
-"""What the other commands print, as a person sees it."""
+"""The output of the other commands, as a person sees it."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.e2e.processes import run
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_complete(cluster: Cluster, directory: Path) -> None:
+def test_complete_prints_the_text_and_how_it_was_served(cluster: Cluster, directory: Path) -> None:
     arguments = ("--url", cluster.grpc_address, "--temperature", "0", "--max-tokens", "16", "--stats")
     ended = run("complete", "The capital of France is", *arguments, directory=directory)
     assert ended.returncode == 0, ended.stderr
@@ -26,7 +26,7 @@ def test_complete_explains_a_refusal(cluster: Cluster, directory: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_status(cluster: Cluster, directory: Path) -> None:
+def test_status_names_the_model_and_its_limit(cluster: Cluster, directory: Path) -> None:
     ended = run("status", "--url", cluster.grpc_address, directory=directory)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [
@@ -35,13 +35,13 @@ def test_status(cluster: Cluster, directory: Path) -> None:
     ]
 
 
-def test_status_without_a_router(directory: Path) -> None:
+def test_status_without_a_router_says_how_to_start_one(directory: Path) -> None:
     ended = run("status", "--url", "127.0.0.1:1", directory=directory)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "no router answers at 127.0.0.1:1. Start one with `kvrelay serve MODEL`" in ended.stderr
 
 
-def test_version_and_help(directory: Path) -> None:
+def test_version_and_help_are_printed(directory: Path) -> None:
     version = run("--version", directory=directory)
     assert (version.returncode, version.stdout) == (0, f"kvrelay {__version__}\n")
     usage = run("--help", directory=directory)
@@ -52,7 +52,7 @@ def test_version_and_help(directory: Path) -> None:
     assert "usage: kvrelay serve" in of_serve.stdout and "--prefill-nodes" in of_serve.stdout
 
 
-def test_unknown_command_and_setting(directory: Path) -> None:
+def test_a_misspelt_command_or_setting_is_named(directory: Path) -> None:
     command = run("sevre", directory=directory)
     assert command.returncode == 2
     assert "there is no command 'sevre'" in command.stderr

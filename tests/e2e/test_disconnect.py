@@ -1,4 +1,4 @@
-"""A client that goes away mid-stream: its request ends on every node, long before it would have by itself."""
+"""A client that goes away in mid-stream: its request ends on every node, long before it would have by itself."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ def abort_count(cluster: Cluster) -> float:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_http(cluster: Cluster, stream: bool) -> None:
+def test_a_closed_http_connection_ends_its_request_everywhere(cluster: Cluster, stream: bool) -> None:
     aborts = abort_count(cluster)
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": LONG, "ignore_eos": True, "stream": stream})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -36,7 +36,7 @@ def test_http(cluster: Cluster, stream: bool) -> None:
     assert abort_count(cluster) == aborts + 1
 
 
-def test_grpc(cluster: Cluster) -> None:
+def test_a_cancelled_grpc_stream_ends_its_request_everywhere(cluster: Cluster) -> None:
     aborts = abort_count(cluster)
     stream = cluster.router.stream(grpc_request("Once upon a time", LONG))
     next(iter(stream))

@@ -1,4 +1,4 @@
-"""The whole way, client to client: tokens are transformers', whichever protocol, alone or with 15 others."""
+"""From client to client: tokens equal transformers', in both protocols, alone or with 15 other requests."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +22,7 @@ PROMPTS = (
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt[:12])
-def test_tokens_equal(cluster: Cluster, oracle: Oracle, prompt: str) -> None:
+def test_tokens_and_text_equal_transformers(cluster: Cluster, oracle: Oracle, prompt: str) -> None:
     response = cluster.router.generate(prompt, NUM_TOKENS)
     [output] = response.outputs
     prompt_tokens = len(oracle.encode(prompt))
@@ -43,8 +43,8 @@ def test_every_block_travels(cluster: Cluster, oracle: Oracle, num_tokens: int) 
     assert 0 < trace.ttft_seconds < trace.e2e_seconds
 
 
-def test_16_at_a_time(cluster: Cluster, oracle: Oracle) -> None:
-    """Half over gRPC, half over HTTP."""
+def test_tokens_of_16_requests_at_a_time_equal_transformers(cluster: Cluster, oracle: Oracle) -> None:
+    """Half of them go over gRPC, half over HTTP."""
     prompts = [some_token_ids(5 + 23 * i, seed=1000 + i) for i in range(16)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         tokens = [pool.submit(cluster.router.tokens, prompt, NUM_TOKENS) for prompt in prompts[::2]]
@@ -53,7 +53,7 @@ def test_16_at_a_time(cluster: Cluster, oracle: Oracle) -> None:
     assert [future.result() for future in texts] == [oracle.text(prompt, NUM_TOKENS) for prompt in prompts[1::2]]
 
 
-def test_http_says_how_it_was_served(cluster: Cluster) -> None:
+def test_http_tells_how_a_request_was_served(cluster: Cluster) -> None:
     how = cluster.router.complete(some_token_ids(40, seed=4), 2)["kvrelay"]
     assert (how["prefill_node"], how["decode_node"]) == ("prefill-0", "decode-0")
     assert how["num_transferred_blocks"] == how["num_prompt_blocks"] == 3
@@ -70,7 +70,7 @@ def test_prefix_is_found_by_name(cluster: Cluster, oracle: Oracle) -> None:
     assert response.trace.num_cached_tokens == response.usage.cached_tokens == len(prefix)
 
 
-def test_folders_in_the_working_directory_are_not_ours(cluster: Cluster, directory: Path) -> None:
+def test_folders_in_the_working_directory_are_not_imported(cluster: Cluster, directory: Path) -> None:
     """The cluster was started in a directory where importing one of our packages fails; still, all of it runs."""
     modules = {argument for arguments in processes_of(cluster.model).values() for argument in arguments}
     assert {"router", "prefill_node", "decode_node"} <= modules & {path.name for path in directory.iterdir()}
@@ -87,7 +87,7 @@ def test_idle_nodes_lend_their_cores(cluster: Cluster) -> None:
 
 
 def test_nodes_keep_the_weights_once(cluster: Cluster) -> None:
-    """One has loaded them, and both have them mapped."""
+    """One node has loaded them, and both have them mapped."""
     assert cluster.program.log.read_text().count("the weights are those that another node has loaded") == 1
     for module in ("prefill_node", "decode_node"):
         maps = Path(f"/proc/{process_of(cluster.model, module)}/maps").read_text()

@@ -1,4 +1,4 @@
-"""A node whose engine hangs ends with an error by itself, whoever asks it or not, so that it can be restarted."""
+"""A node whose engine hangs ends by itself with an error, even when nobody asks it, so that it can be restarted."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""How a cluster ends, in order or not, and what it says when it cannot begin: nothing of it may be left."""
+"""How a cluster ends, in order or not, and what it says when it cannot start. Nothing of it may be left."""
 
 import json
 import os
@@ -23,7 +23,7 @@ PROMPT = "Once upon a time"
 
 
 def test_ctrl_c_ends_everything(model: Path, directory: Path) -> None:
-    """In the middle of a stream, with pools in the system's shared memory."""
+    """The cluster ends in the middle of a stream, with pools in the system's shared memory."""
     command = ("serve", str(model), *FREE_PORTS, *SMALL, "--json-ready")
     with program(*command, log=model.with_suffix(".log"), directory=directory) as serve:
         ready = serve.wait_ready()
@@ -40,9 +40,11 @@ def test_ctrl_c_ends_everything(model: Path, directory: Path) -> None:
         assert "Traceback" not in serve.log.read_text()
 
 
-def test_killed_cluster(model: Path, directory: Path, tmp_path: Path, oracle: Oracle) -> None:
-    """Killed without a chance to clean up: what still lives notices, and the next start sweeps what a killed node has
-    left. That next cluster is an aggregated one."""
+def test_the_next_cluster_removes_what_a_killed_one_left(
+    model: Path, directory: Path, tmp_path: Path, oracle: Oracle
+) -> None:
+    """The processes that still live notice that the others were killed and end. The next cluster, which has no prefill
+    node, removes the pool of the killed node."""
     pools = tmp_path / "pools"
     pools.mkdir()
     settings = (*SMALL, "--shared-memory-dir", str(pools))
@@ -75,8 +77,8 @@ def unsupported(directory: Path) -> Path:
     return path
 
 
-def test_models_that_can_not_be_served(tmp_path: Path, directory: Path) -> None:
-    """Both at a time, to save one's time."""
+def test_a_model_that_cannot_be_served_is_named_with_the_reason(tmp_path: Path, directory: Path) -> None:
+    """Both clusters start at the same time, to save some."""
     missing, foreign = tmp_path / "no-such-model", unsupported(tmp_path)
     says = {
         missing: f"{missing} is neither a directory nor a model in",

@@ -1,4 +1,4 @@
-"""`kill -9` of nodes that serve a stream: its client sees nothing of it, at most a stall, and they come back."""
+"""`kill -9` of nodes that serve a stream: its client sees at most a stall, and the nodes come back."""
 
 import json
 from pathlib import Path

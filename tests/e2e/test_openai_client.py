@@ -27,12 +27,12 @@ def name(cluster: Cluster) -> str:
     return cluster.router.model
 
 
-def test_models(client: openai.OpenAI, name: str) -> None:
+def test_the_served_model_is_listed(client: openai.OpenAI, name: str) -> None:
     assert [model.id for model in client.models.list()] == [name]
     assert client.models.retrieve(name).owned_by == "kvrelay"
 
 
-def test_completion(client: openai.OpenAI, name: str, oracle: Oracle) -> None:
+def test_a_completion_has_transformers_text_and_usage(client: openai.OpenAI, name: str, oracle: Oracle) -> None:
     answer = client.completions.create(model=name, prompt=PROMPT, max_tokens=16, temperature=0, extra_body=NO_END)
     [choice] = answer.choices
     assert (choice.text, choice.finish_reason) == (oracle.text(PROMPT, 16), "length")
@@ -43,7 +43,7 @@ def test_completion(client: openai.OpenAI, name: str, oracle: Oracle) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 16
 
 
-def test_streamed_completion(client: openai.OpenAI, name: str, oracle: Oracle) -> None:
+def test_a_streamed_completion_adds_up_to_transformers_text(client: openai.OpenAI, name: str, oracle: Oracle) -> None:
     stream = client.completions.create(
         model=name,
         prompt=PROMPT,
@@ -61,7 +61,7 @@ def test_streamed_completion(client: openai.OpenAI, name: str, oracle: Oracle) -
     assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None] == [8]
 
 
-def test_chat(client: openai.OpenAI, name: str) -> None:
+def test_a_chat_is_answered_and_ends_by_itself(client: openai.OpenAI, name: str) -> None:
     answer = client.chat.completions.create(model=name, messages=QUESTION, max_tokens=32, temperature=0)
     [choice] = answer.choices
     assert choice.message.role == "assistant"
@@ -70,7 +70,7 @@ def test_chat(client: openai.OpenAI, name: str) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens > 1
 
 
-def test_streamed_chat(client: openai.OpenAI, name: str) -> None:
+def test_a_streamed_chat_adds_up_to_the_whole_answer(client: openai.OpenAI, name: str) -> None:
     whole = client.chat.completions.create(model=name, messages=QUESTION, max_tokens=32, temperature=0)
     stream = client.chat.completions.create(model=name, messages=QUESTION, max_tokens=32, temperature=0, stream=True)
     choices = [choice for chunk in stream for choice in chunk.choices]
@@ -92,13 +92,13 @@ def test_two_choices_are_seeded(client: openai.OpenAI, name: str) -> None:
     assert texts() == first
 
 
-def test_two_streamed_chat_choices(client: openai.OpenAI, name: str) -> None:
+def test_both_choices_of_a_streamed_chat_finish(client: openai.OpenAI, name: str) -> None:
     stream = client.chat.completions.create(model=name, messages=QUESTION, n=2, max_tokens=8, seed=1, stream=True)
     finished = [choice.index for chunk in stream for choice in chunk.choices if choice.finish_reason]
     assert sorted(finished) == [0, 1]
 
 
-def test_completion_logprobs(client: openai.OpenAI, name: str, oracle: Oracle) -> None:
+def test_logprobs_of_a_completion_equal_transformers(client: openai.OpenAI, name: str, oracle: Oracle) -> None:
     answer = client.completions.create(
         model=name, prompt=PROMPT, max_tokens=3, temperature=0, logprobs=2, extra_body=NO_END
     )
@@ -109,7 +109,7 @@ def test_completion_logprobs(client: openai.OpenAI, name: str, oracle: Oracle) -
     assert found.top_logprobs is not None and all(len(top) >= 2 for top in found.top_logprobs)
 
 
-def test_chat_logprobs(client: openai.OpenAI, name: str) -> None:
+def test_logprobs_of_a_chat_spell_its_message(client: openai.OpenAI, name: str) -> None:
     answer = client.chat.completions.create(
         model=name, messages=QUESTION, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
     )
@@ -123,8 +123,8 @@ def test_chat_logprobs(client: openai.OpenAI, name: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop(client: openai.OpenAI, name: str, oracle: Oracle, stream: bool) -> None:
-    """A stop string that begins inside one token and ends in another: none of it is shown."""
+def test_nothing_of_a_stop_string_is_shown(client: openai.OpenAI, name: str, oracle: Oracle, stream: bool) -> None:
+    """The stop string begins inside one token and ends in another."""
     first, whole = oracle.text(PROMPT, 4), oracle.text(PROMPT, 16)
     stop = whole[len(first) - 1 : len(first) + 2]
     answer = client.completions.create(
@@ -136,7 +136,7 @@ def test_stop(client: openai.OpenAI, name: str, oracle: Oracle, stream: bool) ->
     assert choices[-1].finish_reason == "stop"
 
 
-def test_text_of_any_script(client: openai.OpenAI, name: str) -> None:
+def test_text_of_any_script_comes_back_unchanged(client: openai.OpenAI, name: str) -> None:
     for text in ("東京は日本の首都です。", "🐈‍⬛👩‍👩‍👧 ", "Ünïcödé ßtraße", "a\u0000b"):
         completion = client.completions.create(model=name, prompt=text, max_tokens=4, echo=True)
         assert completion.choices[0].text.startswith(text)
@@ -144,7 +144,7 @@ def test_text_of_any_script(client: openai.OpenAI, name: str) -> None:
         assert chat.choices[0].message.content is not None
 
 
-def test_errors_are_the_clients_own(client: openai.OpenAI, name: str) -> None:
+def test_refusals_become_the_clients_exceptions(client: openai.OpenAI, name: str) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist here"):
         client.completions.create(model="gpt-5", prompt="Hello")
     with pytest.raises(openai.BadRequestError, match="temperature") as raised:

@@ -1,4 +1,5 @@
-"""`kvrelay serve` with a real Redis: blocks travel through it and stay in it, by name; as a second tier it may die."""
+"""`kvrelay serve` with a real Redis: blocks move through it and stay in it under their names; as a second connector it
+may die."""
 
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def test_blocks_travel_through_redis(model: Path, directory: Path, oracle: Oracl
         assert segments_of(model) == set()
 
 
-def test_redis_behind_shared_memory_may_die(model: Path, directory: Path, tmp_path: Path, oracle: Oracle) -> None:
+def test_the_cluster_serves_on_when_redis_behind_shared_memory_dies(
+    model: Path, directory: Path, tmp_path: Path, oracle: Oracle
+) -> None:
     server = RedisServer(tmp_path)
     arguments = ("--connector", "shared_memory,redis", "--redis-url", server.url, "--local-prefill-max-tokens", "0")
     try:

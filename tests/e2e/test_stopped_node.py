@@ -1,4 +1,5 @@
-"""SIGSTOP: nodes that are stopped, not dead. Clients see a stall of seconds; who continues is taken back."""
+"""Nodes that SIGSTOP stops, and that are not dead: clients see a stall of seconds, and a node that continues is used
+again."""
 
 import signal
 import threading
@@ -58,12 +59,12 @@ def test_a_stream_goes_on_without_the_decode_node_that_was_stopped(two_of_each: 
     assert cluster.router.text(PROMPT, 20) == oracle.text(PROMPT, 20)
     cluster.continue_node(stopped)
     wait_state(cluster, stopped, "live")
-    cluster.wait_idle()  # the one that continues has let go of the request it lost
+    cluster.wait_idle()  # the node that continues has dropped the request that it lost
     assert cluster.router.metric("kvrelay:request_errors_total") == 0
 
 
 def test_a_prefill_node_that_is_stopped_before_its_prefill_is_replaced(two_of_each: Cluster, oracle: Oracle) -> None:
-    """Requests that were given to it before anybody could know, and those that come after that."""
+    """Both requests that were sent to the node before the router could know, and those that come later, are served."""
     cluster = two_of_each
     cluster.stop_node("prefill-0")
     prompts = [f"{PROMPT} there were {number} little pigs" for number in range(4)]
@@ -114,8 +115,10 @@ def test_a_prefill_node_that_is_stopped_during_its_prefill_is_replaced(two_of_ea
     cluster.wait_idle()
 
 
-def test_a_node_that_is_replaced_at_its_address(model: Path, directory: Path, tmp_path: Path, oracle: Oracle) -> None:
-    """Stopped, then killed, then started again: another epoch, of whose predecessor nothing is remembered."""
+def test_nothing_is_remembered_of_a_node_replaced_at_its_address(
+    model: Path, directory: Path, tmp_path: Path, oracle: Oracle
+) -> None:
+    """The node is stopped, killed and started again with a new epoch; nothing is remembered of the old one."""
     address = f"127.0.0.1:{free_port()}"
     pools = tmp_path / "pools"  # the killed one's remains there
     pools.mkdir()

@@ -1,4 +1,4 @@
-"""`kvrelay serve --connector ucx`: blocks travel between the nodes' processes, and nobody sees their secret."""
+"""`kvrelay serve --connector ucx`: blocks move between the nodes' processes over UCX."""
 
 from pathlib import Path
 

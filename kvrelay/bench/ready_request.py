@@ -1,0 +1,45 @@
+"""Requests that are ready to be sent: prompt drawn, text decoded, message encoded.
+
+Invariant: only `next_request` builds anything, and it yields to the loop after every slice of a prompt. Outside of
+conversations nothing but the encoded message is kept.
+"""
+
+from dataclasses import dataclass
+
+from kvrelay.bench.base import Answer, Client, RequestSpec, Send
+from kvrelay.bench.prompts import PromptBuilder
+from kvrelay.bench.workloads import Session
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRequest:
+    """One request: what it asks, and the function that sends it."""
+
+    spec: RequestSpec
+    send: Send
+
+
+class SessionRequests:
+    """The requests of session number `number`, one after the other."""
+
+    def __init__(self, client: Client, builder: PromptBuilder, number: int, session: Session) -> None:
+        self._client = client
+        self._builder = builder
+        self._name = str(number)
+        self._specs = iter(session.requests)
+        self._conversation = builder.conversation(self._name) if session.is_conversation else None
+
+    async def next_request(self) -> ReadyRequest | None:
+        """Builds the next request, or returns None after the last one. A conversation must have heard the answers to
+        all earlier ones."""
+        spec = next(self._specs, None)
+        if spec is None:
+            return None
+        conversation = self._conversation or self._builder.conversation(self._name)
+        prompt = await conversation.ask(spec.segments)
+        return ReadyRequest(spec, await self._client.prepare(prompt, spec.max_tokens))
+
+    def hear(self, answer: Answer) -> None:
+        """Makes the answer part of a conversation's next prompt."""
+        if self._conversation is not None:
+            self._conversation.hear(answer)
