@@ -254,6 +254,7 @@ async def measure(place: Place, name: str, arguments: argparse.Namespace) -> Non
 async def run(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Speed of KV block transfers on this machine.")
     parser.add_argument("--megabytes", type=int, default=256, help="size of each pool; at least 2 (default: 256)")
+    parser.add_argument("--sizes", nargs="+", choices=BLOCK_SIZES, default=list(BLOCK_SIZES), help="sizes of a block")
     parser.add_argument("--turns", type=int, default=5, help="alternations of yardstick and fetch (default: 5)")
     parser.add_argument("--redis-url", help="also measure this Redis")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pools are")
@@ -273,8 +274,8 @@ async def run(argv: Sequence[str] | None = None) -> None:
     if arguments.own:
         await own(arguments.backend, places[arguments.own])
         return
-    for name, place in places.items():
-        await measure(place, name, arguments)
+    for name in arguments.sizes:
+        await measure(places[name], name, arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

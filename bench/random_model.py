@@ -9,7 +9,7 @@ decodes to text. With `--quantization` the matrices of the layers are random 4-b
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -231,7 +231,7 @@ def _random_codes(
     return {prefix + kind: tensor for kind, tensor in tensors.items()}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a random-weight model for measuring speed.")
     parser.add_argument("directory", type=Path, metavar="OUT_DIR", help="where to write; created if needed")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b", help="sizes of the model")
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument(
         "--quantization", choices=get_args(PrequantizedMethod), help="write 4-bit weights in this format"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         directory = write_random_model(
             arguments.directory, arguments.shape, seed=arguments.seed, quantization=arguments.quantization

@@ -186,7 +186,7 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
         )
     server = SERVERS[settings.peer]
     return Comparison(
-        Kvrelay(Topology.parse(settings.topology), tuple(shlex.split(settings.serve_arguments))),
+        kvrelay_of(settings),
         server,
         directories=folder,
         model=model,
@@ -194,6 +194,10 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
         workloads=settings.workloads or WORKLOADS,
         scale=settings.scale,
     )
+
+
+def kvrelay_of(settings: PeersSettings) -> Kvrelay:
+    return Kvrelay(Topology.parse(settings.topology), tuple(shlex.split(settings.serve_arguments)))
 
 
 def _peer(settings: PeersSettings) -> Peer | InProcessPeer:

@@ -68,7 +68,8 @@ class Comparison:
 
     def run(self, rounds: int, seed: int, findings: Findings) -> None:
         """Starts both engines afresh in every round. Raises PeerError when an engine does not serve, a request fails,
-        or the engines do different work; KeyboardInterrupt after Ctrl-C."""
+        or the engines do different work; UnavailableError when an engine does not answer; KeyboardInterrupt after
+        Ctrl-C."""
         for number in range(rounds):
             for engine in self._turns(number):
                 self._run_afresh(engine, number, seed + number, findings)

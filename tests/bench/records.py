@@ -1,4 +1,4 @@
-"""Records of requests, written down."""
+"""Records of requests, made by hand."""
 
 from kvrelay.bench.base import Failure, RequestRecord
 
@@ -12,7 +12,7 @@ def record(
     cached: int | None = None,
     failure: Failure | None = None,
 ) -> RequestRecord:
-    """Five prompt tokens, a token per arrival."""
+    """Returns a request of five prompt tokens with one output token per arrival."""
     return RequestRecord(
         index=index,
         kind=kind,
