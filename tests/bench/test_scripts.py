@@ -1,5 +1,6 @@
 """Every benchmark script of `bench/` runs with a tiny model and prints what it is for. Times are never looked at."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -103,6 +104,7 @@ def test_connectors() -> None:
         "shared_memory  128 KiB: median ratio ",
         ", 1 turns)",
     )
+    assert ("bare ucxx" in done.stdout) == (importlib.util.find_spec("ucxx") is not None)
 
 
 def test_router_throughput(capsys: Capture) -> None:
