@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from kvrelay.cli.local_cluster import local_cluster
-from kvrelay.core.errors import KVRelayError
+from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--output-len: at least 3, so that there is a gap besides the first one")
     options = ["--prefill-nodes", "1", "--decode-nodes", "1", "--connector", arguments.connector]
     # Nothing is prefilled on the decode node, so that there is a hand-over whatever the prompt's length.
-    options += ["--local-prefill-max-tokens", "0", "--log-level", "warning"]
+    options += ["--local-prefill-max-tokens", "0"]
+    # Tokens of short steps would travel together, and leave no gaps to measure.
+    options += ["--stream-interval", "0", "--log-level", "warning"]
     try:
         with local_cluster(str(Path(arguments.model)), options) as address:
             asyncio.run(_measure(address.grpc, address.model, arguments))
@@ -90,6 +92,8 @@ async def _generate(stub: "RouterAsyncStub", model: str, prompt: list[int], outp
         if response.HasField("trace"):
             trace = response.trace
     assert trace.prefill_node and trace.num_migrations == 0, "the prompt was not prefilled once, on the prefill node"
+    if len(arrivals) < 3:
+        raise UnavailableError("the tokens came together: measure a larger model, or take a larger --output-len")
     first, *others = [1e3 * (b - a) for a, b in itertools.pairwise(arrivals)]
     return Timing(1e3 * trace.handover_seconds, first, statistics.median(others))
 

@@ -128,14 +128,15 @@ class Ratio:
 
 
 def ratios(measurements: Sequence[Measurement], ours: str, peer: str) -> list[Ratio]:
-    """Returns the figures that both engines have in at least one round, in the order of the first round."""
+    """Returns the figures that both engines have in at least one round, in the order of the first round. Nothing is
+    compared with a figure of 0, such as the memory of an engine that ended before it was sampled."""
     keys = dict.fromkeys((one.workload, one.figure.title, one.figure.higher_is_better) for one in measurements)
     found: list[Ratio] = []
     for workload, title, higher_is_better in keys:
         matching = [one for one in measurements if (one.workload, one.figure.title) == (workload, title)]
         own = {one.round: one.figure.value for one in matching if one.engine == ours}
         theirs = {one.round: one.figure.value for one in matching if one.engine == peer}
-        by_round = tuple(own[number] / theirs[number] for number in own if number in theirs)
+        by_round = tuple(own[number] / theirs[number] for number in own if theirs.get(number))
         if by_round:
             medians = statistics.median(own.values()), statistics.median(theirs.values())
             found.append(Ratio(workload, title, higher_is_better, *medians, by_round))

@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, render
-from bench.peers.base import PeerError, Server
+from bench.peers.base import Peer, PeerError, Server
 from bench.peers.compare import Measurement, ratios
 from bench.peers.environment import Environment
+from bench.peers.in_process import InProcessPeer
 from bench.peers.llama_cpp import SOURCE_PACKAGE, LlamaCpp
 from bench.peers.processes import await_rest, run, started
 from bench.peers.vllm_nixl import FEW_CORES
@@ -105,9 +106,9 @@ def test_other_sources_of_llama_cpp_are_another_installation(tmp_path: Path) -> 
     assert not peer.is_installed(tmp_path)
 
 
-@pytest.mark.parametrize("name", [*SERVERS, *IN_PROCESS])
-def test_a_result_can_name_what_it_compares_with(name: str) -> None:
-    setup = (SERVERS | IN_PROCESS)[name].setup
+@pytest.mark.parametrize("peer", [*SERVERS.values(), *IN_PROCESS.values()], ids=lambda peer: peer.name)
+def test_a_result_can_name_what_it_compares_with(peer: Peer | InProcessPeer) -> None:
+    setup = peer.setup
     assert all("==" in requirement for requirement in setup.requirements if requirement not in ("requests", "psutil"))
     assert setup.options and all(isinstance(option, str) for option in setup.options)
 
