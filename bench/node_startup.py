@@ -3,7 +3,7 @@
     python -m bench.node_startup DIR [--runs 5] [--threads 2]
 
 Starts `kvrelay decode` on a model several times, one after the other, and reads the line that it prints when it is
-ready. One run before them does not count: it may have to read the model's files from the disk.
+ready. The first start does not count (`--warmup`): it may have to read the model's files from the disk.
 """
 
 import argparse
@@ -22,20 +22,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="DIR", help="directory of the model")
     parser.add_argument("--runs", type=int, default=5, help="starts of which the median is printed (default: 5)")
+    parser.add_argument("--warmup", type=int, default=1, help="starts before these that do not count (default: 1)")
     parser.add_argument("--threads", type=int, help="CPU threads of the node; default: the node's own default")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a start may take (default: 900)")
     arguments = parser.parse_args(argv)
-    if arguments.runs < 1:
-        parser.error("--runs: at least 1")
+    if arguments.runs < 1 or arguments.warmup < 0:
+        parser.error("--runs must be at least 1, and --warmup at least 0")
     if not (Path(arguments.model) / "config.json").is_file():
         parser.error(f"there is no config.json in {arguments.model}: give the directory of a model")
     node = ["-m", "kvrelay", "decode", arguments.model, "--port", "0", "--supervised", "--log-level", "warning"]
     if arguments.threads is not None:
         node += ["--threads", str(arguments.threads)]
     try:
-        seconds = [start_seconds(node, arguments.timeout) for _ in range(arguments.runs + 1)][1:]
+        starts = [start_seconds(node, arguments.timeout) for _ in range(arguments.warmup + arguments.runs)]
     except KVRelayError as error:
         sys.exit(f"bench.node_startup: {error}")
+    seconds = starts[arguments.warmup :]
     print(
         f"{Path(arguments.model).name}: ready after {statistics.median(seconds):.2f} s (median of {len(seconds)}; "
         f"{min(seconds):.2f} to {max(seconds):.2f})"

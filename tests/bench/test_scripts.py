@@ -124,7 +124,7 @@ def test_serve_vs_generate(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_node_startup(tiny: str, capsys: Capture) -> None:
-    node_startup.main([tiny, "--runs", "1", "--threads", "1"])
+    node_startup.main([tiny, "--runs", "1", "--warmup", "0", "--threads", "1"])
     check(capsys.readouterr().out, "tiny: ready after ", " s (median of 1; ")
 
 
