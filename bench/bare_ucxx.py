@@ -1,27 +1,29 @@
-"""Plain `ucxx` send/recv between two processes: what a connector over UCX is measured against.
+"""Plain `ucxx` send and receive between two processes: the yardstick for the connector over UCX.
 
-The same options, sizes and bytes in flight as the connector's; nothing is named, checked or authenticated. The holder
-is this file as a process (`python -m bench.bare_ucxx SIZE COUNT ROUNDS`): prints its port, then sends.
+It uses the connector's options, sizes and number of bytes in flight, but names, checks and authenticates nothing. This
+file is both processes: `python -m bench.bare_ucxx SIZE COUNT ROUNDS` holds the memory, prints its port and sends; with
+PORT as a fourth argument it receives and prints the seconds of the fastest round.
 """
 
 import asyncio
-import subprocess
 import sys
 import time
 from typing import Any
 
 import numpy as np
 
+from bench.child import child
 from kv_connector.ucx.protocol import MAX_ASK_BYTES
 from kv_connector.ucx.reader import LANES
 from kv_connector.ucx.transport import TCP_OPTIONS
 
+_MODULE = "bench.bare_ucxx"
+
 
 async def send(size: int, count: int, rounds: int) -> None:
-    """The holder."""
+    """Serves `rounds` transfers of `count` buffers of `size` bytes, and ends when standard input does."""
     import ucxx
 
-    done = asyncio.Event()
     served: list[Any] = []
     pool = np.full((count, size), 7, np.uint8)
 
@@ -31,18 +33,16 @@ async def send(size: int, count: int, rounds: int) -> None:
             await endpoint.recv(start)
             first = int(start[0])
             await asyncio.gather(*(endpoint.send(row) for row in pool[first : first + _window(size)]))
-        served.append(endpoint)  # to be closed only after the reader
-        done.set()
+        served.append(endpoint)  # may only be closed after the receiver's
 
     ucxx.init(options=TCP_OPTIONS, progress_mode="blocking")
     listener = ucxx.create_listener(serve)
     print(listener.port, flush=True)
-    await done.wait()
-    await asyncio.to_thread(sys.stdin.read)
+    await asyncio.to_thread(sys.stdin.read)  # until the receiver has everything, or has failed
 
 
 async def receive(port: int, size: int, count: int, rounds: int) -> float:
-    """The reader; seconds of the best round."""
+    """Fetches all buffers `rounds` times and returns the seconds of the fastest round."""
     import ucxx
 
     pool = np.ones((count, size), np.uint8)
@@ -60,18 +60,16 @@ async def receive(port: int, size: int, count: int, rounds: int) -> float:
 
 
 def bare_rate(size: int, count: int, rounds: int) -> float:
-    """GB/s, between two processes of their own, which inherit `prepare_ucx_environment`."""
+    """Returns bytes per second between two new processes. Raises UnavailableError when one of them fails or hangs."""
     numbers = [str(size), str(count), str(rounds)]
-    command = [sys.executable, "-m", "bench.bare_ucxx"]
-    with subprocess.Popen([*command, *numbers], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdin is not None
-        port = holder.stdout.readline().strip()
-        reader = subprocess.run([*command, *numbers, port], stdout=subprocess.PIPE, text=True, check=True)
-        holder.stdin.close()
-    return size * count / float(reader.stdout) / 1e9
+    with child("the sender of bare ucxx", ["-m", _MODULE, *numbers]) as sender:
+        port = sender.read_line()
+        with child("the receiver of bare ucxx", ["-m", _MODULE, *numbers, port]) as receiver:
+            return size * count / float(receiver.read_line())
 
 
 def _window(size: int) -> int:
+    """Returns how many buffers are in flight at a time, as in the connector."""
     return max(1, LANES * MAX_ASK_BYTES // size)
 
 

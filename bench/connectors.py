@@ -1,12 +1,12 @@
 """Speed of `fetch` between two processes, in turn with a yardstick in the same run: shared memory against a plain copy,
-UCX (where ucxx is installed) against bare ucxx send/recv. Redis on request.
+UCX (where ucxx is installed) against bare ucxx send and receive. Redis on request, without a yardstick.
 
     python -m bench.connectors [--megabytes 256] [--redis-url redis://127.0.0.1:6379/0] [--device cuda]
 
-A fetch digests every block, which the yardsticks do not. The best of several rounds counts, so page faults of the first
-one do not. Every byte that has arrived is compared; the exit status is 1 when one is wrong. With `--device cuda` both
-pools are in the memory of a card, and blocks go from one to the other and then once more through pinned host memory;
-the yardstick is a copy on the card.
+A fetch digests every block, which the yardsticks do not. In every turn the fastest of several rounds counts, so that
+the page faults of the first one do not; ratios are medians over the turns. Every byte that has arrived is compared; the
+exit status is 1 when one is wrong. With `--device cuda` both pools are in the memory of a GPU, and blocks go from one
+to the other directly and then once more through pinned host memory; the yardstick is a copy on the GPU.
 """
 
 import argparse
@@ -14,23 +14,22 @@ import asyncio
 import hashlib
 import importlib.util
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import IO
 
 import numpy as np
 import torch
 
+from bench.child import Child, child
 from kv_connector.base import FetchOutcome, FetchResult, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
 from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
 from kv_connector.tiered import TieredConnector
 from kv_connector.ucx.environment import prepare_ucx_environment
 from kvrelay.core.block_hash import BlockHash
-from kvrelay.core.errors import UnavailableError
+from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
@@ -44,7 +43,6 @@ BLOCK_SIZES = {
 _EPOCH = 1
 _ANSWER = "endpoint "
 _ROUNDS = 4
-_TURNS = 5  # of ucx and its yardstick
 _SETTINGS = ConnectorSettings(ucx=UcxSettings("nothing of value is moved"), copy=choose_copy())
 
 
@@ -54,7 +52,7 @@ def named_blocks(count: int) -> list[NamedBlock]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where pools lie and what is in them. `directly`: on a card, blocks do not pass through the host."""
+    """Where pools lie and what is in them. With `directly`, the blocks of a GPU do not pass through the host."""
 
     layout: KVLayout
     count: int
@@ -71,13 +69,13 @@ class Place:
         return make_pool(create_connector(backend, settings), plan, self.device)
 
     def way(self, backend: str) -> str:
-        """What a person calls it."""
+        """Returns what the output calls `backend` in this place."""
         if self.device.type == "cpu":
             return backend
         return f"{direct_name(backend)} directly" if self.directly else f"{backend} staged"
 
     def content(self) -> torch.Tensor:
-        """`[count, block_bytes]`: no two blocks are alike, nor two neighbouring bytes."""
+        """Returns `[count, block_bytes]` in which no two blocks are alike, nor two neighbouring bytes."""
         offsets = torch.arange(self.layout.block_bytes, dtype=torch.int32)
         blocks = torch.arange(self.count, dtype=torch.int32)
         return torch.stack([((offsets * 7 + block * 31) % 251).to(torch.uint8) for block in blocks])
@@ -87,7 +85,8 @@ class Place:
 
 
 async def own(backend: str, place: Place) -> None:
-    """The other process: publishes, says its endpoint, and stays until stdin ends."""
+    """Runs the process that holds the blocks: it publishes them, prints its endpoint, and stays until standard input
+    ends."""
     pool = place.pool(backend, "bench-owner")
     place.rows(pool).copy_(place.content())
     _finish(place.device)
@@ -105,6 +104,7 @@ def _finish(device: torch.device) -> None:
 async def fetch_rate(
     connector: KVConnector, source: KVSource | None, blocks: Sequence[NamedBlock], block_bytes: int
 ) -> float:
+    """Returns bytes per second of the fastest round. Raises UnavailableError when a block does not arrive."""
     best = float("inf")
     for _ in range(_ROUNDS):
         started = time.perf_counter()
@@ -117,7 +117,7 @@ async def fetch_rate(
 
 
 def copy_rate(place: Place) -> float:
-    """Bytes a second, block by block, where the pools are."""
+    """Returns bytes per second of a copy, block by block, in the memory where the pools are."""
     count, block_bytes = place.count, place.layout.block_bytes
     if place.device.type == "cuda":
         return _copy_rate_on(place)
@@ -147,69 +147,83 @@ def _copy_rate_on(place: Place) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """`rate`: bytes a second. `is_right`: every byte arrived as it was."""
+    """`rate` is in bytes per second. `is_right`: every byte arrived as it was."""
 
     rate: float
     is_right: bool
 
 
 async def between_processes(backend: str, name: str, place: Place, megabytes: int) -> Moved:
-    """`name`: of the size of blocks. Raises KVRelayError when that does not work here."""
-    command = [sys.executable, "-m", "bench.connectors", "--own", name, "--backend", backend]
-    command += ["--megabytes", str(megabytes), "--device", place.device.type]
-    command += ["--directly"] if place.directly else []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
-        assert process.stdout is not None and process.stdin is not None
+    """Fetches a pool of `megabytes` from a new process. `name` is a key of BLOCK_SIZES. Raises KVRelayError when that
+    does not work here."""
+    arguments = ["-m", "bench.connectors", "--own", name, "--backend", backend]
+    arguments += ["--megabytes", str(megabytes), "--device", place.device.type]
+    arguments += ["--directly"] if place.directly else []
+    with child("the process that holds the blocks", arguments) as owner:
+        endpoint = _endpoint(owner)
+        pool = place.pool(backend, "bench-peer")
         try:
-            endpoint = _endpoint(process.stdout)
-            pool = place.pool(backend, "bench-peer")
-            try:
-                source = KVSource("bench-owner", _EPOCH, endpoint)
-                rate = await fetch_rate(pool.connector, source, named_blocks(place.count), place.layout.block_bytes)
-                is_right = torch.equal(place.rows(pool).cpu(), place.content())
-            finally:
-                await pool.connector.close()
+            source = KVSource("bench-owner", _EPOCH, endpoint)
+            rate = await fetch_rate(pool.connector, source, named_blocks(place.count), place.layout.block_bytes)
+            is_right = torch.equal(place.rows(pool).cpu(), place.content())
         finally:
-            process.stdin.close()
+            await pool.connector.close()
     return Moved(rate, is_right)
 
 
-def _endpoint(lines: IO[str]) -> str:
-    """Libraries may have something to say before."""
-    for line in lines:
-        if line.startswith(_ANSWER):
-            return line.removeprefix(_ANSWER).strip()
-    raise UnavailableError("the process that was to hold blocks ended; its messages are above")
+def _endpoint(owner: Child) -> str:
+    """Returns the endpoint that the process prints; libraries may print something before."""
+    while not (line := owner.read_line()).startswith(_ANSWER):
+        pass
+    return line.removeprefix(_ANSWER).strip()
 
 
 async def moved_rate(backend: str, name: str, place: Place, megabytes: int) -> float:
-    """Bytes a second. Exits with status 1 when a byte is wrong."""
+    """Returns bytes per second. Ends this process with status 1 when a byte is wrong."""
     moved = await between_processes(backend, name, place, megabytes)
     if not moved.is_right:
         sys.exit(f"{place.way(backend)} on {place.device}: wrong bytes arrived")
     return moved.rate
 
 
-def show(label: str, name: str, rate: float, yardstick: str, reached: float) -> None:
-    rates = f"{rate / 1e9:6.2f} GB/s, {yardstick} {reached / 1e9:6.2f} GB/s"
-    print(f"{label:13} {name:>8}: {rates}, ratio {rate / reached:.2f}")
+@dataclass(frozen=True, slots=True)
+class Yardstick:
+    """`rate` measures it once, in bytes per second."""
+
+    name: str
+    rate: Callable[[], float]
 
 
-async def against_a_copy(backend: str, name: str, place: Place, megabytes: int) -> None:
-    show(place.way(backend), name, await moved_rate(backend, name, place, megabytes), "plain copy", copy_rate(place))
+async def in_turn(
+    backend: str, name: str, place: Place, megabytes: int, turns: int, yardstick: Yardstick
+) -> list[float]:
+    """Measures the yardstick and `backend` alternately, prints both rates of every turn and the median ratio, and
+    returns the ratios."""
+    label = f"{place.way(backend):13} {name:>8}"
+    ratios: list[float] = []
+    for _ in range(turns):
+        reached = yardstick.rate()
+        rate = await moved_rate(backend, name, place, megabytes)
+        ratios.append(rate / reached)
+        rates = f"{rate / 1e9:6.2f} GB/s, {yardstick.name} {reached / 1e9:6.2f} GB/s"
+        print(f"{label}: {rates}, ratio {ratios[-1]:.2f}", flush=True)
+    print(
+        f"{label}: median ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, "
+        f"{turns} turns)",
+        flush=True,
+    )
+    return ratios
 
 
-async def ucx(name: str, place: Place, megabytes: int) -> None:
-    prepare_ucx_environment()
+def plain_copy(place: Place) -> Yardstick:
+    return Yardstick("plain copy", lambda: copy_rate(place))
+
+
+def bare_ucxx(place: Place) -> Yardstick:
     from bench.bare_ucxx import bare_rate
 
-    ratios: list[float] = []
-    for _ in range(_TURNS):
-        bare = 1e9 * bare_rate(place.layout.block_bytes, place.count, _ROUNDS)
-        rate = await moved_rate("ucx", name, place, megabytes)
-        ratios.append(rate / bare)
-        show("ucx", name, rate, "bare ucxx ", bare)
-    print(f"ucx           {name:>8}: median ratio {statistics.median(ratios):.2f}")
+    prepare_ucx_environment()  # for its processes, too
+    return Yardstick("bare ucxx ", lambda: bare_rate(place.layout.block_bytes, place.count, _ROUNDS))
 
 
 async def redis(name: str, place: Place, url: str) -> None:
@@ -222,17 +236,38 @@ async def redis(name: str, place: Place, url: str) -> None:
     print(f"redis         {name:>8}: {rate / 1e9:6.2f} GB/s")
 
 
-async def main() -> None:
+async def measure(place: Place, name: str, arguments: argparse.Namespace) -> None:
+    """Measures every connector that works on this machine with blocks of one size."""
+    has_ucx = importlib.util.find_spec("ucxx") is not None
+    megabytes, turns = arguments.megabytes, arguments.turns
+    if place.device.type == "cuda":
+        for backend in ("shared_memory", "ucx") if has_ucx else ("shared_memory",):
+            for directly in (True, False):
+                there = replace(place, directly=directly)
+                await in_turn(backend, name, there, megabytes, turns, plain_copy(there))
+    else:
+        await in_turn("shared_memory", name, place, megabytes, turns, plain_copy(place))
+        if has_ucx:
+            await in_turn("ucx", name, place, megabytes, turns, bare_ucxx(place))
+    if arguments.redis_url:
+        await redis(name, place, arguments.redis_url)
+
+
+async def run(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Speed of KV block transfers on this machine.")
-    parser.add_argument("--megabytes", type=int, default=256, help="size of the pools")
+    parser.add_argument("--megabytes", type=int, default=256, help="size of each pool; at least 2 (default: 256)")
+    parser.add_argument("--sizes", nargs="+", choices=BLOCK_SIZES, default=list(BLOCK_SIZES), help="sizes of a block")
+    parser.add_argument("--turns", type=int, default=5, help="alternations of yardstick and fetch (default: 5)")
     parser.add_argument("--redis-url", help="also measure this Redis")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pools are")
     parser.add_argument("--backend", default="shared_memory", help=argparse.SUPPRESS)
     parser.add_argument("--directly", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--own", choices=BLOCK_SIZES, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    if arguments.megabytes < 2:
+        parser.error("--megabytes: a pool needs at least 2, the size of one large block")
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no card that torch can use: --device cuda has to run where there is one")
+        parser.error("--device cuda: this machine has no GPU that torch can use")
     device = torch.device(arguments.device)
     places = {
         name: Place(layout, (arguments.megabytes << 20) // layout.block_bytes, device, arguments.directly)
@@ -241,19 +276,16 @@ async def main() -> None:
     if arguments.own:
         await own(arguments.backend, places[arguments.own])
         return
-    for name, place in places.items():
-        has_ucx = importlib.util.find_spec("ucxx") is not None
-        if device.type == "cuda":
-            for backend in ("shared_memory", "ucx") if has_ucx else ("shared_memory",):
-                for directly in (True, False):
-                    await against_a_copy(backend, name, replace(place, directly=directly), arguments.megabytes)
-        else:
-            await against_a_copy("shared_memory", name, place, arguments.megabytes)
-            if has_ucx:
-                await ucx(name, place, arguments.megabytes)
-        if arguments.redis_url:
-            await redis(name, place, arguments.redis_url)
+    for name in arguments.sizes:
+        await measure(places[name], name, arguments)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    try:
+        asyncio.run(run(argv))
+    except KVRelayError as error:
+        sys.exit(f"bench.connectors: {error}")
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

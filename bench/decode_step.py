@@ -1,28 +1,29 @@
-"""A decode step with weights in different forms: time, bytes that it must read, and the memory's bandwidth.
+"""A decode step with weights in different forms: its time, the bytes it must read, and the memory's bandwidth.
 
     python -m bench.decode_step --threads 1
 
 Forms: `none` (bfloat16), `shared` (bfloat16 as the nodes of `kvrelay serve` share it), `int8` and `int4` (quantised
-while loading), `awq` and `gptq` (checkpoints of 4 bits, random).
-Forward pass and logits of a random model of a real shape, without the engine around it. Every round measures a plain
-read of memory and each kind of weights once, in turn; what is printed is the median over rounds, and ratios are
-medians of the rounds' ratios, so that a load on the machine that comes and goes weighs on all of them alike.
+while loading), `awq`, `gptq`, `gptq_v2` and `gptq_desc_act` (random checkpoints of 4 bits).
+
+A step is the forward pass and the logits of a random model of a real shape, without the engine around it. Every round
+measures a plain read of memory and each form of weights once, in turn. What is printed is the median over rounds, and
+ratios are medians of the rounds' ratios, so that a load on the machine that comes and goes affects all of them alike.
 """
 
 import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 import torch
-from paged_kernels.base import AttentionMetadata
 from paged_kernels.extension import load_extension
 from paged_kernels.registry import select_backend
 from paged_kernels.threads import use_threads
 
+from bench.even_batch import even_batch
 from bench.random_model import SHAPES, PrequantizedMethod, write_random_model
 from bench.timing import torch_computes, wall_seconds
 from kvrelay.core.option_types import Quantization
@@ -38,25 +39,30 @@ _READ_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`run` computes one step; `num_bytes` of weights and KV are read by it, each once."""
+    """One decode step. `run` computes it; `num_bytes` of weights and KV are what it must read, each once."""
 
     name: str
     run: Callable[[], object]
     num_bytes: int
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b", help="shape of the random model")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="sequences per step, one or several")
     parser.add_argument("--context", type=int, default=256, help="tokens of KV per sequence")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--weights", nargs="+", choices=FORMS, default=FORMS, help="the first is what others count in")
-    arguments = parser.parse_args()
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: all cores")
+    parser.add_argument("--rounds", type=int, default=15, help="measurements of each form, besides one to warm up")
+    parser.add_argument(
+        "--weights", nargs="+", choices=FORMS, default=FORMS, help="forms to measure; ratios are to the first one"
+    )
+    arguments = parser.parse_args(argv)
     use_threads(arguments.threads)
     print(f"{arguments.shape}, {arguments.context} tokens of KV each, {arguments.threads} threads")
-    models = {form: _load(arguments.shape, form) for form in arguments.weights}
+    try:
+        models = {form: _load(arguments.shape, form) for form in arguments.weights}
+    except ValueError as error:
+        parser.error(f"--weights: {error}")
     for batch in arguments.batch:
         steps = [_decode(name, model, batch, arguments.context) for name, model in models.items()]
         _measure(f"batch {batch:3}", steps, arguments.rounds)
@@ -89,7 +95,7 @@ def _measure(title: str, steps: Sequence[Step], rounds: int) -> None:
 
 
 def _memory() -> torch.Tensor:
-    """In large pages, as the weights are: a sum over them is the fastest plain read there is."""
+    """Returns memory in large pages, as the weights are: summing it is the fastest plain read there is."""
     memory = torch.empty(1, _READ_BYTES // 2, dtype=torch.bfloat16)
     native = load_extension()
     if native is not None:
@@ -99,19 +105,13 @@ def _memory() -> torch.Tensor:
 
 def _decode(name: str, model: DecoderForCausalLM, batch: int, context: int) -> Step:
     config = model.config
-    per_sequence = -(-context // BLOCK_SIZE)
-    shape = (batch * per_sequence, config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim)
-    kv_pool = torch.randn(shape, dtype=torch.float32).to(model.dtype)
-    block_tables = torch.randperm(batch * per_sequence).view(batch, per_sequence).int()
     last = context - 1
-    metadata = AttentionMetadata(
-        slot_mapping=block_tables[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE,
-        block_tables=block_tables,
-        query_start_loc=torch.arange(batch + 1, dtype=torch.int32),
-        seq_lens=torch.full((batch,), context, dtype=torch.int32),
-        max_query_len=1,
-        max_seq_len=context,
-    )
+    batched = even_batch(batch, last, 1, block_size=BLOCK_SIZE)
+    tables = batched.block_tables
+    slots = tables[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
+    metadata = replace(batched, slot_mapping=slots)
+    shape = (tables.numel(), config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim)
+    kv_pool = torch.randn(shape, dtype=torch.float32).to(model.dtype)
     input_ids = torch.randint(0, config.vocab_size, (batch,))
     positions = torch.full((batch,), last)
 
@@ -128,7 +128,7 @@ def _load(shape: str, form: str) -> DecoderForCausalLM:
     with tempfile.TemporaryDirectory() as directory:
         write_random_model(Path(directory), shape, quantization=prequantized)
         store = WeightStore(WeightStore.create()) if form == _SHARED else None
-        for _ in range(2 if store else 1):  # the second one finds the weights of the first
+        for _ in range(2 if store else 1):  # the second load finds the weights that the first one has stored
             loaded = load_model(
                 directory,
                 dtype="bfloat16",

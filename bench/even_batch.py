@@ -1,4 +1,4 @@
-"""A batch of sequences that are alike, in blocks that are in disorder, as attention gets it."""
+"""Attention metadata for a batch of sequences that are all alike, in shuffled blocks."""
 
 import torch
 from paged_kernels.base import AttentionMetadata
@@ -7,7 +7,8 @@ from paged_kernels.base import AttentionMetadata
 def even_batch(
     num_seqs: int, prefix: int, new: int, *, block_size: int, device: torch.device | None = None
 ) -> AttentionMetadata:
-    """`new` tokens of each behind `prefix`. The KV of all is there: nothing is to be written."""
+    """Returns metadata for `num_seqs` sequences of `new` query tokens behind `prefix` earlier ones. All KV counts as
+    present, so `slot_mapping` is empty and nothing is written."""
     length = prefix + new
     blocks = -(-length // block_size)
     return AttentionMetadata(

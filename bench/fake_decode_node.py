@@ -1,7 +1,8 @@
-"""A decode node without an engine: it computes prompts and makes tokens in no time, so that what is left is the router.
+"""A decode node without an engine: prompts and tokens take it no time, so that only the router remains to be measured.
 
-A process (`python -m bench.fake_decode_node --vocab-size N`) that prints its address. The first token of a request
-comes at once; then every step sends one message with a token for each request, as an engine's would.
+It is a process (`python -m bench.fake_decode_node --vocab-size N`) that prints its address and ends with its standard
+input. The first token of a request comes at once; then every step sends one message with a token for each request, as
+an engine's would.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from kvrelay.core.rpc import serve_insecure, server_options
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc, node_pb2, node_pb2_grpc
 
 BLOCK_SIZE = 16
-# Ids that every byte-level vocabulary decodes to something short.
+# Every byte-level vocabulary decodes these ids to something short.
 FIRST_ID, NUM_IDS = 65, 26
 _HEARTBEAT_SECONDS = 1.0
 
@@ -44,13 +45,13 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     async def Watch(self, request: node_pb2.WatchRequest, context: Any) -> AsyncIterator[node_pb2.WatchResponse]:
         load = node_pb2.NodeLoad(num_free_blocks=1 << 20, num_blocks=1 << 20)
         yield node_pb2.WatchResponse(epoch=1, reset=True, load=load)
-        while True:  # who is silent is lost
+        while True:  # a node that is silent counts as lost
             await asyncio.sleep(_HEARTBEAT_SECONDS)
             yield node_pb2.WatchResponse(epoch=1, load=load)
 
 
 class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):
-    """`step` is seconds."""
+    """Makes one token of every running request every `step` seconds."""
 
     def __init__(self, step: float) -> None:
         self._step = step
@@ -118,7 +119,7 @@ async def serve(vocab_size: int, step: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--vocab-size", type=int, required=True, help="vocabulary size that the node reports")
     parser.add_argument("--step-ms", type=float, default=2.0, help="milliseconds between tokens of a request")
     options = parser.parse_args(sys.argv[1:])
     asyncio.run(serve(options.vocab_size, options.step_ms / 1e3))

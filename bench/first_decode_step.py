@@ -2,19 +2,22 @@
 
     python -m bench.first_decode_step MODEL_DIR
 
-One request at a time over gRPC. The hand-over is what the router sees: from the first token, which it passes on at
-once, to the decode node's word that it has all KV and goes on, which that node sends as its step starts. So it holds
-the last chunk's KV, its checks, and one more way from node to router. The first gap less the median of the others, as
-the client sees them, is printed beside it: that also holds how much longer the first step takes on a node that has done
-nothing for a while, whose weights have left the caches.
+Sends one request at a time over gRPC. The hand-over is what the router sees: from the first token, which it passes on
+at once, to the decode node's message that it has all KV and continues, which that node sends as its step starts. It
+includes the transfer of the last chunk's KV, its checks, and the way from the node to the router. Beside it stands the
+first gap between tokens less the median of the other gaps, as the client sees them: that also includes how much longer
+the first step takes on a node that has been idle, whose weights have left the caches.
 """
 
 import argparse
 import asyncio
 import itertools
+import json
 import random
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -22,45 +25,59 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from kvrelay.cli.local_cluster import local_cluster
+from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 if TYPE_CHECKING:
     from kvrelay.v1.router_pb2_grpc import RouterAsyncStub
 
-_FIRST_ID, _NUM_IDS = 300, 16_000
+_FIRST_ID, _MAX_ID = 300, 16_300  # behind bytes and special tokens
 _TIMEOUT = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """In milliseconds."""
+    """One request, in milliseconds. `step` is the median gap between its later tokens."""
 
     handover: float
     first_gap: float
     step: float
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="model directory")
-    parser.add_argument("--prompt-len", type=int, nargs="+", default=[128, 512, 1500])
-    parser.add_argument("--requests", type=int, default=15, help="of each length")
-    parser.add_argument("--output-len", type=int, default=16)
-    parser.add_argument("--connector", default="shared_memory")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--prompt-len", type=int, nargs="+", default=[128, 512, 1500], help="prompt tokens, one length or several"
+    )
+    parser.add_argument("--requests", type=int, default=15, help="requests of each length, besides one to warm up")
+    parser.add_argument("--output-len", type=int, default=16, help="output tokens of each request, at least 3")
+    parser.add_argument("--connector", default="shared_memory", help="how KV moves: shared_memory, ucx or redis")
+    arguments = parser.parse_args(argv)
+    if arguments.output_len < 3:
+        parser.error("--output-len: at least 3, so that there is a gap besides the first one")
     options = ["--prefill-nodes", "1", "--decode-nodes", "1", "--connector", arguments.connector]
-    with local_cluster(str(Path(arguments.model)), [*options, "--log-level", "warning"]) as address:
-        asyncio.run(_measure(address.grpc, address.model, arguments))
+    # Nothing is prefilled on the decode node, so that there is a hand-over whatever the prompt's length.
+    options += ["--local-prefill-max-tokens", "0"]
+    # Tokens of short steps would travel together, and leave no gaps to measure.
+    options += ["--stream-interval", "0", "--log-level", "warning"]
+    try:
+        with local_cluster(str(Path(arguments.model)), options) as address:
+            asyncio.run(_measure(address.grpc, address.model, arguments))
+    except KVRelayError as error:
+        sys.exit(f"bench.first_decode_step: {error}")
 
 
 async def _measure(address: str, model: str, arguments: argparse.Namespace) -> None:
     draw = random.Random(0)
+    vocab_size = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
+    ids = range(_FIRST_ID, min(_MAX_ID, vocab_size))
     async with grpc.aio.insecure_channel(address) as channel:
         stub = cast("RouterAsyncStub", router_pb2_grpc.RouterStub(channel))
         for length in arguments.prompt_len:
             timings = []
             for _ in range(arguments.requests + 1):
-                prompt = [draw.randrange(_FIRST_ID, _FIRST_ID + _NUM_IDS) for _ in range(length)]
+                prompt = [draw.choice(ids) for _ in range(length)]
                 timings.append(await _generate(stub, model, prompt, arguments.output_len))
             _report(length, timings[1:])  # the first one warms up
 
@@ -74,7 +91,9 @@ async def _generate(stub: "RouterAsyncStub", model: str, prompt: list[int], outp
         arrivals += [time.monotonic() for output in response.outputs if output.token_ids]
         if response.HasField("trace"):
             trace = response.trace
-    assert trace.prefill_node and trace.num_migrations == 0, "the prompt was not prefilled elsewhere, once"
+    assert trace.prefill_node and trace.num_migrations == 0, "the prompt was not prefilled once, on the prefill node"
+    if len(arrivals) < 3:
+        raise UnavailableError("the tokens came together: measure a larger model, or take a larger --output-len")
     first, *others = [1e3 * (b - a) for a, b in itertools.pairwise(arrivals)]
     return Timing(1e3 * trace.handover_seconds, first, statistics.median(others))
 

@@ -1,14 +1,14 @@
-"""Checks and times every GPU kernel: against float64 on fresh random inputs, against its floor, against torch. Then the
-whole engine: decode steps and prompts of random-weight models, against their floors and transformers. Then KV between
-processes on the card, and a prefill and a decode node on it, directly and through host memory.
+"""Checks every GPU kernel against float64 on fresh random inputs, and compares its time with its floor and with torch.
+Then the whole engine: decode steps and prompts of random-weight models, compared with their floors and transformers.
+Then KV between processes on the GPU, and a prefill and a decode node on it, directly and through host memory.
 
     python bench/gpu_suite.py --output gpu.jsonl [--part attention,layers,...] [--budget SECONDS]
 
 Each part is a process of its own: one that crashes or hangs does not take the others with it. Results are appended to
 the file as they come, so that several runs may share it, and a run that is cut short leaves what it has; `--show FILE`
-prints a file again. The floor is the larger of the bytes that work must move over the card's copy bandwidth and its
-operations over the card's matrix rate, both measured first. `--self-test` runs tiny shapes in Triton's interpreter,
-where times mean nothing. The exit status is 1 when a result is wrong or missing.
+prints a file again. The floor of a case is the larger of two times, both from rates measured first: the bytes it must
+move at the GPU's copy bandwidth, and its operations at the GPU's matrix rate. `--self-test` runs tiny shapes in
+Triton's interpreter, where times mean nothing. The exit status is 1 when a result is wrong or missing.
 """
 
 import argparse
@@ -34,8 +34,8 @@ from bench.gpu.report import Record, Result, read_records, table  # noqa: E402
 from bench.gpu.task import run_tasks  # noqa: E402
 
 _logger = logging.getLogger("gpu_suite")
-_END_SECONDS = 15.0  # that a part may take beyond its budget: the case it is in
-_CASE_SECONDS = 300.0  # a case that takes longer hangs: its part ends, and the budget is for the others
+_END_SECONDS = 15.0  # that a part may take beyond its budget, to end the case it is in
+_CASE_SECONDS = 300.0  # a case that takes longer hangs: its part is ended, so that the others still run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,8 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="file to append the results to, JSON lines")
     parser.add_argument("--part", default="all", help=f"what to measure, in this order: some of {','.join(PARTS)}")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which nothing new is begun")
-    parser.add_argument("--repeats", type=int, default=30, help="of what is timed")
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the inputs; fresh by default")
+    parser.add_argument("--repeats", type=int, default=30, help="measurements of each case (default: 30)")
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbelow(2**32), help="seed of the inputs; a fresh one by default"
+    )
     parser.add_argument("--self-test", action="store_true", help="tiny shapes on the CPU, interpreted; needs --output")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the results of FILE, and measure nothing")
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
@@ -89,7 +91,7 @@ def _run_process(part: str, output: Path, args: argparse.Namespace, deadline: fl
     command += ["--seed", str(args.seed)]
     path = os.pathsep.join([*map(str, sys.path[:2]), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     environment = os.environ | {"PYTHONPATH": path}  # for the processes that parts start
-    # Inductor would set one of its own, and what is compiled behind it would be compiled once more by the next part.
+    # Inductor would set a folder of its own, and the next part would have to compile the same kernels again.
     environment.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
     with subprocess.Popen(command, cwd=_ROOT, env=environment) as process:
         try:
@@ -105,7 +107,7 @@ def _run_process(part: str, output: Path, args: argparse.Namespace, deadline: fl
 
 def _run_part(part: str, args: argparse.Namespace, deadline: float) -> None:
     def look_out() -> None:
-        """A case that hangs says where, and ends the process."""
+        """Lets a case that hangs print where it is, and ends the process."""
         if args.in_this_process:
             left = max(1.0, deadline - time.monotonic()) + _END_SECONDS
             faulthandler.dump_traceback_later(min(left, _CASE_SECONDS), exit=True)
@@ -125,7 +127,7 @@ def _run_part(part: str, args: argparse.Namespace, deadline: float) -> None:
         record.begin(suite.rates, device, args.seed)
         run_tasks(tasks, record, deadline=deadline, on_begin=look_out)
     if args.in_this_process:
-        faulthandler.dump_traceback_later(_END_SECONDS, exit=True)  # what others' threads take to end
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True)  # for threads of libraries to end
 
 
 def _show(path: Path) -> int:

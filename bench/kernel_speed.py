@@ -1,10 +1,12 @@
-"""Measures attention: decode in GB/s of KV read, beside plain memory reads; prefill in GFLOP/s, beside torch SDPA.
+"""Speed of attention: decode in GB/s of KV read, against plain memory reads; prefill in GFLOP/s, against torch's SDPA.
 
-With `--fp8` decode over an FP8 pool is measured in turn with decode over a pool of `--dtype`.
+    python -m bench.kernel_speed [--fp8] [--decode 16:512] [--prefill 2048]
+
+With `--fp8`, decode over an FP8 pool is measured in turn with decode over a pool of `--dtype`.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from paged_kernels.base import AttentionBackend, AttentionMetadata
@@ -22,6 +24,7 @@ NUM_LAYERS = 4
 
 
 def best_seconds(run: Callable[[], object], *, repeats: int) -> float:
+    """Returns the shortest of `repeats` calls, after one that does not count."""
     run()
     return min(wall_seconds(run) for _ in range(repeats))
 
@@ -43,7 +46,7 @@ def bench_decode(backend: AttentionBackend, args: argparse.Namespace, dtype: tor
     print(f"memory read: {bandwidth / 1e9:.1f} GB/s")
     scales = torch.full((NUM_LAYERS, args.kv_heads), 2.0**-6)
     over_fp8 = select_backend(args.backend, kv_scales=KVScales(scales, scales))
-    for num_seqs, seq_len in ((1, 4096), (16, 512), (16, 2048)):
+    for num_seqs, seq_len in args.decode:
         metadata = even_batch(num_seqs, seq_len - 1, 1, block_size=BLOCK_SIZE)
         num_blocks = metadata.block_tables.numel()
         pool = torch.randn(num_blocks, args.kv_heads, NUM_LAYERS, 2, BLOCK_SIZE, args.head_dim).to(dtype)
@@ -65,7 +68,7 @@ def bench_decode(backend: AttentionBackend, args: argparse.Namespace, dtype: tor
 
 
 def bench_prefill(backend: AttentionBackend, args: argparse.Namespace, dtype: torch.dtype) -> None:
-    for length in (128, 512, 2048):
+    for length in args.prefill:
         metadata = even_batch(1, 0, length, block_size=BLOCK_SIZE)
         pool = torch.randn(metadata.block_tables.numel(), args.kv_heads, 1, 2, BLOCK_SIZE, args.head_dim).to(dtype)
         query = torch.randn(length, args.heads, args.head_dim).to(dtype)
@@ -83,18 +86,43 @@ def bench_prefill(backend: AttentionBackend, args: argparse.Namespace, dtype: to
         print(f"prefill {length:5}: {ours:6.1f} GFLOP/s, torch SDPA over contiguous KV {torchs:6.1f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", choices=("auto", "native", "reference"), default="auto")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--heads", type=int, default=14)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3, help="of decode, pool after pool; the best counts")
-    parser.add_argument("--fp8", action="store_true", help="decode over an FP8 pool as well")
-    args = parser.parse_args()
+def decode_batch(text: str) -> tuple[int, int]:
+    """Parses `SEQUENCES:TOKENS`."""
+    num_seqs, _, seq_len = text.partition(":")
+    if not (num_seqs.isdecimal() and seq_len.isdecimal() and int(num_seqs) and int(seq_len)):
+        raise argparse.ArgumentTypeError(f"{text!r}: write SEQUENCES:TOKENS, like 16:512")
+    return int(num_seqs), int(seq_len)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--decode",
+        type=decode_batch,
+        nargs="+",
+        default=[(1, 4096), (16, 512), (16, 2048)],
+        metavar="SEQUENCES:TOKENS",
+        help="batches of decodes: sequences, and tokens of KV of each (default: 1:4096 16:512 16:2048)",
+    )
+    parser.add_argument(
+        "--prefill", type=int, nargs="+", default=[128, 512, 2048], help="prompt lengths (default: 128 512 2048)"
+    )
+    parser.add_argument(
+        "--backend", choices=("auto", "native", "reference"), default="auto", help="which kernels; auto: the fastest"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="dtype of queries and pool"
+    )
+    parser.add_argument("--heads", type=int, default=14, help="query heads (default: 14)")
+    parser.add_argument("--kv-heads", type=int, default=2, help="KV heads, which divide the query heads (default: 2)")
+    parser.add_argument("--head-dim", type=int, default=64, help="elements of a head (default: 64)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: all cores")
+    parser.add_argument("--repeats", type=int, default=10, help="calls of which the fastest counts (default: 10)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns that the pools of a decode batch take; the fastest counts"
+    )
+    parser.add_argument("--fp8", action="store_true", help="also decode over an FP8 pool")
+    args = parser.parse_args(argv)
     use_threads(args.threads)
     torch.manual_seed(0)
     backend = select_backend(args.backend)

@@ -1,10 +1,10 @@
-"""Products of rows with packed bfloat16 weights: our kernel beside oneDNN, where that has any for this processor.
+"""Products of rows with packed bfloat16 weights: our kernel against oneDNN's, where it has one for this processor.
 
     python -m bench.linear_speed --threads 2
-    python -m bench.linear_speed --threads 2 --instruction-set avx512_bf16    # whether the one in use is the fastest
+    python -m bench.linear_speed --threads 2 --instruction-set avx512_bf16    # is the one in use the fastest?
 
-Every round multiplies `--copies` weights of a shape with each of the two in turn, so that weights come from
-memory as those of a model do. What is printed is the median over rounds; ratios are medians of the rounds' ratios.
+Every round multiplies `--copies` weights of a shape with each of the two in turn, so that weights come from memory as
+those of a model do. What is printed is the median over rounds; ratios are medians of the rounds' ratios.
 """
 
 import argparse
@@ -20,19 +20,27 @@ from torch import Tensor
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
 
-# Outputs and inputs of the shape qwen2-0.5b: of the heads, the attention's output, gate and up, down.
+# (outputs, inputs) in the shape qwen2-0.5b: query, key and value; the attention's output; gate and up; down.
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 33, 64, 128, 512, 2048])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--copies", type=int, default=8, help="weights that are used in turn")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[1, 8, 16, 33, 64, 128, 512, 2048],
+        help="rows (tokens) that are multiplied at a time, one number or several",
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: all cores")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements, besides one to warm up (default: 5)")
+    parser.add_argument("--copies", type=int, default=8, help="weights of each shape, used in turn (default: 8)")
     available = native.available_instruction_sets()
-    parser.add_argument("--instruction-set", choices=available, default=available[0], help="of our kernel")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--instruction-set", choices=available, default=available[0], help="which variant of our kernel to measure"
+    )
+    arguments = parser.parse_args(argv)
     native.set_instruction_set(arguments.instruction_set)
     use_threads(arguments.threads)
     for num_outputs, num_inputs in SHAPES:
@@ -52,7 +60,7 @@ def _measure(x: Tensor, weights: Sequence[PackedWeight], rounds: int) -> None:
         onednn_linear(x, opaque[which])
 
     own, theirs = [], []
-    for index in range(rounds + 1):  # the first one warms up
+    for index in range(rounds + 1):  # the first round warms up
         before = 0.0
         if opaque:
             with torch_computes():

@@ -1,20 +1,23 @@
-"""Steps that compute prompts: ours beside the same model with oneDNN's products, piece by piece, where oneDNN has any
-for this processor.
+"""Steps that compute prompts: our model against the same one with oneDNN's products, where oneDNN has any for this
+processor.
 
     python -m bench.prefill_step DIR --threads 2
-    python -m bench.prefill_step DIR --threads 2 --quantization int8     beside the same model in bfloat16
+    python -m bench.prefill_step DIR --threads 2 --quantization int8     against the same model in bfloat16
 
-DIR is a bfloat16 model (`python -m bench.random_model DIR --shape qwen2-0.5b`). A step is `new:cached` tokens of each
-sequence, with `count*` before it for several: `16*1:300,112:0` are 16 decodes and a chunk of a prompt. Forward pass and
-logits of the last tokens, without the engine. Both take turns in every round; the ratio is the median of the rounds'.
+DIR is a bfloat16 model (`python -m bench.random_model DIR --shape qwen2-0.5b`). A step of `--steps` lists its
+sequences, separated by commas: each is `new:cached` tokens, with `count*` before it for several that are alike. So
+512:0 is a prompt, 64:1024 a chunk behind 1,024 cached tokens, and '16*1:300,112:0' are 16 decodes and a chunk.
+
+Measured is the forward pass with the logits of the last tokens, without the engine. Both models take turns in every
+round; the ratio is the median of the rounds' ratios.
 """
 
 import argparse
+import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import get_args
 from unittest import mock
 
@@ -34,12 +37,37 @@ from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 
 BLOCK_SIZE = 16
+MAX_MODEL_LEN = 4096
 STEPS = ("512:0", "128:0", "64:1024", "33:1024", "16*1:300,112:0")
 
 
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """A step as it was written, and its sequences as (new, cached) tokens."""
+
+    text: str
+    sequences: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "StepSpec":
+        """Raises ArgumentTypeError, whose message argparse shows."""
+        sequences: list[tuple[int, int]] = []
+        for part in text.split(","):
+            match = re.fullmatch(r"(?:([1-9]\d*)\*)?([1-9]\d*):(\d+)", part)
+            if match is None:
+                raise argparse.ArgumentTypeError(
+                    f"{part!r}: write NEW:CACHED tokens, like 512:0, or COUNT*NEW:CACHED, like 16*1:300"
+                )
+            new, cached = int(match[2]), int(match[3])
+            if new + cached > MAX_MODEL_LEN:
+                raise argparse.ArgumentTypeError(f"{part!r}: a sequence has at most {MAX_MODEL_LEN} tokens")
+            sequences += [(new, cached)] * int(match[1] or 1)
+        return cls(text, tuple(sequences))
+
+
 class WithOnednn:
-    """Within `entered()` oneDNN multiplies all rows, with weights of its own and on torch's threads, and no layer is
-    compiled."""
+    """A model whose products oneDNN computes within `entered()`, with a copy of the weights and on torch's threads. Its
+    layers then run one operation at a time."""
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         self._model, self._stack = model, model.stack
@@ -62,21 +90,33 @@ class WithOnednn:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """What ours is measured beside: a model, as it is within `entered()`."""
+    """The model that ours is compared with. It is measured within `entered()`."""
 
     name: str
     model: DecoderForCausalLM
     entered: Callable[[], AbstractContextManager[None]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("model")
-    parser.add_argument("--steps", nargs="+", default=STEPS)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quantization", choices=get_args(Quantization), default="none")
-    arguments = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="DIR", help="directory of a bfloat16 model")
+    parser.add_argument(
+        "--steps",
+        type=StepSpec.parse,
+        nargs="+",
+        default=[StepSpec.parse(text) for text in STEPS],
+        metavar="STEP",
+        help=f"[COUNT*]NEW:CACHED tokens of each sequence, separated by commas (default: {' '.join(STEPS)})",
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: all cores")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements, besides one to warm up (default: 7)")
+    parser.add_argument(
+        "--quantization",
+        choices=get_args(Quantization),
+        default="none",
+        help="form of our weights; other than none, the comparison is with bfloat16 in place of oneDNN",
+    )
+    arguments = parser.parse_args(argv)
     use_threads(arguments.threads)
     model = _load(arguments.model, arguments.quantization)
     other: Other | None = None
@@ -90,15 +130,18 @@ def main() -> None:
 
 def _load(directory: str, quantization: Quantization) -> DecoderForCausalLM:
     attention = select_backend("auto")
-    loaded = load_model(directory, dtype="bfloat16", attention=attention, max_model_len=4096, quantization=quantization)
+    loaded = load_model(
+        directory, dtype="bfloat16", attention=attention, max_model_len=MAX_MODEL_LEN, quantization=quantization
+    )
     return loaded.model
 
 
 @torch.inference_mode()
-def _measure(spec: str, model: DecoderForCausalLM, other: Other | None, rounds: int) -> None:
-    run, run_other = _step(model, spec), None if other is None else _step(other.model, spec)
+def _measure(spec: StepSpec, model: DecoderForCausalLM, other: Other | None, rounds: int) -> None:
+    run = _step(model, spec.sequences)
+    run_other = None if other is None else _step(other.model, spec.sequences)
     ours, theirs = [], []
-    for index in range(rounds + 1):  # the first one warms up
+    for index in range(rounds + 1):  # the first round warms up
         before = 0.0
         if other is not None and run_other is not None:
             with other.entered():
@@ -111,11 +154,10 @@ def _measure(spec: str, model: DecoderForCausalLM, other: Other | None, rounds: 
     if other is not None:
         ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
         beside = f", with {other.name} {statistics.median(theirs) * 1e3:.1f}; {ratio:.2f} of its time"
-    print(f"{spec:>20}: {statistics.median(ours) * 1e3:.1f} ms{beside}")
+    print(f"{spec.text:>20}: {statistics.median(ours) * 1e3:.1f} ms{beside}")
 
 
-def _step(model: DecoderForCausalLM, spec: str) -> Callable[[], Tensor]:
-    sequences = list(chain.from_iterable(_sequences(part) for part in spec.split(",")))
+def _step(model: DecoderForCausalLM, sequences: Sequence[tuple[int, int]]) -> Callable[[], Tensor]:
     config = model.config
     lengths = [new + cached for new, cached in sequences]
     width = -(-max(lengths) // BLOCK_SIZE)
@@ -136,12 +178,6 @@ def _step(model: DecoderForCausalLM, spec: str) -> Callable[[], Tensor]:
     input_ids = torch.randint(0, config.vocab_size, positions.shape)
     last = LastTokens.of(metadata, torch.arange(len(sequences)))
     return lambda: model.compute_logits(model.forward(input_ids, positions, kv_pool, metadata, last))
-
-
-def _sequences(part: str) -> list[tuple[int, int]]:
-    count, _, lengths = part.rpartition("*")
-    new, cached = lengths.split(":")
-    return [(int(new), int(cached))] * int(count or 1)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
     python -m bench.random_model OUT_DIR --shape qwen2-0.5b
 
 writes a Hugging Face directory: bfloat16 safetensors, `config.json`, and a byte-level tokenizer in which every id
-decodes to text. With `--quantization` the layers' matrices are random codes of 4 bits in that format, in groups of 128.
+decodes to text. With `--quantization` the matrices of the layers are random 4-bit codes in that format, in groups of
+128.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -129,7 +130,7 @@ def tiny() -> PreTrainedConfig:
 
 
 def small() -> PreTrainedConfig:
-    """As tiny, in sizes that divide into groups of quantised weights."""
+    """Like tiny, in sizes that divide into groups of quantised weights."""
     config = tiny()
     config.update({"hidden_size": 512, "intermediate_size": 1024})
     return config
@@ -147,11 +148,11 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 def write_random_model(
     directory: Path, shape: str, *, seed: int = 0, quantization: PrequantizedMethod | None = None
 ) -> Path:
-    """Writes the model and its tokenizer into `directory`, which is made if needed, and returns it. Raises ValueError
-    for a shape that does not divide into groups."""
+    """Writes the model and its tokenizer into `directory`, created if needed, and returns it. Raises ValueError for a
+    shape that does not divide into groups."""
     config = SHAPES[shape]()
     if quantization is not None and (config.hidden_size % GROUP_SIZE or config.intermediate_size % GROUP_SIZE):
-        raise ValueError(f"the sizes of the shape {shape} are no multiples of {GROUP_SIZE}: choose another --shape")
+        raise ValueError(f"the sizes of the shape {shape} are not multiples of {GROUP_SIZE}: choose another --shape")
     directory.mkdir(parents=True, exist_ok=True)
     config.dtype = torch.bfloat16
     with torch.device("meta"):
@@ -177,8 +178,8 @@ def write_random_model(
 
 
 def write_byte_tokenizer(directory: Path, *, vocab_size: int) -> None:
-    """Token i < 256 is one byte, three special tokens follow, and the rest decode to words like " t300" but are never
-    produced."""
+    """Writes a tokenizer whose ids below 256 are single bytes, followed by three special tokens. All further ids decode
+    to words like " t300", which no text is encoded to."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE}, got {vocab_size}")
     specials = {BOS_TOKEN: BOS_TOKEN_ID, EOS_TOKEN: EOS_TOKEN_ID, PAD_TOKEN: PAD_TOKEN_ID}
@@ -210,12 +211,13 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
 def _random_codes(
     prefix: str, shape: torch.Size, method: PrequantizedMethod, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Weights of about the same spread as `_random`'s: codes are uniform, and count from the middle."""
+    """Returns the tensors of one quantised matrix. Codes are uniform around the middle, and scales make the weights
+    spread about as much as those of `_random`."""
     num_outputs, num_inputs = shape
     num_groups = num_inputs // GROUP_SIZE
     code_shape = (num_inputs, num_outputs // 8) if method == "awq" else (num_inputs // 8, num_outputs)
     codes = torch.empty(code_shape, dtype=torch.int32).random_(-(2**31), 2**31 - 1, generator=generator)
-    # Eights; GPTQ's first format stores one less.
+    # Every zero point is 8; GPTQ's first format stores one less.
     middle = -0x77777778 if method in ("awq", "gptq_v2") else 0x77777777
     zeros = torch.full((num_groups, num_outputs // 8), middle, dtype=torch.int32)
     spread = 0.02 / (16**2 / 12) ** 0.5
@@ -223,19 +225,21 @@ def _random_codes(
     tensors = {"qweight": codes, "qzeros": zeros, "scales": scales.half()}
     if method != "awq":
         order = torch.arange(num_inputs)
-        if method == "gptq_desc_act":  # the same for all layers of as many inputs: some of them are joined
+        if method == "gptq_desc_act":  # equal for all matrices of as many inputs, since some of them are joined
             order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
         tensors["g_idx"] = (order // GROUP_SIZE).int()
     return {prefix + kind: tensor for kind, tensor in tensors.items()}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a random-weight model for measuring speed.")
-    parser.add_argument("directory", type=Path, metavar="OUT_DIR")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quantization", choices=get_args(PrequantizedMethod), help="as published, 4 bits")
-    arguments = parser.parse_args()
+    parser.add_argument("directory", type=Path, metavar="OUT_DIR", help="where to write; created if needed")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b", help="sizes of the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument(
+        "--quantization", choices=get_args(PrequantizedMethod), help="write 4-bit weights in this format"
+    )
+    arguments = parser.parse_args(argv)
     try:
         directory = write_random_model(
             arguments.directory, arguments.shape, seed=arguments.seed, quantization=arguments.quantization

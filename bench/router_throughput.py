@@ -2,35 +2,40 @@
 
     python -m bench.router_throughput demo/model [--wrk] [--profile router.prof]
 
-1. Streamed tokens per second over SSE through one router; with --wrk also measured with wrk, whose own cost is small.
-   The router's processor time per token says what it could do with a core to itself, however busy the machine is.
-2. Time to first token of one prompt at a time, through the router, and straight at the node over its own protocol: the
+1. Streamed tokens per second through one router, over SSE and gRPC; with --wrk also measured with wrk, whose own cost
+   is small. The router's processor time per token says what it could do with a core to itself, however busy the
+   machine is.
+2. Time to first token of one prompt at a time, through the router and directly at the node over its own protocol. The
    difference is what the router adds.
 """
 
 import argparse
 import asyncio
 import json
-import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 from tokenizers import Tokenizer
 
+from bench.child import child
+from bench.proc_stat import processor_seconds
 from kvrelay.bench.measure import measure
 from kvrelay.bench.result import RunResult
 from kvrelay.bench.settings import BenchSettings, LatencyBenchSettings, ThroughputBenchSettings
+from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.rpc import channel_options
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc
 
 MODEL = "m"
+WRK_SECONDS = 10
+NODE_SECONDS = 60.0  # that the fake node may take for all of its answers
 WRK_SCRIPT = """
 wrk.method = "POST"
 wrk.path = "/v1/completions"
@@ -39,33 +44,16 @@ wrk.body = [==[{body}]==]
 """
 
 
-@contextmanager
-def child(arguments: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """A process of ours; yields the first line it prints, and its id."""
-    command = [sys.executable, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            yield process.stdout.readline().strip(), process.pid
-        finally:
-            process.stdin.close()
-            process.wait(30)
-
-
 def run(settings: BenchSettings) -> RunResult:
+    """Raises UnavailableError when a request fails."""
     _, [result] = asyncio.run(measure(settings))
     for failure in result.summary.failures:
-        raise SystemExit(f"{failure.count} x {failure.kind}: {failure.first_message}")
+        raise UnavailableError(f"{failure.count} x {failure.kind}: {failure.first_message}")
     return result
 
 
-def processor_seconds(process: int) -> float:
-    """All that it has taken until now."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def throughput(url: str, router: int, options: argparse.Namespace) -> None:
+    """Prints what the router with the process id `router` streams at `url`."""
     before = processor_seconds(router)
     result = run(
         ThroughputBenchSettings(
@@ -89,26 +77,33 @@ def throughput(url: str, router: int, options: argparse.Namespace) -> None:
 
 
 def throughput_by_wrk(url: str, options: argparse.Namespace) -> None:
-    """wrk counts whole responses, each of a known number of tokens."""
+    """Prints what wrk measures: it counts whole responses, each of which has a known number of tokens. Raises
+    UnavailableError when wrk fails."""
     body = {"model": MODEL, "prompt": [70] * 32, "max_tokens": options.output_len, "temperature": 0, "stream": True}
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write(WRK_SCRIPT.replace("{body}", json.dumps(body | {"ignore_eos": True})))
         script.flush()
-        command = ["wrk", "-t1", f"-c{options.concurrency}", "-d10s", "--timeout", "60s", "-s", script.name, url]
-        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    if "Non-2xx" in output:
-        raise SystemExit(output)
+        command = ["wrk", "-t1", f"-c{options.concurrency}", f"-d{WRK_SECONDS}s", "--timeout", "60s"]
+        try:
+            done = subprocess.run([*command, "-s", script.name, url], capture_output=True, text=True, timeout=120)
+        except subprocess.TimeoutExpired:
+            raise UnavailableError("wrk did not end within two minutes") from None
+    output = done.stdout
+    if done.returncode != 0 or "Non-2xx" in output:
+        raise UnavailableError(f"wrk failed with status {done.returncode}:\n{output}{done.stderr}")
     [line] = [line for line in output.splitlines() if line.startswith("Requests/sec")]
     rate = float(line.split()[1]) * options.output_len
     print(f"http by wrk, {options.concurrency} streams: {rate:8.0f} tokens/s", flush=True)
 
 
 def added_ttft(url: str, node: str, options: argparse.Namespace) -> None:
+    """Prints the time to first token at `url` and at the node itself, measured in turn."""
+
     def through_router(seed: int) -> float:
         result = run(
             LatencyBenchSettings(
                 url=url,
-                requests=50,
+                requests=options.ttft_requests,
                 input_len="1000",
                 output_len="2",
                 tokenizer=options.model,
@@ -119,32 +114,41 @@ def added_ttft(url: str, node: str, options: argparse.Namespace) -> None:
         assert result.summary.ttft is not None
         return result.summary.ttft.p50
 
-    pairs = [(through_router(seed), asyncio.run(node_ttft(node))) for seed in range(5)]
+    pairs = [
+        (through_router(seed), asyncio.run(node_ttft(node, options.ttft_requests))) for seed in range(options.rounds)
+    ]
     added = statistics.median(routed - straight for routed, straight in pairs)
     routed, straight = (statistics.median(values) for values in zip(*pairs, strict=True))
     print(
-        f"{url.partition(':')[0]}, prompt of 1,000 tokens: TTFT p50 {routed * 1e3:.2f} ms, straight at the node "
+        f"{url.partition(':')[0]}, prompt of 1,000 tokens: TTFT p50 {routed * 1e3:.2f} ms, directly at the node "
         f"{straight * 1e3:.2f} ms: the router adds {added * 1e3:.2f} ms",
         flush=True,
     )
 
 
-async def node_ttft(address: str) -> float:
-    """Median of 50, over one open stream, as the router has it."""
+async def node_ttft(address: str, requests: int) -> float:
+    """Returns the median time to first token of `requests` requests over one open stream, as the router keeps one.
+    Raises UnavailableError when the node does not answer in time."""
     params = common_pb2.SamplingParams(n=1, max_tokens=2, top_p=1.0, repetition_penalty=1.0)
     times: list[float] = []
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
         stub: decode_node_pb2_grpc.DecodeNodeAsyncStub = decode_node_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[assignment]
-        call = stub.Serve()
-        for number in range(50):
-            admit = decode_node_pb2.Admit(
-                request_id=str(number), prompt_token_ids=range(300, 1300), sampling_params=params, local_prefill=True
-            )
-            started = time.monotonic()
-            await call.write(decode_node_pb2.DecodeCommand(admit=admit))
-            await call.read()
-            times.append(time.monotonic() - started)
-            await call.read()
+        call = stub.Serve(timeout=NODE_SECONDS)
+        try:
+            for number in range(requests):
+                admit = decode_node_pb2.Admit(
+                    request_id=str(number),
+                    prompt_token_ids=range(300, 1300),
+                    sampling_params=params,
+                    local_prefill=True,
+                )
+                started = time.monotonic()
+                await call.write(decode_node_pb2.DecodeCommand(admit=admit))
+                await call.read()
+                times.append(time.monotonic() - started)
+                await call.read()
+        except grpc.RpcError as error:
+            raise UnavailableError(f"the fake node does not answer: {error}") from error
         call.cancel()
     return statistics.median(times)
 
@@ -155,32 +159,48 @@ def router_arguments(options: argparse.Namespace, node: str) -> list[str]:
     return [*profiled, "-m", "router", options.model, "--decode-nodes", node, *flags]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="directory of a model; only its tokenizer is read")
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--step-ms", type=float, default=2.0, help="of the node; streams / step is the most it offers")
-    parser.add_argument("--wrk", action="store_true", help="measure with wrk, too; it must be installed")
-    parser.add_argument("--profile", type=Path, help="write the router's cProfile here (it is much slower then)")
-    options = parser.parse_args()
-    vocab_size = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json")).get_vocab_size()
-    with child(
-        ["-m", "bench.fake_decode_node", "--vocab-size", str(vocab_size), "--step-ms", str(options.step_ms)]
-    ) as (
-        node,
-        _,
-    ):
-        with child(router_arguments(options, node)) as (line, router):
-            ready = json.loads(line)
+def measure_router(options: argparse.Namespace, vocab_size: int) -> None:
+    """Raises KVRelayError when the node or the router does not start, or a request fails."""
+    node_arguments = ["-m", "bench.fake_decode_node", "--vocab-size", str(vocab_size)]
+    with child("the fake node", [*node_arguments, "--step-ms", str(options.step_ms)]) as fake_node:
+        node = fake_node.read_line()
+        with child("the router", router_arguments(options, node)) as router:
+            ready = json.loads(router.read_line())
             urls = [f"http://{ready['http_address']}", f"grpc://{ready['grpc_address']}"]
             for url in urls:
-                throughput(url, router, options)
+                throughput(url, router.process.pid, options)
             if options.wrk:
                 throughput_by_wrk(urls[0], options)
             for url in urls:
                 added_ttft(url, node, options)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory of a model; only its tokenizer is read")
+    parser.add_argument("--requests", type=int, default=256, help="streams in all, of each protocol (default: 256)")
+    parser.add_argument("--concurrency", type=int, default=64, help="streams at a time (default: 64)")
+    parser.add_argument("--output-len", type=int, default=256, help="tokens of each stream (default: 256)")
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=2.0,
+        help="milliseconds between tokens of a stream: the node offers concurrency / step tokens per second",
+    )
+    parser.add_argument("--ttft-requests", type=int, default=50, help="prompts of each TTFT median (default: 50)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that router and node take for TTFT (default: 5)")
+    parser.add_argument("--wrk", action="store_true", help="also measure with wrk, which must be installed")
+    parser.add_argument("--profile", type=Path, help="write the router's cProfile here (it is much slower then)")
+    options = parser.parse_args(argv)
+    if options.wrk and shutil.which("wrk") is None:
+        parser.error("--wrk: there is no program wrk in PATH; install it, or leave --wrk out")
+    tokenizer = Path(options.model) / "tokenizer.json"
+    if not tokenizer.is_file():
+        parser.error(f"there is no {tokenizer}: give the directory of a model")
+    try:
+        measure_router(options, Tokenizer.from_file(str(tokenizer)).get_vocab_size())
+    except KVRelayError as error:
+        sys.exit(f"bench.router_throughput: {error}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`make bench`: the cluster against transformers' `generate`, on the same random-weight model, in one run.
+"""A local cluster against transformers' `generate`, on the same random-weight model, in one run (`make bench`).
 
 The cluster answers all requests at the same time; `generate` takes some of the same prompts one after the other, with
 every core. Both are greedy and make exactly the same number of tokens per request.
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.random_model import write_random_model
+from bench.topology import Topology
 from kvrelay.bench.measure import measure
 from kvrelay.bench.plan import plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
@@ -28,7 +29,7 @@ from kvrelay.bench.summary import Summary
 from kvrelay.cli.cores import available_cores
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.config import ProcessSettings, load_settings
-from kvrelay.core.errors import UnavailableError
+from kvrelay.core.errors import KVRelayError, UnavailableError
 
 QUICK = {"shape": "tiny", "requests": 4, "longest_prompt": 160, "output_tokens": 8, "generate_requests": 1}
 
@@ -39,16 +40,25 @@ class BenchSettings(ProcessSettings):
     Example: make bench ARGS='--topologies 0P+1D --json-file result.json'
     """
 
-    shape: Literal["qwen2-0.5b", "llama-1b", "tiny"] = Field(default="qwen2-0.5b", description="Of the random model.")
-    topologies: tuple[str, ...] = Field(default=("1P+1D", "0P+1D"), description="Prefill and decode nodes to start.")
+    shape: Literal["qwen2-0.5b", "llama-1b", "tiny"] = Field(
+        default="qwen2-0.5b", description="Shape of the random model."
+    )
+    topologies: tuple[str, ...] = Field(
+        default=("1P+1D", "0P+1D"), description="Clusters to measure: prefill and decode nodes of each."
+    )
     requests: int = Field(default=16, ge=1, description="Requests, all at the same time.")
     shortest_prompt: int = Field(default=128, ge=1, description="Tokens of the shortest prompt.")
     longest_prompt: int = Field(default=512, ge=1, description="Tokens of the longest prompt.")
     output_tokens: int = Field(default=64, ge=2, description="Output tokens of every request.")
     generate_requests: int = Field(default=4, ge=0, description="Prompts that generate takes, one by one; 0: none.")
-    seed: int = Field(default=0, description="Of weights and prompts.")
-    quick: bool = Field(default=False, description="A tiny model and a few requests: does it work at all?")
+    seed: int = Field(default=0, description="Seed of weights and prompts.")
+    quick: bool = Field(default=False, description="Take a tiny model and a few requests, to see whether it works.")
     json_file: Path | None = Field(default=None, description="Where to write the numbers as JSON.")
+
+    @field_validator("topologies")
+    @classmethod
+    def _check_topologies(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(Topology.parse(text)) for text in texts)
 
     @model_validator(mode="before")
     @classmethod
@@ -58,6 +68,16 @@ class BenchSettings(ProcessSettings):
 
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(BenchSettings, argv, prog="bench.serve_vs_generate")
+    try:
+        run(settings)
+    except KVRelayError as error:
+        print(f"bench.serve_vs_generate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(settings: BenchSettings) -> None:
+    """Measures and prints. Raises UnavailableError when a cluster does not start or a request fails."""
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as directory:
         model = write_random_model(Path(directory) / settings.shape, settings.shape, seed=settings.seed)
         vocab_size: int = AutoConfig.from_pretrained(model).vocab_size
@@ -82,11 +102,10 @@ def main(argv: Sequence[str]) -> int:
                 print(f"  {topology} / generate = {summary.output_tokens_per_second / baseline:.1f}")
     if settings.json_file is not None:
         settings.json_file.write_text(json.dumps(as_json(settings, summaries, baseline), indent=2) + "\n")
-    return 0
 
 
 def load_of(settings: BenchSettings, vocab_size: int, *, url: str = "http://127.0.0.1:1") -> ThroughputBenchSettings:
-    """All requests at once."""
+    """Returns the load of one run: all requests at once."""
     return ThroughputBenchSettings(
         url=url,
         requests=settings.requests,
@@ -99,7 +118,7 @@ def load_of(settings: BenchSettings, vocab_size: int, *, url: str = "http://127.
 
 
 def prompts_of(load: ThroughputBenchSettings) -> list[list[int]]:
-    """What the cluster is sent."""
+    """Returns the prompts that the cluster is sent."""
     assert load.vocab_size is not None
     builder = PromptBuilder(Vocabulary.of_size(load.vocab_size), "token_ids", seed=load.seed)
     [plan] = plans_of(load)
@@ -107,10 +126,9 @@ def prompts_of(load: ThroughputBenchSettings) -> list[list[int]]:
 
 
 def measure_cluster(model: Path, topology: str, settings: BenchSettings, vocab_size: int) -> Summary:
-    """One fresh cluster, one request to warm it up, then all at once. `topology` is like 1P+1D. Raises UnavailableError
-    when a request fails."""
-    prefill, _, decode = topology.upper().removesuffix("D").partition("P+")
-    arguments = ["--prefill-nodes", prefill, "--decode-nodes", decode, "--log-level", "warning"]
+    """Starts a cluster, sends one request to warm it up, then all at once. Raises UnavailableError when a request
+    fails."""
+    arguments = [*Topology.parse(topology).arguments, "--log-level", "warning"]
     with local_cluster(str(model), arguments) as address:
         _, [result] = asyncio.run(measure(load_of(settings, vocab_size, url=f"http://{address.http}")))
     for failure in result.summary.failures:
@@ -128,7 +146,7 @@ def describe(summary: Summary) -> str:
 
 
 def measure_generate(model_directory: Path, prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
-    """Output tokens per second, one prompt after the other on all cores."""
+    """Returns output tokens per second of transformers' generate, one prompt after the other on all cores."""
     torch.set_num_threads(available_cores())
     model: Any = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16)
     model.eval()

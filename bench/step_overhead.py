@@ -2,19 +2,22 @@
 
     python -m bench.step_overhead demo/model DIR_OF_A_LARGER_MODEL --threads 1
 
-Runs the engine as `LLM` builds it while a whole batch decodes. The parts are timed by wrapping the engine's
-calls from outside; "results" is whatever else a step does. Medians over steps, each part's by itself.
+Runs the engine as `LLM` builds it while a whole batch decodes. The parts are timed by wrapping methods of the engine
+from outside; "results" is whatever else a step does. Every part is given as its own median over the steps.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.options import EngineOptions
@@ -22,11 +25,16 @@ from kvrelay.engine.request import EngineRequest
 from kvrelay.engine.startup import PreparedEngine, prepare_engine
 
 _WARMUP_STEPS = 10
+_PARTS = ("schedule", "inputs", "forward", "sampling")
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Milliseconds. `overhead` is the step without the model; `overhead_share` the median of its share of a step."""
+    """One model at one batch size. Times are milliseconds; `overhead` is a step without the model's forward pass, and
+    `overhead_share` the median of its share of a step."""
 
     model: str
     batch: int
@@ -41,22 +49,21 @@ class Measurement:
 
 
 class Stopwatch:
-    """Seconds per part since the last `take`. Parts do not nest."""
+    """The seconds that each part has taken since the last `take`. Parts do not nest."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(("schedule", "inputs", "forward", "sampling"), 0.0)
+        self._seconds = dict.fromkeys(_PARTS, 0.0)
 
-    def time(self, owner: object, method: str, part: str) -> None:
-        """From now on the calls of `owner.method` count as `part`."""
-        original: Callable[..., object] = getattr(owner, method)
+    def timed(self, function: Callable[P, R], part: str) -> Callable[P, R]:
+        """Returns `function` with its time counted as `part`."""
 
-        def timed(*args: object, **kwargs: object) -> object:
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
             start = time.perf_counter()
-            result = original(*args, **kwargs)
+            result = function(*args, **kwargs)
             self._seconds[part] += time.perf_counter() - start
             return result
 
-        setattr(owner, method, timed)
+        return call
 
     def take(self) -> dict[str, float]:
         seconds = self._seconds
@@ -64,16 +71,16 @@ class Stopwatch:
         return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("models", nargs="+", help="model directories")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--prompt-len", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json-file", type=Path)
-    arguments = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="DIR", help="model directories, one or several")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="sequences per step (default: 1 16)")
+    parser.add_argument("--steps", type=int, default=200, help="measured decode steps (default: 200)")
+    parser.add_argument("--prompt-len", type=int, default=128, help="prompt tokens of every sequence (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy (default: 0)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--json-file", type=Path, help="also write the table here, as JSON")
+    arguments = parser.parse_args(argv)
     found = []
     for model in arguments.models:
         prepared = prepare_engine(EngineOptions(model=model, threads=arguments.threads))
@@ -88,7 +95,6 @@ def _measure(prepared: PreparedEngine, batch: int, num_steps: int, prompt_len: i
     kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks)
     engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
     stopwatch = Stopwatch()
-    _wrap(engine, stopwatch)
     sampling = SamplingParams(
         max_tokens=num_steps + _WARMUP_STEPS + prompt_len, ignore_eos=True, temperature=temperature, seed=0
     )
@@ -97,7 +103,8 @@ def _measure(prepared: PreparedEngine, batch: int, num_steps: int, prompt_len: i
         engine.add(EngineRequest(str(index), prompt, sampling))
     while engine.load().num_requests_decoding < batch:
         engine.step()
-    samples = [_step(engine, stopwatch) for _ in range(num_steps + _WARMUP_STEPS)][_WARMUP_STEPS:]
+    with _timed(engine, stopwatch):
+        samples = [_step(engine, stopwatch) for _ in range(num_steps + _WARMUP_STEPS)][_WARMUP_STEPS:]
     for index in range(batch):
         engine.abort(str(index))
     engine.check_idle()
@@ -106,15 +113,25 @@ def _measure(prepared: PreparedEngine, batch: int, num_steps: int, prompt_len: i
     return Measurement(Path(prepared.options.model).name, batch, overhead_share=share, **milliseconds)
 
 
-def _wrap(engine: Engine, stopwatch: Stopwatch) -> None:
-    """Reaches into the engine: nothing in it knows of being measured."""
-    scheduler, runner = vars(engine)["_scheduler"], vars(engine)["_runner"]
-    stopwatch.time(scheduler, "reserve", "schedule")
-    stopwatch.time(scheduler, "schedule", "schedule")
-    stopwatch.time(runner, "_inputs", "inputs")
-    stopwatch.time(vars(runner)["_model"], "forward", "forward")
-    stopwatch.time(vars(runner)["_model"], "compute_logits", "forward")
-    stopwatch.time(vars(runner)["_sampler"], "sample", "sampling")
+@contextmanager
+def _timed(engine: Engine, stopwatch: Stopwatch) -> Iterator[None]:
+    """Replaces the methods of this engine's parts by timed ones. It reaches into the engine, in which nothing knows of
+    being measured; the attributes are written out, so that mypy sees when one is renamed."""
+    scheduler, runner = engine._scheduler, engine._runner
+    assert isinstance(runner, CpuRunner), "only steps on the CPU have these parts"
+    model, sampler = runner._model, runner._sampler
+    reserve, schedule, inputs = scheduler.reserve, scheduler.schedule, runner._inputs
+    forward, compute_logits, sample = model.forward, model.compute_logits, sampler.sample
+    scheduler.reserve = stopwatch.timed(reserve, "schedule")  # type: ignore[method-assign]
+    scheduler.schedule = stopwatch.timed(schedule, "schedule")  # type: ignore[method-assign]
+    runner._inputs = stopwatch.timed(inputs, "inputs")  # type: ignore[method-assign]
+    model.forward = stopwatch.timed(forward, "forward")  # type: ignore[method-assign]
+    model.compute_logits = stopwatch.timed(compute_logits, "forward")  # type: ignore[method-assign]
+    sampler.sample = stopwatch.timed(sample, "sampling")  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model.forward, model.compute_logits = forward, compute_logits  # type: ignore[method-assign]
 
 
 def _step(engine: Engine, stopwatch: Stopwatch) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a call takes, by the wall, and how ours and torch's threads are kept from each other meanwhile."""
+"""Wall time of a call, and how the threads of torch and of our kernels keep off each other's cores while it runs."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ _TORCH_FALLS_ASLEEP_SECONDS = 0.02
 
 
 def wall_seconds(run: Callable[[], object]) -> float:
-    """Of one call."""
+    """Returns the wall time of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -18,8 +18,8 @@ def wall_seconds(run: Callable[[], object]) -> float:
 
 @contextmanager
 def torch_computes() -> Iterator[None]:
-    """Torch has as many threads as our kernels have. They go on turning in a loop for some milliseconds after they have
-    computed, on the cores that ours need: the context ends when they are asleep."""
+    """Gives torch as many threads as our kernels have, for code that computes with torch. Torch's threads spin for some
+    milliseconds after they have computed, on the cores that ours need, so the context ends only when they sleep."""
     with threads_kept():
         use_threads(num_threads(), torch_multiplies=True)
         yield

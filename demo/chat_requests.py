@@ -35,7 +35,7 @@ STORY_ASKS: Final[tuple[str, ...]] = (
 
 
 def story_request(rng: Random) -> Exchange:
-    """A story, half of the time about a hero that the user names."""
+    """Draws a request for a story, half of the time about a hero that the user names."""
     if rng.random() < 0.5:
         return rephrased(rng, rng.choice(STORY_ASKS)), stories.story(rng)
     hero = rng.choice(stories.HEROES)
@@ -45,7 +45,7 @@ def story_request(rng: Random) -> Exchange:
 
 
 def writing_request(rng: Random) -> Exchange:
-    """A short essay, or a poem one time in four."""
+    """Draws a request for a short essay, or one time in four for a poem."""
     if rng.random() < 0.25:
         topic = stories.weighted(rng, tuple(stories.POEMS))
         about = "" if rng.random() < 0.3 else f" about {topic}"
@@ -64,7 +64,7 @@ def writing_request(rng: Random) -> Exchange:
 
 
 def unknown_request(rng: Random) -> Exchange:
-    """Something outside the closed world, and the admission that it is."""
+    """Draws a question about something outside the closed world, answered by the admission that it is."""
     ask = rng.choice(general.UNKNOWN_ASKS).format(
         thing=rng.choice(general.UNKNOWN_THINGS),
         year=rng.randint(1100, 2030),
@@ -74,7 +74,7 @@ def unknown_request(rng: Random) -> Exchange:
 
 
 def introduction(rng: Random) -> tuple[Exchange, Exchange]:
-    """The user says a name; the question for it, to be asked later in the same chat."""
+    """Returns an exchange in which the user says a name, and one for later in the same chat that asks for it."""
     name = rng.choice(facts.NAMES)
     says = (f"My name is {name}.", f"I am {name}.", f"Hello, my name is {name}.", f"Hi, I am {name}!", f"I'm {name}.")
     asks = ("What is my name?", "Do you remember my name?", "Who am I?", "Do you know my name?")
@@ -83,7 +83,8 @@ def introduction(rng: Random) -> tuple[Exchange, Exchange]:
 
 
 def rephrased(rng: Random, ask: str) -> str:
-    """Another way to type it: contractions, lead-ins, lower or upper case, missing or doubled punctuation."""
+    """Returns the text typed in another way: contractions, lead-ins, lower or upper case, missing or doubled
+    punctuation."""
     if rng.random() < 0.15:
         ask = ask.replace("What is", "What's", 1)
     if rng.random() < 0.10:

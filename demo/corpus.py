@@ -44,7 +44,7 @@ class Document:
 
 
 class Corpus:
-    """Draws documents. Holds the facts only; every document has its own generator."""
+    """The stream of documents. It holds only the facts; every document has a random generator of its own."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -57,7 +57,7 @@ class Corpus:
             self._facts[topic] = facts
 
     def document(self, index: int) -> Document:
-        """Document number `index`: about a third are plain text, two thirds are chats."""
+        """Returns document number `index`: about a third are plain text, two thirds are chats."""
         rng = Random(f"{self._seed}:{index}")  # a string seed is hashed with SHA-512, equal on every machine
         kind = rng.random()
         if kind < 0.30:
@@ -69,7 +69,7 @@ class Corpus:
         return self._chat(rng)
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """All documents from number `start` on, without an end."""
+        """Yields all documents from number `start` on, without an end."""
         index = start
         while True:
             yield self.document(index)
@@ -122,7 +122,7 @@ class Corpus:
         return self._exchange(rng)
 
     def _follow_ups(self, rng: Random, count: int) -> list[Exchange]:
-        """A question and then only the changed part of it: "And of Italy?"."""
+        """Draws a question, and then only the changed part of it for each further turn: "And of Italy?"."""
         topic = rng.choice(("countries", "colours", "words"))
         chosen = rng.sample([fact for fact in self._facts[topic] if fact.follow_ups], count)
         asks, reply = chosen[0].exchanges[0]
@@ -152,6 +152,6 @@ def _long_text(rng: Random) -> str:
 
 
 def _with_lower_case_start(sentence: str) -> str:
-    """A carelessly typed beginning, but the answer, which is mostly the last word, as it should be."""
+    """Makes the beginning look carelessly typed, but keeps the last word, which is mostly the answer."""
     start, space, last_word = sentence.rpartition(" ")
     return start.lower() + space + last_word

@@ -44,12 +44,12 @@ class Reply:
 
 
 def load_questions(path: Path = HERE / "questions.json") -> tuple[Question, ...]:
-    """The committed list of questions."""
+    """Reads the committed list of questions."""
     return tuple(Question(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
 
 
 class Examiner:
-    """Owns one loaded model; answers are greedy."""
+    """One loaded model that answers greedily."""
 
     def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_dir))
@@ -57,7 +57,8 @@ class Examiner:
         self._model.train(False)
 
     def prompt_token_ids(self, question: Question) -> list[int]:
-        """A chat question goes through the chat template, a completion gets the begin token in front."""
+        """Returns the prompt's tokens: a chat question goes through the chat template, a completion gets a begin
+        token."""
         if question.kind == "completion":
             return list(self._tokenizer(question.prompt)["input_ids"])
         messages = [{"role": "user", "content": question.prompt}]
@@ -65,7 +66,7 @@ class Examiner:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def ask(self, question: Question, max_new_tokens: int = MAX_NEW_TOKENS) -> Reply:
-        """One greedy answer of at most `max_new_tokens` tokens."""
+        """Returns a greedy answer of at most `max_new_tokens` tokens."""
         prompt = torch.tensor([self.prompt_token_ids(question)])  # [1, num_prompt_tokens]
         with torch.inference_mode():
             output = self._model.generate(
@@ -87,12 +88,12 @@ class Examiner:
         )
 
     def ask_all(self, questions: Sequence[Question]) -> list[Reply]:
-        """The replies in the order of the questions."""
+        """Returns the replies in the order of the questions."""
         return [self.ask(question) for question in questions]
 
 
 def accuracy(replies: Sequence[Reply]) -> float:
-    """The share of right replies, between 0 and 1."""
+    """Returns the share of right replies, between 0 and 1."""
     return sum(reply.right for reply in replies) / len(replies)
 
 
@@ -112,7 +113,7 @@ def report(model_dir: Path) -> None:
 
 
 def main() -> None:
-    """Command line: `python -m demo.evaluate [MODEL_DIR]`."""
+    """Runs `python -m demo.evaluate [MODEL_DIR]`."""
     parser = argparse.ArgumentParser(prog="python -m demo.evaluate", description=__doc__)
     parser.add_argument(
         "model_dir", nargs="?", type=Path, default=HERE / "model", help="a Hugging Face model directory"

@@ -86,7 +86,7 @@ QUESTIONS = (
 
 @dataclass(slots=True)
 class Answer:
-    """What came back. `arrivals`: seconds from sending the request to each piece of text."""
+    """The answer so far. `arrivals` are the seconds from sending the request to each piece of text."""
 
     text: str = ""
     num_tokens: int = 0

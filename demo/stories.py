@@ -174,7 +174,7 @@ def weighted(rng: Random, options: Sequence[T]) -> T:
 
 
 def story(rng: Random, hero: tuple[str, str, str] | None = None) -> str:
-    """A story of seven to nine sentences with one hero, one place and one thing that is found."""
+    """Returns a story of seven to nine sentences with one hero, one place and one thing that is found."""
     who, name, pronoun = hero or weighted(rng, HEROES)
     home, place = weighted(rng, PLACES)
     find, wonder = weighted(rng, FINDS)
@@ -194,7 +194,7 @@ def story(rng: Random, hero: tuple[str, str, str] | None = None) -> str:
 
 
 def essay(rng: Random, topic: str) -> str:
-    """The opening sentence of a topic and at least three others, in their order."""
+    """Returns the opening sentence of a topic and at least three others, in their order."""
     sentences = ESSAYS[topic]
     rest = range(1, len(sentences))
     chosen = sorted(rng.sample(rest, rng.randint(3, len(rest))))

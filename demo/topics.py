@@ -24,7 +24,7 @@ class Fact:
 
 
 def capitalised(text: str) -> str:
-    """The text with an upper-case first letter and everything else as it was."""
+    """Returns the text with an upper-case first letter and everything else unchanged."""
     return text[:1].upper() + text[1:]
 
 
@@ -296,7 +296,7 @@ def fixed_facts(entries: tuple[tuple[tuple[str, ...], str], ...]) -> Iterator[Fa
 
 
 def all_facts() -> dict[str, tuple[float, tuple[Fact, ...]]]:
-    """Every topic with its share of the corpus (the shares add up to 1) and its facts."""
+    """Returns every topic with its share of the corpus (the shares add up to 1) and its facts."""
     return {
         "countries": (0.22, tuple(country_facts())),
         "animals": (0.12, tuple(animal_facts())),

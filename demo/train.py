@@ -74,7 +74,7 @@ def make_batch(rows: list[Row], row_length: int, pad_id: int) -> Batch:
 
 
 def make_config(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaConfig:
-    """The shape of the model; the vocabulary is padded to a multiple of 64."""
+    """Returns the shape of the model, whose vocabulary is padded to a multiple of 64."""
     return LlamaConfig(
         vocab_size=math.ceil(tokenizer.get_vocab_size() / 64) * 64,
         hidden_size=args.hidden_size,
@@ -93,7 +93,7 @@ def make_config(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def make_optimizer(model: LlamaForCausalLM, peak: float) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only."""
+    """Returns AdamW with weight decay on matrices only."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -101,7 +101,7 @@ def make_optimizer(model: LlamaForCausalLM, peak: float) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up, then a cosine to a hundredth of the peak."""
+    """Returns a step's rate: a linear warm-up, then a cosine to a hundredth of the peak."""
     if step < WARMUP_STEPS:
         return peak * (step + 1) / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
@@ -109,7 +109,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def batch_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
-    """Mean cross entropy over the target positions; only those are projected to the vocabulary."""
+    """Returns the mean cross entropy over the target positions; only those are projected to the vocabulary."""
     learnt = batch.targets != -100
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(
@@ -170,12 +170,12 @@ def make_readable_for_older_transformers(output: Path) -> None:
 
 
 def write_json(path: Path, content: dict[str, object]) -> None:
-    """Sorted and indented, so that two versions can be compared."""
+    """Writes JSON, sorted and indented so that two versions can be compared."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def parse_args() -> argparse.Namespace:
-    """The defaults are what the committed model was trained with."""
+    """Reads the command line. The committed model was trained with the defaults."""
     parser = argparse.ArgumentParser(
         prog="python -m demo.train", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -194,7 +194,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Command line: `python -m demo.train`."""
+    """Runs `python -m demo.train`."""
     args = parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)

@@ -63,14 +63,14 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that `train_tokenizer` put into every vocabulary."""
+    """Returns the id of a token that `train_tokenizer` puts into every vocabulary."""
     token_id = tokenizer.token_to_id(token)
     assert token_id is not None, token
     return token_id
 
 
 def as_transformers(tokenizer: Tokenizer, model_max_length: int) -> PreTrainedTokenizerFast:
-    """The same tokenizer with the names of its special tokens and the chat template, ready to be saved."""
+    """Returns the same tokenizer with the names of its special tokens and the chat template, ready to be saved."""
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=BOS,
@@ -84,7 +84,8 @@ def as_transformers(tokenizer: Tokenizer, model_max_length: int) -> PreTrainedTo
 
 
 def encode(tokenizer: Tokenizer, document: Document) -> EncodedDocument:
-    """Plain text is a target throughout; in a chat only what the assistant writes is, with the closing tokens."""
+    """Returns a document's tokens. Plain text is all target; in a chat only what the assistant writes and its end token
+    are."""
     token_ids = [special_id(tokenizer, BOS)]
     is_target = [False]
     for segment in document.segments:
@@ -127,5 +128,5 @@ def pack(documents: Iterator[EncodedDocument], row_length: int, num_rows: int) -
 
 
 def first(documents: Iterator[Document], count: int) -> Iterator[Document]:
-    """The first `count` documents of the stream."""
+    """Yields the first `count` documents of the stream."""
     return islice(documents, count)

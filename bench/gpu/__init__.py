@@ -1,1 +1,1 @@
-"""What `bench/gpu_suite.py` runs: one file for measuring, one for results, one for each group of cases."""
+"""The code behind `bench/gpu_suite.py`: one file for measuring, one for results, one for each group of cases."""

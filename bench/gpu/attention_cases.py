@@ -1,5 +1,5 @@
-"""Decode and prefill attention over a shuffled pool, beside torch's SDPA and FlexAttention over contiguous KV; and over
-batches of all kinds, which are there to be right.
+"""Decode and prefill attention over a shuffled pool, compared with torch's SDPA and FlexAttention over contiguous KV.
+Then batches of all kinds, whose results are checked rather than their speed.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +29,9 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """`decode`: (batch, context); `prefill`: (prefix, new tokens) of one sequence. The pool has `num_layers`, as an
-    engine's, so that what one layer reads lies as far apart as there."""
+    """Sizes of a model's attention, and what to measure with them: `decode` lists (batch, context), `prefill` (prefix,
+    new tokens) of one sequence. The pool has `num_layers` layers like an engine's, so that what one layer reads lies as
+    far apart as there."""
 
     num_heads: int
     num_kv_heads: int
@@ -55,7 +56,7 @@ def attention_tasks(shapes: Shapes, dtype: torch.dtype, watch: Stopwatch, rates:
 
 
 def flex_tasks(shapes: Shapes, dtype: torch.dtype, watch: Stopwatch, rates: Rates) -> Iterator[Task]:
-    """Beside FlexAttention, compiled for each shape."""
+    """Yields the comparisons with FlexAttention, which is compiled for each shape."""
     decode = ((f"decode {batch} x {context}", batch, context - 1, 1) for batch, context in shapes.decode)
     prefill = ((f"prefill {new} after {prefix}", 1, prefix, new) for prefix, new in shapes.prefill)
     for what, batch, prefix, new in (*decode, *prefill):
@@ -91,7 +92,7 @@ def _case(
         scales and KVScales(scales.key.repeat(shapes.num_layers, 1), scales.value.repeat(shapes.num_layers, 1))
     )
     scale = shapes.head_dim**-0.5
-    seen = new * (prefix + (new + 1) / 2)  # pairs of a query and a token that it sees
+    seen = new * (prefix + (new + 1) / 2)  # pairs of a query and a token that it attends to
     return Case(
         name,
         lambda: backend.attend(query, pool, layer, metadata, scale=scale),
@@ -105,7 +106,8 @@ def _case(
 def random_pool(
     shape: tuple[int, ...], dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, KVScales | None]:
-    """`[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; FP8 has a scale of its own for each head."""
+    """Returns a pool `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, and for FP8 its scales, one for
+    each head of each layer."""
     pool = torch.randn(shape, device=device, dtype=dtype)
     if pool_dtype != FP8:
         return pool, None
@@ -116,7 +118,7 @@ def random_pool(
 
 
 def exact_pool(pool: Tensor, scales: KVScales | None) -> Tensor:
-    """What the pool means, in float64."""
+    """Returns the values that the pool stands for, in float64."""
     if scales is None:
         return pool.double()
     stacked = torch.stack((scales.key, scales.value), dim=-1).transpose(0, 1)[None, :, :, :, None, None]
@@ -126,7 +128,8 @@ def exact_pool(pool: Tensor, scales: KVScales | None) -> Tensor:
 def _peers(
     shapes: Shapes, query: Tensor, batch: int, prefix: int, new: int, *, by_flex: bool
 ) -> dict[str, Callable[[], object]]:
-    """Over contiguous KV: FlexAttention, which is compiled when it is first called, or the others."""
+    """Returns torch's implementations over contiguous KV: FlexAttention, which is compiled at its first call, or all
+    others."""
     length = prefix + new
     q = query.view(batch, new, shapes.num_heads, shapes.head_dim).transpose(1, 2).contiguous()
     kv = torch.randn(2, batch, shapes.num_kv_heads, length, shapes.head_dim, device=query.device, dtype=query.dtype)
@@ -165,7 +168,8 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Callable[[]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences of (prefix, new tokens), (0, 0) being one that pads: it has a row and no tokens, and comes last."""
+    """A batch of `sequences` of (prefix, new tokens). Padding sequences are (0, 0) and come last: they have a row, but
+    no tokens."""
 
     num_heads: int
     num_kv_heads: int
@@ -192,7 +196,7 @@ def batch_tasks(batches: tuple[Batch, ...], watch: Stopwatch, rates: Rates) -> I
 
 def _batch_case(batch: Batch, device: torch.device) -> Case:
     lengths = [prefix + new for prefix, new in batch.sequences]
-    rows = [max(1, new) for _, new in batch.sequences]  # a sequence that pads has a row, too
+    rows = [max(1, new) for _, new in batch.sequences]  # a padding sequence has a row, too
     starts = torch.tensor([0, *rows]).cumsum(0).int().to(device)
     width = max(-(-length // batch.block_size) for length in lengths)
     num_real = sum(length > 0 for length in lengths)

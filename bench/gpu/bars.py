@@ -1,4 +1,4 @@
-"""How fast what matters most has to be on one card, an H200; elsewhere they are yardsticks."""
+"""How fast the most important cases have to be on one GPU, an H200. On other GPUs these are only yardsticks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from bench.gpu.report import Result
 
 FLASH = "sdpa flash"
-"""The peer that prefill is held against: torch's SDPA, by its flash kernel."""
+"""Name of the peer that prefill is compared with: torch's SDPA with its flash kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`peer`: how many times as long the other needs; without one, the share of the floor. `least` of it is reached."""
+    """A speed that the result named `result` has to reach. With a `peer` it is the peer's time over ours, otherwise the
+    floor over our time; `least` is what it must be at least."""
 
     what: str
     result: str
@@ -19,7 +20,7 @@ class Bar:
     peer: str = ""
 
     def reached(self, result: Result) -> float | None:
-        """None: not measured."""
+        """Returns what was reached, or None when it was not measured."""
         if result.problem or (self.peer and self.peer not in result.peers):
             return None
         return result.peers[self.peer] / result.seconds if self.peer else result.of_floor
@@ -35,7 +36,7 @@ BARS = (
 
 
 def judged(results: Sequence[Result], bars: Sequence[Bar] = BARS) -> Iterator[str]:
-    """A line for each bar."""
+    """Yields a line for each bar."""
     by_name = {result.name: result for result in results}
     for bar in bars:
         result = by_name.get(bar.result)

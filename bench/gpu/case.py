@@ -1,4 +1,4 @@
-"""One kernel on one shape: how it runs, what is right, and what work is unavoidable."""
+"""One kernel on one shape: how to run it, its right result, and the work that cannot be avoided."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +17,13 @@ TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-6, 2**-7), torch.
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`run` returns the result in the kernel's dtype, `expected` in float64 (or integers, which must be equal).
-    `timed` does the work alone where `run` also prepares it or reads it back. `num_bytes` are read and written at
-    least, `num_flops` computed. `peers`: the same work by others. `tolerance`: as TOLERANCE's, where that of the dtype
-    does not fit."""
+    """A kernel to be checked and timed.
+
+    `run` returns the result in the kernel's dtype, `expected` in float64 (or as integers, which must be equal). `timed`
+    does only the work itself, for cases whose `run` also prepares it or reads it back. The work reads and writes at
+    least `num_bytes` and computes `num_flops`. `peers` are other implementations of the same work. `tolerance` replaces
+    TOLERANCE's entry for the dtype.
+    """
 
     name: str
     run: Callable[[], Tensor]
@@ -32,7 +35,7 @@ class Case:
     timed: Callable[[], object] | None = None
 
     def measure(self, watch: Stopwatch, rates: Rates) -> Result:
-        """Compared before and after it was timed: what changes from run to run is a race."""
+        """Compares the result before and after the timing, so that a race, which changes results, is noticed."""
         expected = self.expected()
         with poisoned():
             error = deviation(self.run(), expected, self.tolerance)
@@ -45,7 +48,7 @@ class Case:
 
 
 def deviation(actual: Tensor, expected: Tensor, tolerance: tuple[float, float] | None = None) -> float:
-    """The largest error as a share of the allowed one; infinite for a NaN or an unequal integer."""
+    """Returns the largest error as a share of the allowed one. It is infinite for a NaN or an unequal integer."""
     if not actual.is_floating_point():
         return 0.0 if torch.equal(actual.cpu(), expected.cpu()) else float("inf")
     relative, absolute = tolerance or TOLERANCE[actual.dtype]

@@ -1,9 +1,10 @@
-"""A prefill and a decode node on one card, whose tokens have to be those of one process, whichever way their KV goes.
+"""A prefill and a decode node on one GPU. Their tokens have to be those of one process, whichever way the KV goes.
 
-Needs all that `kvrelay serve` needs, pydantic and gRPC's health service among it.
+This needs all packages that `kvrelay serve` needs, such as pydantic and gRPC's health service.
 """
 
 import asyncio
+import importlib
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -28,11 +29,22 @@ from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.offline.llm import LLM, Prompt
 
 _FIRST_ID = 300  # behind bytes and special tokens
+# What the processes of a cluster import. In this one a missing package is an error that can be told from a wrong
+# result.
+PROCESS_MODULES = (
+    "kvrelay.cli.serve",
+    "kvrelay.node.process",
+    "kv_connector.segments.shared_memory",
+    "prefill_node.service",
+    "decode_node.service",
+    "router.app",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
-    """One request at a time: `prompts`, tokens each; `new` tokens are made of each. `device` as the nodes' setting."""
+    """Requests that are sent one at a time: one for each number of prompt tokens in `prompts`, with `new` output tokens
+    each. `device` is the nodes' setting of that name."""
 
     device: DeviceName
     shape: str
@@ -40,10 +52,17 @@ class ClusterLoad:
     new: int
 
 
+def import_process_modules() -> None:
+    """Raises ModuleNotFoundError when a package is missing that a process of the cluster needs."""
+    for name in PROCESS_MODULES:
+        importlib.import_module(name)
+
+
 def cluster_tasks(load: ClusterLoad, ways: Sequence[str], rates: Rates, seed: int, directory: Path) -> Iterator[Task]:
-    """1P+1D on the card, for each `--kv-device-transfer` of `ways`: from the first token to the second, which holds the
-    hand-over and a decode step; the floor is a copy of the prompt's KV on the card. Wrong is what the same model in
-    this process finds unlikely, and what differs from the tokens of the first way that worked."""
+    """Yields 1P+1D on the GPU for each `--kv-device-transfer` in `ways`. The time is that from the first token to the
+    second, which includes the hand-over and a decode step; the floor is a copy of the prompt's KV on the GPU. Tokens
+    are wrong that the same model in this process finds unlikely, or that differ from those of the first way that
+    worked."""
     first: list[list[tuple[int, ...]]] = []
     for way in ways:
         served: list[tuple[Answered, float]] = []
@@ -56,7 +75,7 @@ def cluster_tasks(load: ClusterLoad, ways: Sequence[str], rates: Rates, seed: in
 
 
 def _kv_bytes(shape: str) -> int:
-    """Of one token, in bfloat16."""
+    """Returns the bytes of one token's KV in bfloat16."""
     config = SHAPES[shape]()
     head_dim = config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 2)
@@ -64,7 +83,7 @@ def _kv_bytes(shape: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """`hand_over`: seconds between the first token and the second."""
+    """A request and its output. `hand_over` is the seconds between the first token and the second."""
 
     prompt: list[int]
     tokens: tuple[int, ...]
@@ -80,7 +99,7 @@ def _serve(
     load: ClusterLoad,
     seed: int,
 ) -> Result:
-    """Seconds: of all requests."""
+    """Serves the requests with a new cluster. The result's seconds are those of all requests together."""
     model = directory / "model"
     if not model.exists():
         write_random_model(model, load.shape, seed=seed % 2**31)
@@ -95,7 +114,8 @@ def _serve(
 
 
 def _errors(model: Path, load: ClusterLoad, answers: Sequence[Answered]) -> list[float]:
-    """Of each answer's tokens, by the model in this process."""
+    """Returns how far each answer's tokens are from the likeliest by the model in this process, as `greedy_error`
+    does."""
     length = max(load.prompts) + load.new + 1
     num_blocks = length // 16 + 2
     llm = LLM(str(model), device=load.device, max_model_len=length, max_num_seqs=1, num_blocks=num_blocks)

@@ -1,4 +1,4 @@
-"""Stands for CUDA graphs where there is no card: a replay is the step once more, over the same memory."""
+"""A stand-in for CUDA graphs on machines without a GPU: a replay runs the step once more, over the same memory."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from kvrelay.engine.gpu.decode_graphs import RecordedStep, Step
 
 @dataclass(slots=True)
 class EagerRecorder:
-    """`replayed`: rows of each replayed step, padding included."""
+    """A `StepRecorder`. `replayed` lists the rows of each replayed step, padding included."""
 
     replayed: list[int] = field(default_factory=list)
 

@@ -1,5 +1,5 @@
-"""The whole engine on a card, scheduler and sampling included: seconds of a decode step, of a prompt, of a batch from
-beginning to end, against what the card's copy bandwidth and matrix rate allow, and against transformers.
+"""The whole engine on a GPU, with scheduler and sampling: seconds of a decode step, of a prompt, and of a batch from
+beginning to end, compared with what the GPU's copy bandwidth and matrix rate allow, and with transformers.
 """
 
 import logging
@@ -44,8 +44,9 @@ _PROFILED_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What is measured of one model. `decode`: (batch, context); `prefill`: tokens of one prompt, best of `repeats`;
-    `batch`: (prompts, tokens of each, new tokens), from beginning to end; `steps` are timed of each decode."""
+    """What is measured of one model: `decode` lists (batch, context), of which `steps` steps are timed; `prefill` lists
+    the tokens of single prompts, of which the best of `repeats` counts; `batch` is (prompts, tokens of each, new
+    tokens), timed from beginning to end."""
 
     name: str
     config: PreTrainedConfig
@@ -58,13 +59,13 @@ class EnginePlan:
 
     @property
     def num_blocks(self) -> int:
-        """For the largest of the batches, and what its sequences add."""
+        """Returns the size of a pool for the largest of the batches, including the tokens that its sequences add."""
         count, prompt, new = self.batch
         tokens = [batch * (context + self._most_tokens(batch, context)) for batch, context in self.decode]
         return (max(*tokens, count * (prompt + new), *self.prefill) // _BLOCK_SIZE) + 2 * self.limits.max_num_seqs
 
     def _most_tokens(self, batch: int, context: int) -> int:
-        """What a sequence may add while the others' prompts are computed, and while it is timed."""
+        """Returns how many tokens a sequence may add while the others' prompts are computed, and while it is timed."""
         steps = self.steps + _WARMUP_STEPS + _PROFILED_STEPS
         return 2 * (batch * context // self.limits.max_num_batched_tokens + 2) + steps + 8
 
@@ -74,8 +75,8 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`error`: of the tokens that were made. `parts`: seconds of a step by kernel, those that take most; what they lack
-    to `seconds` the card has waited."""
+    """A time, and the `error` of the tokens that were made. `parts` are the kernels that took most of a step, in
+    seconds; for the rest of `seconds` the GPU has waited."""
 
     seconds: float
     error: float
@@ -83,8 +84,12 @@ class Measured:
 
 
 class EngineBench:
-    """One model, its pool and its recorded steps, used for all measurements; prompts never repeat, so that none is
-    found by name."""
+    """One model with its pool and its recorded steps, which all measurements use. Prompts never repeat, so that none is
+    found in the pool by name.
+
+    A measurement that fails leaves the engine in an unknown state. The next one then starts with a new engine over the
+    same pool.
+    """
 
     def __init__(self, plan: EnginePlan, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self._plan = plan
@@ -102,7 +107,8 @@ class EngineBench:
         _logger.info("%s: recorded decode steps in %.1f s", plan.name, time.perf_counter() - start)
         self._engine = self._make_engine()
         self._num_requests = 0
-        self._answers: dict[str, tuple[EngineRequest, list[int]]] = {}  # by name, with the tokens so far
+        # By id, with the tokens so far. Empty between measurements, unless the last one failed.
+        self._answers: dict[str, tuple[EngineRequest, list[int]]] = {}
 
     def _make_engine(self) -> Engine:
         limits = self._plan.limits
@@ -118,7 +124,7 @@ class EngineBench:
         return tuple(ids)
 
     def decode_step(self, batch: int, context: int, *, by_kernel: bool = False) -> Measured:
-        self._forget()
+        self._renew_after_failure()
         for _ in range(batch):
             self._add(context, self._plan.sampling_for(batch, context))
         while self._engine.load().num_requests_decoding < batch:
@@ -134,12 +140,12 @@ class EngineBench:
         return Measured(seconds / self._plan.steps, self._answers_error(), parts)
 
     def first_token(self, length: int) -> Measured:
-        """Of one prompt; the first time may compile."""
+        """Measures one prompt several times, since the first time may compile, and returns the best."""
         runs = [self.batch(1, length, 1) for _ in range(self._plan.repeats)]
         return Measured(min(run.seconds for run in runs), max(run.error for run in runs))
 
     def batch(self, count: int, length: int, new: int) -> Measured:
-        self._forget()
+        self._renew_after_failure()
         sampling = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=new)
         for _ in range(count):
             self._add(length, sampling)
@@ -153,7 +159,8 @@ class EngineBench:
         return Measured(seconds, self._answers_error())
 
     def launch(self) -> Measured:
-        """Seconds until a decode step is launched, which may not wait for the card, nor may prompts before it."""
+        """Measures the seconds until a decode step is launched. Neither that nor the prompts before it may wait for the
+        GPU."""
         *prompts, decode = self._plans()
         with never_waiting(self._device):
             for plan in prompts:
@@ -165,15 +172,15 @@ class EngineBench:
         return Measured(seconds, 0.0)
 
     def replay_error(self) -> float:
-        """A recorded step against the same one launched kernel by kernel, with attention in plain torch:
-        log-probabilities of the likeliest tokens, as a share of what is allowed."""
+        """Compares a recorded step with the same one launched kernel by kernel, with attention in plain torch. Returns
+        the deviation between the log-probabilities of the likeliest tokens, as a share of what is allowed."""
         found = self._top_logprobs(self._runner)
         with self._plain_runner() as runner:
             expected = self._top_logprobs(runner)
         return deviation(found.to(self.model.dtype), expected.double())
 
     def _answers_error(self) -> float:
-        """Of the tokens that requests got since the last time, which have ended."""
+        """Checks the tokens of all requests since the last call, and forgets them. The requests must have ended."""
         answers, self._answers = self._answers, {}
         found: list[TokenLogprobs] = []
         with self._plain_runner() as runner:
@@ -187,7 +194,7 @@ class EngineBench:
 
     @contextmanager
     def _plain_runner(self) -> Iterator[GpuRunner]:
-        """Nothing is recorded, and attention is in plain torch meanwhile."""
+        """Yields a runner without recorded steps. Meanwhile attention is computed in plain torch."""
         kernels = self.model.layers[0].attention.backend
         self.model.attend_with(ReferenceBackend())
         try:
@@ -196,13 +203,14 @@ class EngineBench:
             self.model.attend_with(kernels)
 
     def _top_logprobs(self, runner: GpuRunner) -> Tensor:
-        """`[num_seqs, 20]`, largest first: which of two equally likely tokens comes first does not matter."""
+        """Returns `[num_seqs, 20]`, largest first. It has no token ids: the order of equally likely ones does not
+        matter."""
         outputs = [runner.launch(plan).collect() for plan in self._plans()]
         rows = [result.sampled[0].logprobs for result in outputs[-1].results]
         return torch.tensor([[value for _, value in one.top] for one in rows if one is not None])
 
     def _plans(self) -> list[SchedulerOutput]:
-        """Prompts, the same each time, and then one decode step of them all."""
+        """Returns a plan for each of a few prompts, the same each time, and then one decode step of them all."""
         sampling = SamplingParams(temperature=0.0, seed=0, logprobs=20)
         length = 3 * _BLOCK_SIZE - 5
         tables = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(min(3, self._plan.limits.max_num_seqs))]
@@ -221,7 +229,7 @@ class EngineBench:
         self._engine.add(request)
 
     def _step(self) -> int:
-        """Returns the number of new tokens."""
+        """Runs a step of the engine and returns the number of new tokens."""
         result, _ = self._engine.step()
         if result is None:
             return 0
@@ -230,10 +238,13 @@ class EngineBench:
             self._answers[item.request_id][1].extend(item.output.token_ids)
         return sum(len(item.output.token_ids) for item in result.outputs)
 
-    def _forget(self) -> None:
-        """What a measurement that failed has left."""
-        self._end_all()
-        self._answers = {}
+    def _renew_after_failure(self) -> None:
+        """Gives up an engine whose last measurement failed, with its requests and all that it holds of the pool."""
+        if self._answers:
+            self._answers = {}
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # its last steps may still write to the pool
+            self._engine = self._make_engine()
 
     def _end_all(self) -> None:
         for name in self._answers:
@@ -244,7 +255,8 @@ class EngineBench:
 
 
 def engine_tasks(plan: EnginePlan, dtype: torch.dtype, device: torch.device, rates: Rates, seed: int) -> Iterator[Task]:
-    """One model serves them all; where it cannot be made there are no others."""
+    """Yields the measurements of one model, which all share it. If it cannot be made, there is only the task that says
+    so."""
     made: list[EngineBench] = []
     yield Task(f"{plan.name} start: weights, recorded steps", partial(_start, made, plan, dtype, device, seed))
     if not made:
@@ -275,7 +287,7 @@ def engine_tasks(plan: EnginePlan, dtype: torch.dtype, device: torch.device, rat
 
 
 def kernel_tasks(plan: EnginePlan, dtype: torch.dtype, device: torch.device, rates: Rates, seed: int) -> Iterator[Task]:
-    """Where the time of the decode steps goes."""
+    """Yields the decode steps of one model, with the time of each kernel."""
     made: list[EngineBench] = []
     yield Task(f"{plan.name} start: weights, recorded steps", partial(_start, made, plan, dtype, device, seed))
     if not made:
@@ -307,7 +319,7 @@ def _kept(kept: list[Result], run: Callable[[], Result]) -> Result:
 
 
 class _Work:
-    """What a model cannot avoid: bytes and floating-point operations."""
+    """The bytes and floating-point operations that a model cannot avoid."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
         head_dim = config.hidden_size // config.num_attention_heads
@@ -323,9 +335,9 @@ class _Work:
         return float(self.weight_bytes + batch * context * self._kv_bytes)
 
     def flops(self, num_tokens: int) -> float:
-        """Of the matrix products of the layers; the head's are few where tokens are many."""
+        """Returns the operations of the layers' matrix products. Where tokens are many, those of the head are few."""
         return float(2 * num_tokens * self._layer_weights)
 
     def attention_flops(self, num_tokens: int) -> float:
-        """Of one prompt, causal."""
+        """Returns the operations of causal attention within one prompt."""
         return float(self._attention) * num_tokens * num_tokens

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on the card, kernel by kernel, by torch's profiler."""
+"""The time of a step on the GPU, kernel by kernel, as torch's profiler sees it."""
 
 import logging
 from collections.abc import Callable
@@ -12,15 +12,15 @@ _NAME_LENGTH = 48
 
 
 def time_by_kernel(step: Callable[[], object], steps: int) -> dict[str, float]:
-    """Seconds of one of `steps`, the longest first; empty where the profiler does not work, which is no reason to lose
-    a measurement."""
+    """Runs `step` `steps` times and returns the seconds of each kernel in one step, the longest first. Returns nothing
+    where the profiler does not work, which is no reason to lose a measurement."""
     try:
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(steps):
                 step()
             torch.cuda.synchronize()
-    except Exception as error:  # of the profiler's many
+    except Exception as error:  # the profiler raises errors of many kinds
         _logger.warning("no times by kernel: %s", error)
         return {}
     seconds: dict[str, float] = {}

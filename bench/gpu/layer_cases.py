@@ -1,4 +1,4 @@
-"""What surrounds attention: KV writes, norms, SiLU-mul, products with AWQ and GPTQ weights, sampling."""
+"""Everything around attention: KV writes, norms, SiLU-mul, products with AWQ and GPTQ weights, digests, sampling."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -38,7 +38,8 @@ class Sizes:
     prequantized_rows: tuple[int, ...]
 
 
-_PREQUANTIZED: tuple[tuple[PrequantizedFormat, Bits, bool], ...] = (  # the last: groups are scattered (`desc_act`)
+# Format, bits, and whether groups are scattered (`desc_act`).
+_PREQUANTIZED: tuple[tuple[PrequantizedFormat, Bits, bool], ...] = (
     (PrequantizedFormat.AWQ, 4, False),
     (PrequantizedFormat.GPTQ, 4, False),
     (PrequantizedFormat.GPTQ, 4, True),
@@ -118,8 +119,8 @@ def _silu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
 
 
 def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device) -> Case:
-    """Rotary and write together; what is compared is the pool and the rotated query, from fresh copies each time. FP8
-    is off by a sixteenth at most."""
+    """Makes a case of rotary positions and KV write together. Compared are the pool and the rotated query, computed
+    from fresh copies each time. FP8 is off by a sixteenth at most."""
     counts = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
     projected = torch.randn(sizes.num_tokens, sum(counts), sizes.head_dim, device=device, dtype=dtype)
     angles = torch.rand(sizes.num_tokens, sizes.head_dim // 2, device=device) * 100
@@ -188,7 +189,7 @@ def _prequantized(
 
 
 def _digests(sizes: Sizes, device: torch.device) -> Case:
-    """Of as many KV blocks as hold the tokens, with 32 layers of bfloat16."""
+    """Makes a case of the digests of `num_tokens` KV blocks, of 32 layers of bfloat16 each."""
     num_bytes = 32 * 2 * 16 * sizes.num_kv_heads * sizes.head_dim * 2
     rows = torch.randint(0, 256, (sizes.num_tokens, num_bytes), dtype=torch.uint8, device=device)
     digests = BlockDigests(rows)
@@ -214,7 +215,7 @@ def _as_tensor(digests: list[bytes]) -> Tensor:
 
 def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Case:
     logits = torch.randn(sizes.num_tokens, sizes.vocab_size, device=device) * 3
-    likely = logits.topk(3).indices.tolist()  # has been said: without penalties it is said again
+    likely = logits.topk(3).indices.tolist()  # the outputs so far: without penalties they are sampled again
     rows = [SamplingRow(params, 0, 5 + index, 3, ids[1:], ids[:1] * 3) for index, ids in enumerate(likely)]
     tensors = sampling_tensors(rows, (), device)
 

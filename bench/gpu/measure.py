@@ -1,8 +1,8 @@
-"""Times work on a GPU and measures the two rates that every floor is made of, in the same run.
+"""Times work on a GPU, and measures in the same run the two rates that every floor is computed from.
 
-A time is the median over repeats between CUDA events. Before each the caches are flushed with so much memory that the
-host has enqueued the work before the card comes to it: what is timed is the card. On the CPU, where only the plumbing
-is tested, the clock of the process serves.
+A time is the median over repeats between CUDA events. Before each repeat the caches are flushed with so much memory
+that the host has enqueued the work before the GPU gets to it, so that only the GPU is timed. On the CPU, where nothing
+but this code is tested, wall time serves.
 """
 
 import statistics
@@ -14,12 +14,12 @@ import torch
 
 from bench.timing import wall_seconds
 
-_FLUSH_BYTES = 2 << 30  # many times the L2 cache of any card, and half a millisecond of writing
+_FLUSH_BYTES = 2 << 30  # many times the L2 cache of any GPU, and half a millisecond of writing
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """`copy`: bytes read plus bytes written a second; `matmul`: operations a second in the dtype of the suite."""
+    """`copy` is bytes read plus bytes written per second, `matmul` operations per second in the suite's dtype."""
 
     copy: float
     matmul: float
@@ -34,7 +34,7 @@ class Stopwatch:
     repeats: int
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Of one `run`; the first calls, which compile, do not count."""
+        """Returns the median time of one `run`. The first calls, which compile, do not count."""
         for _ in range(3 if self.device.type == "cuda" else 1):
             run()
         if self.device.type != "cuda":
@@ -58,7 +58,7 @@ def _event() -> torch.cuda.Event:
 
 
 def measure_rates(watch: Stopwatch, *, copy_bytes: int, matmul_size: int, dtype: torch.dtype) -> Rates:
-    """Of random data: zeros are copied and multiplied faster."""
+    """Measures both rates with random data, since zeros are copied and multiplied faster."""
     source = torch.randint(0, 256, (copy_bytes,), dtype=torch.uint8, device=watch.device)
     target = torch.empty_like(source)
     copy = 2 * copy_bytes / watch.seconds(lambda: target.copy_(source))
@@ -69,7 +69,7 @@ def measure_rates(watch: Stopwatch, *, copy_bytes: int, matmul_size: int, dtype:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What `torch.empty` gives meanwhile is NaN, or the largest integer: an element that nobody writes is seen."""
+    """Makes `torch.empty` return NaN or the largest integer, so that an element that nobody writes is noticed."""
     was_on = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -80,7 +80,7 @@ def poisoned() -> Iterator[None]:
 
 @contextmanager
 def never_waiting(device: torch.device) -> Iterator[None]:
-    """On a card, what makes the host wait for it raises meanwhile."""
+    """On a GPU, makes torch raise RuntimeError wherever the host would wait for it."""
     if device.type != "cuda":
         yield
         return

@@ -1,6 +1,5 @@
-"""Whole models from their files, as people use them: on the card against the same on the processor. Start-up is part of
-it: loading, the memory profile, recorded steps. What is timed is that.
-"""
+"""Whole models from their files through `LLM`, on the GPU compared with the same model on the processor. The time is
+that of the start: loading, the memory profile, recorded steps."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,8 @@ _FIXED: Mapping[str, Any] = MappingProxyType({"max_num_seqs": 8, "max_num_batche
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`allowed`: how far log-probabilities may lie from the processor's. `same_tokens`: greedy ones are equal, too."""
+    """A model and its options. `allowed` is how far log-probabilities may be from the processor's; with `same_tokens`,
+    greedy tokens have to be equal, too."""
 
     name: str
     allowed: float
@@ -70,7 +70,8 @@ def _compare(name: str, kind: Kind, device: str, directory: Path) -> Result:
 
 
 def _speak(path: Path, device: Literal["cpu", "cuda"], options: Mapping[str, Any]) -> tuple[list[RequestOutput], float]:
-    """And the seconds of the start. On the processor what is for cards only has no effect."""
+    """Returns what the model answers, and the seconds of its start. Options for GPUs have no effect on the
+    processor."""
     start = time.perf_counter()
     llm = LLM(str(path), device=device, **_FIXED, **options)
     seconds = time.perf_counter() - start

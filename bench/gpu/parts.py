@@ -1,6 +1,6 @@
-"""The parts of the suite by name: what each measures, in the shapes of 1B and 8B models, or tiny ones on a CPU.
+"""The parts of the suite by name: what each measures, in the shapes of 1B and 8B models, or in tiny ones on a CPU.
 
-Nothing is imported for a part that is not asked for: one that lacks a package does not take the others with it.
+A part imports what it needs when it is asked for, so that one that lacks a package does not take the others with it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ from bench.gpu.task import Task
 
 @dataclass(frozen=True)
 class Suite:
-    """`directory`: for files, gone when the part ends."""
+    """What all parts get. `directory` is for files, and is removed when the part ends."""
 
     device: torch.device
     seed: int
@@ -31,7 +31,7 @@ class Suite:
 
     @property
     def dtype(self) -> torch.dtype:
-        """A card runs in bfloat16; the self-test in float16, which the interpreter rounds right."""
+        """bfloat16 on a GPU; float16 in the self-test, since the interpreter rounds it correctly."""
         return torch.float16 if self.tiny else torch.bfloat16
 
     @cached_property
@@ -40,8 +40,8 @@ class Suite:
 
     @cached_property
     def rates(self) -> Rates:
-        """Measured when they are first asked for. What that took of the card is given back: some parts have other
-        processes on it, which share out what they find free."""
+        """The GPU's rates, measured when they are first asked for. The memory that this took is given back: some parts
+        have other processes on the GPU, which divide what they find free."""
         copy_bytes, matmul_size = (1 << 20, 64) if self.tiny else (4 << 30, 8192)
         rates = measure_rates(self.watch, copy_bytes=copy_bytes, matmul_size=matmul_size, dtype=self.dtype)
         torch.cuda.empty_cache()
@@ -137,8 +137,9 @@ def _transfer(suite: Suite) -> Iterable[Task]:
 
 
 def _cluster(suite: Suite) -> Iterable[Task]:
-    from bench.gpu.cluster_cases import ClusterLoad, cluster_tasks
+    from bench.gpu.cluster_cases import ClusterLoad, cluster_tasks, import_process_modules
 
+    import_process_modules()
     load = ClusterLoad("cuda", "llama-1b", prompts=(512, 2048, 8192), new=32)
     ways: tuple[str, ...] = ("staged", "direct")
     if suite.tiny:
@@ -171,5 +172,5 @@ PARTS: Mapping[str, Callable[[Suite], Iterable[Task]]] = MappingProxyType(
         "tune": _tune,
     }
 )
-"""The order is that in which they run: what matters most first. The profiler and Inductor have processes of their own,
-since both may hang, and what is timed behind them is slower."""
+"""In the order in which they run: the most important first. The profiler and Inductor have parts of their own, because
+both may hang, and everything timed after them in the same process is slower."""

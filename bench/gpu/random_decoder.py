@@ -1,4 +1,5 @@
-"""A decoder of a known shape with random weights, made where it runs: no file is written or read."""
+"""A decoder of a known shape with random weights, made in the memory of the GPU that runs it, without a file of
+weights."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +16,8 @@ from kvrelay.engine.models.model_config import load_model_config
 def random_decoder(
     config: PreTrainedConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> DecoderForCausalLM:
-    """Norms are 1, and each product's result is about as large as its input, so that what is wrong in a layer changes
-    the tokens."""
+    """Returns a decoder whose norms are 1 and whose products are about as large as their inputs, so that an error in
+    any layer changes the tokens."""
     config.architectures = ["LlamaForCausalLM"]
     with TemporaryDirectory() as directory:
         config.save_pretrained(directory)

@@ -1,7 +1,8 @@
-"""Results of the suite: lines of a file that are there as soon as they are known, and a table for people.
+"""Results of the suite: a file to which each is written as soon as it is known, and a table for people.
 
-The file is JSON lines: one of a part's start (date, machine, versions, seed, rates), then one for each result, and may
-hold any number of parts, of one run or of several. Invariant: a later result of the same part and name counts.
+The file is JSON lines: one for the start of a part (date, machine, versions, seed, rates), then one for each result. It
+may hold any number of parts, of one run or of several. Invariant: of results with the same part and name, the last one
+counts.
 """
 
 import json
@@ -21,9 +22,9 @@ _PACKAGES = ("torch", "triton", "transformers", "cuda-bindings")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`error`: the largest deviation from what is right as a share of what is allowed; right is 1 or less. `peers`:
-    seconds of other implementations of the same work. `problem`: why there is no measurement; `parts`: seconds of what
-    the time was spent on, as far as known."""
+    """What one task found. `error` is the largest deviation from the right result as a share of the allowed one: 1 or
+    less is right. `peers` are the seconds of other implementations of the same work, `parts` the seconds that parts of
+    the work took, as far as they are known. `problem` says why there is no measurement."""
 
     name: str
     error: float
@@ -47,7 +48,7 @@ class Result:
 
 
 class Record:
-    """Of one part. `path` None: nothing is written."""
+    """Writes and prints the results of one part. With `path` None nothing is written."""
 
     def __init__(self, path: Path | None, part: str) -> None:
         self._path = path
@@ -74,13 +75,15 @@ class Record:
 
     def _write(self, entry: Mapping[str, object]) -> None:
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:  # for each: several processes write, in turn
+            with self._path.open(
+                "a", encoding="utf-8"
+            ) as file:  # opened for each line: several processes write, in turn
                 file.write(json.dumps(entry) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What a file holds: `runs` are the lines of parts' starts."""
+    """The content of a file. `runs` are its lines about the starts of parts."""
 
     runs: Sequence[Mapping[str, object]]
     results: Sequence[Result]

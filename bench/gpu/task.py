@@ -1,7 +1,7 @@
-"""A measurement by name, not begun yet, and the one way in which a part carries its own out.
+"""Named measurements that have not begun yet, and how a part carries them out.
 
-Invariant: whatever becomes of a task is on record before the next one begins, and none takes the others with it.
-"""
+Invariant: the outcome of a task, whatever it is, is on record before the next one begins, and a task that fails does
+not prevent the others."""
 
 import gc
 import logging
@@ -25,15 +25,15 @@ class Task:
 def run_tasks(
     tasks: Iterable[Task], record: Record, *, deadline: float, on_begin: Callable[[], None] = lambda: None
 ) -> None:
-    """Until `deadline`, by the monotonic clock; what has not begun by then is on record as left out. `on_begin` is
-    called before each."""
+    """Runs the tasks until `deadline` of the monotonic clock. Those that have not begun by then, or follow the loss of
+    the GPU, are recorded as left out. Calls `on_begin` before each task that runs."""
     lost = ""
     for task in tasks:
         if not lost and time.monotonic() < deadline:
             _logger.info("%s ...", task.name)
             on_begin()
             record.add(_result(task))
-            lost = _loss_of_card()
+            lost = _loss_of_gpu()
         else:
             record.add(Result.failed(task.name, lost or "left out: time is up", is_wrong=bool(lost)))
 
@@ -41,7 +41,7 @@ def run_tasks(
 def _result(task: Task) -> Result:
     try:
         return task.run()
-    except Exception as error:  # of whatever kind: the other tasks are still worth running
+    except Exception as error:  # of any kind: the other tasks are still worth running
         _logger.exception("%s failed", task.name)
         return Result.failed(task.name, f"{type(error).__name__}: {error}")
     finally:
@@ -51,7 +51,8 @@ def _result(task: Task) -> Result:
 
 
 def attempt(runs: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """What those give that do not fail: others' implementations, and what only explains."""
+    """Returns the results of those that do not fail. For what may be missing: implementations of others, and
+    explanations."""
     found = {}
     for name, run in runs.items():
         try:
@@ -68,12 +69,12 @@ def _empty_cache() -> None:
         _logger.warning("after a failure: %s", error)
 
 
-def _loss_of_card() -> str:
-    """An error of CUDA's that every later call would get, too; empty when all is well."""
+def _loss_of_gpu() -> str:
+    """Returns the error of CUDA that every later call would raise as well; empty when all is well."""
     if not torch.cuda.is_available():
         return ""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        return f"left out: the card was lost before ({error})".splitlines()[0]
+        return f"left out: the GPU was lost before ({error})".splitlines()[0]
     return ""

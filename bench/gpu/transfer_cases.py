@@ -1,4 +1,4 @@
-"""KV between two processes, from one card's memory to the same card's: which way it went, against a copy on it."""
+"""KV between two processes whose pools are in the memory of the same GPU, compared with a copy on that GPU."""
 
 import asyncio
 import importlib.util
@@ -14,7 +14,8 @@ from bench.gpu.task import Task
 
 
 def transfer_tasks(device: torch.device, rates: Rates, sizes: Sequence[str], megabytes: int) -> Iterator[Task]:
-    """A fetch of `megabytes` in blocks of each of `sizes`, digests and all."""
+    """Yields fetches of `megabytes`, with digests, for each of `sizes` (keys of BLOCK_SIZES) and each way that KV can
+    go."""
     backends = ["shared_memory"]
     if device.type == "cuda" and importlib.util.find_spec("ucxx") is not None:
         backends.append("ucx")

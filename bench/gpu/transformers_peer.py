@@ -1,4 +1,4 @@
-"""transformers' continuous batching over the same shape, random weights too."""
+"""transformers' continuous batching on a model of the same shape, with random weights."""
 
 import gc
 import time
@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 
 def generate_with_transformers(config: PreTrainedConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-    """Seconds, on the card. Raises whatever goes wrong in it."""
+    """Returns the seconds that all prompts take on the GPU. Raises whatever transformers raises, and RuntimeError when
+    outputs are missing or short."""
     gc.collect()
     torch.cuda.empty_cache()
     with torch.device("cuda"):
@@ -20,7 +21,7 @@ def generate_with_transformers(config: PreTrainedConfig, prompts: Sequence[Seque
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     inputs = [list(prompt) for prompt in prompts]
-    # Captures its graphs, and is given all of the requests: how many it runs at a time follows from the first call.
+    # The first call captures graphs. It gets all of the requests, because it decides how many run at a time.
     model.generate_batch(inputs=inputs, generation_config=greedy, persistent_manager=True)
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -1,8 +1,7 @@
-"""The attention kernels with other launch parameters than those chosen: what a card says about the choice.
+"""The attention kernels with other launch parameters than the chosen ones: whether the choice fits this GPU.
 
-Each variant is compared with what is chosen before it is timed. One that does not fit on the card, or gives something
-else, is no failure of ours, and only logged.
-"""
+The result of each variant is compared with that of the chosen parameters before it is timed. A variant that does not
+fit on the GPU, or gives another result, is not our failure, and is only logged."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,8 @@ _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 32, 8, 128, 16
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`rows`: of a prefill program; 0 leaves them. `splits`: of a decode; 0 leaves them."""
+    """Launch parameters. `rows` are those of a prefill program, `splits` those of a decode; 0 keeps the chosen
+    number."""
 
     tile: int
     num_warps: int
@@ -39,7 +39,7 @@ class Variant:
         return f"tile {self.tile} warps {self.num_warps} stages {self.num_stages}{rows}{splits}"
 
 
-# Compiled, those with four stages are those with three, and prefill of 128 rows by four warps spills registers.
+# Four stages compile to the same code as three, and prefill of 128 rows by four warps spills registers.
 DECODE = (
     *(Variant(tile, warps, stages) for tile in (32, 64, 128) for warps in (4, 8) for stages in (2, 3, 5)),
     *(Variant(64, 4, stages, splits=splits) for splits in (1, 2, 4, 8) for stages in (3, 5)),
@@ -55,7 +55,8 @@ PREFILL = tuple(
 def tuning_tasks(
     shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, watch: Stopwatch, rates: Rates
 ) -> Iterator[Task]:
-    """`shapes`: (batch, prefix, new tokens) in the heads of an 8B model. A result's parts are its variants' times."""
+    """Yields a task for each of `shapes`, (batch, prefix, new tokens) with the heads of an 8B model. The parts of its
+    result are the times of the variants."""
     for batch, prefix, new in shapes:
         name = f"variants of {f'decode {batch} x {prefix + 1}' if new == 1 else f'prefill {new} after {prefix}'}"
         yield Task(name, partial(_variants, name, batch, prefix, new, dtype, watch, rates))
@@ -64,7 +65,7 @@ def tuning_tasks(
 def _variants(
     name: str, batch: int, prefix: int, new: int, dtype: torch.dtype, watch: Stopwatch, rates: Rates
 ) -> Result:
-    """Seconds of what is chosen, and of each variant by name, the fastest first."""
+    """Measures the chosen parameters, and as parts of the result each variant by name, the fastest first."""
     call = _call(batch, prefix, new, dtype, watch.device)
     traits = traits_of(watch.device)
     chosen = plan_attention(call, traits)
@@ -81,7 +82,7 @@ def _variants(
                 times[str(variant)] = watch.seconds(partial(launch, calls))
             else:
                 _logger.error("%s, %s: another result", name, variant)
-        except Exception as error:  # Triton has many for what a card has not got
+        except Exception as error:  # Triton raises errors of many kinds for what a GPU lacks
             _logger.warning("%s, %s: %s", name, variant, error)
     num_bytes = call.kv_pool.numel() * call.kv_pool.element_size()
     num_flops = 4 * batch * new * (prefix + (new + 1) / 2) * _HEADS * _HEAD_DIM
@@ -90,7 +91,7 @@ def _variants(
 
 
 def varied(call: AttentionCall, variant: Variant, traits: GpuTraits) -> list[KernelCall]:
-    """The launches of `call` with other parameters."""
+    """Returns the launches of `call` with the parameters of `variant`."""
     num_seqs, num_kv_heads = len(call.metadata.seq_lens), call.kv_pool.shape[1]
     if variant.splits:
         traits = replace(traits, num_sms=max(1, variant.splits * num_seqs * num_kv_heads // 4))

@@ -1,1 +1,1 @@
-"""Other engines beside kvrelay: each in an environment of its own, measured in turn with the same requests."""
+"""Other engines, each in an environment of its own, measured in turn with kvrelay on the same requests."""

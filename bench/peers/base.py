@@ -1,4 +1,4 @@
-"""What a peer is: how to install it, and how to have it serve a model."""
+"""The seam to a peer: how it is installed, and how it serves a model."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ PromptFormat = Literal["token_ids", "text"]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that answers. All of its processes descend from this one."""
+    """A server that answers. All of its processes descend from this one."""
 
     url: str
     model: str
@@ -19,27 +19,40 @@ class Server:
     keeps_connections: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a result has to say about a peer: the packages it was installed from, and the options and variables
+    (NAME=value) that it runs with, without paths and ports."""
+
+    requirements: tuple[str, ...]
+    options: tuple[str, ...]
+
+
 class Engine(Protocol):
-    """`directory` is the engine's own: its environment, its logs."""
+    """A server program. `directory` is the engine's own, with its environment and its logs."""
 
     @property
     def name(self) -> str: ...
 
     def serve(self, directory: Path, model: Path) -> AbstractContextManager[Server]:
-        """Until the context ends. Raises PeerError when it ends before it answers, or does not answer in time."""
+        """Serves until the context ends. Raises PeerError when the server ends before it answers, or does not answer
+        in time."""
         ...
 
 
 class Peer(Engine, Protocol):
     @property
     def prompt_format(self) -> PromptFormat:
-        """What it takes; kvrelay then gets the same."""
+        """The form of prompts that the peer takes; kvrelay then gets the same."""
         ...
 
+    @property
+    def setup(self) -> Setup: ...
+
     def install(self, directory: Path) -> None:
-        """Does nothing where it is installed already. Raises PeerError."""
+        """Installs the peer, unless it is installed already. Raises PeerError."""
         ...
 
 
 class PeerError(Exception):
-    """A peer that cannot be installed or does not serve; the message says what to look at."""
+    """A peer cannot be installed, does not serve, or does other work than kvrelay. The message says what to look at."""

@@ -1,19 +1,22 @@
 """kvrelay and a peer in turn: both get the same requests, and only one has any at a time.
 
-Rounds differ in their seed, and in who begins.
+Rounds differ in their seed, and in which engine begins.
 """
 
 import asyncio
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.peers.base import Engine, PeerError, Server
 from bench.peers.processes import PeakMemory, await_rest
+from bench.peers.work import Work, check_work, work_of
 from bench.peers.workloads import Figure, figures_of, settings_of
 from kvrelay.bench.measure import measure
+
+_REST_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +33,30 @@ class Measurement:
         return f"round {self.round + 1}  {self.engine:<22}  {what}  {self.figure.value:9.2f}"
 
 
-Report = Callable[[str], None]
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All that has been measured so far. A comparison fills it while it runs, so that a failure or Ctrl-C loses nothing
+    that came before. `report` is given a line for every figure."""
 
-_REST_SECONDS = 30.0
+    report: Callable[[str], None]
+    measurements: list[Measurement] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+
+    def add(self, measurement: Measurement) -> None:
+        self.report(str(measurement))
+        self.measurements.append(measurement)
+
+    def add_work(self, entries: Sequence[Work]) -> None:
+        """Raises PeerError when the other engine did different work for the same requests."""
+        others = [entry for entry in self.work if entry.engine != entries[0].engine] if entries else []
+        self.work.extend(entries)
+        for entry in entries:
+            check_work(entry, others)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`directories` are the engines' own ones."""
+    """Two servers. `directories` maps each engine to its own directory."""
 
     ours: Engine
     peer: Engine
@@ -47,20 +66,17 @@ class Comparison:
     workloads: Sequence[str]
     scale: float
 
-    def run(self, rounds: int, seed: int, report: Report) -> list[Measurement]:
-        """Every round starts both afresh. Raises PeerError when an engine does not serve or a request fails."""
-        measurements: list[Measurement] = []
+    def run(self, rounds: int, seed: int, findings: Findings) -> None:
+        """Starts both engines afresh in every round. Raises PeerError when an engine does not serve, a request fails,
+        or the engines do different work; UnavailableError when an engine does not answer; KeyboardInterrupt after
+        Ctrl-C."""
         for number in range(rounds):
             for engine in self._turns(number):
-                for measurement in self._afresh(engine, number, seed + number):
-                    report(str(measurement))
-                    measurements.append(measurement)
-        return measurements
+                self._run_afresh(engine, number, seed + number, findings)
 
-    def run_together(self, rounds: int, seed: int, report: Report) -> list[Measurement]:
-        """Both are started once and take turns at every workload, so that what else the machine does meets both; for
-        engines that rest soon after their last request. Raises as `run`."""
-        measurements: list[Measurement] = []
+    def run_together(self, rounds: int, seed: int, findings: Findings) -> None:
+        """Starts both engines once and lets them take turns at every workload, so that whatever else the machine does
+        affects both. It is for engines that rest soon after their last request. Raises what `run` raises."""
         with ExitStack() as stack:
             servers = {
                 engine.name: stack.enter_context(engine.serve(self.directories(engine), self.model))
@@ -70,39 +86,38 @@ class Comparison:
                 for workload in self.workloads:
                     for engine in self._turns(number):
                         await_rest(_REST_SECONDS)
-                        figures = self._figures(engine, servers[engine.name], workload, seed + number)
-                        for measurement in (Measurement(engine.name, number, workload, figure) for figure in figures):
-                            report(str(measurement))
-                            measurements.append(measurement)
-        return measurements
+                        self._measure(engine, servers[engine.name], workload, number, seed + number, findings)
 
     def _turns(self, number: int) -> tuple[Engine, Engine]:
         return (self.ours, self.peer) if number % 2 == 0 else (self.peer, self.ours)
 
-    def _afresh(self, engine: Engine, number: int, seed: int) -> list[Measurement]:
-        found: list[Measurement] = []
+    def _run_afresh(self, engine: Engine, number: int, seed: int, findings: Findings) -> None:
         with PeakMemory() as memory, engine.serve(self.directories(engine), self.model) as server:
-            found.append(Measurement(engine.name, number, "", Figure("ready after, s", server.ready_seconds)))
+            findings.add(Measurement(engine.name, number, "", Figure("ready after, s", server.ready_seconds)))
             for workload in self.workloads:
-                figures = self._figures(engine, server, workload, seed)
-                found += [Measurement(engine.name, number, workload, figure) for figure in figures]
-        found.append(Measurement(engine.name, number, "", Figure("peak memory, GB", memory.bytes / 1e9)))
-        return found
+                self._measure(engine, server, workload, number, seed, findings)
+        findings.add(Measurement(engine.name, number, "", Figure("peak memory, GB", memory.bytes / 1e9)))
 
-    def _figures(self, engine: Engine, server: Server, workload: str, seed: int) -> list[Figure]:
+    def _measure(
+        self, engine: Engine, server: Server, workload: str, number: int, seed: int, findings: Findings
+    ) -> None:
         settings = settings_of(workload, server, self.vocabulary, seed=seed, scale=self.scale)
-        _, [result] = asyncio.run(measure(settings))
-        if result.was_cut:
+        _, results = asyncio.run(measure(settings))
+        if not results or results[0].was_cut:
             raise KeyboardInterrupt
+        result = results[0]
         if result.summary.failures:
             failure = result.summary.failures[0]
             raise PeerError(f"{engine.name}, {workload}: {failure.count} x {failure.kind}: {failure.first_message}")
-        return figures_of(workload, result)
+        may_end_early = not server.takes_ignore_eos
+        findings.add_work(work_of(engine.name, number, workload, result.records, may_end_early=may_end_early))
+        for figure in figures_of(workload, result):
+            findings.add(Measurement(engine.name, number, workload, figure))
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Medians of both engines, and ours / theirs of every round that has both."""
+    """A figure of both engines: their medians, and ours / theirs in every round that has both."""
 
     workload: str
     title: str
@@ -113,14 +128,16 @@ class Ratio:
 
 
 def ratios(measurements: Sequence[Measurement], ours: str, peer: str) -> list[Ratio]:
-    """In the order of the first round."""
+    """Returns the figures that both engines have in at least one round, in the order of the first round. Nothing is
+    compared with a figure of 0, such as the memory of an engine that ended before it was sampled."""
     keys = dict.fromkeys((one.workload, one.figure.title, one.figure.higher_is_better) for one in measurements)
     found: list[Ratio] = []
     for workload, title, higher_is_better in keys:
         matching = [one for one in measurements if (one.workload, one.figure.title) == (workload, title)]
         own = {one.round: one.figure.value for one in matching if one.engine == ours}
         theirs = {one.round: one.figure.value for one in matching if one.engine == peer}
-        by_round = tuple(own[number] / theirs[number] for number in own if number in theirs)
-        medians = statistics.median(own.values()), statistics.median(theirs.values())
-        found.append(Ratio(workload, title, higher_is_better, *medians, by_round))
+        by_round = tuple(own[number] / theirs[number] for number in own if theirs.get(number))
+        if by_round:
+            medians = statistics.median(own.values()), statistics.median(theirs.values())
+            found.append(Ratio(workload, title, higher_is_better, *medians, by_round))
     return found

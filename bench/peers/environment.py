@@ -10,8 +10,8 @@ from bench.peers.processes import run
 
 
 class Environment:
-    """In `directory`, with its log of the installation. What was installed is remembered, so that a second run is
-    instant."""
+    """A virtual environment in `directory`, with a log of its installation. It remembers what was installed, so that a
+    second run need not install anything."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -31,7 +31,8 @@ class Environment:
         return self._done.is_file() and json.loads(self._done.read_text()) == list(requirements)
 
     def install(self, requirements: Sequence[str], *, constraints: Sequence[str] = ()) -> None:
-        """Call `finish` when all else is done, too."""
+        """Installs packages, into a new environment if there is none. `finish` has to be called when whatever else
+        belongs to the installation is done. Raises PeerError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if not (self.bin / "python").exists():
             run([sys.executable, "-m", "venv", str(self.directory / "venv")], self.log)
@@ -46,7 +47,7 @@ class Environment:
         self._done.write_text(json.dumps(list(requirements)))
 
     def library(self, pattern: str) -> Path:
-        """A shared library inside the environment."""
+        """Returns the path of a shared library inside the environment. Raises PeerError when there is none."""
         found = sorted((self.directory / "venv").glob(f"lib/**/{pattern}"))
         if not found:
             raise PeerError(f"no {pattern} in {self.directory}/venv; remove the directory and install again")

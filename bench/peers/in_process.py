@@ -1,7 +1,7 @@
-"""Engines without a server: each round, a worker of each engine gets the same prompts and says how long it took.
+"""Engines without a server: in each round, a worker of each engine gets the same prompts and says how long it took.
 
-A: a request of one output token, then one of 64, each with a prompt of its own: time per token is the difference over
-63. B: all 32 requests at once, of which the engine runs 16 at a time. Nothing is streamed.
+A: one request of one output token, then one of 64, each with a prompt of its own; time per token is the difference
+divided by 63. B: all 32 requests at once, of which the engine runs 16 at a time. Nothing is streamed.
 """
 
 import json
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench.peers.base import PeerError, Server
-from bench.peers.compare import Measurement, Report
+from bench.peers.base import PeerError, Server, Setup
+from bench.peers.compare import Findings, Measurement
 from bench.peers.processes import PeakMemory, tail
+from bench.peers.work import Work
 from bench.peers.workloads import Figure, settings_of
 from kvrelay.bench.plan import plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
@@ -26,23 +27,31 @@ CONCURRENCY = 16
 WORKER_SECONDS = 900.0
 _SAMPLE_SECONDS = 0.1  # a worker with a tiny model is done within two seconds
 
+Prompts = Mapping[str, Sequence[Sequence[int]]]
+
 
 class Worker(Protocol):
     @property
     def name(self) -> str: ...
 
     def command(self, directory: Path, model: Path) -> list[str]:
-        """A program that takes the path of a job and prints one JSON object; `run_job` says of what."""
+        """Returns a program that takes the path of a job as its last argument and prints one JSON object, which
+        `run_job` describes."""
         ...
 
 
 class InProcessPeer(Worker, Protocol):
-    def install(self, directory: Path) -> None: ...
+    @property
+    def setup(self) -> Setup: ...
+
+    def install(self, directory: Path) -> None:
+        """Installs the peer, unless it is installed already. Raises PeerError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class KvrelayOffline:
-    """Our `LLM`."""
+    """kvrelay's `LLM`."""
 
     name: str = "kvrelay LLM"
 
@@ -52,7 +61,7 @@ class KvrelayOffline:
 
 @dataclass(frozen=True, slots=True)
 class InProcessComparison:
-    """`directories` are the engines' own ones; `scratch` is ours."""
+    """Two workers. `directories` maps each to its own directory; `scratch` is for the job and the log."""
 
     ours: Worker
     peer: Worker
@@ -63,29 +72,22 @@ class InProcessComparison:
     workloads: Sequence[str]
     scale: float
 
-    def run(self, rounds: int, seed: int, report: Report) -> list[Measurement]:
-        """Raises PeerError when a worker fails."""
-        measurements: list[Measurement] = []
+    def run(self, rounds: int, seed: int, findings: Findings) -> None:
+        """Raises PeerError when a worker fails or makes fewer tokens than asked for."""
         for number in range(rounds):
-            job = self._job(seed + number)
+            prompts = self._all_prompts(seed + number)
             engines = (self.ours, self.peer) if number % 2 == 0 else (self.peer, self.ours)
             for engine in engines:
-                for workload, figure in self._figures(engine, job):
-                    measurement = Measurement(engine.name, number, workload, figure)
-                    report(str(measurement))
-                    measurements.append(measurement)
-        return measurements
+                self._measure(engine, prompts, number, findings)
 
-    def _job(self, seed: int) -> Path:
-        """Twice as many prompts for A, as none is used again: an engine's cache may know it."""
-        prompts = {
+    def _all_prompts(self, seed: int) -> Prompts:
+        """Returns the prompts of a job. A has two different ones for each request, since an engine may have cached
+        what it has seen before."""
+        return {
             "first": self._prompts("A", seed * 2),
             "single": self._prompts("A", seed * 2 + 1),
             "batch": self._prompts("B", seed) if "B" in self.workloads else [],
         }
-        path = self.scratch / "job.json"
-        path.write_text(json.dumps({"prompts": prompts, "output_tokens": OUTPUT_TOKENS, "concurrency": CONCURRENCY}))
-        return path
 
     def _prompts(self, workload: str, seed: int) -> list[list[int]]:
         nowhere = Server("http://127.0.0.1:1", "", 0.0)
@@ -94,30 +96,63 @@ class InProcessComparison:
         builder = PromptBuilder(Vocabulary.of_size(self.vocab_size), "token_ids", seed=seed)
         return [builder.token_ids(request.segments) for session in plan.sessions for request in session.requests]
 
-    def _figures(self, engine: Worker, job: Path) -> list[tuple[str, Figure]]:
-        directory = self.directories(engine)
+    def _measure(self, engine: Worker, prompts: Prompts, number: int, findings: Findings) -> None:
+        job = self.scratch / "job.json"
+        job.write_text(json.dumps({"prompts": prompts, "output_tokens": OUTPUT_TOKENS, "concurrency": CONCURRENCY}))
+        command = [*engine.command(self.directories(engine), self.model), str(job)]
         with PeakMemory(_SAMPLE_SECONDS) as memory:
-            found = run_job([*engine.command(directory, self.model), str(job)], self.scratch / "worker.log")
-        first, whole = (statistics.median(found[name]) for name in ("first_seconds", "single_seconds"))
-        figures = [
-            ("", Figure("ready after, s", found["ready_seconds"][0])),
-            ("A", Figure("one token, ms", first * 1e3)),
-            ("A", Figure("time per token p50, ms", (whole - first) / (OUTPUT_TOKENS - 1) * 1e3)),
-        ]
-        if found["batch_tokens"]:
-            speed = found["batch_tokens"][0] / found["batch_seconds"][0]
-            figures.append(("B", Figure("output tokens/s", speed, higher_is_better=True)))
-        return [*figures, ("", Figure("peak memory, GB", memory.bytes / 1e9))]
+            found = run_job(command, self.scratch / "worker.log")
+        findings.add_work(
+            [
+                _work(engine.name, number, workload, kind, prompts[kind], found[f"{kind}_tokens"])
+                for workload, kind in (("A", "single"), ("B", "batch"))
+                if prompts[kind]
+            ]
+        )
+        for workload, figure in _figures(found):
+            findings.add(Measurement(engine.name, number, workload, figure))
+        findings.add(Measurement(engine.name, number, "", Figure("peak memory, GB", memory.bytes / 1e9)))
+
+
+def _work(
+    engine: str, number: int, workload: str, kind: str, prompts: Sequence[Sequence[int]], tokens: Sequence[float]
+) -> Work:
+    return Work(
+        engine,
+        number,
+        workload,
+        kind,
+        requests=len(prompts),
+        short=len(prompts) - sum(count >= OUTPUT_TOKENS for count in tokens),
+        prompt_tokens=sum(map(len, prompts)),
+        output_tokens=int(sum(tokens)),
+    )
+
+
+def _figures(found: Mapping[str, Sequence[float]]) -> list[tuple[str, Figure]]:
+    first, whole = (statistics.median(found[name]) for name in ("first_seconds", "single_seconds"))
+    figures = [
+        ("", Figure("ready after, s", found["ready_seconds"][0])),
+        ("A", Figure("one token, ms", first * 1e3)),
+        ("A", Figure("time per token p50, ms", (whole - first) / (OUTPUT_TOKENS - 1) * 1e3)),
+    ]
+    if found["batch_seconds"]:
+        speed = sum(found["batch_tokens"]) / found["batch_seconds"][0]
+        figures.append(("B", Figure("output tokens/s", speed, higher_is_better=True)))
+    return figures
 
 
 def run_job(command: Sequence[str], log: Path) -> Mapping[str, Sequence[float]]:
-    """Lists of numbers: ready_seconds (one), first_seconds and single_seconds (one per prompt), batch_seconds and
-    batch_tokens (one or none). Raises PeerError."""
+    """Runs a worker and returns its lists of numbers: `ready_seconds` (one), `first_seconds`, `single_seconds` and
+    `single_tokens` (one per prompt), `batch_seconds` (one, or none without a batch), `batch_tokens` (one per prompt).
+    Tokens are those that were made. Raises PeerError."""
     with log.open("w") as output:
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=output, timeout=WORKER_SECONDS)
         except subprocess.TimeoutExpired:
-            raise PeerError(f"`{command[0]}` is not done (log: {log}):\n{tail(log)}") from None
+            raise PeerError(
+                f"`{command[0]}` is not done after {WORKER_SECONDS:g} s (log: {log}):\n{tail(log)}"
+            ) from None
     if done.returncode != 0:
         raise PeerError(f"`{' '.join(command)}` ended with status {done.returncode} (log: {log}):\n{tail(log)}")
     found: Mapping[str, Sequence[float]] = json.loads(done.stdout.splitlines()[-1])

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.base import Server
+from bench.topology import Topology
 from kvrelay.cli.local_cluster import local_cluster
 
 
 @dataclass(frozen=True, slots=True)
 class Kvrelay:
-    """`topology` is like 1P+1D; `arguments` are further ones of `kvrelay serve`."""
+    """`arguments` are further ones of `kvrelay serve`."""
 
-    topology: str
+    topology: Topology
     arguments: tuple[str, ...] = ()
 
     @property
@@ -23,8 +24,7 @@ class Kvrelay:
 
     @contextmanager
     def serve(self, directory: Path, model: Path) -> Iterator[Server]:
-        prefill, _, decode = self.topology.upper().removesuffix("D").partition("P+")
-        arguments = ["--prefill-nodes", prefill, "--decode-nodes", decode, "--log-level", "warning", *self.arguments]
+        arguments = [*self.topology.arguments, "--log-level", "warning", *self.arguments]
         started = time.monotonic()
         with local_cluster(str(model), arguments) as address:
             yield Server(f"http://{address.http}", address.model, time.monotonic() - started)

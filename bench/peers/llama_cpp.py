@@ -1,44 +1,54 @@
-"""llama.cpp's server, built from the sources that its Python binding's source package carries, on the model as GGUF."""
+"""llama.cpp's server, built from the sources in the source package of its Python binding, with the model as GGUF."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.base import PeerError, PromptFormat, Server
+from bench.peers.base import PeerError, PromptFormat, Server, Setup
 from bench.peers.environment import Environment
 from bench.peers.processes import free_port, run, serving
 
-SOURCE_PACKAGE = "llama-cpp-python==0.3.16"
+VERSION = "0.3.16"
+SOURCE_PACKAGE = f"llama-cpp-python=={VERSION}"
 REQUIREMENTS = ("gguf==0.17.1",)
+_INSTALLED = (SOURCE_PACKAGE, *REQUIREMENTS)
 SLOTS = 16
 CONTEXT_TOKENS = 40_960  # of all slots together
-_OPTIONS = ("LLAMA_CURL=OFF", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF", "BUILD_SHARED_LIBS=OFF")
+_SERVER_OPTIONS = ("--parallel", str(SLOTS), "--ctx-size", str(CONTEXT_TOKENS))
+_BUILD_OPTIONS = ("LLAMA_CURL=OFF", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF", "BUILD_SHARED_LIBS=OFF")
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """With as many slots as the workloads have requests at a time."""
+    """A server with as many slots as the workloads have requests at a time."""
 
     name: str = "llama-cpp"
     prompt_format: PromptFormat = "token_ids"
 
+    @property
+    def setup(self) -> Setup:
+        return Setup(_INSTALLED, (*_SERVER_OPTIONS, *_BUILD_OPTIONS))
+
+    def is_installed(self, directory: Path) -> bool:
+        return Environment(directory).is_installed(_INSTALLED) and _server(directory).exists()
+
     def install(self, directory: Path) -> None:
-        """A quarter of an hour on two cores; needs a C++ compiler and cmake."""
-        environment = Environment(directory)
-        if environment.is_installed(REQUIREMENTS) and _server(directory).exists():
+        """Builds the server: a quarter of an hour on two cores. Needs a C++ compiler and cmake. Raises PeerError."""
+        if self.is_installed(directory):
             return
+        environment = Environment(directory)
         environment.install(REQUIREMENTS)
-        if not list(directory.glob("llama_cpp_python-*.tar.gz")):
+        archive = directory / f"llama_cpp_python-{VERSION}.tar.gz"
+        if not archive.exists():
             download = ("download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(directory))
             environment.pip(*download, SOURCE_PACKAGE)
-        [archive] = directory.glob("llama_cpp_python-*.tar.gz")
         run(["tar", "-xzf", str(archive), "-C", str(directory)], environment.log)
         build = str(directory / "build")
-        options = [f"-D{option}" for option in ("CMAKE_BUILD_TYPE=Release", *_OPTIONS)]
+        options = [f"-D{option}" for option in ("CMAKE_BUILD_TYPE=Release", *_BUILD_OPTIONS)]
         run(["cmake", "-S", str(_source(directory)), "-B", build, *options], environment.log)
         run(["cmake", "--build", build, "--target", "llama-server", "--parallel", "2"], environment.log)
-        environment.finish(REQUIREMENTS)
+        environment.finish(_INSTALLED)
 
     @contextmanager
     def serve(self, directory: Path, model: Path) -> Iterator[Server]:
@@ -46,14 +56,14 @@ class LlamaCpp:
         url = f"http://127.0.0.1:{port}"
         command = [str(_server(directory)), "--model", str(_as_gguf(directory, model)), "--alias", model.name]
         command += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
-        command += ["--parallel", str(SLOTS), "--ctx-size", str(CONTEXT_TOKENS)]
+        command += _SERVER_OPTIONS
         with serving(command, directory / f"{self.name}.log", f"{url}/health") as seconds:
             # Its HTTP library closes a connection after five requests.
             yield Server(url, model.name, seconds, keeps_connections=False)
 
 
 def _as_gguf(directory: Path, model: Path) -> Path:
-    """Converted once."""
+    """Returns the model as GGUF; it is converted once."""
     gguf = directory / f"{model.name}.gguf"
     if not gguf.exists():
         script = Path(__file__).with_name("write_gguf.py")
@@ -63,10 +73,10 @@ def _as_gguf(directory: Path, model: Path) -> Path:
 
 
 def _source(directory: Path) -> Path:
-    found = list(directory.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    if not found:
-        raise PeerError(f"no llama.cpp sources in {directory}: remove the directory and install again")
-    return found[0]
+    found = directory / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp"
+    if not found.is_dir():
+        raise PeerError(f"no llama.cpp sources in {found}: remove {directory} and install again")
+    return found
 
 
 def _server(directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Processes of peers: one that must succeed, and a server that is awaited, and ended with all that it started."""
+"""Processes of peers: commands that must succeed, and servers that are awaited and ended with all that they started."""
 
 import os
 import signal
@@ -9,13 +9,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from bench.peers.base import PeerError
+from bench.proc_stat import parent_of, processor_seconds
 
+RUN_SECONDS = 3600.0  # a slow download, or a build on few cores
 START_SECONDS = 600.0
 STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.25
@@ -25,12 +27,18 @@ _REST_SECONDS = 0.5
 _REST_SHARE = 0.1  # of a core
 
 
-def run(command: Sequence[str], log: Path) -> None:
-    """Raises PeerError with the end of its output."""
+def run(command: Sequence[str], log: Path, *, seconds: float = RUN_SECONDS) -> None:
+    """Runs a command with its output appended to `log`. Raises PeerError with the end of that output when the command
+    fails or takes longer than `seconds`."""
     with log.open("a") as output:
         output.write(f"$ {' '.join(command)}\n")
         output.flush()
-        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
+        try:
+            status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=seconds).returncode
+        except subprocess.TimeoutExpired:
+            raise PeerError(f"`{' '.join(command)}` was ended after {seconds:g} s:\n{tail(log)}") from None
+        except FileNotFoundError as error:
+            raise PeerError(f"there is no program {error.filename}: install it") from error
     if status != 0:
         raise PeerError(f"`{' '.join(command)}` ended with status {status}:\n{tail(log)}")
 
@@ -44,7 +52,8 @@ class Child:
     started: float
 
     def await_ready(self, health: str) -> float:
-        """The seconds from its start until `health` answered 200. Raises PeerError."""
+        """Returns the seconds from the server's start until `health` answered 200. Raises PeerError when the server has
+        ended, or does not answer in time."""
         while not _answers(health):
             name = str(self.process.args[0]) if isinstance(self.process.args, Sequence) else str(self.process.args)
             if self.process.poll() is not None:
@@ -58,11 +67,11 @@ class Child:
 
 @contextmanager
 def started(command: Sequence[str], log: Path, environment: Mapping[str, str | None] | None = None) -> Iterator[Child]:
-    """It ends with the context. `environment` is in addition to ours; None takes away.
+    """Runs a server until the context ends. `environment` is added to ours; None removes a variable.
 
-    Its process group is its own, its session is ours: Linux shares cores between sessions before it shares them
-    between processes (autogroup), so that a server which waits by sched_yield would keep half a core from one in
-    another session.
+    The server has a process group of its own, but stays in our session: Linux divides cores between sessions before it
+    divides them between processes (autogroup), so that a server that waits by sched_yield would take half a core from
+    one in another session.
     """
     changed = {**os.environ, **(environment or {})}
     with log.open("w") as output:
@@ -85,12 +94,13 @@ def started(command: Sequence[str], log: Path, environment: Mapping[str, str | N
 def serving(
     command: Sequence[str], log: Path, health: str, environment: Mapping[str, str | None] | None = None
 ) -> Iterator[float]:
-    """The seconds until it answered."""
+    """Runs a server until the context ends; yields the seconds until it answered. Raises PeerError."""
     with started(command, log, environment) as child:
         yield child.await_ready(health)
 
 
 def free_port() -> int:
+    """Returns a port that nobody listens on now; another process may still take it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -101,9 +111,9 @@ def tail(log: Path) -> str:
 
 
 class PeakMemory:
-    """The most memory that the descendants of this process held together, sampled while the context lasts.
+    """The largest amount of memory that the descendants of this process held together, sampled while the context lasts.
 
-    What several share is counted once (proportional set size). A sample of a large process takes milliseconds.
+    Memory that several share is counted once (proportional set size). A sample of a large process takes milliseconds.
     """
 
     def __init__(self, sample_seconds: float = _SAMPLE_SECONDS) -> None:
@@ -126,8 +136,8 @@ class PeakMemory:
 
 
 def await_rest(seconds: float) -> None:
-    """Until the descendants of this process compute nothing to speak of: after the last request, threads that wait for
-    another may spin for a while. Raises PeerError when they still do after `seconds`."""
+    """Waits until the descendants of this process are all but idle: after the last request, threads that wait for
+    others may spin for a while. Raises PeerError when they still do after `seconds`."""
     end = time.monotonic() + seconds
     before = _processor_seconds()
     while True:
@@ -141,35 +151,29 @@ def await_rest(seconds: float) -> None:
 
 
 def _processor_seconds() -> float:
-    """Of all descendants of this process."""
-    ticks = 0
+    """Returns the processor time of all descendants of this process."""
+    seconds = 0.0
     for process in descendants(os.getpid())[1:]:
-        try:
-            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        except (OSError, ProcessLookupError):
-            continue
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        with suppress(OSError):  # it has just ended
+            seconds += processor_seconds(process)
+    return seconds
 
 
 def _memory_bytes(process: int) -> int:
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    except (OSError, ProcessLookupError):
+    except OSError:
         return 0  # it has just ended
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def descendants(root: int) -> list[int]:
-    """`root` and all below it."""
+    """Returns `root` and all processes below it."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, ProcessLookupError):
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
+            with suppress(OSError):  # it has just ended
+                children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
     found = [root]
     for number in found:
         found += children.get(number, [])
@@ -185,7 +189,7 @@ def _answers(url: str) -> bool:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """SIGINT first (an orderly end), SIGKILL for what is left of its group."""
+    """Ends a server in order with SIGINT, and with SIGTERM if that does not help; then kills the rest of its group."""
     for number in (signal.SIGINT, signal.SIGTERM):
         process.send_signal(number)
         try:

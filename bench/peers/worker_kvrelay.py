@@ -1,4 +1,4 @@
-"""Our `LLM` on a job of bench/peers/in_process.py: `python -m bench.peers.worker_kvrelay MODEL_DIR JOB`."""
+"""Runs a job of bench/peers/in_process.py on our `LLM`: `python -m bench.peers.worker_kvrelay MODEL_DIR JOB`."""
 
 import json
 import sys
@@ -14,25 +14,29 @@ Prompts = Sequence[list[int]]
 def figures_of_job(
     model: Path, prompts: Mapping[str, Prompts], *, num_tokens: int, concurrency: int
 ) -> dict[str, list[float]]:
-    """What `run_job` of in_process.py says."""
+    """Returns the numbers that `run_job` of in_process.py describes."""
     started = time.monotonic()
     llm = LLM(str(model), max_num_seqs=concurrency)
     ready = time.monotonic() - started
 
-    def seconds(given: Prompts, num_tokens: int) -> float:
+    def timed(given: Prompts, num_tokens: int) -> tuple[float, list[float]]:
+        """Returns the seconds, and how many tokens were made for each prompt."""
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         began = time.monotonic()
-        llm.generate(given, params, progress=False)
-        return time.monotonic() - began
+        found = llm.generate(given, params, progress=False)
+        return time.monotonic() - began, [len(one.outputs[0].token_ids) for one in found]
 
-    seconds([prompts["first"][0][1:]], 4)
-    batch = prompts["batch"]
+    timed([prompts["first"][0][1:]], 4)
+    first = [timed([prompt], 1)[0] for prompt in prompts["first"]]
+    single = [timed([prompt], num_tokens) for prompt in prompts["single"]]
+    batch = [timed(prompts["batch"], num_tokens)] if prompts["batch"] else []
     return {
         "ready_seconds": [ready],
-        "first_seconds": [seconds([prompt], 1) for prompt in prompts["first"]],
-        "single_seconds": [seconds([prompt], num_tokens) for prompt in prompts["single"]],
-        "batch_seconds": [seconds(batch, num_tokens)] if batch else [],
-        "batch_tokens": [len(batch) * num_tokens] if batch else [],
+        "first_seconds": first,
+        "single_seconds": [seconds for seconds, _ in single],
+        "single_tokens": [count for _, counts in single for count in counts],
+        "batch_seconds": [seconds for seconds, _ in batch],
+        "batch_tokens": [count for _, counts in batch for count in counts],
     }
 
 

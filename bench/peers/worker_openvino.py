@@ -1,4 +1,4 @@
-"""OpenVINO GenAI on a job of bench/peers/in_process.py, in its own environment: `python FILE MODEL_DIR JOB`."""
+"""Runs a job of bench/peers/in_process.py on OpenVINO GenAI, in its own environment: `python FILE MODEL_DIR JOB`."""
 
 import json
 import sys
@@ -18,25 +18,27 @@ def main() -> None:
     scheduler.max_num_seqs = job["concurrency"]
     pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU")
     ready = time.monotonic() - started
-    made: list[int] = []
 
-    def seconds(given: Sequence[Sequence[int]], num_tokens: int) -> float:
+    def timed(given: Sequence[Sequence[int]], num_tokens: int) -> tuple[float, list[int]]:
+        """Returns the seconds, and how many tokens were made for each prompt."""
         config = genai.GenerationConfig(max_new_tokens=num_tokens, ignore_eos=True, do_sample=False)
         inputs = [ov.Tensor(np.array([prompt], dtype=np.int64)) for prompt in given]
         began = time.monotonic()
         results = pipeline.generate(inputs, [config] * len(inputs))
-        taken = time.monotonic() - began
-        made[:] = [len(result.m_generation_ids[0]) for result in results]
-        return taken
+        return time.monotonic() - began, [len(result.m_generation_ids[0]) for result in results]
 
     prompts, num_tokens = job["prompts"], job["output_tokens"]
-    seconds([prompts["first"][0][1:]], 4)
+    timed([prompts["first"][0][1:]], 4)
+    first = [timed([prompt], 1)[0] for prompt in prompts["first"]]
+    single = [timed([prompt], num_tokens) for prompt in prompts["single"]]
+    batch = [timed(prompts["batch"], num_tokens)] if prompts["batch"] else []
     found = {
         "ready_seconds": [ready],
-        "first_seconds": [seconds([prompt], 1) for prompt in prompts["first"]],
-        "single_seconds": [seconds([prompt], num_tokens) for prompt in prompts["single"]],
-        "batch_seconds": [seconds(prompts["batch"], num_tokens)] if prompts["batch"] else [],
-        "batch_tokens": [sum(made)] if prompts["batch"] else [],
+        "first_seconds": first,
+        "single_seconds": [seconds for seconds, _ in single],
+        "single_tokens": [count for _, counts in single for count in counts],
+        "batch_seconds": [seconds for seconds, _ in batch],
+        "batch_tokens": [count for _, counts in batch for count in counts],
     }
     sys.stdout.write(json.dumps(found) + "\n")
 

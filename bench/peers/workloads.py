@@ -8,7 +8,8 @@
 | D | 8 streams (64 prompt tokens, 256 output tokens, again and again) while a prompt of 1,500 to 2,000 tokens (16
       output tokens) arrives every 4 seconds, for 60 seconds |
 
-Prompts are random tokens, greedy, ignoring end tokens where the server lets them be. Equal seeds are equal requests.
+Prompts are random tokens. Decoding is greedy and ignores end tokens where the server can. Equal seeds give equal
+requests.
 """
 
 import string
@@ -28,7 +29,7 @@ D_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of a run. `higher_is_better` says how to read a ratio."""
+    """One number of a run. `higher_is_better` says how to read its ratios."""
 
     title: str
     value: float
@@ -38,7 +39,8 @@ class Figure:
 def settings_of(
     workload: str, server: Server, vocabulary: Mapping[str, object], *, seed: int, scale: float
 ) -> BenchSettings:
-    """`scale` below 1 shortens the number of requests or the time, for a first look."""
+    """Returns the load of a workload for `kvrelay bench`. A `scale` below 1 reduces the number of requests or the time,
+    for a first look."""
     shared: dict[str, object] = {
         "url": server.url,
         "model": server.model,
@@ -52,7 +54,8 @@ def settings_of(
 
 
 def vocabulary_settings(prompt_format: PromptFormat, directory: Path, vocab_size: int) -> Mapping[str, object]:
-    """Which prompts are made. Text is of letters, each of them one token of bench/random_model.py's tokenizers."""
+    """Returns the settings that say which prompts are made. Prompts of text are letters, each of which is one token of
+    the tokenizers of bench/random_model.py."""
     if prompt_format == "token_ids":
         return {"prompt_format": prompt_format, "vocab_size": vocab_size}
     file = directory / "letters.json"
@@ -63,7 +66,8 @@ def vocabulary_settings(prompt_format: PromptFormat, directory: Path, vocab_size
 
 
 def figures_of(workload: str, result: RunResult) -> list[Figure]:
-    """Milliseconds and tokens per second. Raises KeyError when a kind of request has no result."""
+    """Returns the figures that count: milliseconds and tokens per second. Raises KeyError when a kind of request has no
+    result."""
     return _FIGURES[workload](result)
 
 

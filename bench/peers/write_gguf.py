@@ -1,9 +1,9 @@
-"""A model of bench/random_model.py as GGUF; runs in llama.cpp's environment.
+"""Writes a model of bench/random_model.py as GGUF. It runs in llama.cpp's environment.
 
     python write_gguf.py MODEL_DIR OUT_FILE
 
-llama.cpp's own converter knows tokenizers by a hash and refuses ours. Matrices stay bfloat16, vectors become float32,
-as its converter has it.
+llama.cpp's own converter identifies tokenizers by a hash and refuses ours. Matrices stay bfloat16 and vectors become
+float32, as in that converter.
 """
 
 import json
@@ -71,7 +71,7 @@ def _add_vocabulary(writer: Any, model: Path) -> None:
     writer.add_token_list(tokens)
     kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.NORMAL}
     writer.add_token_types([kinds[token in special] for token in tokens])
-    writer.add_token_merges(["\u0120 t"])  # it wants at least one; prompts are token ids
+    writer.add_token_merges(["\u0120 t"])  # llama.cpp requires at least one merge; prompts are token ids
     writer.add_bos_token_id(special["<|begin|>"])
     writer.add_eos_token_id(special["<|end|>"])
     writer.add_pad_token_id(special["<|pad|>"])
@@ -79,7 +79,8 @@ def _add_vocabulary(writer: Any, model: Path) -> None:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
-    """Bits of bfloat16. The format: the header's length in 8 bytes, a JSON header, then the data."""
+    """Yields each tensor's name and its bfloat16 bits. A safetensors file is the header's length in 8 bytes, a JSON
+    header, and the data."""
     data = np.memmap(file, mode="r")
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     for name, entry in json.loads(data[8:start].tobytes()).items():
@@ -107,7 +108,8 @@ def _add_tensor(writer: Any, name: str, tensor: NDArray[np.uint16], config: dict
 
 
 def _interleaved(weight: NDArray[np.uint16], heads: int) -> NDArray[np.uint16]:
-    """Rotary pairs side by side within a head, [out, in]: llama.cpp's order for the architecture `llama`."""
+    """Returns `weight` `[out, in]` with the two halves of every head interleaved, so that rotary pairs are adjacent:
+    llama.cpp's order for the architecture `llama`."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 

@@ -1,4 +1,4 @@
-"""Records of requests, and runs of them, written down."""
+"""Records of requests, and runs of them, made by hand."""
 
 from typing import Any
 

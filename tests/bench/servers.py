@@ -3,6 +3,7 @@ as it is told."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 from aiohttp import web
@@ -22,14 +23,14 @@ DONE = b"data: [DONE]\n\n"
 
 @asynccontextmanager
 async def gateway(relay: ScriptedRelay) -> AsyncIterator[str]:
-    """Yields the URL of a gateway."""
+    """Yields the URL of a gateway over HTTP."""
     async with http_server(create_app(make_edge(relay), version="test", max_body_bytes=1 << 20)) as port:
         yield f"http://127.0.0.1:{port}"
 
 
 @asynccontextmanager
 async def grpc_router(relay: ScriptedRelay) -> AsyncIterator[str]:
-    """Yields the URL of a gRPC service."""
+    """Yields the URL of a router over gRPC."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(RouterService(make_edge(relay)), server)
     port = await serve_insecure(server, "127.0.0.1", 0)
@@ -44,13 +45,17 @@ async def answering(
     status: int = 200,
     models: Sequence[str] = ("m",),
     connections: set[object] | None = None,
+    bodies: list[dict[str, Any]] | None = None,
 ) -> AsyncIterator[str]:
-    """Yields the URL of a server that answers every completion with these pieces, and notes its connection."""
+    """Yields the URL of a server that sends these pieces to whoever asks for a completion, and notes the connection and
+    the body of the request."""
 
     async def generate(request: web.Request) -> web.StreamResponse:
         if connections is not None:
             assert request.transport is not None
             connections.add(request.transport.get_extra_info("peername"))
+        if bodies is not None:
+            bodies.append(await request.json())
         response = web.StreamResponse(status=status)
         await response.prepare(request)
         for piece in pieces:

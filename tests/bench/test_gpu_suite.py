@@ -1,4 +1,5 @@
-"""The GPU suite's plumbing: what it makes of wrong results. Its self-test is in `tests/kernels/triton`."""
+"""What the GPU suite makes of wrong results, failures and missing packages. Its self-test is in
+`tests/kernels/triton`."""
 
 import os
 import subprocess
@@ -36,8 +37,8 @@ PROMPT = list(range(400, 420))
 
 
 def test_says_what_is_missing() -> None:
-    no_card = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(SUITE)], env=no_card, capture_output=True, text=True, check=False)
+    no_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(SUITE)], env=no_gpu, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "no GPU that torch can use; --self-test runs without one" in done.stderr
 
 
@@ -169,6 +170,17 @@ def test_a_part_whose_package_is_missing_says_so(tmp_path: Path, monkeypatch: py
     path = tmp_path / "results.jsonl"
     assert gpu_suite.main(["--self-test", "--part", "cluster", "--output", str(path)]) == 0
     assert "left out: it needs the package 'kvrelay.bench.grpc_client'" in read_records(path).results[0].problem
+
+
+def test_a_package_that_only_nodes_need_is_missed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvrelay.node.process", raising=False)
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = tmp_path / "results.jsonl"
+    assert gpu_suite.main(["--self-test", "--part", "cluster", "--output", str(path)]) == 0
+    assert [(one.name, one.problem) for one in read_records(path).results] == [
+        ("cluster", "left out: it needs the package 'uvloop', which is not installed")
+    ]
 
 
 @dataclass(slots=True)

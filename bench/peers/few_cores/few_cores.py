@@ -1,9 +1,10 @@
-"""A plugin of vllm, found by every vllm process that has this folder in PYTHONPATH: two servers fit on two cores.
+"""A plugin for vllm with which two servers fit on two cores. Every vllm process finds it that has this folder in
+PYTHONPATH.
 
 By itself vllm's NIXL connector moves the thread that computes to the machine's last core, whatever
 VLLM_CPU_OMP_THREADS_BIND says, so that two servers share that core and leave the others idle; and NIXL's progress
-thread burns a core per server. Without that thread KV would wait for the prefill server's step to end, seconds; here
-the thread rests for a while between events, as NIXL can when it is told how long.
+thread keeps a core busy in each server. Without that thread, KV would wait seconds for a step of the prefill server to
+end. With this plugin it rests for a while between events, which NIXL supports.
 """
 
 import os
@@ -15,7 +16,7 @@ _PROGRESS_MICROSECONDS = 1000
 
 
 def register() -> None:
-    """For the whole process: nothing in it can choose cores any more, and all of NIXL's threads rest."""
+    """Changes the whole process: nothing in it can choose cores any more, and all progress threads of NIXL rest."""
     os.sched_setaffinity = lambda pid, mask: None
     create_agent = _api.nixlBind.nixlAgent
 

@@ -153,7 +153,7 @@ def test_sampling_parameters_matter(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def engine_rows(tmp_path: Path) -> Iterator[Task]:
-    """Of the tiny engine, the start behind them."""
+    """Yields the rows of the tiny engine that follow its start."""
     torch.manual_seed(7)
     rows = iter(PARTS["engine-1b"](Suite(torch.device("cpu"), 7, 1, tmp_path)))
     assert next(rows).run().is_right
@@ -171,6 +171,20 @@ def test_a_row_that_fails_spoils_no_other(engine_rows: Iterator[Task], monkeypat
     _launch, decode, *others = engine_rows
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no result"):
         patch.setattr(engine_cases.EngineBench, "_step", mock.Mock(side_effect=RuntimeError("no result")))
+        decode.run()
+    assert others and all(task.run().is_right for task in others)
+
+
+def test_what_a_failed_row_has_lost_is_no_others_loss(
+    engine_rows: Iterator[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_a_block(bench: engine_cases.EngineBench) -> int:
+        assert bench._engine.pool.allocate(1)
+        raise RuntimeError("out of resources")
+
+    _launch, decode, *others = engine_rows
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of resources"):
+        patch.setattr(engine_cases.EngineBench, "_step", lose_a_block)
         decode.run()
     assert others and all(task.run().is_right for task in others)
 

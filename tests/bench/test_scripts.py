@@ -1,0 +1,167 @@
+"""Every benchmark script of `bench/` runs with a tiny model and prints what it is for. Times are never looked at."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from paged_kernels.threads import threads_kept
+
+from bench import (
+    decode_step,
+    first_decode_step,
+    kernel_speed,
+    linear_speed,
+    node_startup,
+    prefill_step,
+    random_model,
+    router_throughput,
+    serve_vs_generate,
+    step_overhead,
+)
+from bench.child import child
+from bench.random_model import write_random_model
+from kvrelay.core.errors import UnavailableError
+
+ROOT = Path(__file__).parents[2]
+DEMO = str(ROOT / "demo" / "model")
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_random_model(tmp_path_factory.mktemp("models") / "tiny", "tiny"))
+
+
+@pytest.fixture(autouse=True)
+def threads_of_the_tests() -> Iterator[None]:
+    """Restores the number of threads, which scripts set in their process, and that is ours."""
+    with threads_kept():
+        yield
+
+
+def check(shown: str, *labels: str) -> None:
+    for label in labels:
+        assert label in shown
+
+
+def test_decode_step(capsys: Capture) -> None:
+    forms = ["none", "shared", "int8", "awq"]
+    decode_step.main(["--shape", "small", "--batch", "2", "--context", "20", "--rounds", "1", "--weights", *forms])
+    shown = capsys.readouterr().out
+    check(shown, "small, 20 tokens of KV each", "batch   2: memory read", *(f"loaded as {form} in" for form in forms))
+    check(shown, *(f"  {form:6} " for form in ("bf16", "shared", "int8", "awq")), "of bf16; ", "of the read bandwidth")
+
+
+def test_step_overhead(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "steps.json"
+    step_overhead.main([tiny, "--batch", "1", "3", "--steps", "2", "--prompt-len", "8", "--json-file", str(path)])
+    check(capsys.readouterr().out, "| model | batch | schedule ms |", "| tiny | 1 |", "| tiny | 3 |")
+    for row in json.loads(path.read_text()):
+        assert all(row[part] > 0 for part in ("schedule", "inputs", "forward", "sampling", "results"))
+
+
+def test_kernel_speed(capsys: Capture) -> None:
+    small = ["--threads", "1", "--repeats", "1", "--rounds", "1"]
+    kernel_speed.main(["--fp8", "--decode", "2:20", "--prefill", "8", *small])
+    shown = capsys.readouterr().out
+    check(shown, "memory read: ", "decode    2 x    20 bfloat16:", "decode    2 x    20      fp8:", "prefill     8:")
+
+
+def test_linear_speed(capsys: Capture) -> None:
+    linear_speed.main(["--rows", "1", "3", "--threads", "1", "--rounds", "1", "--copies", "1"])
+    shown = capsys.readouterr().out
+    check(shown, "    1 x   896 x  1152:", "    3 x  4864 x   896:")
+    assert shown.count("TFLOP/s") == 8
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_prefill_step(quantization: str, tiny: str, capsys: Capture) -> None:
+    steps = ["--steps", "20:0", "2*1:20,8:0"]
+    prefill_step.main([tiny, *steps, "--threads", "1", "--rounds", "1", "--quantization", quantization])
+    shown = capsys.readouterr().out
+    check(shown, " 20:0: ", " 2*1:20,8:0: ")
+    assert quantization == "none" or shown.count("with bfloat16") == 2
+
+
+def test_first_decode_step(tiny: str, capsys: Capture) -> None:
+    first_decode_step.main([tiny, "--prompt-len", "40", "--requests", "1", "--output-len", "8"])
+    check(capsys.readouterr().out, "40 prompt tokens: hand-over ", "first gap ")
+
+
+def test_connectors() -> None:
+    """Runs the script in a process of its own, like the one it fetches from."""
+    command = [sys.executable, "-m", "bench.connectors", "--megabytes", "4", "--turns", "1", "--sizes", "128 KiB"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    check(
+        done.stdout,
+        "shared_memory  128 KiB: ",
+        "GB/s, plain copy ",
+        "shared_memory  128 KiB: median ratio ",
+        ", 1 turns)",
+    )
+    assert ("bare ucxx" in done.stdout) == (importlib.util.find_spec("ucxx") is not None)
+
+
+def test_router_throughput(capsys: Capture) -> None:
+    load = ["--requests", "4", "--concurrency", "2", "--output-len", "4"]
+    router_throughput.main([DEMO, *load, "--ttft-requests", "2", "--rounds", "1"])
+    shown = capsys.readouterr().out
+    for protocol in ("http", "grpc"):
+        check(shown, f"{protocol}, 2 streams: ", f"{protocol}, prompt of 1,000 tokens: TTFT p50 ")
+    assert shown.count("the router adds ") == 2
+
+
+def test_serve_vs_generate(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "result.json"
+    assert serve_vs_generate.main(["--quick", "--topologies", "0p+1d", "--json-file", str(path)]) == 0
+    check(capsys.readouterr().out, "tiny bfloat16, ", "  0P+1D     ", "  generate  ", "  0P+1D / generate = ")
+    assert list(json.loads(path.read_text())["clusters"]) == ["0P+1D"]
+
+
+def test_node_startup(tiny: str, capsys: Capture) -> None:
+    node_startup.main([tiny, "--runs", "1", "--warmup", "0", "--threads", "1"])
+    check(capsys.readouterr().out, "tiny: ready after ", " s (median of 1; ")
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (prefill_step.main, [DEMO, "--steps", "foo"], "'foo': write NEW:CACHED tokens, like 512:0"),
+        (prefill_step.main, [DEMO, "--steps", "5000:0"], "'5000:0': a sequence has at most 4096 tokens"),
+        (kernel_speed.main, ["--decode", "16x512"], "'16x512': write SEQUENCES:TOKENS, like 16:512"),
+        (decode_step.main, ["--shape", "tiny", "--weights", "awq"], "--weights: the sizes of the shape tiny are not"),
+        (router_throughput.main, [DEMO, "--wrk"], "--wrk: there is no program wrk in PATH"),
+        (router_throughput.main, ["/nowhere"], "there is no /nowhere/tokenizer.json: give the directory of a model"),
+        (node_startup.main, ["/nowhere"], "there is no config.json in /nowhere"),
+        (random_model.main, ["/nowhere", "--shape", "tiny", "--quantization", "awq"], "choose another --shape"),
+    ],
+)
+def test_arguments_that_can_not_be_are_explained(
+    main: Callable[[Sequence[str]], None],
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_router_that_does_not_start_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((Path(DEMO) / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text("no JSON")
+    with pytest.raises(SystemExit, match="the router ended before it was ready; its messages are above"):
+        router_throughput.main([str(tmp_path)])
+
+
+def test_a_child_that_says_nothing_is_given_up() -> None:
+    with child("it", ["-c", "input()"]) as silent, pytest.raises(UnavailableError, match=r"it has printed nothing for"):
+        silent.read_line(0.1)
+    assert silent.process.returncode is not None
