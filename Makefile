@@ -14,7 +14,7 @@ KERNEL_SOURCES := $(shell find kernels -type f \( -name '*.cpp' -o -name '*.h' -
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test checks lint typecheck proto-check pytest chaos simulate proto bench redis-server clean
+.PHONY: help demo test checks lint typecheck proto-check oldest-triton pytest chaos simulate proto bench redis-server clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ demo: $(VENV)/installed  ## Serve the demo model through real processes and ask 
 test: $(VENV)/installed-dev  ## Everything needed to trust a change
 	$(MAKE) --jobs=2 checks pytest
 
-checks: lint typecheck proto-check
+checks: lint typecheck proto-check oldest-triton
 
 lint: $(VENV)/installed-dev  ## Ruff: rules and format
 	$(BIN)/ruff check $(CODE)
@@ -64,6 +64,12 @@ proto-check: $(VENV)/proto/installed  ## Is the committed generated code that of
 	@diff -r --brief --exclude=__init__.py --exclude=__pycache__ build/proto/kvrelay/v1 kvrelay/v1 \
 		|| { echo "kvrelay/v1 is not what proto/ generates: run 'make proto' and commit the result"; exit 1; }
 
+# What torch 2.11 for CUDA brings; the tests compile with the newest that is supported.
+oldest-triton: $(VENV)/oldest-triton/installed  ## Do the GPU kernels compile with the oldest Triton that is supported, too?
+ifeq ($(shell uname -s),Linux)
+	PYTHONPATH=$(VENV)/oldest-triton $(BIN)/python -m pytest tests/kernels/test_triton_compiled.py
+endif
+
 redis-server:
 	@command -v redis-server >/dev/null || { echo "installing redis-server, which some tests start"; \
 		if command -v apt-get >/dev/null; then $(SUDO) apt-get update && $(SUDO) apt-get install --yes --no-install-recommends redis-server; \
@@ -95,6 +101,12 @@ $(VENV)/installed: pyproject.toml $(KERNEL_SOURCES) $(VENV)/torch
 $(VENV)/installed-dev: pyproject.toml $(KERNEL_SOURCES) $(VENV)/torch
 	$(PIP) --config-settings=cmake.define.PAGED_EMULATE_AMX=ON --editable '.[engine,redis,dev]'
 	@touch $(VENV)/installed $@
+
+$(VENV)/oldest-triton/installed: $(VENV)/installed-dev
+ifeq ($(shell uname -s),Linux)
+	$(BIN)/python -m pip install --no-deps --target $(@D) --upgrade triton==3.6.0
+endif
+	@mkdir -p $(@D) && touch $@
 
 $(VENV)/proto/installed: | $(VENV)/created
 	$(BIN)/python -m venv $(VENV)/proto

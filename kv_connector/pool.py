@@ -52,11 +52,6 @@ class Payloads(Protocol):
         """The headers of blocks as their content is now; reads all of it."""
         ...
 
-    async def settle(self) -> None:
-        """Returns when nothing that the engine has begun until now writes to blocks that no request uses. Before a
-        transport writes to them."""
-        ...
-
     async def quiesce(self) -> None:
         """Returns when nothing that a transport has begun in this process touches the pool. After one was cut off."""
         ...
@@ -121,9 +116,6 @@ class LocalPool:
 
     async def describe_all(self, blocks: Sequence[Block], epoch: int) -> list[BlockHeader]:
         return [self.describe(block, epoch) for block in blocks]
-
-    async def settle(self) -> None:
-        """The engine's steps on the host end before they are collected."""
 
     async def quiesce(self) -> None:
         """What UCX does with host memory ends with its request."""

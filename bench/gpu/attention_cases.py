@@ -29,12 +29,14 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """`decode`: (batch, context); `prefill`: (prefix, new tokens) of one sequence."""
+    """`decode`: (batch, context); `prefill`: (prefix, new tokens) of one sequence. The pool has `num_layers`, as an
+    engine's, so that what one layer reads lies as far apart as there."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
+    num_layers: int
     decode: tuple[tuple[int, int], ...]
     prefill: tuple[tuple[int, int], ...]
 
@@ -80,16 +82,21 @@ def _case(
 ) -> Case:
     metadata = even_batch(batch, prefix, new, block_size=shapes.block_size, device=device)
     shape = (metadata.block_tables.numel(), shapes.num_kv_heads, 1, 2, shapes.block_size, shapes.head_dim)
-    pool, scales = random_pool(shape, dtype, pool_dtype, device)
+    stored, scales = random_pool(shape, dtype, pool_dtype, device)
+    layer = shapes.num_layers // 2
+    pool = torch.empty(*shape[:2], shapes.num_layers, *shape[3:], dtype=pool_dtype, device=device)
+    pool[:, :, layer] = stored[:, :, 0]
     query = torch.randn(batch * new, shapes.num_heads, shapes.head_dim, device=device, dtype=dtype)
-    backend = TritonBackend(scales)
+    backend = TritonBackend(
+        scales and KVScales(scales.key.repeat(shapes.num_layers, 1), scales.value.repeat(shapes.num_layers, 1))
+    )
     scale = shapes.head_dim**-0.5
     seen = new * (prefix + (new + 1) / 2)  # pairs of a query and a token that it sees
     return Case(
         name,
-        lambda: backend.attend(query, pool, 0, metadata, scale=scale),
-        lambda: ReferenceBackend().attend(query.double(), exact_pool(pool, scales), 0, metadata, scale=scale),
-        num_bytes=pool.numel() * pool.element_size() + 2 * query.numel() * query.element_size(),
+        lambda: backend.attend(query, pool, layer, metadata, scale=scale),
+        lambda: ReferenceBackend().attend(query.double(), exact_pool(stored, scales), 0, metadata, scale=scale),
+        num_bytes=stored.numel() * stored.element_size() + 2 * query.numel() * query.element_size(),
         num_flops=4 * batch * seen * shapes.num_heads * shapes.head_dim,
         peers={} if pool_dtype == FP8 else _peers(shapes, query, batch, prefix, new, by_flex=by_flex),
     )

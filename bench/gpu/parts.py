@@ -53,7 +53,7 @@ def _attention(suite: Suite) -> Iterable[Task]:
 
     dtype = suite.dtype
     if suite.tiny:
-        shapes = Shapes(4, 2, 64, 16, decode=((2, 40), (1, 600)), prefill=((0, 33), (20, 17)))
+        shapes = Shapes(4, 2, 64, 16, 3, decode=((2, 40), (1, 600)), prefill=((0, 33), (20, 17)))
         batches: tuple[Batch, ...] = (
             Batch(4, 2, 16, dtype, FP8, ((20, 3), (9, 1), (0, 0)), window=8),
             Batch(2, 1, 16, dtype, dtype, ((20, 1), (0, 1), (0, 0))),
@@ -61,7 +61,7 @@ def _attention(suite: Suite) -> Iterable[Task]:
     else:
         decode = ((64, 4096), (1, 4096), (16, 4096), (256, 1024), (1, 32768))
         prefill = ((0, 512), (0, 2048), (0, 8192), (8192, 512), (32_768, 12))
-        shapes = Shapes(32, 8, 128, 16, decode=decode, prefill=prefill)
+        shapes = Shapes(32, 8, 128, 16, 32, decode=decode, prefill=prefill)
         decodes = ((0, 1), (1, 1), (15, 1), (16, 1), (63, 1), (64, 1), (999, 1), (5000, 1), (0, 0), (0, 0))
         mixed = ((0, 700), (300, 129), (77, 1), (4000, 1), (16, 17), (0, 1), (1000, 64), (31, 33))
         kinds = (
@@ -85,9 +85,9 @@ def _attention(suite: Suite) -> Iterable[Task]:
 def _flex(suite: Suite) -> Iterable[Task]:
     from bench.gpu.attention_cases import Shapes, flex_tasks
 
-    shapes = Shapes(32, 8, 128, 16, decode=((64, 4096),), prefill=((0, 8192),))
+    shapes = Shapes(32, 8, 128, 16, 32, decode=((64, 4096),), prefill=((0, 8192),))
     if suite.tiny:
-        shapes = Shapes(4, 2, 64, 16, decode=((2, 40),), prefill=((0, 33),))
+        shapes = Shapes(4, 2, 64, 16, 2, decode=((2, 40),), prefill=((0, 33),))
     return flex_tasks(shapes, suite.dtype, suite.watch, suite.rates)
 
 
@@ -149,7 +149,11 @@ def _cluster(suite: Suite) -> Iterable[Task]:
 def _tune(suite: Suite) -> Iterable[Task]:
     from bench.gpu.tuning import tuning_tasks
 
-    shapes = ((1, 39, 1), (1, 0, 33)) if suite.tiny else ((64, 4095, 1), (1, 0, 8192), (1, 0, 2048), (16, 4095, 1))
+    shapes = (
+        ((1, 39, 1), (1, 0, 33))
+        if suite.tiny
+        else ((64, 4095, 1), (64, 1023, 1), (1, 0, 8192), (1, 0, 2048), (16, 4095, 1))
+    )
     return tuning_tasks(shapes, suite.dtype, suite.watch, suite.rates)
 
 

@@ -17,13 +17,13 @@ inline constexpr bool kWholeItems = PAGED_AMX && kPairs;
 template <bool kPairs>
 inline constexpr int kAttendRows = kWholeItems<kPairs> ? 1 << 30 : 12;
 
-// What an item works on, beside its scratch. Row r is query r / group, head r % group.
+// The tensors an item works on, beside its scratch. Row r is query r / group, head r % group.
 struct ItemRows {
   int count;
   int group;
   std::int64_t first_position;  // of query 0 in the sequence
   std::int64_t window;
-  float* maxima;  // of the scores, before they are scaled
+  float* maxima;  // the largest scores, before they are scaled
   float* sums;    // [count, kMaxWidth], added up at the end
   float* output;  // [count, output_stride], unnormalised
   int output_stride;
@@ -42,7 +42,7 @@ INLINE Reg load_floats(const P* row, int d, int head_dim) {
   return head_dim - d >= kWidth ? load(row + d) : load_n(row + d, head_dim - d);
 }
 
-// The same in words; see matmul.inl.
+// Loads the same as words; see matmul.inl.
 template <class T, class P>
 INLINE Reg load_words(const P* row, int word, int num_words) {
 #if PAGED_BF16_DOT
@@ -127,7 +127,7 @@ static void pack_values(const TileRows<P>& tile, const TileRows<P>& next, bool a
 }
 
 // Turns the first kTokens scores of a row into weights in place and brings the row's running maximum, sum and output up to date.
-// With kMasked scores outside [first, last) count as -infinity. With kPairs the weights are written as bfloat16.
+// If kMasked, scores outside [first, last) count as -infinity. If kPairs, the weights are written as bfloat16.
 // `factor` is scale times log2(e).
 template <bool kPairs, int kTokens, bool kMasked>
 INLINE void softmax_row(float* scores, int first, int last, float factor, const ItemRows& rows, int row) {

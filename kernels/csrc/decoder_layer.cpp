@@ -95,7 +95,7 @@ void feed_forward(const FinishCall& call, const void* x, void* activated, void* 
   }
 }
 
-// In place, `count` heads of a token that lie side by side.
+// Normalises, in place, `count` heads of a token that lie side by side.
 void norm_heads(void* heads, std::int64_t count, const void* weight, const HeadsCall& call) {
   NormCall norm{};
   norm.x = heads;
@@ -107,7 +107,7 @@ void norm_heads(void* heads, std::int64_t count, const void* weight, const Heads
   rms_norm(norm, count, call.qkv->dtype, 1);
 }
 
-// Of every token. Few are done before another thread is awake.
+// Normalises and rotates the heads of every token. Few tokens are done before another thread is awake.
 void norm_all_heads(const HeadsCall& call, int num_threads) {
   constexpr std::int64_t kTokens = 32;
   const Projection& qkv = *call.qkv;

@@ -12,12 +12,12 @@ struct Projection {
   bool is_packed;
   PackedCall packed;
   QuantizedCall quantized;
-  DType dtype;  // of x, bias and result
+  DType dtype;  // the type of x, bias and result
   std::int64_t num_inputs;
   std::int64_t num_outputs;
 };
 
-// From a layer's input to queries, keys and values, the first two normed head by head where there are norms, and turned.
+// Computes queries, keys and values from a layer's input. Queries and keys are normed head by head, where there are norms, and rotated.
 struct HeadsCall {
   const Projection* qkv;
   const void* x;         // [rows, hidden_size] contiguous
@@ -39,7 +39,7 @@ struct HeadsCall {
 
 void project_heads(const HeadsCall& call, int num_threads);
 
-// From the attended heads to the next layer's input and residual.
+// Computes the next layer's input and residual from the attended heads.
 struct FinishCall {
   const Projection* output;
   const Projection* gate_up;

@@ -11,7 +11,7 @@ namespace paged {
 
 const KernelTable& kernels();
 
-// Those this processor can run, best first.
+// Returns the sets that this processor can run, best first.
 std::vector<std::string> available_instruction_sets();
 
 // Throws std::invalid_argument for a name that is unknown or not available here.

@@ -120,8 +120,8 @@ inline constexpr int kPanelOutputs = 16;
 struct QuantizedCall {
   const std::uint8_t* weights;
   const bf16* scales;  // [num_panels, num_groups, kPanelOutputs]; null where there are zeros
-  // Of weights that were quantised elsewhere, else null: what their values count from (whole, 0 .. 256), and scales that no bfloat16
-  // holds. Both are like `scales`.
+  // Null but for weights that were quantised elsewhere: the zeros that their values count from (whole, 0 .. 256), and scales that
+  // bfloat16 cannot hold. Both are shaped like `scales`.
   const bf16* zeros;
   const float* wide_scales;
   int bits;  // 8 or 4
@@ -151,7 +151,7 @@ struct QuantizedCall {
 // Outputs whose bfloat16 weights lie together. See packed_linear.h for the order.
 inline constexpr int kPackedOutputs = 32;
 inline constexpr std::int64_t kPackedInputs = 32;  // inputs are padded to a multiple
-// From so many rows on a matrix unit is used, where there is one.
+// The least number of rows for which a matrix unit is used, where there is one.
 inline constexpr std::int64_t kMinPackedTileRows = 4;
 
 // Inputs of a panel that stay in the nearest cache, at most, while many rows go by.
@@ -169,11 +169,11 @@ struct PackedCall {
   std::int64_t num_rows;
   const bf16* x;  // [num_rows, num_inputs]
   std::int64_t x_stride;
-  // Where the kernels want it, x as floats for multiply_packed_many, [num_rows, padded_inputs()]: every panel would widen it anew.
+  // x as floats for multiply_packed_many, where the kernels want it so, [num_rows, padded_inputs()]: every panel would widen it anew.
   const float* wide;
   const bf16* bias;  // [num_outputs], or null
   bf16* out;         // [num_rows, stored_outputs()] contiguous
-  // For a matrix unit: rows beyond the last whole tile of sixteen, with zeros [16, padded_inputs()]; unused where there are none.
+  // The rows beyond the last whole tile of sixteen, filled up with zeros, [16, padded_inputs()]: for a matrix unit.
   const bf16* last_rows;
   // The first half of the outputs gates the other: silu(gate) * other is stored, each rounded before. For multiply_packed_many only,
   // where half of the outputs are whole panels.
@@ -193,7 +193,7 @@ struct KernelTable {
   bool integer_inputs;  // of quantised products, unless x is float32: digits instead of `wide`
   // The first tile of the item that is `following` on the same thread is asked for ahead; null: not known.
   void (*attend[kNumDTypes])(const AttentionCall&, const AttentionItem&, const AttentionItem* following, float* scratch);
-  // By the dtype of the queries.
+  // Indexed by the dtype of the queries.
   void (*attend_e4m3[kNumDTypes])(const AttentionCall&, const AttentionItem&, const AttentionItem* following, float* scratch);
   void (*merge[kNumDTypes])(const AttentionCall&, const MergeItem&);
   void (*encode_row[kNumDTypes])(const void* row, float inverse_scale, int size, e4m3* target);  // size <= kMaxHeadDim
@@ -202,16 +202,16 @@ struct KernelTable {
   void (*rotary[kNumDTypes])(const RotaryCall&, RowSpan);
   void (*prepare_rows[kNumDTypes])(const QuantizedCall&, RowSpan rows);
   void (*multiply_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
-  // From so many bfloat16 rows on it pays to widen the weights first, and to multiply them as those of a PackedCall.
+  // The least number of bfloat16 rows for which it pays to widen the weights first and to multiply them as those of a PackedCall.
   std::int64_t (*widened_from)(const QuantizedCall&);
-  // Panels, from an even one on, as bfloat16 weights in the order of packed_linear.h, two in a panel there.
+  // Widens panels, from an even one on, to bfloat16 weights in the order of packed_linear.h, two in a panel there.
   void (*widen_panels)(const QuantizedCall&, RowSpan panels, bf16* target);
   void (*dequantize_panels[kNumDTypes])(const QuantizedCall&, RowSpan panels);
   bool packed_wide;      // `multiply_packed_many` reads `wide`
   bool packed_in_tiles;  // `multiply_packed` of kMinPackedTileRows and more reads x in whole tiles
-  std::int64_t packed_rows;  // up to so many `multiply_packed` is made for: reading the weights takes longer than computing
+  std::int64_t packed_rows;  // the most rows that `multiply_packed` is made for: reading the weights takes longer than computing
   void (*multiply_packed)(const PackedCall&, RowSpan panels);
-  // For any more, and for fewer that are gated: `group` panels (of a gated call: pairs of panels) together; scratch has
+  // For more rows, and for fewer that are gated: multiplies `group` panels (of a gated call: pairs of panels) together; scratch has
   // packed_scratch_floats() of one more. Rows start at a multiple of 32.
   void (*multiply_packed_many)(const PackedCall&, RowSpan rows, RowSpan panels, std::int64_t group, float* scratch);
 };

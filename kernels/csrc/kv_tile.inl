@@ -1,6 +1,6 @@
-// Where the rows of a KV tile lie in the pool: what attention packs or reads, and asks for before.
+// Finds the rows of a KV tile in the pool, which attention packs or reads, and prefetches.
 
-// What a tile has in place of tokens that are not there. A masked load that reads nothing would do as well, but where it has no valid
+// The row that a tile has in place of tokens that do not exist. A masked load that reads nothing would do as well, but where it has no valid
 // address processors take it for a fault first, which costs hundreds of cycles.
 template <class P>
 alignas(64) inline constexpr P kZeroRow[kMaxHeadDim]{};
@@ -8,7 +8,7 @@ alignas(64) inline constexpr P kZeroRow[kMaxHeadDim]{};
 // One KV tile: pointers to the rows of tokens [first, last) of it, and to zeros for the others.
 template <class P>
 struct TileRows {
-  const void* rows[2 * kTileTokens];  // of K, then of V
+  const void* rows[2 * kTileTokens];  // K, then V
   int first;
   int last;
 
@@ -20,10 +20,10 @@ struct TileRows {
   }
 };
 
-// Where the first tile of an item begins.
+// Returns where the first tile of an item begins.
 inline int first_tile(const AttentionItem& item) { return item.kv_begin / kTileTokens * kTileTokens; }
 
-// Of a tile that begins behind the item's end nothing is there.
+// A tile that begins behind the item's end has no rows.
 template <class P>
 static void locate_tile(const AttentionCall& call, const AttentionItem& item, int tile_begin, TileRows<P>& tile) {
   const P* pool = static_cast<const P*>(call.pool) + item.kv_head * call.head_stride;

@@ -12,7 +12,7 @@ constexpr std::int64_t kAlignment = 64;
 
 thread_local Scratch stack_scratch;  // decoder_layer.cpp has its own, in use between ours
 
-// What lies between the pieces of a layer.
+// The tensors that the pieces of a layer hand to each other.
 struct Buffers {
   Buffers(const StackCall& call, std::int64_t num_heads) {
     const std::int64_t bytes = element_size(call.dtype);
@@ -64,7 +64,7 @@ void attend(const StackCall& call, const Buffers& buffers, const BatchAttention&
   paged_attention(attention, of_batch.batch, call.dtype, num_threads);
 }
 
-// In place, to the front: rows ascend, so that none is overwritten before it has been copied.
+// Moves rows to the front, in place: they ascend, so that none is overwritten before it has been copied.
 void gather_rows(void* data, std::int64_t row_bytes, const LastRows& last) {
   char* bytes = static_cast<char*>(data);
   for (std::int64_t i = 0; i < last.attention.batch.num_tokens; ++i) {

@@ -14,10 +14,10 @@ namespace {
 constexpr std::int64_t kMinSpanBytes = 1 << 16;
 // Rows come in tiles of a matrix unit.
 constexpr std::int64_t kRowTile = 16;
-// From so many rows on it pays to multiply a gate and what it gates as many rows are: a pass over both results is saved. Fewer are read
-// faster as few rows are.
+// The least number of rows for which a gate and what it gates take the kernel for many rows, which saves a pass over both results. For
+// fewer rows the other kernel reads the weights faster.
 constexpr std::int64_t kMinGatedRows = kRowTile + 1;
-// Many rows are multiplied so many at a time, in blocks of two tiles.
+// How many of many rows are multiplied at a time, in blocks of two tiles.
 constexpr std::int64_t kManyRows = 512;
 constexpr std::int64_t kRowBlock = 2 * kRowTile;
 // Bytes that the second level of cache has room for besides weights.

@@ -43,11 +43,11 @@ INLINE void store_packed(const PackedCall& call, std::int64_t row, std::int64_t 
   }
 }
 
-// What a block does besides its products, step by step.
+// The work of a block besides its products, step by step.
 struct AskAhead {
   const std::uint8_t* ahead;  // weights that are needed next
-  std::int64_t quarter;       // bytes of them in each of four places, which are asked for in turn
-  int lines;                  // of each to ask for in a step of 32 inputs
+  std::int64_t quarter;       // their bytes in each of four places, which are prefetched in turn
+  int lines;                  // cache lines of each place to prefetch in a step of 32 inputs
 
   void step() {
     for (int line = 0; line < lines; ++line, ahead += 64) {
@@ -56,7 +56,7 @@ struct AskAhead {
   }
 };
 
-// Of kRows rows, `stride` bytes apart. Row r is thirds[r / 3] + r % 3 * stride: few registers hold the addresses of all.
+// The addresses of kRows rows, `stride` bytes apart. Row r is thirds[r / 3] + r % 3 * stride, so that few registers hold them all.
 template <int kRows>
 struct RowPointers {
   const std::uint8_t* thirds[(kRows + 2) / 3];
@@ -129,7 +129,7 @@ static void multiply_part(const PartCall& call, std::int64_t num_rows) {
   }
 }
 
-// Of at most kMostPartRows rows.
+// Multiplies at most kMostPartRows rows.
 static void multiply_packed_panel(const PackedCall& call, std::int64_t panel) {
   const std::int64_t inputs = call.padded_inputs();
   alignas(64) float sums[kMostPartRows * kPackedOutputs];

@@ -34,7 +34,8 @@ static void multiply_many_part(const PackedCall& call, RowSpan rows, std::int64_
 }
 #endif
 
-// Where the sums of panels lie: in turn in one place more than a group has, since those of the last one may be pending still.
+// The places of the panels' sums, used in turn. There is one place more than a group has panels, since the sums of the group before may still
+// be waiting to be stored.
 struct SumsRing {
   float* data;
   std::int64_t panel_floats;
@@ -44,7 +45,7 @@ struct SumsRing {
   float* at(std::int64_t index) const { return data + (next + index) % num_panels * panel_floats; }
 };
 
-// Rows `rows` with panels [begin, end), part by part; where the call is gated, the gate's panels, with as many of what they gate.
+// Multiplies `rows` with panels [begin, end), part by part; if the call is gated, with the gate's panels and those that they gate.
 static void multiply_packed_group(const PackedCall& call, RowSpan rows, RowSpan panels, SumsRing& ring, PendingRows& pending) {
   const std::int64_t inputs = call.padded_inputs();
   const std::int64_t num_parts = (inputs + kPackedPartInputs - 1) / kPackedPartInputs;
@@ -65,7 +66,7 @@ static void multiply_packed_group(const PackedCall& call, RowSpan rows, RowSpan 
     const std::int64_t all_steps = num_blocks * steps;
     const std::int64_t quarter = steps * kPackedOutputs * kPackedInputs * 2 / 4;
     const auto lines_per_step = static_cast<int>((quarter / 64 + all_steps - 1) / all_steps);
-    // What is pending comes from one panel, and all turns of a gate or the last part's of others are there to store it.
+    // The pending rows are those of one panel. They are stored during all turns of a gated call, or those of the last part otherwise.
     const std::int64_t until_next = all_steps * num_sides * (num_turns == num_sides ? num_parts : 1);
     const auto rows_per_step = static_cast<int>((num_rows + until_next - 1) / until_next);
     for (std::int64_t index = 0; index < num_turns; ++index) {

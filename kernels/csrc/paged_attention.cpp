@@ -128,7 +128,8 @@ void paged_attention(AttentionCall call, const BatchShape& batch, DType dtype, i
   const auto attend = (call.key_scales != nullptr ? kernels().attend_e4m3 : kernels().attend)[static_cast<int>(dtype)];
   const auto merge = kernels().merge[static_cast<int>(dtype)];
   const std::size_t scratch = scratch_floats(plan.max_rows, call.head_dim);
-  // In spans: a thread then knows which item comes next, whose first tile it can ask for. Prefills differ too much in length for that.
+  // Threads take spans of items, so that each knows which one comes next and can prefetch its first tile. Prefills differ too much in
+  // length for that.
   const auto attend_span = [&](std::int64_t begin, std::int64_t end) {
     const AttentionItem* last = plan.items.data() + end - 1;
     for (const AttentionItem* item = plan.items.data() + begin; item <= last; ++item)

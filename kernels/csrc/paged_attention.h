@@ -32,9 +32,9 @@ struct WriteCall {
   std::int64_t num_kv_heads;
   std::int64_t num_blocks;
   std::int64_t block_size;
-  std::int64_t row_bytes;  // of the pool
+  std::int64_t row_bytes;  // in the pool
   const std::int64_t* slot_mapping;
-  // With scales the pool is e4m3, and keys and values are divided by them, one per KV head.
+  // If there are scales, one per KV head, the pool is e4m3, and keys and values are divided by them.
   const float* key_scales;
   const float* value_scales;
   DType source;

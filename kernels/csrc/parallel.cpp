@@ -44,7 +44,7 @@ bool spin(Clock::duration limit, const IsOver& is_over) {
   return false;
 }
 
-// What one region's state says, in one word that threads change as a whole.
+// The state of one region, in one word that threads change as a whole.
 struct State {
   std::uint32_t region;   // its number
   std::uint16_t places;   // for helpers that have not come yet; 0 once the region is closed

@@ -68,7 +68,7 @@ class PendingRows {
   int left_ = 0;
 };
 
-// What a block does besides its products.
+// The work of a block besides its products.
 struct BesideProducts {
   AskAhead ask;
   int rows;  // of `pending` to store in a step of 32 inputs

@@ -17,10 +17,10 @@ struct OwnedProjection {
   std::vector<nanobind::object> tensors;
 };
 
-// [rows, size] contiguous; rows < 0: as many as there are.
+// Checks that `object` is contiguous, [rows, size]; rows < 0 takes any number of them.
 TensorView rows_of(nanobind::handle object, const char* name, DType dtype, std::int64_t rows, std::int64_t size);
 
-// Of a norm's weight, `[size]`.
+// Checks a norm's weight, `[size]`, and returns its address.
 const void* norm_data(nanobind::handle object, const char* name, DType dtype, std::int64_t size);
 
 // Adds the class Projection and what makes one.

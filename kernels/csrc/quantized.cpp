@@ -17,7 +17,7 @@ constexpr std::int64_t kMinPreparedElements = 1 << 13;
 // Rows of x come in tiles of a matrix unit.
 constexpr std::int64_t kRowTile = 16;
 
-// Of widened weights at a time, of which the second level of cache holds so many, and rows that are multiplied with them together.
+// How much is widened at a time, which the second level of cache holds, and how many rows are multiplied with it together.
 constexpr std::int64_t kWidenedBytes = 1 << 20;
 constexpr std::int64_t kMostWidened = 4;  // panels of bfloat16 weights
 constexpr std::int64_t kWidenedRows = 512;
@@ -114,7 +114,7 @@ void prepare_all_rows(const QuantizedCall& call, DType dtype, int num_threads) {
   });
 }
 
-// With the weights once they are widened. `packed` itself is set by those who widen.
+// The product with widened weights. Whoever widens them sets `packed`.
 PackedCall widened_call(const QuantizedCall& call, int num_threads) {
   PackedCall widened{};
   widened.num_outputs = call.num_outputs;

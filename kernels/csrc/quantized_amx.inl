@@ -105,7 +105,7 @@ static void multiply_tile_block(const QuantizedCall& call, std::int64_t panel, s
   const int last = (num_rows - 1) / kTileSize * kTileSize;  // first row of the last sixteen
   for (std::int64_t group = 0; group < call.num_groups; ++group, weights += group_bytes) {
     const std::uint8_t* tiles[kPanels];
-    // What follows the panel's end is the other one, and already here.
+    // Behind the panel's end lies the other one, which is in the cache already.
     const std::int64_t left = (call.num_groups - group) * group_bytes;
     const std::uint8_t* ahead = weights + kTilesAhead<kBits> + (left <= kTilesAhead<kBits> ? (kPanels - 1) * panel_bytes : 0);
     ask_for<kBits>(ahead, group_bytes);

@@ -11,7 +11,7 @@ inline constexpr int kTileBytes = kTileInputs * kTileSize;
 INLINE bool in_tiles(const QuantizedCall& call) { return call.num_rows >= kMinTileRows && call.group_size % kTileInputs == 0; }
 #endif
 
-// Where the digits of a row's inputs lie: those of the first one, and of every 64 that follow. In tiles they are
+// The place of a row's digits: `first` for its first input, and `step` to every 64 inputs that follow. In tiles they are
 // [num_rows / 16, rounded up][inputs / 64][16][64].
 struct DigitsOfRow {
   std::int64_t first;
@@ -127,10 +127,10 @@ static void multiply_quads(const QuantizedCall& call, std::int64_t panel, DigitB
     for (int p = 0; p < kPanels; ++p)
       for (int r = 0; r < kRows; ++r)
         for (int c = 0; c < kChains; ++c) high[p][r][c] = low[p][r][c] = _mm512_setzero_si512();
-    // Of several blocks the first two ask for a panel each of the next pair, so that memory has all their time.
+    // The first two of several blocks prefetch a panel each of the next pair, so that memory has all their time.
     std::int64_t ahead[kPanels];
     for (int p = 0; p < kPanels; ++p) {
-      // What follows a panel's end is the other one, and already here.
+      // Behind a panel's end lies the other one, which is in the cache already.
       ahead[p] = kDigitsAhead + (left <= kDigitsAhead ? (kPanels - 1) * panel_bytes : 0);
       if (kPanels == 2 && block.count > 1) ahead[p] = block.index == p ? 2 * panel_bytes : 0;
     }

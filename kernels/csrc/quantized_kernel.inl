@@ -10,12 +10,12 @@ inline constexpr std::uint32_t kFlip = kBits == 8 ? 0x80808080u : 0x88888888u;  
 template <int kBits>
 inline constexpr float kOffset = kBits == 8 ? 128.0f : 8.0f;  // that `kFlip` takes off
 
-// Of kWidth outputs of a group, which is the `at`-th scale of the weight.
+// Loads the scales of kWidth outputs of a group, from the weight's `at`-th scale on.
 INLINE Reg scales_at(const QuantizedCall& call, std::int64_t at) {
   return call.zeros == nullptr ? load(call.scales + at) : load(call.wide_scales + at);
 }
 
-// What a flipped value still has to lose.
+// The offset that a flipped value still has.
 template <int kBits>
 INLINE Reg shifts_at(const QuantizedCall& call, std::int64_t at) {
   return call.zeros == nullptr ? splat(0.0f) : sub(load(call.zeros + at), splat(kOffset<kBits>));

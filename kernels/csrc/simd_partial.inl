@@ -1,4 +1,4 @@
-// For instruction sets without masks: what others do in registers, through memory. Loads and stores of the first n < kWidth elements are
+// Partial loads and stores for instruction sets without masks, through memory. Loads and stores of the first n < kWidth elements are
 // rare: row tails only.
 
 INLINE Reg reciprocal(Reg a) { return div(splat(1.0f), a); }

@@ -1,7 +1,8 @@
 // Quantised weights as bfloat16, scaled and rounded, in the order of packed_linear.h, so that many rows are multiplied as with those. The cost
 // of widening is shared by all rows.
 
-// From so many rows on it is less than what products in the width that weights have lose, where every group's sums are scaled by themselves.
+// Returns the least number of rows for which it is less than what products in the weights' own width lose, where every group's sums are
+// scaled by themselves.
 static std::int64_t widened_from([[maybe_unused]] const QuantizedCall& call) {
 #if PAGED_AMX
   // The fewer groups and the more digits, the later. Groups that do not fill a tile are not multiplied in tiles.
@@ -16,7 +17,7 @@ static std::int64_t widened_from([[maybe_unused]] const QuantizedCall& call) {
 #endif
 }
 
-// Lane i of both, rounded, side by side.
+// Returns lane i of both, rounded, side by side.
 INLINE void store_pairs(bf16* target, Reg low, Reg high) {
 #if PAGED_BF16_DOT
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,

@@ -31,17 +31,17 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """Those of a step whose results are read: the last one of some of its sequences, or of none. Of the others only the
-    KV is needed, so that they leave the step once the last layer has written it.
+    """The tokens of a step whose results are read: the last token of some of its sequences, or of none. The other
+    tokens are needed for their KV alone, and leave the step once the last layer has written it.
     """
 
-    rows: Tensor  # [num_rows] int64: their places among the step's tokens, ascending
-    metadata: AttentionMetadata  # of these alone
+    rows: Tensor  # [num_rows] int64: their indices among the step's tokens, ascending
+    metadata: AttentionMetadata  # describes these tokens alone
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, seqs: Tensor) -> "LastTokens":
-        """`metadata` is the step's, `seqs` `[num_rows]` int64 its sequences in question, ascending. Waits for no
-        device."""
+        """Selects the last tokens of the sequences `seqs` (`[num_rows]` int64, ascending) of the step that `metadata`
+        describes. Does not wait for the device."""
         rows = metadata.query_start_loc[1:][seqs].long() - 1
         alone = AttentionMetadata(
             slot_mapping=metadata.slot_mapping[rows],
@@ -62,7 +62,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        """Store the new tokens' `key` and `value`, both `[num_tokens, num_kv_heads, head_dim]`, at their slots of
+        """Stores the new tokens' `key` and `value`, both `[num_tokens, num_kv_heads, head_dim]`, at their slots of
         `layer`.
         """
         ...
@@ -77,7 +77,7 @@ class AttentionBackend(Protocol):
         layer: int,
         slot_mapping: Tensor,
     ) -> None:
-        """`fused.rotary`, by `angles` (cos, sin), and then `write_kv`: `query` is rotated in place, `key` is stored
+        """Does `fused.rotary` by `angles` (cos, sin) and then `write_kv`: `query` is rotated in place, `key` is stored
         rotated and undefined afterwards.
         """
         ...
@@ -92,8 +92,8 @@ class AttentionBackend(Protocol):
         scale: float,
         sliding_window: int | None = None,
     ) -> Tensor:
-        """Causal attention of `query` `[num_tokens, num_heads, head_dim]` over everything its sequences hold in
-        `layer`.
+        """Computes causal attention of `query` `[num_tokens, num_heads, head_dim]` over everything its sequences hold
+        in `layer`.
 
         The KV of the query tokens must have been written before. Query head h reads KV head `h // (num_heads //
         num_kv_heads)`. With `sliding_window` w a token at position p sees positions p - w + 1 .. p. Softmax is

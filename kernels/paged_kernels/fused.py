@@ -18,7 +18,8 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of the rows of `x` `[num_rows, size]` in float32, rounded, then times `weight` `[size]`."""
+    """Returns the rows of `x` `[num_rows, size]`, normalised by their root mean square in float32, rounded, and
+    multiplied by `weight` `[size]`."""
     if x.is_cuda:
         result: Tensor = _on_gpu().rms_norm(x, weight, eps)
         return result
@@ -31,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(residual + x), residual + x)`; the arguments, `[num_rows, size]`, stay as they are."""
+    """Returns `(rms_norm(residual + x), residual + x)`; the arguments, `[num_rows, size]`, stay as they are."""
     if x.is_cuda:
         normed, total = _on_gpu().add_rms_norm(x, residual, weight, eps)
         return normed, total
@@ -44,7 +45,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` for `gate_up` `[num_rows, 2 * size]` whose first half is the gate; `[num_rows, size]`."""
+    """Returns `silu(gate) * up`, `[num_rows, size]`, for `gate_up` `[num_rows, 2 * size]` whose first half is the
+    gate."""
     if gate_up.is_cuda:
         result: Tensor = _on_gpu().silu_mul(gate_up)
         return result
@@ -57,7 +59,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate `query` `[num_tokens, num_heads, head_dim]` and `key` `[num_tokens, num_kv_heads, head_dim]` in place.
+    """Rotates `query` `[num_tokens, num_heads, head_dim]` and `key` `[num_tokens, num_kv_heads, head_dim]` in place.
 
     Element d turns with element d + head_dim / 2 ("half rotation", as in transformers). `cos` and `sin` are float32,
     `[num_tokens, head_dim / 2]`, or `[num_tokens, head_dim]` with equal halves.
@@ -73,17 +75,18 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _on_gpu() -> ModuleType:
-    """Triton is imported where a GPU tensor shows up, not before."""
+    """Imports the Triton kernels when the first GPU tensor shows up, not before."""
     return importlib.import_module("paged_kernels.triton_rowwise")
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Contiguous, whatever `x` is. Half the time of `torch.empty`, which several calls a layer would feel."""
+    """Returns a contiguous tensor like `x`, in half the time of `torch.empty`, which several calls a layer would
+    feel."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _fits(*tensors: Tensor) -> bool:
-    """Whether the compiled kernels take these: on the CPU, one dtype that they know, a contiguous last axis."""
+    """Returns whether the compiled kernels take these: on the CPU, one dtype that they know, a contiguous last axis."""
     dtype = tensors[0].dtype
     for tensor in tensors:  # a loop: a generator would take longer than the checks
         if tensor.dtype is not dtype or not tensor.is_cpu or tensor.stride(-1) != 1:

@@ -22,16 +22,16 @@ class KVScales:
     value: Tensor
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """`[num_kv_heads]` for K, and for V."""
+        """Returns the scales of K and of V, `[num_kv_heads]` each."""
         return self.key[layer], self.value[layer]
 
 
 LayerScales = tuple[Tensor, Tensor] | tuple[None, None]
-"""Of K and of V, `[num_kv_heads]` each; none for a pool that is not FP8."""
+"""The scales of K and of V in one layer, `[num_kv_heads]` each; None for a pool that is not FP8."""
 
 
 def scales_of_pool(kv_pool: Tensor, layer: int, kv_scales: KVScales | None) -> LayerScales:
-    """Raises ValueError when an FP8 pool has none."""
+    """Returns the scales of `layer`, if the pool is FP8. Raises ValueError when an FP8 pool has none."""
     if kv_pool.dtype is not FP8:
         return None, None
     if kv_scales is None:
@@ -40,7 +40,7 @@ def scales_of_pool(kv_pool: Tensor, layer: int, kv_scales: KVScales | None) -> L
 
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:
-    """`x` as codes; `scale` broadcasts against it. In plain torch, the oracle of the kernels."""
+    """Returns `x` as codes; `scale` broadcasts against it. Plain torch, the oracle of the kernels."""
     scaled = x.float() * (1.0 / scale)
     finite = torch.where(scaled.isnan(), torch.full_like(scaled, LARGEST_FP8).copysign(scaled), scaled)
     return finite.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)

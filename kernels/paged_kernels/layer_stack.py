@@ -22,7 +22,8 @@ from paged_kernels.threads import num_threads
 
 
 def projection(weight: object, bias: Tensor | None) -> Projection | None:
-    """A linear layer with bfloat16 inputs as a stack takes it; None for weights that only torch multiplies with."""
+    """Returns a linear layer with bfloat16 inputs in the form that a stack takes; None for weights that only torch can
+    multiply with."""
     if isinstance(weight, PackedWeight):
         return _native.packed_projection(weight.panels, bias, weight.num_outputs, weight.num_inputs)
     if isinstance(weight, QuantizedWeight):
@@ -34,13 +35,15 @@ def projection(weight: object, bias: Tensor | None) -> Projection | None:
 
 
 FEW_ROWS = 32
-"""Up to so many rows nobody has to be let in between two layers: reading the weights takes most of the time."""
+"""A step of at most so many rows is one call for all layers: it is over soon, since it takes little more than reading
+the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackedLayer:
-    """`input_norm` and `norm` (before gate and up) are `[hidden_size]`, `query_norm` and `key_norm` `[head_dim]` or
-    None. `window`: how many tokens a query sees, itself included; None is all."""
+    """The weights of one decoder layer. `input_norm` and `norm` (before gate and up) are `[hidden_size]`, `query_norm`
+    and `key_norm` `[head_dim]` or None. `window` is the number of tokens that a query sees, itself included; None is
+    all."""
 
     qkv: Projection
     output: Projection
@@ -54,7 +57,7 @@ class StackedLayer:
 
 
 class LayerStack:
-    """bfloat16 on the CPU; the pool has the same type, or is FP8 with `kv_scales`."""
+    """The layers of a bfloat16 decoder on the CPU. The pool is bfloat16, too, or FP8 with `kv_scales`."""
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class LayerStack:
         head_dim: int,
         kv_scales: KVScales | None,
     ) -> None:
-        """`scale`: of the attention's scores. Raises ValueError for layers that do not fit together."""
+        """`scale` multiplies the attention's scores. Raises ValueError for layers that do not fit together."""
         self._kv_scales = kv_scales
         self._num_layers = len(layers)
         self._stack = _native.LayerStack(final_norm, eps, scale, num_heads, num_kv_heads, head_dim)
@@ -88,10 +91,10 @@ class LayerStack:
         last: LastTokens | None,
         before_layer: Callable[[], None],
     ) -> Tensor:
-        """`x` `[num_tokens, hidden_size]`, the embedded tokens, becomes what they are after the last norm, or its first
-        rows those of `last`; returns these. Writes the KV of all into the pool. `cos` and `sin` are float32 as for
-        `fused.rotary`. `before_layer` is called between the layers of many rows, which take long, and before those of
-        few, which are one call. Raises what the attention backend raises."""
+        """Computes all layers and the last norm of the embedded tokens `x` `[num_tokens, hidden_size]`, in place, and
+        returns the rows of `last`, which are the first ones of `x` then, or all rows. Writes the KV of all tokens into
+        the pool. `cos` and `sin` are float32 as for `fused.rotary`. `before_layer` is called between the layers of many
+        rows, which take long, and before those of few, which are one call. Raises what the attention backend raises."""
         residual = torch.empty_like(x)
         is_fp8 = kv_pool.dtype is torch.float8_e4m3fn
         if is_fp8 and self._kv_scales is None:

@@ -1,6 +1,6 @@
 """The compiled attention backend for CPUs. Imports the extension, which must have been built.
 
-It picks the best instruction set of the processor at run time and uses as many threads as torch does. A token's result
+It picks the best instruction set of the processor at run time and computes on `num_threads()` threads. A token's result
 is the same to the last bit in any batch and on any number of threads. The same holds for any chunks of a prompt when at
 least four query heads share a KV head; otherwise pieces of very few tokens sum in another order.
 """
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from paged_kernels import _native
 from paged_kernels.base import AttentionMetadata
-from paged_kernels.extension import load_extension
 from paged_kernels.fused import rotary
 from paged_kernels.kv_scales import KVScales, scales_of_pool
 from paged_kernels.threads import num_threads
@@ -27,7 +26,6 @@ class NativeBackend:
     name = "native"
 
     def __init__(self, kv_scales: KVScales | None = None) -> None:
-        load_extension()  # shares torch's threads
         self.kv_scales = kv_scales
 
     def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
@@ -78,15 +76,16 @@ class NativeBackend:
 
 
 def instruction_set() -> str:
-    """The instruction set in use: `amx_bf16`, `avx512_bf16`, `avx512_vnni`, `avx512`, `avx2` or `portable`."""
+    """Returns the instruction set in use: `amx_bf16`, `avx512_bf16`, `avx512_vnni`, `avx512`, `avx2` or `portable`."""
     return _native.instruction_set()
 
 
 def available_instruction_sets() -> list[str]:
-    """Those this processor can run, best first; in development builds also `amx_emulated`, last, for tests."""
+    """Returns the sets that this processor can run, best first. Development builds add `amx_emulated`, last, for
+    tests."""
     return _native.available_instruction_sets()
 
 
 def set_instruction_set(name: str) -> None:
-    """Force one for the whole process, for tests and measurements. Raises ValueError when the processor lacks it."""
+    """Forces one for the whole process, for tests and measurements. Raises ValueError if the processor lacks it."""
     _native.set_instruction_set(name)

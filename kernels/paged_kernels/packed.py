@@ -1,5 +1,5 @@
 """Linear layers over bfloat16 weights on the CPU, in the order in which our kernels read them (`csrc/packed_linear.h`):
-compiled, for any number of rows. What multiplies elsewhere is torch.
+compiled, for any number of rows. Elsewhere torch multiplies.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class PackedWeight:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there are kernels for such weights that are made for this processor: torch multiplies faster than those
-    in portable vectors do."""
+    """Returns whether our kernels should multiply with such weights: not if this processor has only the portable ones,
+    which torch outruns."""
     native = load_extension()
     if dtype is not torch.bfloat16 or device.type != "cpu" or native is None:
         return False
@@ -35,13 +35,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def empty_weight(num_outputs: int, num_inputs: int, memory: WeightMemory | None = None) -> PackedWeight:
-    """Room for a weight, for which `can_pack` holds, in `memory` or some of its own: undefined until every row has been
-    through `pack_rows`."""
+    """Returns room for a weight for which `can_pack` holds, in `memory` or newly allocated. It is undefined until every
+    row has been through `pack_rows`."""
     memory = memory or WeightMemory()
     num_panels, padded_inputs = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
     panels = memory.empty((num_panels, padded_inputs * PANEL_OUTPUTS), torch.bfloat16)
     if not memory.is_filled:
-        panels[-1].zero_()  # outputs beyond the last
+        panels[-1].zero_()  # outputs that only fill the last panel
     return PackedWeight(panels, num_outputs, num_inputs)
 
 
@@ -54,8 +54,8 @@ def pack_rows(target: PackedWeight, rows: Tensor, first_output: int) -> None:
 
 
 def take_rows(weight: PackedWeight, outputs: Tensor) -> Tensor:
-    """`[num_rows, num_inputs]`, the weights of `outputs`, int64 `[num_rows]`, as they were before they were packed.
-    Raises ValueError for an output that there is not."""
+    """Returns the weights of `outputs` (int64 `[num_rows]`) as they were before they were packed, `[num_rows,
+    num_inputs]`. Raises ValueError for an output that does not exist."""
     native = load_extension()
     assert native is not None
     out = torch.empty(outputs.shape[0], weight.num_inputs, dtype=torch.bfloat16)
@@ -64,14 +64,14 @@ def take_rows(weight: PackedWeight, outputs: Tensor) -> Tensor:
 
 
 def pack(weight: Tensor) -> PackedWeight:
-    """A packed copy of `[num_outputs, num_inputs]`, for which `can_pack` holds."""
+    """Returns a packed copy of `[num_outputs, num_inputs]`, for which `can_pack` holds."""
     target = empty_weight(*weight.shape)
     pack_rows(target, weight, 0)
     return target
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """bfloat16 `[num_rows, num_inputs]` -> `[num_rows, num_outputs]`, sums in float32."""
+    """Multiplies bfloat16 `[num_rows, num_inputs]` to `[num_rows, num_outputs]`; sums are float32."""
     native = load_extension()
     assert native is not None
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=torch.bfloat16)

@@ -51,7 +51,7 @@ class PrequantizedWeight:
 
 
 def dequantise(weight: PrequantizedWeight) -> Tensor:
-    """`[num_inputs, num_outputs]` float64, exactly."""
+    """Returns the exact weights, `[num_inputs, num_outputs]` float64."""
     groups = weight.group_of_input
     if groups is None:
         groups = torch.arange(weight.num_inputs, device=weight.codes.device) // weight.group_size
@@ -59,24 +59,24 @@ def dequantise(weight: PrequantizedWeight) -> Tensor:
 
 
 def unpack_codes(weight: PrequantizedWeight) -> Tensor:
-    """`[num_inputs, num_outputs]` uint8."""
+    """Returns the codes, `[num_inputs, num_outputs]` uint8."""
     if weight.format is PrequantizedFormat.AWQ:
         return _unpack(weight.codes, weight, axis=1)
     return _unpack(weight.codes, weight, axis=0)
 
 
 def unpack_zeros(weight: PrequantizedWeight) -> Tensor:
-    """What codes count from: `[num_groups, num_outputs]` int16, 0 to 2^bits.
+    """Returns what codes count from: `[num_groups, num_outputs]` int16, 0 to 2^bits.
 
     GPTQ's first format stores one less. Its writers cannot store a zero of 0 (it spills into the neighbours), and its
-    kernels read the largest stored value as 2^bits; so does this.
+    kernels read the largest stored value as 2^bits, as this function does.
     """
     stored = _unpack(weight.zeros, weight, axis=1).to(torch.int16)
     return stored + 1 if weight.format is PrequantizedFormat.GPTQ else stored
 
 
 def _unpack(packed: Tensor, weight: PrequantizedWeight, *, axis: int) -> Tensor:
-    """One field after the other, so that only one is ever held in more than a byte."""
+    """Unpacks one field after the other, so that only one is ever held in more than a byte."""
     per_word = 32 // weight.bits
     shape = list(packed.shape)
     shape.insert(axis + 1, per_word)

@@ -21,13 +21,13 @@ GROUP_SIZES: dict[int, int] = {8: 128, 4: 64}
 """Inputs that share a scale, by bits: 8.125 and 4.25 bits per weight in all."""
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MANY_ROWS = 64  # so many are faster with weights that were widened once; for bfloat16 our kernels do that themselves
+_MANY_ROWS = 64  # from here on it is faster to widen the weights once; for bfloat16 our kernels do that themselves
 _WIDENED_BYTES = 1 << 20  # of weights widened at a time, so that they stay in the cache
 
 
 def empty_weight(num_outputs: int, num_inputs: int, bits: Bits, memory: WeightMemory | None = None) -> QuantizedWeight:
-    """Room for a weight, in RAM, or in `memory`, where weights lie side by side. Outputs beyond `num_outputs`, which
-    fill the last panel, are zero from the start."""
+    """Returns room for a weight, newly allocated, or in `memory`, where weights lie side by side. Outputs beyond
+    `num_outputs`, which fill the last panel, are zero from the start."""
     group_size = GROUP_SIZES[bits]
     num_panels, num_groups = -(-num_outputs // PANEL_OUTPUTS), -(-num_inputs // group_size)
     memory = memory or WeightMemory()
@@ -60,8 +60,9 @@ def pack_rows(target: QuantizedWeight, rows: Tensor, first_output: int) -> None:
 def pack_codes(
     codes: Tensor, zeros: Tensor, scales: Tensor, bits: Bits, group_size: int, memory: WeightMemory | None = None
 ) -> QuantizedWeight:
-    """`codes`: `[num_inputs, num_outputs]` uint8; `zeros` and `scales`: `[num_groups, num_outputs]`, a row for every
-    `group_size` inputs, the last of which may have fewer. `memory` as for `empty_weight`."""
+    """Packs codes of somebody else's. `codes`: `[num_inputs, num_outputs]` uint8; `zeros` and `scales`: `[num_groups,
+    num_outputs]`, a row for every `group_size` inputs, the last of which may have fewer. `memory` as for
+    `empty_weight`."""
     num_inputs, num_outputs = codes.shape
     num_groups, num_panels = scales.shape[0], -(-num_outputs // PANEL_OUTPUTS)
     if num_groups != -(-num_inputs // group_size):
@@ -80,7 +81,7 @@ def pack_codes(
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
-    """Rows [begin, end) of the weight, rounded to `dtype`; `begin` is a multiple of 16."""
+    """Returns rows [begin, end) of the weight, rounded to `dtype`; `begin` is a multiple of 16."""
     end = weight.num_outputs if end is None else end
     assert begin % PANEL_OUTPUTS == 0
     first, last = begin // PANEL_OUTPUTS, -(-end // PANEL_OUTPUTS)
@@ -96,7 +97,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype, begin: int = 0, end:
 
 
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """`[num_rows, num_inputs]` -> `[num_rows, num_outputs]` of the same dtype, sums in float32.
+    """Multiplies `[num_rows, num_inputs]` to `[num_rows, num_outputs]` of the same dtype; sums are float32.
 
     Few rows read the packed weights directly. For many the weights are widened to x's dtype, some at a time.
     """

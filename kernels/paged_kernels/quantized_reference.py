@@ -9,8 +9,8 @@ _SMALLEST_SCALE = 2.0**-126  # smaller ones have no finite inverse
 
 
 def quantize(rows: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Integers `[num_rows, num_groups, group_size]` int16 and scales `[num_rows, num_groups]` bfloat16 of `rows`
-    `[num_rows, num_inputs]`, padded with zeros to whole groups.
+    """Returns integers `[num_rows, num_groups, group_size]` int16 and scales `[num_rows, num_groups]` bfloat16 of
+    `rows` `[num_rows, num_inputs]`, padded with zeros to whole groups.
 
     With 8 bits the integers are -127 .. 127. With 4 bits a group's element of the largest magnitude becomes -8, so that
     all sixteen values are used; its scale may be negative.
@@ -29,7 +29,7 @@ def quantize(rows: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
 
 def pack_rows(target: QuantizedWeight, rows: Tensor, first_output: int) -> None:
     integers, scales = quantize(rows, target.bits, target.group_size)
-    codes = (integers + (128 if target.bits == 8 else 8)).to(torch.uint8).view(rows.shape[0], -1, 4)  # quads
+    codes = (integers + (128 if target.bits == 8 else 8)).to(torch.uint8).view(rows.shape[0], -1, 4)
     if target.bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     outputs = torch.arange(first_output, first_output + rows.shape[0])
@@ -39,7 +39,7 @@ def pack_rows(target: QuantizedWeight, rows: Tensor, first_output: int) -> None:
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """In float32 (float64 for float64), then rounded to `dtype`."""
+    """Returns the weights, computed in float32 (float64 for float64) and rounded to `dtype`."""
     codes = weight.packed.view(weight.packed.shape[0], -1, 16, 4)
     if weight.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1, 2)

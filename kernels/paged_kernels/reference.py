@@ -76,7 +76,8 @@ class ReferenceBackend:
 def _gather(
     kv_pool: Tensor, layer: int, block_table: Tensor, begin: int, end: int, scales: LayerScales
 ) -> tuple[Tensor, Tensor]:
-    """K and V of tokens [begin, end), each `[num_kv_heads, end - begin, head_dim]`, in the dtype of the sums."""
+    """Returns K and V of tokens [begin, end), each `[num_kv_heads, end - begin, head_dim]`, in the dtype of the
+    sums."""
     block_size = kv_pool.shape[4]
     first_block = begin // block_size
     block_ids = block_table[first_block : -(-end // block_size)].long()
@@ -95,7 +96,8 @@ def _gather(
 def _attend_sequence(
     query: Tensor, key: Tensor, value: Tensor, first_position: int, scale: float, sliding_window: int | None
 ) -> Tensor:
-    """Attention of `query` `[num_queries, num_heads, head_dim]`, from `first_position` on, over gathered KV."""
+    """Returns the attention of `query` `[num_queries, num_heads, head_dim]`, from `first_position` on, over gathered
+    KV."""
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads, seq_len, _ = key.shape
     grouped = query.to(key.dtype).view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -26,8 +26,8 @@ class BackendUnavailableError(RuntimeError):
 def select_backend(
     name: BackendName, device: torch.device = _CPU, *, kv_scales: KVScales | None = None
 ) -> AttentionBackend:
-    """A backend by name, for a pool on `device`. `auto` takes Triton for a pool on a GPU, else the compiled kernels
-    where they were built, else, with a warning, plain torch. A float8_e4m3fn pool needs `kv_scales`.
+    """Returns a backend by name, for a pool on `device`. `auto` takes Triton for a pool on a GPU, else the compiled
+    kernels where they were built, else, with a warning, plain torch. A float8_e4m3fn pool needs `kv_scales`.
 
     Raises BackendUnavailableError when `native` is asked for and was not built, or one does not run on the device;
     ValueError for an unknown name.

@@ -19,7 +19,8 @@ GROUP_SIZES = (128, 64, 32)
 
 @dataclass(frozen=True, slots=True)
 class RepackedWeight:
-    """`input_order`: `[num_inputs]` int64, which input each of the weight's is; None where they are in order."""
+    """A weight whose input i is the layer's input `input_order[i]` (`[num_inputs]` int64; None where they are in
+    order)."""
 
     weight: QuantizedWeight
     input_order: Tensor | None
@@ -30,8 +31,8 @@ class RepackedWeight:
 
 
 def repack(prequantized: PrequantizedWeight, memory: WeightMemory | None = None) -> RepackedWeight:
-    """A copy. `group_size` is a multiple of 32, or all inputs are one group; with `group_of_input` every group has
-    `group_size` inputs. `memory` as for `quantized.empty_weight`."""
+    """Returns a packed copy. `group_size` is a multiple of 32, or all inputs are one group; with `group_of_input` every
+    group has `group_size` inputs. `memory` as for `quantized.empty_weight`."""
     codes = unpack_codes(prequantized)
     order = None
     if prequantized.group_of_input is not None:
@@ -46,7 +47,7 @@ def repack(prequantized: PrequantizedWeight, memory: WeightMemory | None = None)
 
 
 def linear(x: Tensor, repacked: RepackedWeight, bias: Tensor | None = None) -> Tensor:
-    """`[num_rows, num_inputs]` -> `[num_rows, num_outputs]` of the same dtype, as `quantized.linear`."""
+    """Multiplies `[num_rows, num_inputs]` to `[num_rows, num_outputs]` of the same dtype, like `quantized.linear`."""
     ordered = x if repacked.input_order is None else x.index_select(1, repacked.input_order)
     return quantized.linear(ordered, repacked.weight, bias)
 

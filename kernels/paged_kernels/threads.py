@@ -1,10 +1,11 @@
 """How many threads the compiled kernels compute on. They are a team of their own (`csrc/parallel.h`), not torch's.
 
-Torch's threads wait for each other in a loop, on cores that the team needs then: where the kernels do the matrix
-products, torch gets a single thread. Both numbers are the calling thread's. But what one thread sets, torch gives to
-every thread that is new to it. Here is therefore remembered what it was before the first thread was told: the number of
-those which were not, and what all have again in the end. Only a thread that is new to torch meanwhile, and uses it for
-purposes of its own, gets a number that was not meant for it. Invariant: who tells a thread puts its numbers back.
+Idle torch threads spin on cores that the team needs, so where our kernels compute the matrix products, torch gets one
+thread. Both counts belong to the calling thread, but torch copies the count that was set last into every thread that it
+has not seen. This module therefore remembers torch's count from before the first change: threads that were not
+configured report it, and every thread gets it back in the end. Only a thread that torch first sees in between, and that
+uses torch for purposes of its own, gets a count that was not meant for it. Invariant: whoever configures a thread puts
+its counts back.
 """
 
 import threading
@@ -20,7 +21,7 @@ _lock = threading.Lock()
 
 @dataclass(slots=True)
 class _Told:
-    """The threads with a number of their own. `of_torch`: torch's before the first of them."""
+    """The number of configured threads, and torch's count before the first of them was configured."""
 
     count: int = 0
     of_torch: int = 0
@@ -30,7 +31,7 @@ _told = _Told()
 
 
 def num_threads() -> int:
-    """As `use_threads` has said last on this thread; otherwise torch's number."""
+    """Returns the count that `use_threads` set last on this thread; torch's, where it never did."""
     count = _own_count()
     if count is not None:
         return count
@@ -39,7 +40,8 @@ def num_threads() -> int:
 
 
 def use_threads(count: int, *, torch_multiplies: bool = False) -> None:
-    """For what this thread computes from now on. `torch_multiplies`: torch gets as many, because products are its."""
+    """Sets how many threads this thread's kernels compute on. torch gets as many if it multiplies the matrices, else
+    one."""
     if _own_count() is None:
         with _lock:
             if _told.count == 0:
@@ -50,7 +52,7 @@ def use_threads(count: int, *, torch_multiplies: bool = False) -> None:
 
 
 def remember_threads() -> Callable[[], None]:
-    """A call of what it returns, on the same thread, puts both numbers back."""
+    """Returns a function that puts both counts of this thread back. Call it on the same thread."""
     count = _own_count()
     of_torch = num_threads() if count is None else torch.get_num_threads()
 
@@ -66,7 +68,7 @@ def remember_threads() -> Callable[[], None]:
 
 @contextmanager
 def threads_kept() -> Iterator[None]:
-    """Afterwards both numbers are what they were."""
+    """Puts both counts of this thread back at the end of the block."""
     put_back = remember_threads()
     try:
         yield

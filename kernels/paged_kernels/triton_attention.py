@@ -1,6 +1,6 @@
-"""The attention backend for CUDA and ROCm cards: plans launches of the Triton kernels; nothing waits for the device.
+"""The attention backend for CUDA and ROCm GPUs: plans launches of the Triton kernels; nothing waits for the device.
 
-Rounding depends on how a sequence's KV is split, and so, in the last bits, on the batch and the card.
+Rounding depends on how a sequence's KV is split, and so, in the last bits, on the batch and the GPU.
 """
 
 import math
@@ -25,11 +25,12 @@ from paged_kernels.triton_launch import (
 from paged_kernels.triton_write_kv import plan_write_kv
 
 _LOG2_E = math.log2(math.e)
-_MIN_ROWS = 16  # of a matrix product
+_MIN_ROWS = 16  # the smallest matrix product that Triton has
 _MAX_SPLITS = 64
 _MIN_SPLIT_TOKENS = 256
 _PROGRAMS_PER_SM = 4
-_FEW_TOKENS = 16  # a step with no more of any sequence, as after KV from elsewhere, keeps the split of its decodes
+_NEARLY_FULL = 0.9
+_FEW_TOKENS = 16  # new tokens of a sequence whose step is split like one of decodes: a prompt's end after a fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class AttentionCall:
 
     @property
     def longest(self) -> int:
-        """An upper bound of the tokens that one query sees."""
+        """An upper bound of the number of tokens that one query sees."""
         return min(self.metadata.max_seq_len, self.sliding_window or self.metadata.max_seq_len)
 
 
@@ -81,8 +82,8 @@ class TritonBackend:
         layer: int,
         slot_mapping: Tensor,
     ) -> None:
-        """`fused.rotary` and `write_kv` in one pass: `query` is rotated in place, the rotated `key` only reaches the
-        pool. `angles`: cos and sin, float32, `[num_tokens, head_dim / 2]` or full width with equal halves."""
+        """Does `fused.rotary` and `write_kv` in one pass: `query` is rotated in place, the rotated `key` only reaches
+        the pool. `angles`: cos and sin, float32, `[num_tokens, head_dim / 2]` or full width with equal halves."""
         launch([plan_write_kv(query, key, value, angles, kv_pool, layer, slot_mapping, self._kv_scales)])
 
     def attend(
@@ -102,8 +103,8 @@ class TritonBackend:
 
 
 def plan_attention(call: AttentionCall, traits: GpuTraits) -> list[KernelCall]:
-    """A step of decodes, or of so few tokens that prefill would leave the card half idle, splits what they see; other
-    prompts take the prefill kernel, and in a mixture decodes are split."""
+    """Plans a step. Decodes, and few new tokens that would leave the GPU half idle in the prefill kernel, are split
+    over the KV they see; other prompts take the prefill kernel. A mixture takes both: the first for its decodes."""
     if call.query.shape[1] % call.kv_pool.shape[1] or call.query.stride(-1) != 1:
         raise ValueError("query heads must be a multiple of KV heads, with a contiguous last axis")
     if _is_short(call, traits):
@@ -123,13 +124,15 @@ def _is_short(call: AttentionCall, traits: GpuTraits) -> bool:
 
 
 def num_splits(num_programs: int, longest: int, traits: GpuTraits) -> int:
-    """How many programs share one sequence and KV head: enough to fill the card, none with too little to do."""
-    wanted = ceil_divide(_PROGRAMS_PER_SM * traits.num_sms, num_programs)
+    """Returns how many programs share one sequence and KV head: enough to fill the GPU, none with too little to do.
+    One, if that nearly fills it: a second would mean another wave of programs, and partial results to merge."""
+    room = _PROGRAMS_PER_SM * traits.num_sms
+    wanted = 1 if num_programs >= _NEARLY_FULL * room else ceil_divide(room, num_programs)
     return max(1, min(wanted, ceil_divide(longest, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
 
 
 def _plan_split(call: AttentionCall, traits: GpuTraits, longest_query: int) -> list[KernelCall]:
-    """Of the sequences with at most so many new tokens."""
+    """Plans the sequences that have at most `longest_query` new tokens."""
     num_seqs, num_kv_heads = len(call.metadata.seq_lens), call.kv_pool.shape[1]
     num_heads, head_dim = call.query.shape[1:]
     if longest_query == 1:
@@ -193,17 +196,17 @@ def _plan_prefill(call: AttentionCall, traits: GpuTraits, *, skip_decodes: bool)
 
 
 def _is_exact(call: AttentionCall) -> bool:
-    """Products in float32 hold their operands in registers, which few rows have."""
+    """Returns whether products are float32: their operands are held in registers, which allow few rows."""
     return call.query.dtype == torch.float32
 
 
 def _is_big(call: AttentionCall) -> bool:
-    """128 rows of such heads overflow registers."""
+    """Returns whether heads are so wide that 128 rows would overflow registers."""
     return next_power_of_two(call.query.shape[2]) > 128
 
 
 def _prompt_rows(call: AttentionCall) -> int:
-    """Of a program with more than one token of a sequence, at least."""
+    """Returns the least number of rows of a program that has several tokens of a sequence."""
     return max(32 if _is_exact(call) else 64, next_power_of_two(call.group))
 
 
@@ -212,12 +215,14 @@ def _prompt_warps(call: AttentionCall, rows: int) -> int:
 
 
 def _prompt_tile(call: AttentionCall, traits: GpuTraits) -> int:
-    """At most. Widening 64 FP8 tokens overflows registers before sm_90, which is told by its shared memory."""
+    """Returns the largest KV tile, in tokens. Widening 64 FP8 tokens overflows registers before sm_90, which is
+    recognised by its shared memory."""
     return 32 if call.kv_pool.dtype is FP8 and traits.shared_bytes < 200 << 10 else 64
 
 
 def _tile(call: AttentionCall, traits: GpuTraits, *, largest: int) -> tuple[int, int]:
-    """Tokens of a KV tile and pipeline stages, such that the tiles in flight take at most half of shared memory."""
+    """Returns the tokens of a KV tile and the number of pipeline stages, such that the tiles in flight take at most
+    half of shared memory."""
     if _is_exact(call):
         return 16, 2  # operands are in registers: see `_is_exact`
     row_bytes = 2 * next_power_of_two(call.query.shape[2]) * call.query.element_size()  # K and V

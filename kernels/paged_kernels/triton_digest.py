@@ -13,7 +13,7 @@ STRIPE_BYTES = 64  # payloads are whole stripes
 LEAST_BYTES = 256  # shorter payloads have another algorithm
 
 _KIBS_AT_ONCE = 16
-_MOST_BLOCKS = 256  # of one launch: bounds the memory for the sums, a sixteenth of the blocks'
+_MOST_BLOCKS = 256  # a launch: the sums take a sixteenth of the blocks' memory
 _MASK = (1 << 64) - 1
 # XXH3's default secret and primes.
 _SECRET = bytes.fromhex(
@@ -28,7 +28,7 @@ _START = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
 
 
 class BlockDigests:
-    """Of the rows of one pool, `[num_blocks, block_bytes]` uint8, contiguous."""
+    """The digests of one pool's rows, `[num_blocks, block_bytes]` uint8, contiguous."""
 
     def __init__(self, rows: Tensor) -> None:
         """Raises ValueError for blocks that are too small or no whole stripes."""
@@ -38,8 +38,8 @@ class BlockDigests:
         self._keys = torch.tensor(key_table(), dtype=torch.int64, device=rows.device)
 
     def __call__(self, block_ids: Sequence[int]) -> list[bytes]:
-        """In the order of `block_ids`, of the blocks as they are when the current stream comes to it. Waits for the
-        stream."""
+        """Returns the digests of `block_ids`, in their order, as the blocks are when the current stream gets there.
+        Waits for the stream."""
         digests = torch.empty(len(block_ids), 2, dtype=torch.int64, device=self._words.device)
         wanted = torch.tensor(block_ids, dtype=torch.int64, device=self._words.device)
         for start in range(0, len(block_ids), _MOST_BLOCKS):
@@ -49,8 +49,8 @@ class BlockDigests:
 
 
 def plan_digests(digests: Tensor, words: Tensor, block_ids: Tensor, keys: Tensor) -> Iterator[KernelCall]:
-    """`digests` `[n, 2]` int64: low and high half; `words` `[num_blocks, block words]` int64; `block_ids` `[n]` int64;
-    `keys`: `key_table`."""
+    """Plans the digests of `block_ids`. `digests` `[n, 2]` int64: low and high half; `words` `[num_blocks, block
+    words]` int64; `block_ids` `[n]` int64; `keys`: `key_table`."""
     count, num_words = len(block_ids), words.shape[1]
     num_kibs = ceil_divide(num_words, 128)
     sums = torch.empty(count, num_kibs, 8, dtype=torch.int64, device=words.device)
@@ -84,8 +84,8 @@ def plan_digests(digests: Tensor, words: Tensor, block_ids: Tensor, keys: Tensor
 
 
 def key_table() -> list[int]:
-    """What the kernels look up, as signed words: of the secret, for stripes (byte 0), scrambling (128), the last stripe
-    (121), the low half (11) and the high half (117); and the lanes' first values."""
+    """Returns what the kernels look up, as signed words: those of the secret for stripes (byte 0), scrambling (128),
+    the last stripe (121), the low half (11) and the high half (117); and the lanes' first values."""
     words = [*_secret_words(0, 23), *_secret_words(128, 8), *_secret_words(121, 8)]
     words += [*_secret_words(11, 8), *_secret_words(117, 8), *_START]
     return [_signed(word) for word in words]

@@ -17,7 +17,8 @@ Argument = Tensor | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """`arguments` are the kernel's run-time parameters in their order, `constants` its compile-time ones."""
+    """One launch. `arguments` are the kernel's run-time parameters in their order, `constants` its compile-time
+    ones."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -29,7 +30,7 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True)
 class GpuTraits:
-    """What launch parameters depend on. `shared_bytes`: of one thread block."""
+    """What launch parameters depend on. `shared_bytes` is what one thread block may use."""
 
     num_sms: int
     shared_bytes: int
@@ -45,7 +46,8 @@ def launch(calls: Iterable[KernelCall]) -> None:
 
 @functools.cache
 def traits_of(device: torch.device) -> GpuTraits:
-    """Of a CUDA or ROCm device; of no card in particular for the CPU, where only the interpreter runs."""
+    """Returns the traits of a CUDA or ROCm device; for the CPU, where only the interpreter runs, of no GPU in
+    particular."""
     if device.type != "cuda":
         return GpuTraits(num_sms=4, shared_bytes=64 << 10)
     properties = torch.cuda.get_device_properties(device)
@@ -54,7 +56,8 @@ def traits_of(device: torch.device) -> GpuTraits:
 
 
 def widen_products(dtype: torch.dtype) -> bool:
-    """Whether matrix products must be widened to float32: for bfloat16 in Triton's interpreter, which gets it wrong."""
+    """Returns whether matrix products must be widened to float32: for bfloat16 in Triton's interpreter, which gets it
+    wrong."""
     return dtype == torch.bfloat16 and bool(triton.knobs.runtime.interpret)
 
 

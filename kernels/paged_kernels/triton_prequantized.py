@@ -20,12 +20,12 @@ _TILE_OUTPUTS = 64
 _TILE_INPUTS = 64
 _MAX_SPLITS = 16
 _PROGRAMS_PER_SM = 2
-_MOST_ROWS = 256  # with more, to write the weights dequantised costs less than to dequantise them for every 64 rows
+_MOST_ROWS = 256  # beyond, writing the weights dequantised costs less than dequantising them for every 64 rows
 
 
 def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """`x` `[num_rows, num_inputs]` times the dequantised weight, plus `bias` `[num_outputs]`: `[num_rows, num_outputs]`
-    in x's dtype. Weights are rounded to that dtype; products and bias are summed in float32."""
+    """Returns `x` `[num_rows, num_inputs]` times the dequantised weight, plus `bias` `[num_outputs]`, as `[num_rows,
+    num_outputs]` in x's dtype. Weights are rounded to that dtype; products and bias are summed in float32."""
     if x.shape[1] != weight.num_inputs or weight.num_outputs % (32 // weight.bits) or x.stride(-1) != 1:
         raise ValueError(f"x {tuple(x.shape)} does not fit {weight.num_inputs} x {weight.num_outputs} weights")
     if x.shape[0] > _MOST_ROWS:
@@ -47,7 +47,7 @@ def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | No
 def plan_prequantized_matmul(
     output: Tensor, x: Tensor, weight: PrequantizedWeight, splits: int, bias: Tensor | None = None
 ) -> KernelCall:
-    """`bias` only where there is one split: parts are summed by the caller."""
+    """Plans the product. `bias` is allowed only with one split: the caller sums several parts."""
     num_rows, num_inputs = x.shape
     tile_rows = min(64, max(16, next_power_of_two(num_rows)))
     return KernelCall(
@@ -70,7 +70,7 @@ def plan_prequantized_matmul(
 
 
 def plan_dequantise(output: Tensor, weight: PrequantizedWeight) -> KernelCall:
-    """`output` `[num_inputs, num_outputs]`, contiguous."""
+    """Plans the dequantisation into `output` `[num_inputs, num_outputs]`, contiguous."""
     tiles = (ceil_divide(weight.num_outputs, _TILE_OUTPUTS), ceil_divide(weight.num_inputs, _TILE_INPUTS))
     return KernelCall(
         dequantise_kernel, tiles, {"output": output, **_stored(weight), **_sizes(weight)}, _constants(weight)
@@ -107,7 +107,7 @@ def _constants(weight: PrequantizedWeight) -> dict[str, int | bool]:
 
 
 def _num_splits(num_rows: int, weight: PrequantizedWeight, traits: GpuTraits) -> int:
-    """Few rows make few programs: then the inputs are split, too."""
+    """Returns into how many parts the inputs are split: few rows make few programs."""
     programs = ceil_divide(weight.num_outputs, _TILE_OUTPUTS) * ceil_divide(max(1, num_rows), 64)
     most = max(1, weight.num_inputs // (4 * _TILE_INPUTS))
     return min(ceil_divide(_PROGRAMS_PER_SM * traits.num_sms, programs), most, _MAX_SPLITS)

@@ -1,7 +1,7 @@
 """Logits to tokens on a GPU without reading anything back: per-row parameters lie in device tensors.
 
-Gives the tokens of the host's sampler for the same seed, position and output index. Both round float32 (exp above all)
-in their own way, so two tokens whose noisy scores differ by less than that may change places.
+Chooses the tokens that the host's sampler chooses for the same seed, position and output index. Both round float32 (exp
+above all) in their own way, so two tokens whose noisy scores differ by less than that may change places.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class SamplingTensors:
 
 
 def sample_tokens(logits: Tensor, tensors: SamplingTensors, token_ids: Tensor | None = None) -> Tensor:
-    """One token id per row of `logits` `[num_rows, vocab_size]`: `[num_rows]` int64 on the same device, -1 for a row
-    whose largest logit is not finite. Logits are not written to. `token_ids`: where they go, if not into a new tensor.
+    """Returns one token id per row of `logits` `[num_rows, vocab_size]`, `[num_rows]` int64 on the same device; -1 for
+    a row whose largest logit is not finite. Does not write to `logits`. `token_ids` receives the result, if given.
     """
     if token_ids is None:
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

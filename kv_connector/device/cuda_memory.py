@@ -2,8 +2,8 @@
 its own.
 
 Needs a card: nothing without one calls it, and what it copies is checked at start-up (`self_test.py`).
-Invariant: nothing here ever waits on, or is queued behind, the engine's stream from the host; the order between the two
-streams is made of events on the device.
+Invariant: nothing here waits for the engine's steps, nor they for what is here. The engine gives a block to a transfer
+only when no step in flight reads or writes it, and uses what has arrived only in steps that it queues afterwards.
 """
 
 import logging
@@ -50,16 +50,15 @@ class CudaPeer:
 
 
 class CudaMemory:
-    """Implements DirectMemory over `pool`, `[num_blocks, ...]`, contiguous. `engine_stream`: where the engine's steps
-    are queued. `make_digests` gets the pool as `[num_blocks, block_bytes]`, uint8; without it blocks can only be
-    copied through the host."""
+    """Implements DirectMemory over `pool`, `[num_blocks, ...]`, contiguous. `make_digests` gets the pool as
+    `[num_blocks, block_bytes]`, uint8; without it blocks can only be copied through the host. Waits once for the
+    device, which may still be filling the pool with zeros."""
 
     kind = "cuda"
 
     def __init__(
         self,
         pool: torch.Tensor,
-        engine_stream: torch.cuda.Stream,
         make_digests: Callable[[torch.Tensor], BlockDigests] | None = None,
     ) -> None:
         assert pool.is_cuda and pool.is_contiguous()
@@ -67,11 +66,11 @@ class CudaMemory:
         self._rows = pool.view(torch.uint8).view(self.num_blocks, -1)  # [num_blocks, block_bytes]
         self._digests = None if make_digests is None else make_digests(self._rows)
         self._device = pool.device
-        self._engine_stream = engine_stream
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._staging: torch.Tensor | None = None  # [num_slots, block_bytes] in host memory
         self._pinned = False
         self._exported = b""
+        torch.cuda.synchronize(pool.device)
 
     def attach(self, staging: PoolBuffer) -> None:
         host = torch.frombuffer(staging.memory, dtype=torch.uint8)
@@ -90,18 +89,15 @@ class CudaMemory:
 
     def to_host(self, copies: Sequence[BlockCopy]) -> None:
         staging = self._require_staging()
-        with self._errors("copying to the host"), torch.cuda.stream(self._stream):
+        with self._copying("copying to the host"):
             for copy in copies:
                 staging[copy.slot].copy_(self._rows[copy.block_id], non_blocking=True)
-            self._wait()
 
     def from_host(self, copies: Sequence[BlockCopy]) -> None:
         staging = self._require_staging()
-        with self._errors("copying from the host"), torch.cuda.stream(self._stream):
-            self._stream.wait_stream(self._engine_stream)
+        with self._copying("copying from the host"):
             for copy in copies:
                 self._rows[copy.block_id].copy_(staging[copy.slot], non_blocking=True)
-            self._wait()
 
     def detach(self) -> None:
         staging, self._staging = self._staging, None
@@ -117,11 +113,6 @@ class CudaMemory:
         assert self._digests is not None, "made to be reached directly"
         with self._errors("digesting"), torch.cuda.stream(self._stream):
             return self._digests(block_ids)
-
-    def settle(self) -> None:
-        with self._errors("waiting for the engine"), torch.cuda.stream(self._stream):
-            self._stream.wait_stream(self._engine_stream)
-            self._wait()
 
     def quiesce(self) -> None:
         with self._errors("waiting for the device"):
@@ -154,16 +145,12 @@ class CudaMemory:
     def copy_from(self, peer: PeerMemory, copies: Sequence[BlockCopy]) -> None:
         assert isinstance(peer, CudaPeer)
         block_bytes = self._rows.shape[1]
-        with self._errors("copying from a peer"), torch.cuda.stream(self._stream):
+        with self._copying("copying from a peer"):
             self._select()
-            self._stream.wait_stream(self._engine_stream)
-            try:
-                for copy in copies:
-                    ours = self._rows.data_ptr() + copy.block_id * block_bytes
-                    theirs = peer.first + copy.slot * block_bytes
-                    cuda_handles.copy(ours, theirs, block_bytes, self._stream.cuda_stream)
-            finally:
-                self._wait()  # for those that were queued before one failed, too
+            for copy in copies:
+                ours = self._rows.data_ptr() + copy.block_id * block_bytes
+                theirs = peer.first + copy.slot * block_bytes
+                cuda_handles.copy(ours, theirs, block_bytes, self._stream.cuda_stream)
 
     def _map(self, index: int, allocation: bytes, offset: int, num_blocks: int) -> CudaPeer:
         cuda_handles.select_device(index)
@@ -200,6 +187,15 @@ class CudaMemory:
         if self._staging is None:
             raise KVError("the staging memory is not attached")
         return self._staging
+
+    @contextmanager
+    def _copying(self, doing: str) -> Iterator[None]:
+        """Queues what its block does on our stream, and waits for it: also for what was queued before an error."""
+        with self._errors(doing), torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                self._wait()
 
     @contextmanager
     def _errors(self, doing: str) -> Iterator[None]:

@@ -32,14 +32,14 @@ class DeviceMemory(Protocol):
         ...
 
     def to_host(self, copies: Sequence[BlockCopy]) -> None:
-        """From the pool into the staging. The blocks are complete: the step that wrote them has been collected. When
-        this has returned, the host can read them."""
+        """Copies from the pool into the staging. The blocks are complete: the step that wrote them has been collected.
+        When this has returned, the host can read them. An error is raised only once no copy is under way any more."""
         ...
 
     def from_host(self, copies: Sequence[BlockCopy]) -> None:
-        """From the staging into the pool, behind everything that the engine has given to the device until now: a step
-        that still runs may belong to the blocks' last owner. When this has returned, steps given to the device from now
-        on see the blocks, and the staging can be written again."""
+        """Copies from the staging into the pool. No step that is queued on the device reads or writes these blocks.
+        When this has returned, steps given to the device from now on see the blocks, and the staging can be written
+        again. An error is raised only once no copy is under way any more."""
         ...
 
     def detach(self) -> None:
@@ -79,11 +79,6 @@ class DirectMemory(DeviceMemory, Protocol):
         """`header.payload_digest` of each block, computed where it lies. The blocks are complete."""
         ...
 
-    def settle(self) -> None:
-        """Returns when everything has ended that the engine has given to the device until now: a transport that knows
-        nothing of the engine's order may then write to blocks that no request uses."""
-        ...
-
     def quiesce(self) -> None:
         """Returns when the device has done whatever this process has given to it, through whichever library."""
         ...
@@ -99,6 +94,6 @@ class DirectMemory(DeviceMemory, Protocol):
         ...
 
     def copy_from(self, peer: PeerMemory, copies: Sequence[BlockCopy]) -> None:
-        """From the peer's blocks (`slot`) into ours, in the order of `from_host`. The peer may change them meanwhile:
-        what has arrived is to be verified."""
+        """Copies from the peer's blocks (`slot`) into ours, under the rules of `from_host`. The peer may change them
+        meanwhile: what has arrived is to be verified."""
         ...

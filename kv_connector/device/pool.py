@@ -50,9 +50,6 @@ class DevicePool:
         digests = await self.digests([block.block_id for block in blocks]) if blocks else []
         return [self.geometry.header(block, epoch, digest) for block, digest in zip(blocks, digests, strict=True)]
 
-    async def settle(self) -> None:
-        await self.run(self.memory.settle)
-
     async def quiesce(self) -> None:
         """A device that reports an error instead does nothing any more."""
         try:

@@ -180,7 +180,6 @@ class _Fetch:
         """Fills in the verdicts. A group's children have ended before it ends, cancelled or not."""
         try:
             async with self._deadline:
-                await self.peer.settle()
                 await self._ask_all()
         except TimeoutError:
             _logger.warning("node %s did not send all blocks in time", self._source.node_id)

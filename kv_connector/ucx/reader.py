@@ -82,10 +82,6 @@ class Peer:
         """No connection is left; meaningful while no fetch is under way."""
         return not any(lane.link.alive for lane in self._idle)
 
-    async def settle(self) -> None:
-        """Before the first Ask for blocks that were reserved until now. Raises KVError when the device fails."""
-        await self._pool.settle()
-
     async def ask(self, source: KVSource, blocks: Sequence[Block]) -> list[Verdict] | Mismatch:
         """One verdict per block, or why nothing of this source will do. Raises LinkLostError, ProtocolError, or OSError
         (TimeoutError is one of them)."""

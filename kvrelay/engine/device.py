@@ -4,6 +4,7 @@ Invariant: a device is chosen once, before anything is loaded, and the log says 
 """
 
 import importlib.util
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,12 @@ from kvrelay.core.errors import ConfigurationError
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 _OLDEST = (8, 0)  # compute capability; what the kernels are compiled for at least
+_MODULE = "kvrelay_build_probe"
+_MODULE_SOURCE = f"""
+#include <Python.h>
+static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "{_MODULE}"}};
+PyMODINIT_FUNC PyInit_{_MODULE}(void) {{ return PyModule_Create(&definition); }}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,7 @@ class Machine:
     torch_has_cuda: bool
     has_triton: bool
     card: Card | None
+    can_build: bool = True
 
     @property
     def problem(self) -> tuple[str, str] | None:
@@ -46,12 +54,27 @@ class Machine:
             return f"{self.card.name} has compute capability {has}, the kernels need {needed}", "use a later card"
         if not self.has_triton:
             return "the GPU kernels need triton", "install the package triton"
+        if not self.can_build:
+            return "triton finds no C compiler, or no Python.h", "install gcc and python3-dev, or set CC"
         return None
 
 
 def look_at_machine() -> Machine:
     has_cuda = torch.version.cuda is not None or torch.version.hip is not None
-    return Machine(has_cuda, importlib.util.find_spec("triton") is not None, _first_card())
+    has_triton, card = importlib.util.find_spec("triton") is not None, _first_card()
+    return Machine(has_cuda, has_triton, card, can_build=card is None or not has_triton or can_build_launchers())
+
+
+def can_build_launchers() -> bool:
+    """Returns whether Triton can build a Python module in C, as it does to launch a kernel that it has not launched on
+    this machine before. Builds a small one, which it then keeps in its cache."""
+    from triton.runtime.build import compile_module_from_src
+
+    try:
+        compile_module_from_src(_MODULE_SOURCE, _MODULE)
+    except (OSError, RuntimeError, subprocess.CalledProcessError):
+        return False
+    return True
 
 
 def choose_device(name: DeviceName, look: Callable[[], Machine], *, cpu_only: str = "") -> tuple[torch.device, str]:

@@ -1,7 +1,4 @@
-"""A pool on a card, with what reaches it there. Needs a card and Triton; imported where there is one.
-
-Invariant: the engine's steps run on the device's default stream, which this tells the copies to follow.
-"""
+"""A pool in a GPU's memory, with what reaches it there. Needs a GPU and Triton; imported where there is one."""
 
 import torch
 from paged_kernels.triton_digest import BlockDigests
@@ -15,7 +12,7 @@ from kvrelay.engine.kv_pool import allocate_pool
 def direct_memory(pool: torch.Tensor) -> CudaMemory:
     """Over the node's own pool. Raises ConfigurationError for blocks that cannot be digested on the card."""
     try:
-        return CudaMemory(pool, torch.cuda.default_stream(pool.device), BlockDigests)
+        return CudaMemory(pool, BlockDigests)
     except ValueError as error:
         raise ConfigurationError(f"--kv-device-transfer: {error}; set it to staged") from error
 

@@ -52,7 +52,7 @@ def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> N
     from kv_connector.device.cuda_memory import CudaMemory
 
     tensor = allocate_pool(plan.layout, plan.num_blocks, device)
-    connector = stage(backend, plan, CudaMemory(tensor, torch.cuda.default_stream(device)))
+    connector = stage(backend, plan, CudaMemory(tensor))
     return NodePool(tensor, connector, connector.forgets)
 
 

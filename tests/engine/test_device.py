@@ -1,9 +1,11 @@
 """Which device is taken, and what somebody without a usable card is told."""
 
+from pathlib import Path
+
 import pytest
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.engine.device import Card, Machine, choose_device, look_at_machine
+from kvrelay.engine.device import Card, Machine, can_build_launchers, choose_device, look_at_machine
 
 CARD = Card("H200", 141 << 30, (9, 0))
 WITH_CARD = Machine(torch_has_cuda=True, has_triton=True, card=CARD)
@@ -11,6 +13,9 @@ PROBLEMS = {
     "this torch is for CPUs only: install one built for CUDA": Machine(False, True, None),
     "torch sees no card: check the driver": Machine(True, True, None),
     "the GPU kernels need triton: install the package triton": Machine(True, False, CARD),
+    "triton finds no C compiler, or no Python.h: install gcc and python3-dev": Machine(
+        True, True, CARD, can_build=False
+    ),
     "T4 has compute capability 7.5, the kernels need 8.0: use": Machine(True, True, Card("T4", 16 << 30, (7, 5))),
 }
 
@@ -45,6 +50,21 @@ def test_an_option_for_cpus_only() -> None:
     assert device.type == "cpu" and reason == "--quantization int8 is for CPUs"
     with pytest.raises(ConfigurationError, match="--quantization int8 is for CPUs; leave it out"):
         choose_device("cuda", lambda: WITH_CARD, cpu_only="--quantization int8")
+
+
+def test_a_compiler_without_pythons_headers_or_none_at_all_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
+    assert can_build_launchers()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert can_build_launchers(), "what is in the cache needs no compiler"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
+    assert not can_build_launchers()
+    monkeypatch.setenv("CC", "/bin/false")  # fails as a compiler does that lacks a header
+    assert not can_build_launchers()
+    monkeypatch.setenv("CC", str(tmp_path / "missing"))
+    assert not can_build_launchers()
 
 
 def test_this_machine_is_described() -> None:

@@ -45,6 +45,8 @@ ATTENTION = [
     (Heads(32, 8, 128, 32), torch.float16, torch.float16, 4096),
     (Heads(28, 4, 128), torch.float32, torch.float32, None),
     (Heads(32, 8, 128), torch.bfloat16, FP8, None),
+    (Heads(32, 8, 64), torch.bfloat16, torch.bfloat16, None),
+    (Heads(32, 8, 64), torch.bfloat16, FP8, None),
     (Heads(8, 1, 80), torch.bfloat16, FP8, None),  # an integer that is 1 is known to the compiler
     (Heads(16, 8, 256), torch.bfloat16, torch.bfloat16, 512),
 ]

@@ -45,7 +45,7 @@ class MappedDevice:
 
 
 class DirectDevice(SlowDevice):
-    """Implements DirectMemory. While `gate` is closed neither copies nor steps of the engine end. `unmappable`: peers'
+    """Implements DirectMemory. While `gate` is closed no copy and no digest ends. `unmappable`: peers'
     handles cannot be opened."""
 
     kind = "host"
@@ -61,7 +61,6 @@ class DirectDevice(SlowDevice):
         self.opened: list[MappedDevice] = []
         self.num_copied = 0
         self.num_digested = 0
-        self.num_settled = 0
         self.num_quiesced = 0
 
     def __del__(self) -> None:
@@ -72,14 +71,10 @@ class DirectDevice(SlowDevice):
 
     def digests(self, block_ids: Sequence[int]) -> list[bytes]:
         with self._busy():
-            self.num_digested += len(block_ids)
-            return [payload_digest(self.rows[block_id].data) for block_id in block_ids]
-
-    def settle(self) -> None:
-        with self._busy():
             self.waiting.set()
             assert self.gate.wait(timeout=10.0)
-            self.num_settled += 1
+            self.num_digested += len(block_ids)
+            return [payload_digest(self.rows[block_id].data) for block_id in block_ids]
 
     def quiesce(self) -> None:
         with self._busy():

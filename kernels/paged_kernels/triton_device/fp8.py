@@ -1,4 +1,4 @@
-"""FP8 e4m3 ("fn": no infinities, largest 448) by integer arithmetic, so that it is exact on every card.
+"""FP8 e4m3 ("fn": no infinities, largest 448) by integer arithmetic, so that it is exact on every GPU.
 
 Hardware conversions exist only from sm_89 on, and gfx942 has another e4m3. Codes are uint8.
 """
@@ -11,7 +11,7 @@ LARGEST_E4M3 = tl.constexpr(448.0)
 
 @triton.jit
 def decode_e4m3(code):
-    """uint8 codes to float32, exactly. The NaN codes 0x7f and 0xff are never written and become +-480."""
+    """Converts uint8 codes to float32, exactly. The NaN codes 0x7f and 0xff are never written and become +-480."""
     bits = code.to(tl.int16)
     # The seven magnitude bits in a float16's exponent and mantissa: right but for a bias of 15 instead of 7.
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
@@ -20,7 +20,8 @@ def decode_e4m3(code):
 
 @triton.jit
 def encode_e4m3(x):
-    """float32 to uint8 codes: to the nearest, ties to even; what is too large, and NaN, becomes the largest."""
+    """Converts float32 to uint8 codes: to the nearest, ties to even; what is too large, and NaN, becomes the
+    largest."""
     absolute = tl.abs(x)
     magnitude = tl.where(absolute < LARGEST_E4M3, absolute, LARGEST_E4M3)  # NaN too, which a minimum may keep
     bits = magnitude.to(tl.int32, bitcast=True)

@@ -67,7 +67,7 @@ def digest_kernel(digests, sums, keys, low_start, high_start, NUM_KIBS: tl.const
 
 @triton.jit
 def _words(pointers):
-    """Those there, and those behind them."""
+    """Loads the words at these places, and the words right behind them."""
     even = tl.load(pointers).to(tl.uint64, bitcast=True)
     return even, tl.load(pointers + 1).to(tl.uint64, bitcast=True)
 
@@ -79,7 +79,7 @@ def _scramble(lanes, key):
 
 @triton.jit
 def _merge(even, odd, start):
-    """Both halves of the 128-bit products, folded and added up, and the last mixing. Returns int64 with the bits."""
+    """Returns the folded sum of the 128-bit products after the last mixing, as an int64 with its bits."""
     folded = tl.sum((even * odd) ^ tl.umulhi(even, odd), axis=0)
     mixed = folded + start.to(tl.uint64, bitcast=True)
     mixed = (mixed ^ (mixed >> 37)) * 0x165667919E3779F9

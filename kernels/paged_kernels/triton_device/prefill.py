@@ -13,7 +13,7 @@ from paged_kernels.triton_device.tiles import NOTHING_SEEN, attend_tiles
 
 @triton.jit
 def sequence_of_tile(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
-    """The last sequence whose first tile is not after `tile`."""
+    """Returns the last sequence whose first tile is not after `tile`."""
     low = 0
     high = num_seqs
     while high - low > 1:

@@ -12,7 +12,8 @@ from paged_kernels.triton_device.tiles import matmul
 
 @triton.jit
 def unpack_columns(packed, shifts, BITS: tl.constexpr):
-    """`[rows, columns / PER_WORD]` int32 to `[rows, columns]` of 0 to 2^BITS - 1, for PER_WORD = 32 / BITS shifts."""
+    """Unpacks `[rows, columns / PER_WORD]` int32 to `[rows, columns]` of 0 to 2^BITS - 1, for PER_WORD = 32 / BITS
+    shifts."""
     codes = (packed[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
     return tl.reshape(codes, [packed.shape[0], packed.shape[1] * (32 // BITS)])
 
@@ -37,7 +38,7 @@ def dequantised_tile(
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
 ):
-    """`[TILE_INPUTS, TILE_OUTPUTS]` float32 weights."""
+    """Returns a tile of the weights, `[TILE_INPUTS, TILE_OUTPUTS]` float32."""
     PER_WORD: tl.constexpr = 32 // BITS
     columns = output_tile * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     packed_columns = output_tile * (TILE_OUTPUTS // PER_WORD) + tl.arange(0, TILE_OUTPUTS // PER_WORD)

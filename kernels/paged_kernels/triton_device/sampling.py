@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 EXCLUDED = tl.constexpr(-80.0)
-LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
+LARGEST = tl.constexpr(3.4028234663852886e38)  # the largest float32
 GROUP = tl.constexpr(128)  # tokens; part of what a seed means
 EVERY_KEY = tl.constexpr(0x7FFFFFFF)
 BANNED = tl.constexpr(1)  # flags of an edit
@@ -20,7 +20,7 @@ STREAM_GROUP = tl.constexpr(1)
 
 @triton.jit
 def gumbel_noise(seed, position, choice, index, STREAM: tl.constexpr):
-    """float64 standard Gumbel noise number `index` of one draw."""
+    """Returns the standard Gumbel noise number `index` of one draw, float64."""
     same = index * 0
     word0, word1, word2, word3 = tl.philox(seed, index // 4, same + position, same + choice, same + STREAM)
     lane = index % 4
@@ -51,7 +51,7 @@ def edit_row(original, scratch, begin, end, tokens, biases, amounts, flags, repe
 
 @triton.jit
 def best_of(row, vocab_size, TILE: tl.constexpr):
-    """The largest logit, its lowest id, and how many are NaN."""
+    """Returns the largest logit, the lowest id that has it, and how many logits are NaN."""
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0, tl.int32)
     num_nan = tl.full([], 0, tl.int32)
@@ -68,7 +68,7 @@ def best_of(row, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def load_keys(scratch, ids, vocab_size):
-    """Scores as integers that grow as the score falls from 0; what is outside the vocabulary comes last."""
+    """Returns scores as integers that grow as the score falls from 0; what is outside the vocabulary comes last."""
     score = tl.load(scratch + ids, mask=ids < vocab_size, other=0.0)
     key = (0.0 - score).to(tl.int32, bitcast=True)
     return score, tl.where(ids < vocab_size, key, EVERY_KEY)
@@ -76,7 +76,7 @@ def load_keys(scratch, ids, vocab_size):
 
 @triton.jit
 def weight_below(scratch, vocab_size, limit, COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Of the tokens whose key is below `limit`: their number, or the sum of exp(score); float64."""
+    """Returns the number of the tokens whose key is below `limit`, or the sum of their exp(score); float64."""
     total = tl.full([], 0.0, tl.float64)
     for start in tl.range(0, vocab_size, TILE):
         score, key = load_keys(scratch, start + tl.arange(0, TILE), vocab_size)
@@ -89,7 +89,7 @@ def weight_below(scratch, vocab_size, limit, COUNT: tl.constexpr, TILE: tl.const
 
 @triton.jit
 def find_key(scratch, vocab_size, goal, last_key, COUNT: tl.constexpr, TILE: tl.constexpr):
-    """The largest key, up to `last_key`, below which the weight is less than `goal`; two bits a pass."""
+    """Returns the largest key, up to `last_key`, below which the weight is less than `goal`, found two bits a pass."""
     found = tl.full([], 0, tl.int32)
     for step in tl.range(0, 16):
         shift = 30 - 2 * step
@@ -243,7 +243,8 @@ def truncate_row(scratch, vocab_size, top_k, top_p, log_min_p, TILE: tl.constexp
 
 @triton.jit
 def draw_token(scratch, vocab_size, seed, position, choice, TILE: tl.constexpr):
-    """A group of GROUP tokens by its total weight, then a token of it by its score: the Gumbel-max trick, twice."""
+    """Draws a group of GROUP tokens by its total weight, then a token of it by its score: the Gumbel-max trick,
+    twice."""
     GROUPS: tl.constexpr = TILE // GROUP
     best = tl.full([], float("-inf"), tl.float64)
     best_group = tl.full([], 0, tl.int32)

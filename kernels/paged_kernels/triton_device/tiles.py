@@ -15,7 +15,8 @@ NOTHING_SEEN = tl.constexpr(-1.0e30)
 
 @triton.jit
 def matmul(a, b, DOT_FP32: tl.constexpr):
-    """float32 sums. DOT_FP32 widens the operands first: Triton's interpreter multiplies bfloat16 matrices wrongly."""
+    """Multiplies with float32 sums. DOT_FP32 widens the operands first: Triton's interpreter multiplies bfloat16
+    matrices wrongly."""
     if DOT_FP32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -24,7 +25,7 @@ def matmul(a, b, DOT_FP32: tl.constexpr):
 
 @triton.jit
 def load_tile(pointers, mask, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Rows of K or V in the dtype of the products; what `mask` hides is 0."""
+    """Loads rows of K or V in the dtype of the products; what `mask` hides is 0."""
     stored = tl.load(pointers, mask=mask, other=0)
     if FP8:
         return decode_e4m3(stored).to(DTYPE)
@@ -57,7 +58,8 @@ def attend_tiles(
     FP8: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
-    """Adds tokens [begin, end). Without MASKED every row sees all of them, and their number is a multiple of TILE."""
+    """Adds tokens [begin, end) to the running softmax. Without MASKED every row sees all of them, and their number is a
+    multiple of TILE."""
     dims = tl.arange(0, HEAD_DIM_PADDED)
     for start in tl.range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)

@@ -115,7 +115,8 @@ def test_number_of_splits() -> None:
     assert num_splits(8, 100, card) == 1
     assert num_splits(8, 4096, card) == 16
     assert num_splits(8, 1 << 20, card) == 64
-    assert num_splits(64 * 8, 4096, card) == 2
+    assert num_splits(48 * 8, 4096, card) == 2
+    assert num_splits(64 * 8, 4096, card) == 1, "nearly full"
     assert num_splits(256 * 8, 4096, card) == 1
 
 
