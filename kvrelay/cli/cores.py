@@ -5,9 +5,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-# Where torch multiplies (docs/architecture.md, Threads of a step), OpenMP's threads spin between two products, because
+# Where torch multiplies (docs/cpu.md, Threads of a step), OpenMP's threads spin between two products, because
 # sleeping costs more. By default they keep spinning for many milliseconds after the step, on a core that others need.
-# This many spins outlast the gaps within a step and little more (docs/benchmarks_amx.md).
+# This many spins outlast the gaps within a step and little more (docs/benchmarks.md).
 _SPIN_COUNT = "10000"
 _WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
