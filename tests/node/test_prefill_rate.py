@@ -20,4 +20,4 @@ def test_the_rate_is_the_average_over_what_was_computed_between_reports() -> Non
 
 
 def load(num_prefilled_tokens: int, prefill_seconds: float) -> EngineLoad:
-    return EngineLoad(0, 0, 0, 0, 8, 8, 0, 0, 0, num_prefilled_tokens, prefill_seconds)
+    return EngineLoad(num_prefilled_tokens=num_prefilled_tokens, prefill_seconds=prefill_seconds)
