@@ -212,7 +212,7 @@ def test_the_fingerprint_covers_how_weights_are_read(tmp_path: Path) -> None:
 
 
 def test_a_random_model_needs_whole_groups(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the sizes of the shape tiny are no multiples of 128"):
+    with pytest.raises(ValueError, match="the sizes of the shape tiny are not multiples of 128"):
         write_random_model(tmp_path / "tiny", "tiny", quantization="awq")
 
 
