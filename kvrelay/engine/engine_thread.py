@@ -2,7 +2,9 @@
 
 There are no locks. A step's result is handed to the loop when the layers of the next step begin, because these release
 the interpreter; any earlier, the two threads would only wait for each other. Invariant: messages run in the order in
-which they were posted, and results and answers to messages reach the loop in the order in which they were made.
+which they were posted, and results and answers to messages reach the loop in the order in which they were made. Except
+while the cores are left to a first token, a step lies between the answer to a message and a message posted because of
+it: what the first one changed is on the loop before the second one is answered.
 """
 
 import asyncio
@@ -152,17 +154,19 @@ class EngineThread:
             self._result = None
 
     def _handle_messages(self, seconds: float) -> bool:
-        """Runs the messages in the mailbox, after waiting at most `seconds` for the first one. Returns False if asked
-        to stop."""
+        """Runs the messages in the mailbox, after waiting at most `seconds` for the first one. Messages that arrive
+        meanwhile wait for the next turn. Returns False if asked to stop."""
         try:
-            message = self._mailbox.get(timeout=seconds) if seconds else self._mailbox.get_nowait()
-            self._hand_over()
-            while message is not None:
-                message(self._engine)
-                message = self._mailbox.get_nowait()
+            messages = [self._mailbox.get(timeout=seconds) if seconds else self._mailbox.get_nowait()]
         except queue.Empty:
             return True
-        return False
+        messages += [self._mailbox.get_nowait() for _ in range(self._mailbox.qsize())]
+        self._hand_over()
+        for message in messages:
+            if message is None:
+                return False
+            message(self._engine)
+        return True
 
     def _to_loop(self, function: Callable[..., None], *args: object, can_wait: bool = False) -> None:
         try:

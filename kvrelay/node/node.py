@@ -127,7 +127,7 @@ class Node:
 
     async def check_idle(self) -> None:
         """Raises when anything is left of any request. For tests, and only on an idle node."""
-        await self.engine_thread.call(lambda engine: None)  # the publisher has all blocks named before this returns
+        await self.engine_thread.call(lambda engine: None)  # the publisher has all blocks named by earlier calls now
         await self._publisher.drain()
         await self.engine_thread.call(lambda engine: engine.check_idle())
 

@@ -87,6 +87,27 @@ async def test_an_answer_never_overtakes_the_results_before_it() -> None:
     assert not crashes
 
 
+async def test_a_message_that_follows_from_another_waits_for_a_step() -> None:
+    """However fast the loop answers: it has been told before what the first message changed, and steps cannot starve."""
+    thread = make(asyncio.Event())
+    thread.start()
+    turns: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def note_turn(engine: Engine) -> None:
+        loop.call_soon_threadsafe(turns.put_nowait, thread.num_turns)
+
+    def first(engine: Engine) -> None:
+        note_turn(engine)
+        thread.post(note_turn)  # as the loop does when it gets an answer while the thread still runs messages
+
+    async with asyncio.timeout(PATIENCE):
+        thread.post(first)
+        turn = await turns.get()
+        assert await turns.get() == turn + 1
+        await thread.stop(PATIENCE)
+
+
 class HeldAt:
     """A runner around `inner` whose steps with these numbers wait until they are released."""
 
