@@ -18,12 +18,12 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.in_flight import StepsInFlight
 from kvrelay.engine.loading.loader import LoadedModel, load_model
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ModelRunnerOutput, SchedulerOutput
-from kvrelay.engine.request import Admission, EngineRequest, KVRole
+from kvrelay.engine.request import EngineRequest
 from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.sampling.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig
 from tests.engine.fake_runner import expected_output
-from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, first_tokens, move, prompt_of, request
+from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, prompt_of, request
 from tests.engine.late_runner import LateRunner
 from tests.engine.tiny_models import make_tiny_model
 
@@ -325,77 +325,6 @@ def test_steps_that_fail_end_their_requests_only(run_ahead: bool) -> None:
                 num_complete += key in harness.finished
     assert min(messages["launched"], messages["collected"]) > 2
     assert num_complete > 50
-
-
-# -- two engines -----------------------------------------------------------------------------------------------------
-
-
-class Pair:
-    """A prefill and a decode engine, and what moves blocks between them, at random moments."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.prefill = Harness(num_blocks=rng.choice([24, 60]), max_num_batched_tokens=16, publish=True, run_ahead=True)
-        self.decode = Harness(num_blocks=rng.choice([24, 60]), max_num_seqs=6, publish=True, run_ahead=True)
-        self.prompts: dict[str, list[int]] = {}
-        self.gone: set[str] = set()
-        self.waiting: dict[str, Admission] = {}
-        self._num_seen = 0
-
-    def add(self, request_id: str, prompt: list[int], n: int) -> None:
-        self.prompts[request_id] = prompt
-        self.prefill.engine.add(request(request_id, prompt, 8, role=KVRole.PRODUCE, n=n))
-        self.decode.engine.add(request(request_id, prompt, 8, role=KVRole.CONSUME, n=n))
-
-    def turn(self) -> bool:
-        """Steps both engines and may move blocks. Returns whether anything may still happen."""
-        busy = self.prefill.step() | self.decode.step()
-        for result in self.decode.results[self._num_seen :]:
-            self.waiting.update({admission.request_id: admission for admission in result.admissions})
-        self._num_seen = len(self.decode.results)
-        for request_id in [name for name in self.waiting if (name, 0) in self.prefill.tokens]:
-            if self.rng.random() < 0.5:
-                self._move(request_id)
-        return busy or bool(self.waiting)
-
-    def _move(self, request_id: str) -> None:
-        """Moves all blocks or some of them; the decode engine computes the others."""
-        admission = self.waiting.pop(request_id)
-        count = None if self.rng.random() < 0.7 else self.rng.randrange(len(admission.missing) + 1)
-        move(self.prefill, self.decode, admission, count=count)
-        self.prefill.engine.release_lease(request_id)
-        self.decode.engine.start(request_id, first_tokens(self.prefill, request_id))
-
-    def abort(self, request_id: str) -> None:
-        self.gone.add(request_id)
-        self.prefill.engine.abort(request_id)
-        self.decode.engine.abort(request_id)
-        if (admission := self.waiting.pop(request_id, None)) is not None:
-            self.decode.engine.unpin([block.block_id for block in admission.missing])
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_prefill_here_and_decode_there_give_the_same_tokens(seed: int) -> None:
-    rng = random.Random(seed)
-    pair = Pair(rng)
-    outputs = {}
-    for i in range(14):
-        outputs[str(i)] = n = rng.choice([1, 1, 2])
-        pair.add(str(i), [*prompt_of(rng.randrange(16)), *prompt_of(rng.randrange(1, 30), i)], n)
-        for _ in range(rng.randrange(4)):
-            pair.turn()
-        known = {name for name in pair.prompts if name in pair.waiting or name in pair.gone}
-        if known and rng.random() < 0.2:
-            pair.abort(rng.choice(sorted(known)))
-    while pair.turn():
-        pass
-    for request_id in outputs.keys() - pair.gone:
-        for index in range(outputs[request_id]):
-            tokens = [*pair.prefill.tokens[request_id, index], *pair.decode.tokens[request_id, index]]
-            assert tokens == expected_output(pair.prompts[request_id], 8, choice_index=index)
-    pair.prefill.engine.check_idle()
-    pair.decode.engine.check_idle()
-    assert pair.decode.late.num_ahead > 10
 
 
 # -- a real model ----------------------------------------------------------------------------------------------------

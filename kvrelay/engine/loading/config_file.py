@@ -2,7 +2,7 @@
 
 Both are defined by classes of transformers (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config; 5.x). This module has
 them as tables, because importing that library takes longer than the rest of a node's start without the weights.
-Invariant: every field has the value that AutoConfig gives it; `tests/engine/test_config_file.py` compares them.
+Invariant: every field has the value that AutoConfig gives it; `tests/engine/loading/test_config_file.py` compares them.
 """
 
 import json

@@ -15,7 +15,7 @@ from kvrelay.core.errors import ModelLoadError
 from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.loading.loader import LoadedModel
-from tests.engine import loading
+from tests.engine import load_on_cpu
 from tests.engine.paged_run import PagedRun
 from tests.engine.prequantized_models import make_prequantized_model
 from tests.engine.tiny_models import make_tiny_model
@@ -34,7 +34,7 @@ def store() -> Iterator[WeightStore]:
 def load(
     directory: Path, store: WeightStore | None, *, dtype: DTypeName = "bfloat16", quantization: Quantization = "none"
 ) -> LoadedModel:
-    return loading.load(directory, quantization, dtype=dtype, weight_store=store)
+    return load_on_cpu.load(directory, quantization, dtype=dtype, weight_store=store)
 
 
 def logits(loaded: LoadedModel) -> Tensor:

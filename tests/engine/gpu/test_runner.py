@@ -65,7 +65,7 @@ EDITED = SamplingRow(SAMPLED, 0, 41, 1, (1, 2, 3), (4, 5))
 
 
 @pytest.fixture(autouse=True)
-def a_large_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     traits = GpuTraits(num_sms=132, shared_bytes=227 << 10)
     monkeypatch.setattr(triton_attention, "traits_of", lambda device: traits)
 

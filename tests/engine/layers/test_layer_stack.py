@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
-from tests.engine import loading
+from tests.engine import load_on_cpu
 from tests.engine.paged_run import PagedRun
 from tests.engine.prequantized_models import make_prequantized_model
 from tests.engine.tiny_models import make_tiny_model
@@ -23,7 +23,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 
 
 def load(directory: Path, quantization: Quantization, dtype: DTypeName = "bfloat16") -> DecoderForCausalLM:
-    return loading.load(directory, quantization, dtype=dtype).model
+    return load_on_cpu.load(directory, quantization, dtype=dtype).model
 
 
 def logits_and_kv(model: DecoderForCausalLM, kv_dtype: torch.dtype | None = None) -> Tensor:

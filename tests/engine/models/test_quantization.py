@@ -20,7 +20,7 @@ from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.loading.loader import LoadedModel, load_model
 from tests.demo_model import DEMO_MODEL
-from tests.engine.loading import load
+from tests.engine.load_on_cpu import load
 from tests.engine.paged_run import PagedRun, check_greedy
 from tests.engine.reference import Reference
 from tests.engine.tiny_models import FAMILIES, make_tiny_model, save_random

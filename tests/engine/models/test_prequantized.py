@@ -17,7 +17,7 @@ from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.linear import Linear, LinearLayer, LinearsApart
 from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear, RepackedProduct
 from kvrelay.engine.loading.loader import LoadedModel
-from tests.engine.loading import load
+from tests.engine.load_on_cpu import load
 from tests.engine.paged_run import PagedRun, check_greedy
 from tests.engine.prequantized_models import (
     RECIPES,

@@ -1,4 +1,4 @@
-"""The runner for cards under the real engine, on CPU tensors: the tokens of the CPU's engine, whatever is recorded,
+"""The runner for GPUs under the real engine, on CPU tensors: the tokens of the CPU's engine, whatever is recorded,
 padded, mixed, shared or known only on the device."""
 
 from collections.abc import Sequence

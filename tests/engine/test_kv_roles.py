@@ -1,0 +1,183 @@
+"""Requests whose KV moves between engines: no token is computed twice, and leases keep what was published."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.core.outputs import TokenOutput
+from kvrelay.engine.request import KVRole
+from tests.engine.fake_runner import expected_output
+from tests.engine.harness import BLOCK_SIZE, Harness, first_tokens, move, prompt_of, request
+
+
+def produce(harness: Harness, request_id: str, prompt: list[int], n: int = 1) -> None:
+    harness.engine.add(request(request_id, prompt, 8, role=KVRole.PRODUCE, n=n))
+    harness.run()
+
+
+@pytest.mark.parametrize("length", [1, 8, 15, 16, 17, 100])
+@pytest.mark.parametrize("n", [1, 3])
+def test_prefill_here_and_decode_there_recomputes_no_token(length: int, n: int) -> None:
+    prefill, decode = Harness(publish=True, max_num_batched_tokens=32), Harness(publish=True)
+    prompt = prompt_of(length)
+    produce(prefill, "a", prompt, n)
+    decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME, n=n))
+    decode.step()
+    move(prefill, decode, decode.admission("a"))
+    prefill.engine.release_lease("a")
+    starts = first_tokens(prefill, "a")
+    decode.engine.start("a", starts)
+    decode.run()
+    for index in range(n):
+        tokens = [*starts[index].token_ids, *decode.tokens["a", index]]
+        assert tokens == expected_output(prompt, 8, choice_index=index)
+    assert decode.runner.num_computed_tokens == 7 * n
+    prefill.engine.check_idle()
+    decode.engine.check_idle()
+
+
+def test_what_does_not_arrive_is_computed_by_the_decode_engine() -> None:
+    prefill, decode = Harness(publish=True), Harness(publish=True)
+    prompt = prompt_of(50)
+    produce(prefill, "a", prompt)
+    decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME))
+    decode.step()
+    move(prefill, decode, decode.admission("a"), count=2)
+    decode.engine.start("a", first_tokens(prefill, "a"))
+    decode.run()
+    assert [*first_tokens(prefill, "a")[0].token_ids, *decode.tokens["a", 0]] == expected_output(prompt, 8)
+    assert decode.runner.num_computed_tokens == 50 - 16 + 7
+    decode.engine.check_idle()
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_the_last_blocks_can_be_fetched_before_the_first_token_is_sampled(*, is_aborted: bool) -> None:
+    harness = Harness(publish=True)
+    harness.engine.add(request("a", prompt_of(50), role=KVRole.PRODUCE))
+    assert harness.step()
+    [written] = harness.results
+    assert (written.progress, len(written.named), written.outputs) == ((("a", 7),), 7, ())
+    if is_aborted:
+        harness.engine.abort("a")
+    assert harness.step()
+    sampled = harness.results[-1]
+    assert (len(sampled.outputs), sampled.progress, sampled.named) == (not is_aborted, (), ())
+    harness.run()
+    harness.engine.release_lease("a")
+    harness.engine.check_idle()
+
+
+def test_progress_counts_published_blocks_chunk_by_chunk() -> None:
+    harness = Harness(publish=True, max_num_batched_tokens=16)
+    produce(harness, "a", prompt_of(50))
+    progress = [count for result in harness.results for _, count in result.progress]
+    assert progress == [2, 4, 6, 7]  # the partial tail counts as one
+    harness.engine.release_lease("a")
+    harness.engine.check_idle()
+
+
+def test_a_lease_keeps_published_blocks_until_it_is_released() -> None:
+    harness = Harness(num_blocks=8, publish=True)
+    prompt = prompt_of(30)
+    produce(harness, "a", prompt)
+    harness.engine.add(request("b", prompt_of(30, 9), 3))
+    harness.run()
+    names = harness.engine.pool.num_blocks - harness.engine.pool.num_free
+    assert names == 4, "the lease's four blocks are still held"
+    harness.engine.release_lease("a")
+    harness.engine.release_lease("a")
+    harness.engine.check_idle()
+
+
+def test_a_preempted_prefill_gives_up_what_its_lease_keeps() -> None:
+    """Otherwise the request and the one it made room for would wait for each other's blocks for ever."""
+    other, harness = Harness(publish=True), Harness(num_blocks=12, publish=True, max_num_batched_tokens=16)
+    first, second = prompt_of(64), prompt_of(64, 1)
+    produce(other, "x", second)
+    harness.engine.add(request("first", first, role=KVRole.PRODUCE))
+    harness.engine.add(replace(request("second", second, role=KVRole.PRODUCE), receive=True))
+    harness.step()
+    harness.step()
+    move(other, harness, harness.admission("second"))
+    harness.engine.start("second")
+    harness.run()
+    harness.run()  # once what was pinned to be published is free
+    assert harness.engine.load().num_preemptions > 0
+    assert harness.tokens["first", 0] == expected_output(first, 1)
+    harness.engine.release_lease("first")
+    harness.run()
+    assert harness.tokens["second", 0] == expected_output(second, 1)
+    told = [count for result in harness.results for request_id, count in result.progress if request_id == "second"]
+    assert told == sorted(set(told)) and told[-1] == 8
+    harness.engine.release_lease("second")
+    harness.engine.check_idle()
+
+
+def test_a_lease_that_ends_early_keeps_nothing_and_silences_nothing() -> None:
+    harness = Harness(publish=True, max_num_batched_tokens=16)
+    harness.engine.add(request("a", prompt_of(50), role=KVRole.PRODUCE))
+    harness.step()
+    harness.engine.release_lease("a")
+    harness.run()
+    assert [count for result in harness.results for _, count in result.progress] == [2, 4, 6, 7]
+    harness.engine.check_idle()
+
+
+def test_deliver_and_start_after_an_abort_are_ignored() -> None:
+    harness = Harness()
+    harness.engine.add(request("a", prompt_of(30), role=KVRole.CONSUME))
+    harness.step()
+    admission = harness.admission("a")
+    harness.engine.abort("a")
+    assert harness.engine.pool.num_free < harness.engine.pool.num_blocks, "a transfer may still write to these blocks"
+    harness.engine.deliver("a", 3)
+    harness.engine.start("a", [TokenOutput(0, (5,))])
+    harness.engine.unpin([block.block_id for block in admission.missing])
+    harness.run()
+    assert not harness.tokens
+    harness.engine.check_idle()
+
+
+def test_a_prefill_engine_takes_what_others_hold() -> None:
+    other, prefill = Harness(publish=True), Harness(publish=True)
+    prompt = prompt_of(64)
+    produce(other, "x", prompt)
+    prefill.engine.add(replace(request("a", prompt, 8, role=KVRole.PRODUCE), receive=True))
+    prefill.step()
+    admission = prefill.admission("a")
+    assert len(admission.missing) == 7, "the last block is computed here for its logits"
+    move(other, prefill, admission)
+    prefill.engine.start("a")
+    prefill.run()
+    assert prefill.runner.num_computed_tokens == 8
+    assert list(prefill.tokens["a", 0]) == expected_output(prompt, 1)
+    prefill.engine.release_lease("a")
+    prefill.engine.check_idle()
+
+
+@pytest.mark.parametrize("publish_hits", [False, True])
+@pytest.mark.parametrize("length", [8, 16, 20, 60])
+def test_hits_of_a_produced_prompt_are_offered_again_where_asked_for(length: int, publish_hits: bool) -> None:
+    """They are offered with the progress that reports them or before, the tail too, but not for requests whose blocks
+    nobody will fetch."""
+    harness = Harness(publish=True, publish_hits=publish_hits, max_num_batched_tokens=16)
+    prompt = prompt_of(length)
+    produce(harness, "first", prompt)
+    offered = [block for result in harness.results for block in result.named]
+    assert len(offered) == -(-length // BLOCK_SIZE)
+    harness.results.clear()
+    produce(harness, "again", prompt)
+    again = {block for result in harness.results for block in result.named}
+    assert again == (set(offered) if publish_hits else set())
+    for earlier in range(len(harness.results)):
+        told = max((count for result in harness.results[: earlier + 1] for _, count in result.progress), default=0)
+        assert sum(len(result.named) for result in harness.results[: earlier + 1]) >= told * publish_hits
+    harness.results.clear()
+    harness.engine.add(request("local", prompt))
+    harness.run()
+    assert not {block.block_hash for result in harness.results for block in result.named} & {
+        block.block_hash for block in offered
+    }
+    for lease in ("first", "again"):
+        harness.engine.release_lease(lease)
+    harness.engine.check_idle()
