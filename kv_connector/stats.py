@@ -12,7 +12,7 @@ class ConnectorStats:
     `failed` counts blocks in both directions; `skipped` are those of them for which a server that keeps failing was not
     even asked. `quarantined`: destinations that a fetch had to keep past its deadline until the transport gave them
     up. `peers_refused`: connections dropped because the peer broke the protocol or does not belong to this cluster.
-    `retracted`: blocks that lost their content before they were stored. `not_worth`: blocks that were not fetched
+    `lost_unstored`: blocks that lost their content before they were stored. `not_worth`: blocks that were not fetched
     because computing them is faster."""
 
     blocks_published: int = 0
@@ -25,7 +25,7 @@ class ConnectorStats:
     quarantined: int = 0
     peers_refused: int = 0
     skipped: int = 0
-    retracted: int = 0
+    lost_unstored: int = 0
     not_worth: int = 0
     refused: dict[Mismatch, int] = field(default_factory=lambda: dict.fromkeys(Mismatch, 0))
 

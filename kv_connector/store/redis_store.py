@@ -149,23 +149,23 @@ class RedisConnector:
     async def _offer(self, claims: Sequence[Claim]) -> int:
         """Stores blocks, except those that have lost their content meanwhile; returns how many Redis has now."""
         state = self._require()
-        held = retracted = 0
+        held = lost = 0
         try:
             absent = await self._absent(state, claims)
             held = len(claims) - len(absent)
             for part in Slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
                 if not state.link.room.admit():
-                    self.stats.skipped += len(claims) - held - retracted
+                    self.stats.skipped += len(claims) - held - lost
                     break
                 stored, gone = await self._store(state, part)
                 held += stored
-                retracted += gone
+                lost += gone
         except CircuitOpenError:
-            self.stats.skipped += len(claims) - held - retracted
+            self.stats.skipped += len(claims) - held - lost
         except UNREACHABLE as error:
             _logger.warning("publishing to Redis failed: %s", type(error).__name__)
-        self.stats.retracted += retracted
-        self.stats.failed += len(claims) - held - retracted
+        self.stats.lost_unstored += lost
+        self.stats.failed += len(claims) - held - lost
         return held
 
     async def _absent(self, state: _Open, claims: Sequence[Claim]) -> list[Claim]:

@@ -147,7 +147,7 @@ async def test_publishing_behind_another_tier_does_not_wait_for_a_stopped_redis(
     await settled(setup.behind.connector)
     outcomes = await setup.fetch(sent)
     assert outcomes == (FETCHED,) * 5 + (MISSING,) + (FETCHED,) * 2
-    assert (setup.tier.stats.blocks_published, setup.tier.stats.retracted) == (7, 1)
+    assert (setup.tier.stats.blocks_published, setup.tier.stats.lost_unstored) == (7, 1)
 
 
 async def test_a_fetch_with_hardly_any_time_does_not_open_the_breaker(setup: Setup) -> None:
