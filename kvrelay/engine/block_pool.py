@@ -129,15 +129,6 @@ class BlockPool:
         self._removed.clear()
         return changes
 
-    def drop_all_cached(self) -> int:
-        """Takes the names of all blocks that nobody holds, and returns how many there were. Blocks in use keep
-        theirs."""
-        block_ids = list(self._evictable)
-        self._evictable.clear()
-        self._forget(block_ids)
-        self._free += block_ids
-        return len(block_ids)
-
     def check_integrity(self) -> None:
         """Raises AssertionError for the first broken invariant. Takes time linear in the size of the pool, so call it
         when idle and in tests."""

@@ -13,6 +13,7 @@ import redis
 from kv_connector.base import HostConnector
 from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
+from kvrelay.engine.engine import Engine
 from kvrelay.node.node import Node
 from tests.cluster.agreement import check_agrees
 from tests.cluster.cluster import Cluster, cluster
@@ -51,7 +52,13 @@ async def stored(node: Node) -> None:
 async def forget(running: Cluster, node_id: str) -> None:
     """Empties the node's prefix cache."""
     await running.wait_idle()
-    await running.node(node_id).engine_thread.call(lambda engine: engine.pool.drop_all_cached())
+    await running.node(node_id).engine_thread.call(_evict_all)
+
+
+def _evict_all(engine: Engine) -> None:
+    block_ids = engine.pool.allocate(engine.pool.num_free)
+    assert block_ids is not None
+    engine.pool.release(block_ids)
 
 
 @pytest.mark.parametrize("connector", ["redis", "shared_memory,redis"])
