@@ -7,6 +7,7 @@ Invariant: after the context of a `Program` none of its processes is left, wheth
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 KVRELAY = Path(sys.executable).with_name("kvrelay")
 PATIENCE_SECONDS = 30.0
+START_SECONDS = 90.0  # a cluster's processes load their models one beside the other
 
 
 class Program:
@@ -44,6 +46,8 @@ class Program:
     def wait_ready(self) -> dict[str, Any]:
         """Returns the line that the program prints when it serves."""
         assert self.process.stdout is not None
+        has_line, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        assert has_line, f"it was not ready after {START_SECONDS} s:\n{self.log.read_text()}"
         line = self.process.stdout.readline()
         assert line, f"it ended before it was ready:\n{self.log.read_text()}"
         ready: dict[str, Any] = json.loads(line)
