@@ -1,4 +1,4 @@
-"""Every kernel, as it is launched, compiles ahead of time for four kinds of cards; none is needed for that."""
+"""Every kernel, as it is launched, compiles ahead of time for four kinds of GPUs; none is needed for that."""
 
 import importlib
 import pkgutil
@@ -30,7 +30,7 @@ _TYPE_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class Gpu:
     """`only`: a part of the names of the launches that are compiled for it."""
 
     target: Any
@@ -41,15 +41,15 @@ class Card:
         return {name: call for name, call in all_launches(self.traits) if self.only in name}
 
 
-CARDS = {
-    "sm_80": Card(GPUTarget("cuda", 80, 32), GpuTraits(num_sms=108, shared_bytes=163 << 10)),
+GPUS = {
+    "sm_80": Gpu(GPUTarget("cuda", 80, 32), GpuTraits(num_sms=108, shared_bytes=163 << 10)),
     # Of sm_80 with less shared memory, by which attention alone is launched differently.
-    "sm_89": Card(GPUTarget("cuda", 89, 32), GpuTraits(num_sms=142, shared_bytes=99 << 10), only="attention_kernel"),
-    "sm_90": Card(GPUTarget("cuda", 90, 32), GpuTraits(num_sms=132, shared_bytes=227 << 10)),
-    "gfx942": Card(GPUTarget("hip", "gfx942", 64), GpuTraits(num_sms=304, shared_bytes=64 << 10)),
+    "sm_89": Gpu(GPUTarget("cuda", 89, 32), GpuTraits(num_sms=142, shared_bytes=99 << 10), only="attention_kernel"),
+    "sm_90": Gpu(GPUTarget("cuda", 90, 32), GpuTraits(num_sms=132, shared_bytes=227 << 10)),
+    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), GpuTraits(num_sms=304, shared_bytes=64 << 10)),
 }
-LEAST_SHARED_BYTES = min(card.traits.shared_bytes for card in CARDS.values())
-LAUNCHES = [(card, name) for card in CARDS for name in CARDS[card].launches()]
+LEAST_SHARED_BYTES = min(gpu.traits.shared_bytes for gpu in GPUS.values())
+LAUNCHES = [(gpu, name) for gpu in GPUS for name in GPUS[gpu].launches()]
 
 
 def type_name(value: Argument) -> str:
@@ -97,20 +97,20 @@ def stack_bytes(cubin: bytes, path: Path) -> int:
     return int(found.group(1))
 
 
-@pytest.mark.parametrize(("card", "name"), LAUNCHES, ids=[" ".join(launch) for launch in LAUNCHES])
-def test_compiles(card: str, name: str, tmp_path: Path) -> None:
-    call = CARDS[card].launches()[name]
-    compiled = compile_for(call, CARDS[card].target)
-    assert compiled.asm["cubin" if card.startswith("sm") else "hsaco"]
+@pytest.mark.parametrize(("gpu", "name"), LAUNCHES, ids=[" ".join(launch) for launch in LAUNCHES])
+def test_compiles(gpu: str, name: str, tmp_path: Path) -> None:
+    call = GPUS[gpu].launches()[name]
+    compiled = compile_for(call, GPUS[gpu].target)
+    assert compiled.asm["cubin" if gpu.startswith("sm") else "hsaco"]
     is_attention = "attention_kernel" in name  # all else is launched the same whatever shared memory there is
-    assert compiled.metadata.shared <= (CARDS[card].traits.shared_bytes if is_attention else LEAST_SHARED_BYTES)
-    if card.startswith("sm"):
-        a_little = 0 if card == "sm_90" else 32
+    assert compiled.metadata.shared <= (GPUS[gpu].traits.shared_bytes if is_attention else LEAST_SHARED_BYTES)
+    if gpu.startswith("sm"):
+        a_little = 0 if gpu == "sm_90" else 32
         assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") <= a_little, "registers spill"
 
 
 def test_no_kernel_is_forgotten() -> None:
-    launched = {call.kernel.__name__ for call in CARDS["sm_90"].launches().values()}
+    launched = {call.kernel.__name__ for call in GPUS["sm_90"].launches().values()}
     modules = [
         importlib.import_module(module.name)
         for module in pkgutil.iter_modules(paged_kernels.triton_device.__path__, "paged_kernels.triton_device.")

@@ -1,6 +1,6 @@
 """Every launch that an engine makes, once for each kind of tensors: what is compiled ahead of time.
 
-Nothing here runs: launches are planned over tensors without memory, as for a card with the given traits.
+Nothing here runs: launches are planned over tensors without memory, as for a GPU with the given traits.
 """
 
 from collections.abc import Iterator

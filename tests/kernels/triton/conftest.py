@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def bfloat16_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As every card does. The interpreter cuts the low half of a float32 off instead."""
+    """As every GPU does. The interpreter cuts the low half of a float32 off instead."""
     cut: Callable[..., Any] = interpreter._convert_float
 
     def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:

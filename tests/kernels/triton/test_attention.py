@@ -50,15 +50,15 @@ def test_sliding_window(lengths: Lengths, window: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("heads", [Heads(8, 2, 128), Heads(3, 1, 80)], ids=str)
-def test_as_many_rows_as_a_large_card_takes(heads: Heads, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_rows_as_a_large_gpu_takes(heads: Heads, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[KernelCall] = []
 
     def record(calls: list[KernelCall]) -> None:
         launched.extend(calls)
         launch(calls)
 
-    card = GpuTraits(num_sms=132, shared_bytes=227 << 10)
-    monkeypatch.setattr(triton_attention, "traits_of", lambda device: card)
+    traits = GpuTraits(num_sms=132, shared_bytes=227 << 10)
+    monkeypatch.setattr(triton_attention, "traits_of", lambda device: traits)
     monkeypatch.setattr(triton_attention, "launch", record)
     make_batch(heads, torch.float16, CHUNKS, sliding_window=window).check(TritonBackend())
     assert [call.constants["ROWS"] for call in launched if call.kernel is prefill_attention_kernel] == [128]
@@ -79,12 +79,12 @@ def test_few_tokens_are_split_and_merged(
     make_batch(heads, dtype, FEW, sliding_window=window).check(TritonBackend())
 
 
-def test_a_prompt_that_leaves_the_card_idle_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = GpuTraits(num_sms=132, shared_bytes=227 << 10)
-    monkeypatch.setattr(triton_attention, "traits_of", lambda device: card)
+def test_a_prompt_that_leaves_the_gpu_idle_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    traits = GpuTraits(num_sms=132, shared_bytes=227 << 10)
+    monkeypatch.setattr(triton_attention, "traits_of", lambda device: traits)
     batch = make_batch(Heads(4, 2, 64), torch.float16, ((500, 40),))
     call = AttentionCall(batch.query, batch.query, batch.pool, 0, batch.metadata, 0.1, None, None)
-    first, _merge = plan_attention(call, card)
+    first, _merge = plan_attention(call, traits)
     assert first.grid == (2, 2, 3)
     batch.check(TritonBackend())
 
@@ -111,13 +111,13 @@ def test_strided_queries() -> None:
 
 
 def test_number_of_splits() -> None:
-    card = GpuTraits(num_sms=132, shared_bytes=228 << 10)
-    assert num_splits(8, 100, card) == 1
-    assert num_splits(8, 4096, card) == 16
-    assert num_splits(8, 1 << 20, card) == 64
-    assert num_splits(48 * 8, 4096, card) == 2
-    assert num_splits(64 * 8, 4096, card) == 1, "nearly full"
-    assert num_splits(256 * 8, 4096, card) == 1
+    traits = GpuTraits(num_sms=132, shared_bytes=228 << 10)
+    assert num_splits(8, 100, traits) == 1
+    assert num_splits(8, 4096, traits) == 16
+    assert num_splits(8, 1 << 20, traits) == 64
+    assert num_splits(48 * 8, 4096, traits) == 2
+    assert num_splits(64 * 8, 4096, traits) == 1, "nearly full"
+    assert num_splits(256 * 8, 4096, traits) == 1
 
 
 def test_refuses_what_does_not_fit() -> None:
