@@ -210,6 +210,7 @@ class Cluster:
             KVIndex(capacity=10_000),
             timeout=config.node_timeout,
             silence=config.node_silence,
+            clock=VirtualClock(),
             connect=lambda address: cast("grpc.aio.Channel", Channel(self.network, self._servers, process, address)),
             random=Random(self.random.getrandbits(64)),
         )
@@ -254,6 +255,7 @@ class Cluster:
             eos_token_ids=(EOS_TOKEN_ID,),
             publish=True,
             run_ahead=self.config.run_ahead,
+            clock=VirtualClock(),
         )
         node = Node(
             NodeIdentity(node_id, epoch, "simulated", NAMESPACE, LAYOUT.block_bytes, VOCAB_SIZE),
@@ -273,7 +275,9 @@ class Cluster:
         service = PrefillService(node, clock=VirtualClock()) if is_prefill else DecodeService(node)
         server = Server(process, self.network)
         service.attach(cast("grpc.aio.Server", server))
-        node_pb2_grpc.add_NodeServicer_to_server(NodeService(node, service.role), cast("grpc.aio.Server", server))
+        node_pb2_grpc.add_NodeServicer_to_server(
+            NodeService(node, service.role, clock=VirtualClock()), cast("grpc.aio.Server", server)
+        )
         service.start()
         return RunningNode(address, process, node, service, server, connector)
 

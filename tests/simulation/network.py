@@ -36,7 +36,6 @@ class Message:
 
     method: str
     kind: str
-    to_server: bool
     is_unary: bool
 
 
@@ -140,7 +139,7 @@ class Connection:
         if self.broken or call not in self._calls:
             return
         method, is_unary = call.message_class
-        fate = self._network.faults.fate(Message(method, kind, to_server, is_unary))
+        fate = self._network.faults.fate(Message(method, kind, is_unary))
         if fate is not Fate.DELIVER:
             self._network.trace(f"network {self.address} {method} {kind}: {fate.value}")
         transmit = partial(self._transmit, call, to_server)
