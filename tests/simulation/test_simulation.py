@@ -11,6 +11,7 @@ import pytest
 
 from kv_connector.faulty import DamagingCopy
 from kv_connector.pool import Rows, copy_payload
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.loop_calls import LoopCalls
@@ -52,6 +53,15 @@ def test_a_seed_replays_event_by_event() -> None:
     assert len(alone) > 100
     assert behind[-len(alone) :] == alone
     assert len(behind) > len(alone)
+
+
+def test_no_time_but_virtual_time_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(clock: MonotonicClock) -> float:
+        raise AssertionError("the simulation reads the machine's clock")
+
+    monkeypatch.setattr(MonotonicClock, "now", read)
+    for seed in range(4):
+        assert not run_seed(seed).failures
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------
