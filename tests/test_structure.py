@@ -1,4 +1,5 @@
-"""Who may import whom, and a few words and calls that must not appear. Read from the sources, nothing is imported."""
+"""Who may import whom, a few words and calls that must not appear, and how long a file may be. Read from the sources,
+nothing is imported."""
 
 import ast
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ ENVIRONMENT_USERS = {"kvrelay.core.config", "kvrelay.cli.serve", "kv_connector.u
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
+MOST_LINES = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ def find_modules(*folders: str) -> list[Module]:
 MODULES = find_modules("kvrelay", "router", "prefill_node", "decode_node", "kv_connector", "kernels/paged_kernels")
 TESTS = find_modules("tests")
 OURS = [module for module in MODULES if module.package != "kvrelay.v1"]
+SOURCES = [
+    *(module.path for module in [*OURS, *TESTS, *find_modules("bench", "demo")]),
+    *sorted((ROOT / "kernels" / "csrc").iterdir()),
+]
 
 
 def by_name(module: Module) -> str:
@@ -140,3 +146,9 @@ def test_no_test_takes_from_another(module: Module) -> None:
     """What several need stands in a file of its own."""
     lenders = [name for name in module.imports() if name.startswith("tests.") and ".test_" in name]
     assert not lenders, f"{module.name} imports {lenders}"
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in SOURCES}
+    long = {name: count for name, count in lengths.items() if count > MOST_LINES}
+    assert not long, f"more than {MOST_LINES} lines: which parts of it want a file of their own?"

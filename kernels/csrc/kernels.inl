@@ -5,6 +5,7 @@
 #include "matmul.inl"
 #include "kv_tile.inl"
 #include "attention_kernel.inl"
+#include "encode_row.inl"
 #include "elementwise_kernel.inl"
 #include "quantized_kernel.inl"
 #include "packed_linear_kernel.inl"

@@ -1,7 +1,6 @@
 // Python's side of layer_stack.h.
 #include "layer_stack_module.h"
 
-#include <stdexcept>
 #include <vector>
 
 #include "projection_module.h"
@@ -13,10 +12,6 @@ namespace nb = nanobind;
 
 namespace paged {
 namespace {
-
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
-}
 
 // Keeps the projections and norms that its layers read.
 class LayerStack {

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <stdexcept>
 
 #include "kernel_table.h"
 #include "tensor.h"
@@ -37,10 +36,6 @@ struct PoolView {
   TensorView view;
   std::optional<DType> dtype;  // what queries, keys and values must have; none for e4m3, which takes any
   std::int64_t element_bytes = 1;
-
-  static void require(bool condition, const char* message) {
-    if (!condition) throw std::invalid_argument(message);
-  }
 };
 
 }  // namespace paged

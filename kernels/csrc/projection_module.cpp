@@ -1,7 +1,6 @@
 // Linear layers as decoder_layer.h takes them, from Python.
 #include "projection_module.h"
 
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -13,13 +12,6 @@
 namespace nb = nanobind;
 
 namespace paged {
-namespace {
-
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
-}
-
-}  // namespace
 
 TensorView rows_of(nb::handle object, const char* name, DType dtype, std::int64_t rows, std::int64_t size) {
   TensorView view(object, name, 2);

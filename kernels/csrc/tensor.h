@@ -7,10 +7,16 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 
 #include "element_types.h"
 
 namespace paged {
+
+// Throws std::invalid_argument, which Python sees as ValueError, unless `condition` holds.
+inline void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
 
 class TensorView {
  public:
