@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 from typing import Final, Literal
 
@@ -68,12 +69,9 @@ class Corpus:
             return _plain(_long_text(rng))
         return self._chat(rng)
 
-    def documents(self, start: int = 0) -> Iterator[Document]:
-        """Yields all documents from number `start` on, without an end."""
-        index = start
-        while True:
-            yield self.document(index)
-            index += 1
+    def documents(self) -> Iterator[Document]:
+        """Yields all documents, without an end."""
+        return map(self.document, count())
 
     def _fact(self, rng: Random, topic: str | None = None) -> Fact:
         return rng.choice(self._facts[topic or rng.choices(self._topics, self._shares)[0]])

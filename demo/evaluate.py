@@ -43,9 +43,9 @@ class Reply:
         return self.question.expected in self.text
 
 
-def load_questions(path: Path = HERE / "questions.json") -> tuple[Question, ...]:
+def load_questions() -> tuple[Question, ...]:
     """Reads the committed list of questions."""
-    return tuple(Question(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
+    return tuple(Question(**entry) for entry in json.loads((HERE / "questions.json").read_text(encoding="utf-8")))
 
 
 class Examiner:

@@ -12,26 +12,26 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.tasks import end_tasks
 from kvrelay.node.lease_counts import LeaseCounts
 
+_SWEEP_SECONDS = 1.0
+
 _logger = logging.getLogger(__name__)
 
 
 class LeaseTable:
     """The leases' deadlines by lease id. Used on the node's loop. `end` is called with the id of every lease that ends,
-    `on_sweep` after each sweep. `sweep_interval` in seconds."""
+    `on_sweep` after each sweep."""
 
     def __init__(
         self,
         clock: Clock,
         end: Callable[[str], None],
         *,
-        sweep_interval: float = 1.0,
         on_sweep: Callable[[], None] = lambda: None,
         counts: LeaseCounts | None = None,
     ) -> None:
         self._clock = clock
         self._end = end
         self._on_sweep = on_sweep
-        self._sweep_interval = sweep_interval
         self._deadlines: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
         self.counts = counts or LeaseCounts()
@@ -93,5 +93,5 @@ class LeaseTable:
 
     async def _sweep_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._sweep_interval)
+            await asyncio.sleep(_SWEEP_SECONDS)
             self.sweep()

@@ -149,13 +149,10 @@ class LeastLoaded:
         return _refill(facts, min(candidates.prefill, key=lambda node: node.num_queued_tokens), candidates)
 
 
-@dataclass(frozen=True, slots=True)
-class CostWeights:
-    """What things cost, in units of computing one prompt token."""
-
-    moved_token: float = 0.1  # fetch one token's KV from another node
-    sequence: float = 16.0  # one more output in a decode node's running batch
-    missing_token: float = 8.0  # one token without a free slot at the decode node: the request waits or preempts
+# What things cost, in units of computing one prompt token.
+_MOVED_TOKEN = 0.1  # fetch one token's KV from another node
+_SEQUENCE = 16.0  # one more output in a decode node's running batch
+_MISSING_TOKEN = 8.0  # one token without a free slot at the decode node: the request waits or preempts
 
 
 class PrefixAware:
@@ -164,9 +161,9 @@ class PrefixAware:
     Costs are in units of computing one prompt token. With h leading tokens held by a node and H the most that any
     holds:
 
-        prefill node = (prompt - max(h, H)) + moved_token * max(0, H - h) + queued tokens
-        decode node  = moved_token * (prompt - h) + queued tokens + sequence * (its sequences + n)
-                       + missing_token * max(0, prompt - h + n * block_size - free tokens)
+        prefill node = (prompt - max(h, H)) + MOVED_TOKEN * max(0, H - h) + queued tokens
+        decode node  = MOVED_TOKEN * (prompt - h) + queued tokens + SEQUENCE * (its sequences + n)
+                       + MISSING_TOKEN * max(0, prompt - h + n * block_size - free tokens)
 
     The two choices are independent, so each takes its own minimum. Among equally cheap nodes the one that holds more
     wins, and equal ones take turns.
@@ -185,9 +182,8 @@ class PrefixAware:
     scheduling.)
     """
 
-    def __init__(self, local_prefill_max_tokens: int = 64, weights: CostWeights | None = None) -> None:
+    def __init__(self, local_prefill_max_tokens: int = 64) -> None:
         self._local_prefill_max_tokens = local_prefill_max_tokens
-        self._weights = weights or CostWeights()
 
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = _cheapest(facts, candidates.decode, [self._decode_cost(facts, node) for node in candidates.decode])
@@ -215,17 +211,17 @@ class PrefixAware:
 
     def _prefill_cost(self, facts: RequestFacts, node: PrefillCandidate, most_held: int) -> float:
         moved = (most_held - node.num_held_blocks) * facts.block_size
-        return facts.uncached_tokens(most_held) + self._weights.moved_token * moved + node.num_queued_tokens
+        return facts.uncached_tokens(most_held) + _MOVED_TOKEN * moved + node.num_queued_tokens
 
     def _decode_cost(self, facts: RequestFacts, node: DecodeCandidate) -> float:
         absent = max(0, facts.num_prompt_tokens - node.num_held_blocks * facts.block_size)
         room = node.num_free_blocks * facts.block_size
         missing = max(0, absent + facts.num_outputs * facts.block_size - room)
         return (
-            self._weights.moved_token * absent
+            _MOVED_TOKEN * absent
             + node.num_queued_tokens
-            + self._weights.sequence * (node.num_sequences + facts.num_outputs)
-            + self._weights.missing_token * missing
+            + _SEQUENCE * (node.num_sequences + facts.num_outputs)
+            + _MISSING_TOKEN * missing
         )
 
 

@@ -23,10 +23,12 @@ from kv_connector.segments.segment import OwnedSegment, PeerSegment, default_dir
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict
-from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
+
+_CHECK_SECONDS = 1.0  # between two checks whether the owners of mapped pools live
 
 _logger = logging.getLogger(__name__)
 
@@ -57,14 +59,10 @@ class CudaIpcConnector:
     name = "cuda_ipc"
     has_store = False
 
-    def __init__(
-        self, settings: SharedMemorySettings, *, clock: Clock | None = None, check_interval: float = 1.0
-    ) -> None:
-        """`check_interval`: seconds between two checks whether the owners of mapped pools live."""
+    def __init__(self, settings: SharedMemorySettings) -> None:
         self.stats = ConnectorStats()
-        self._check_interval = check_interval
         self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
-        self._clock: Clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self._state: _Open | None = None
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
@@ -81,7 +79,7 @@ class CudaIpcConnector:
             pool.memory.copy_from(peer.memory, [BlockCopy(*pair) for pair in zip(block_ids, slots, strict=True)])
             return pool.memory.digests(block_ids)
 
-        peers = MappedPeers(partial(self._open_peer, pool), pool, check_interval=self._check_interval)
+        peers = MappedPeers(partial(self._open_peer, pool), pool, check_interval=_CHECK_SECONDS)
         reader = SegmentReader(
             pool, peers, copy, thread=pool, slice_bytes=pool.slice_bytes, stats=self.stats, clock=self._clock
         )

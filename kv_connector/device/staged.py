@@ -19,7 +19,7 @@ from kv_connector.device.memory import BlockCopy, DeviceMemory
 from kv_connector.device.staging import ArrivalSlots, StagedBlock, StagedCopies
 from kv_connector.stats import ConnectorStats
 from kv_connector.worker import Worker
-from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
@@ -50,9 +50,7 @@ class StagedConnector:
     """Implements KVConnector. Owns `inner`, whose pool is `staging`; `memory` is the pool on the device, attached to
     `staging`, with blocks of the same layout. `forgets`: a block may be MISSING for peers while the pool has it."""
 
-    def __init__(
-        self, inner: KVConnector, staging: PoolBuffer, memory: DeviceMemory, *, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, inner: KVConnector, staging: PoolBuffer, memory: DeviceMemory) -> None:
         assert staging.num_blocks >= 2
         block_bytes = staging.layout.block_bytes
         num_arriving = max(1, min(staging.num_blocks // _ARRIVAL_SHARE, _ARRIVAL_BYTES // block_bytes))
@@ -62,7 +60,7 @@ class StagedConnector:
         self.forgets = inner.has_store or num_copies < memory.num_blocks
         self._inner = inner
         self._memory = memory
-        self._clock: Clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self._arrivals = ArrivalSlots(range(num_arriving))
         self._copies = StagedCopies(range(num_arriving, staging.num_blocks), memory.num_blocks)
         # Small enough that there is room for parts of two fetches, and of two publications, at a time.

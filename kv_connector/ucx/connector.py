@@ -24,7 +24,7 @@ from kv_connector.ucx.holder import Holder
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Transport
 from kv_connector.verdict import Verdict, Verdicts
-from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
@@ -54,7 +54,7 @@ class UcxConnector:
     name = "ucx"
     has_store = False
 
-    def __init__(self, settings: UcxSettings, *, clock: Clock | None = None) -> None:
+    def __init__(self, settings: UcxSettings) -> None:
         """Raises ConfigurationError when the cluster secret or the host is not usable."""
         self.stats = ConnectorStats()
         self._settings = settings
@@ -63,7 +63,7 @@ class UcxConnector:
             raise ConfigurationError(
                 "connector 'ucx' needs the address under which other nodes reach this one: set --ucx-host"
             )
-        self._clock: Clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self._state: _Open | None = None
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:

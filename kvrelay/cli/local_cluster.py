@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from kvrelay.core.errors import UnavailableError
 
+_STOP_SECONDS = 60.0  # after which it is killed
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterAddress:
@@ -27,7 +29,7 @@ class ClusterAddress:
 
 @contextmanager
 def local_cluster(
-    model: str, arguments: Sequence[str] = (), *, start_timeout: float = 2000.0, stop_timeout: float = 60.0
+    model: str, arguments: Sequence[str] = (), *, start_timeout: float = 2000.0
 ) -> Iterator[ClusterAddress]:
     """Starts a cluster on free ports and yields its addresses when it is ready. `arguments` are further arguments of
     `kvrelay serve`; its log goes to our standard error.
@@ -45,7 +47,7 @@ def local_cluster(
         finally:
             process.terminate()
             try:
-                process.wait(stop_timeout)
+                process.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
     if process.returncode != 0:

@@ -140,8 +140,8 @@ def write_trace(path: Path, *entries: object) -> Path:
     return path
 
 
-def entry(timestamp: int, length: int, *hash_ids: int, output: int = 5) -> dict[str, object]:
-    return {"timestamp": timestamp, "input_length": length, "output_length": output, "hash_ids": hash_ids}
+def entry(timestamp: int, length: int, *hash_ids: int) -> dict[str, object]:
+    return {"timestamp": timestamp, "input_length": length, "output_length": 5, "hash_ids": hash_ids}
 
 
 def test_a_trace_gives_times_lengths_and_equal_tokens_for_equal_hash_ids(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ class Store:
             raise self.error
 
 
-def claims(generations: Sequence[int], first_id: int = 0) -> list[Claim]:
-    chosen = blocks(len(generations), first_id=first_id)
+def claims(generations: Sequence[int]) -> list[Claim]:
+    chosen = blocks(len(generations))
     return [Claim(block, generation) for block, generation in zip(chosen, generations, strict=True)]
 
 

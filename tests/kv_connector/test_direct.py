@@ -40,8 +40,8 @@ FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 BOTH_WAYS = pytest.mark.parametrize("names", ["cuda_ipc", "ucx"])
 
 
-def direct(names: str, node_id: str = "node", num_blocks: int = 16) -> DirectNode:
-    return DirectNode(DirectHarness(names).connector(), node_id, num_blocks, LAYOUT, EPOCH)
+def direct(names: str, node_id: str = "node") -> DirectNode:
+    return DirectNode(DirectHarness(names).connector(), node_id, 16, LAYOUT, EPOCH)
 
 
 class Pair:

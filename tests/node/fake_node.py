@@ -50,9 +50,7 @@ class GatedRunner(FakeRunner):
 NAMESPACE = KVNamespace(b"fake", "float32", LAYOUT.layout_id, BLOCK_SIZE)
 
 
-def make_node(
-    runner: Runner | None = None, connector: HostConnector | None = None, *, fetch_timeout: float = 10.0
-) -> Node:
+def make_node(runner: Runner | None = None, connector: HostConnector | None = None) -> Node:
     connector = connector or InProcessConnector(InProcessHub())
     connector.allocate(LAYOUT, NUM_BLOCKS, node_id="node", epoch=1)
     engine = Engine(
@@ -64,7 +62,7 @@ def make_node(
         publish=True,
     )
     identity = NodeIdentity("node", 1, "fake", NAMESPACE, LAYOUT.block_bytes, VOCAB_SIZE)
-    return Node(identity, engine, connector, fetch_timeout=fetch_timeout)
+    return Node(identity, engine, connector, fetch_timeout=10.0)
 
 
 @asynccontextmanager

@@ -252,13 +252,10 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
         request_id: str,
         *,
         fetched: int,
-        cached: int = 0,
         recomputed: int = 0,
         fetches: common_pb2.FetchReport | None = None,
     ) -> None:
-        event = decode_node_pb2.KVReady(
-            num_cached_tokens=cached, num_fetched_tokens=fetched, num_recomputed_tokens=recomputed, fetches=fetches
-        )
+        event = decode_node_pb2.KVReady(num_fetched_tokens=fetched, num_recomputed_tokens=recomputed, fetches=fetches)
         self.send(decode_node_pb2.DecodeEvent(request_id=request_id, kv_ready=event))
 
     def tokens(self, request_id: str, output: TokenOutput) -> None:

@@ -45,11 +45,11 @@ async def holds(nodes: Cluster, node: ScriptedNode, num_blocks: int) -> None:
 
 
 async def published(
-    nodes: Cluster, events: AsyncGenerator[RequestEvent, None], *, num_blocks: int = 3
+    nodes: Cluster, events: AsyncGenerator[RequestEvent, None]
 ) -> "tuple[asyncio.Task[RequestEvent], str]":
     """Returns once the client has the first token and decode-0 was told that prefill-0 publishes no more."""
     first, call, wire_id = await opened(nodes, events)
-    call.publish(num_blocks)
+    call.publish(3)
     assert not (await nodes.decode.pull()).ended
     call.finish(token(7), num_cached_tokens=4)
     assert await first == token(7)
@@ -57,7 +57,7 @@ async def published(
     call.end()
     following = asyncio.create_task(take(events))
     pull = await nodes.decode.pull()
-    assert (pull.num_blocks, pull.ended, pull.final) == (num_blocks, True, False)
+    assert (pull.num_blocks, pull.ended, pull.final) == (3, True, False)
     return following, wire_id
 
 

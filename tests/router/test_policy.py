@@ -22,8 +22,8 @@ from router.policy import (
 BLOCK_SIZE = 16
 
 
-def facts(num_prompt_tokens: int = 1000, *, number: int = 0, n: int = 1) -> RequestFacts:
-    return RequestFacts(number, num_prompt_tokens, n, BLOCK_SIZE)
+def facts(num_prompt_tokens: int = 1000, *, number: int = 0) -> RequestFacts:
+    return RequestFacts(number, num_prompt_tokens, 1, BLOCK_SIZE)
 
 
 def prefill(node_id: str, *, held: int = 0, queued: int = 0) -> PrefillCandidate:
