@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
 
 from kv_connector.header import Mismatch
@@ -18,9 +17,8 @@ from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.node.node import Node
 from tests.cluster.cluster import cluster
-from tests.cluster.prompts import VOCAB_SIZE, prompt_of
+from tests.cluster.prompts import prompt_of
 from tests.engine.reference import Reference
-from tests.engine.tiny_models import make_tiny_model
 from tests.redis_server import RedisServer
 
 PROMPT = prompt_of(90)  # five full blocks and a tail
@@ -29,11 +27,6 @@ DAMAGED = 2  # the two before it arrive
 BLOCK_SIZE = 16
 
 Damage = Callable[[Node, BlockHash], None]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB_SIZE)
 
 
 async def serve_with(damage: Damage, model: Path, **settings: Any) -> None:

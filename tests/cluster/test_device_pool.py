@@ -18,9 +18,8 @@ from kvrelay.engine.kv_pool import pool_over
 from kvrelay.node import startup
 from kvrelay.node.pool import NodePool, PoolPlan, serve_directly, stage
 from tests.cluster.cluster import cluster
-from tests.cluster.prompts import VOCAB_SIZE, prompt_of
+from tests.cluster.prompts import prompt_of
 from tests.engine.reference import Reference
-from tests.engine.tiny_models import make_tiny_model
 from tests.kv_connector.direct_device import DirectDevice
 from tests.kv_connector.slow_device import SlowDevice
 
@@ -40,11 +39,6 @@ def directly(tiers: TieredConnector[DeviceConnector], plan: PoolPlan, device: to
     memory = DirectDevice(plan.num_blocks, plan.layout.block_bytes)
     connector = serve_directly(tiers, plan, memory)
     return NodePool(pool_over(memory.memory, plan.layout, plan.num_blocks), connector, forgets=False)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(("connector", "slots"), [("shared_memory", 1000), ("shared_memory", 16), ("ucx", 16)])

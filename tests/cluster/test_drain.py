@@ -7,14 +7,8 @@ import pytest
 
 from router.nodes.node import NodeHandle, NodeState
 from tests.cluster.cluster import Cluster, cluster
-from tests.cluster.prompts import VOCAB_SIZE, prompt_of
+from tests.cluster.prompts import prompt_of
 from tests.engine.reference import Reference
-from tests.engine.tiny_models import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB_SIZE)
 
 
 async def known_as(running: Cluster, node_id: str, state: NodeState) -> NodeHandle:

@@ -37,16 +37,6 @@ async def test_every_model_family_gives_transformers_tokens_over_a_connector(
         await check_agrees(running, reference, [[*prompt, 5, 6, 7] for prompt in prompts], max_tokens=4)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB_SIZE)
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> Reference:
-    return Reference(model)
-
-
 @pytest.fixture(params=CONNECTORS)
 async def running(request: pytest.FixtureRequest, model: Path, redis_server: RedisServer) -> AsyncIterator[Cluster]:
     async with cluster(model, connector=request.param, redis_url=redis_server.url) as started:

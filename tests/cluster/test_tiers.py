@@ -17,23 +17,12 @@ from kvrelay.engine.engine import Engine
 from kvrelay.node.node import Node
 from tests.cluster.agreement import check_agrees
 from tests.cluster.cluster import Cluster, cluster
-from tests.cluster.prompts import VOCAB_SIZE, prompt_of
+from tests.cluster.prompts import prompt_of
 from tests.engine.reference import Reference
-from tests.engine.tiny_models import make_tiny_model
 from tests.redis_server import RedisServer
 
 PROMPT = prompt_of(100)
 NUM_BLOCKS = 7
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB_SIZE)
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> Reference:
-    return Reference(model)
 
 
 def tiers(node: Node) -> TieredConnector[HostConnector]:
