@@ -194,11 +194,8 @@ class Yardstick:
     rate: Callable[[], float]
 
 
-async def in_turn(
-    backend: str, name: str, place: Place, megabytes: int, turns: int, yardstick: Yardstick
-) -> list[float]:
-    """Measures the yardstick and `backend` alternately, prints both rates of every turn and the median ratio, and
-    returns the ratios."""
+async def in_turn(backend: str, name: str, place: Place, megabytes: int, turns: int, yardstick: Yardstick) -> None:
+    """Measures the yardstick and `backend` alternately, and prints both rates of every turn and the median ratio."""
     label = f"{place.way(backend):13} {name:>8}"
     ratios: list[float] = []
     for _ in range(turns):
@@ -212,7 +209,6 @@ async def in_turn(
         f"{turns} turns)",
         flush=True,
     )
-    return ratios
 
 
 def plain_copy(place: Place) -> Yardstick:

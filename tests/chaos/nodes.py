@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -186,13 +185,11 @@ class ChaosCluster:
         found = re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for labels, value in found if label in labels)
 
-    async def wait_live(self, *names: str) -> float:
-        """Waits until the router takes these nodes for live and returns the seconds that it took."""
-        began = time.monotonic()
+    async def wait_live(self, *names: str) -> None:
+        """Waits until the router takes these nodes for live."""
         async with asyncio.timeout(LIVE_SECONDS):
             while not set(names) <= await self.live():
                 await asyncio.sleep(0.1)
-        return time.monotonic() - began
 
     async def stop(self) -> dict[str, int]:
         """Ends the router, then the nodes, and returns their exit statuses by name."""

@@ -43,7 +43,7 @@ def directly(tiers: TieredConnector[DeviceConnector], plan: PoolPlan, device: to
 
 @pytest.mark.parametrize(("connector", "slots"), [("shared_memory", 1000), ("shared_memory", 16), ("ucx", 16)])
 async def test_transfers_staged_through_the_host_change_no_token(
-    connector: str, slots: int, model: Path, monkeypatch: pytest.MonkeyPatch
+    connector: str, slots: int, model: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 16 slots the staging area holds only a part of a prompt of 44 blocks. What peers do not find there any more
     is computed again."""
@@ -52,7 +52,6 @@ async def test_transfers_staged_through_the_host_change_no_token(
         return on_device(backend, replace(plan, staging_bytes=slots * plan.layout.block_bytes), device)
 
     monkeypatch.setattr(startup, "make_pool", make_pool)
-    reference = Reference(model)
     async with cluster(model, connector=connector, max_num_batched_tokens=64) as running:
         for prompt in (prompt_of(1), prompt_of(100), prompt_of(700), [*prompt_of(100), 5, 6, 7]):
             result = await running.generate(prompt, max_tokens=8)
@@ -64,14 +63,13 @@ async def test_transfers_staged_through_the_host_change_no_token(
 
 @pytest.mark.parametrize("direct", ["cuda_ipc", "ucx", "cuda_ipc,ucx"])
 async def test_direct_transfers_between_devices_change_no_token(
-    direct: str, model: Path, monkeypatch: pytest.MonkeyPatch
+    direct: str, model: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def choose(settings: object, names: object, connector_settings: object) -> tuple[str, ...]:
         return tuple(direct.split(","))
 
     monkeypatch.setattr(startup, "_direct", choose)
     monkeypatch.setattr(startup, "make_direct_pool", directly)
-    reference = Reference(model)
     async with cluster(model, connector="shared_memory,ucx", max_num_batched_tokens=64) as running:
         for prompt in (prompt_of(100), prompt_of(700)):
             result = await running.generate(prompt, max_tokens=8)

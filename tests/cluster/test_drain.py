@@ -5,24 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from router.nodes.node import NodeHandle, NodeState
+from router.nodes.node import NodeState
 from tests.cluster.cluster import Cluster, cluster
 from tests.cluster.prompts import prompt_of
 from tests.engine.reference import Reference
 
 
-async def known_as(running: Cluster, node_id: str, state: NodeState) -> NodeHandle:
-    """Returns the node once the router sees it in this state."""
+async def known_as(running: Cluster, node_id: str, state: NodeState) -> None:
+    """Returns once the router sees the node in this state."""
     handle = next(node for node in running.registry.nodes if node.name.startswith(node_id))
     async with asyncio.timeout(20):
         while handle.state is not state:
             await asyncio.sleep(0.005)
-    return handle
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_draining_node_ends_what_it_has_and_the_others_take_over(role: str, model: Path) -> None:
-    reference = Reference(model)
+async def test_a_draining_node_ends_what_it_has_and_the_others_take_over(
+    role: str, model: Path, reference: Reference
+) -> None:
     async with cluster(model, prefill_nodes=2, decode_nodes=2) as running:
         prompts = [prompt_of(60, i) for i in range(4)]
         streams = [asyncio.create_task(running.generate(prompt, max_tokens=300)) for prompt in prompts]

@@ -153,7 +153,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return "tasks: " + ", ".join(sorted(describe_task(task) for task in asyncio.all_tasks(self)))
 
 
-def run_virtual(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]]) -> T:
+def run_virtual(main: Callable[[VirtualLoop], Coroutine[Any, Any, None]]) -> None:
     """Runs `main` on a loop of its own. Cyclic garbage is not collected meanwhile, because collecting it runs
     finalizers."""
     loop = VirtualLoop()
@@ -161,7 +161,7 @@ def run_virtual(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]]) -> T:
     gc.disable()
     try:
         asyncio.set_event_loop(loop)
-        return loop.run_until_complete(main(loop))
+        loop.run_until_complete(main(loop))
     finally:
         loop.end_all()
         asyncio.set_event_loop(None)
