@@ -218,7 +218,7 @@ class EngineBench:
         for index, table in enumerate(tables):
             prompt = [(31 * at + 7 * index) % self.model.config.vocab_size for at in range(length)]
             plans.append(SchedulerOutput((ScheduledSequence(prompt, 0, table, ()),), ()))
-        row = SamplingRow(sampling, 0, length + 1, 1, (), ())
+        row = SamplingRow(sampling, 0, length + 1, 1)
         decode = tuple(ScheduledSequence((7,), length, table, (row,)) for table in tables)
         return [*plans, SchedulerOutput(decode, ())]
 

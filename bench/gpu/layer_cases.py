@@ -23,6 +23,7 @@ from bench.gpu.task import Task
 from kv_connector.header import payload_digest
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.gpu.sampler import sampling_tensors
+from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
 
 
@@ -66,8 +67,10 @@ def layer_tasks(sizes: Sizes, dtype: torch.dtype, watch: Stopwatch, rates: Rates
         ("rms_norm", partial(_norm, sizes, dtype, device)),
         ("residual + rms_norm", partial(_residual_norm, sizes, dtype, device)),
         ("silu_mul", partial(_silu, sizes, dtype, device)),
-        ("rotary + write_kv", partial(_write, sizes, dtype, dtype, device)),
-        ("rotary + write_kv to FP8", partial(_write, sizes, dtype, FP8, device)),
+        ("rotary + write_kv", partial(_write, sizes, dtype, dtype, device, rotary=True)),
+        ("rotary + write_kv to FP8", partial(_write, sizes, dtype, FP8, device, rotary=True)),
+        ("write_kv without rotary", partial(_write, sizes, dtype, dtype, device, rotary=False)),
+        ("write_kv to FP8 without rotary", partial(_write, sizes, dtype, FP8, device, rotary=False)),
         (f"digests of {sizes.num_tokens} blocks", partial(_digests, sizes, device)),
     ]
     for rows in sizes.prequantized_rows:
@@ -118,9 +121,9 @@ def _silu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     )
 
 
-def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device) -> Case:
-    """Makes a case of rotary positions and KV write together. Compared are the pool and the rotated query, computed
-    from fresh copies each time. FP8 is off by a sixteenth at most."""
+def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device, *, rotary: bool) -> Case:
+    """Makes a case of the KV write, with rotary positions or alone. Compared are the pool and the query, rotated or
+    left as it was, computed from fresh copies each time. FP8 is off by a sixteenth at most."""
     counts = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
     projected = torch.randn(sizes.num_tokens, sum(counts), sizes.head_dim, device=device, dtype=dtype)
     angles = torch.rand(sizes.num_tokens, sizes.head_dim // 2, device=device) * 100
@@ -132,7 +135,12 @@ def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: to
     heads = torch.empty_like(projected)
     query, key, value = torch.split(heads, counts, dim=1)
     cos, sin = angles.cos(), angles.sin()
-    write = partial(TritonBackend(scales).write_kv_rotary, query, key, value, (cos, sin), pool, 0, slots)
+    backend = TritonBackend(scales)
+    write = (
+        partial(backend.write_kv_rotary, query, key, value, (cos, sin), pool, 0, slots)
+        if rotary
+        else partial(backend.write_kv, key, value, pool, 0, slots)
+    )
 
     def run() -> Tensor:
         heads.copy_(projected)
@@ -146,14 +154,18 @@ def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: to
 
     def expected() -> Tensor:
         exact = projected.double()
+        if not rotary:
+            return exact
         rotated = sizes.num_heads + sizes.num_kv_heads
         exact_angles = angles.double().cos(), angles.double().sin()
         fused_reference.rotary(exact[:, : sizes.num_heads], exact[:, sizes.num_heads : rotated], *exact_angles)
         return exact
 
     tolerance = TOLERANCE[dtype] if scales is None else (0.07, 2**-7)
-    num_bytes = (heads.numel() + query.numel()) * dtype.itemsize + 2 * key.numel() * pool_dtype.itemsize
-    return Case("write_kv", run, expected, num_bytes + cos.nbytes + sin.nbytes, tolerance=tolerance, timed=write)
+    num_bytes = 2 * key.numel() * (dtype.itemsize + pool_dtype.itemsize)
+    if rotary:
+        num_bytes += 2 * query.numel() * dtype.itemsize + cos.nbytes + sin.nbytes
+    return Case("write_kv", run, expected, num_bytes, tolerance=tolerance, timed=write)
 
 
 def _prequantized(
@@ -216,7 +228,10 @@ def _as_tensor(digests: list[bytes]) -> Tensor:
 def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Case:
     logits = torch.randn(sizes.num_tokens, sizes.vocab_size, device=device) * 3
     likely = logits.topk(3).indices.tolist()  # the outputs so far: without penalties they are sampled again
-    rows = [SamplingRow(params, 0, 5 + index, 3, ids[1:], ids[:1] * 3) for index, ids in enumerate(likely)]
+    rows = [
+        SamplingRow(params, 0, 5 + index, 3, seen_tokens(params, ids[1:], ids[:1] * 3))
+        for index, ids in enumerate(likely)
+    ]
     tensors = sampling_tensors(rows, (), device)
 
     def expected() -> Tensor:

@@ -318,12 +318,10 @@ def _entry(sequence: Sequence, count: int) -> ScheduledSequence:
 
 
 def _sampling_row(sequence: Sequence, choice_index: int) -> SamplingRow:
-    num_prompt = sequence.num_prompt_tokens
     return SamplingRow(
         params=sequence.request.sampling,
         choice_index=choice_index,
         position=sequence.num_expected_tokens,
-        num_output_tokens=sequence.num_expected_tokens - num_prompt,
-        prompt_token_ids=sequence.request.prompt_token_ids,
-        output_token_ids=sequence.token_ids[num_prompt:],
+        num_output_tokens=sequence.num_expected_tokens - sequence.num_prompt_tokens,
+        seen=sequence.seen_tokens(),
     )

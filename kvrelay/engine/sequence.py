@@ -9,6 +9,8 @@ from enum import Enum
 from kvrelay.core.block_hash import BlockHash, block_hashes, next_block_hash
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.sampling.penalties import seen_tokens
+from kvrelay.engine.sampling.seen_tokens import SeenTokens
 
 
 class SequenceState(Enum):
@@ -30,6 +32,7 @@ class Sequence:
     __slots__ = (
         "_block_hashes",
         "_root",
+        "_seen",
         "arrival",
         "block_size",
         "block_table",
@@ -87,6 +90,7 @@ class Sequence:
         self.prompt_reported = False
         self._root = root
         self._block_hashes: list[BlockHash] = []
+        self._seen: SeenTokens | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +161,14 @@ class Sequence:
             self._block_hashes += block_hashes(parent, self.token_ids[num_named * size : num_blocks * size], size)
         return self._block_hashes[:num_blocks]
 
+    def seen_tokens(self) -> SeenTokens | None:
+        """Returns what penalties read of the known tokens, None if there is no penalty."""
+        if self._seen is None:
+            self._seen = seen_tokens(self.request.sampling, self.request.prompt_token_ids)
+        if self._seen is not None:
+            self._seen.add(self.token_ids[self.num_prompt_tokens + self._seen.num_output_tokens :])
+        return self._seen
+
     def given_tail(self) -> tuple[BlockHash, int] | None:
         """Returns the name and the number of tokens of the given tokens' partial last block, or None if their last
         block is full."""
@@ -187,4 +199,5 @@ class Sequence:
         sibling.prompt_reported = True
         sibling.state = self.state
         sibling._block_hashes = self._block_hashes.copy()
+        sibling._seen = None if self._seen is None else self._seen.copy()
         return sibling

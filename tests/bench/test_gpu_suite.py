@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from bench import gpu_suite
-from bench.gpu import cluster_cases
+from bench.gpu import cluster_cases, model_cases
 from bench.gpu.bars import BARS, Bar, judged
 from bench.gpu.case import Case, deviation
 from bench.gpu.cluster_cases import ClusterLoad, cluster_tasks
@@ -216,6 +217,24 @@ def test_nodes_are_compared_with_one_process(tmp_path: Path, monkeypatch: pytest
     assert verdicts(right, wrong) == [True, True, False, False]
     monkeypatch.setattr(cluster_cases, "greedy_error", lambda found, dtype: 0.5)
     assert verdicts(right, wrong) == [True, True, False, True]  # as likely, and yet another way gave others
+
+
+@pytest.mark.parametrize(
+    "field", ["seed", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "logit_bias"]
+)
+def test_models_sample_with_parameters_that_matter(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speak, plain = model_cases._speak, SamplingParams(seed=1)
+    forgetful = [True, False]
+
+    def forget(path: Path, device: Any, options: Any, asked: Sequence[SamplingParams]) -> Any:
+        if forgetful.pop(0):
+            greedy, sampled = asked
+            asked = [greedy, replace(sampled, **{field: getattr(plain, field)})]
+        return speak(path, device, options, asked)
+
+    monkeypatch.setattr(model_cases, "_speak", forget)
+    (task,) = model_tasks(KINDS[:1], CPU.device, tmp_path)
+    assert not task.run().is_right
 
 
 def test_quantised_models_are_what_they_are_called(tmp_path: Path) -> None:

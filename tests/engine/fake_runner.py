@@ -6,6 +6,7 @@ The runner also checks the sampling rows against those tokens.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -92,7 +93,10 @@ class FakeRunner:
         return SequenceResult(sampled, logprobs)
 
     def _check_row(self, row: SamplingRow, context: list[int]) -> None:
-        output = context[len(row.prompt_token_ids) :]
-        assert (row.position, row.num_output_tokens) == (len(context), len(output))
+        assert row.position == len(context)
         if reads_tokens(row.params):
-            assert [*row.prompt_token_ids, *row.output_token_ids] == context
+            assert row.seen is not None
+            counts = Counter(context[len(context) - row.num_output_tokens :])
+            tokens = context if row.params.repetition_penalty != 1.0 else counts
+            found = zip(row.seen.token_ids.tolist(), row.seen.output_counts.tolist(), strict=True)
+            assert sorted(found) == sorted((token_id, counts[token_id]) for token_id in set(tokens))

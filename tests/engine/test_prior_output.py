@@ -93,16 +93,17 @@ class RecordingRunner(FakeRunner):
 
     def __init__(self) -> None:
         super().__init__(64, BLOCK_SIZE)
-        self.rows: list[tuple[int, int, int, list[int], list[int]]] = []
+        self.rows: list[tuple[int, int, int, dict[int, int]]] = []
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         self.rows.extend(_values(row) for entry in plan.scheduled for row in entry.rows)
         return super().launch(plan)
 
 
-def _values(row: SamplingRow) -> tuple[int, int, int, list[int], list[int]]:
-    prompt, output = list(row.prompt_token_ids), list(row.output_token_ids)
-    return row.choice_index, row.position, row.num_output_tokens, prompt, output
+def _values(row: SamplingRow) -> tuple[int, int, int, dict[int, int]]:
+    assert row.seen is not None
+    seen = dict(zip(row.seen.token_ids.tolist(), row.seen.output_counts.tolist(), strict=True))
+    return row.choice_index, row.position, row.num_output_tokens, seen
 
 
 def test_the_sampler_sees_what_it_would_have_seen() -> None:
@@ -111,7 +112,8 @@ def test_the_sampler_sees_what_it_would_have_seen() -> None:
     for num_prior in (0, 7):
         harness = Harness()
         runner = harness.engine._runner = RecordingRunner()
-        harness.engine.add(resumed("a", num_prior))
+        asked = resumed("a", num_prior)
+        harness.engine.add(replace(asked, sampling=replace(asked.sampling, repetition_penalty=1.5)))
         harness.run()
         seen.append(runner.rows)
     assert seen[1] == seen[0][7:]

@@ -179,6 +179,7 @@ def draw_sampling(rng: random.Random, prompt: Sequence[int]) -> SamplingParams:
         ignore_eos=rng.random() < 0.5,
         presence_penalty=rng.choice([0.0] * 9 + [0.5]),
         prompt_logprobs=rng.choice([None] * 9 + [1]),
+        repetition_penalty=rng.choice([1.0] * 9 + [1.5]),
     )
 
 

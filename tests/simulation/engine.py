@@ -1,6 +1,7 @@
 """Stand-ins for the model and for the engine's thread. Everything between them is the real engine.
 
-Invariant: the runner reads every byte of a sequence's KV, and raises an error if one is not what the tokens make it.
+Invariant: the runner reads every byte of a sequence's KV, and raises an error if one is not what the tokens in that KV
+make it. Right KV of other tokens makes it sample other tokens, which the client notices.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerO
 from kvrelay.engine.request import StepResult
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 from tests.engine.finished_step import FinishedStep
-from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, slots_of
+from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, slots_of, tokens_in
 
 
 class WrongKVError(AssertionError):
@@ -47,9 +48,7 @@ class DigestRunner:
         """Fills in the token that was unknown when the step was planned, from the samples of the step before."""
         if entry.input_row is None:
             return entry
-        token_id = self._last_sampled[entry.input_row]
-        rows = tuple(replace(row, output_token_ids=(*row.output_token_ids, token_id)) for row in entry.rows)
-        return replace(entry, token_ids=(token_id,), rows=rows, input_row=None)
+        return replace(entry, token_ids=(self._last_sampled[entry.input_row],), input_row=None)
 
     def _write(self, entry: ScheduledSequence) -> None:
         state = self._read(entry, entry.start - 1) if entry.start else FIRST_STATE
@@ -66,9 +65,10 @@ class DigestRunner:
 
     def _sample_row(self, entry: ScheduledSequence, row: SamplingRow) -> SampledToken:
         num_tokens = entry.start + entry.num_scheduled_tokens
+        assert row.position == num_tokens
         found = b"".join(bytes(self._memory[self._block(block_id)]) for block_id in entry.block_table)
         found = found[: num_tokens * SLOT_BYTES]
-        expected = slots_of((*row.prompt_token_ids, *row.output_token_ids))
+        expected = slots_of(tokens_in(found))
         if found != expected:
             wrong = next(i for i in range(num_tokens) if found[i * 16 : i * 16 + 16] != expected[i * 16 : i * 16 + 16])
             raise WrongKVError(

@@ -1,7 +1,8 @@
 """What a request's tokens must be, and what their KV must be, computed without a cluster.
 
-The KV of a token is a digest over all tokens up to it; a sampled token is a function of all KV before it, the seed and
-the output's index. So a single wrong byte anywhere in a sequence's KV changes its next token, as in a model.
+The KV of a token is a digest over all tokens up to it, and the token itself. A sampled token is a function of all KV
+before it, the seed and the output's index. So a single wrong byte anywhere in a sequence's KV changes its next token,
+as in a model.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from kvrelay.core.sampling_params import SamplingParams
 VOCAB_SIZE = 64
 EOS_TOKEN_ID = 0
 SLOT_BYTES = 16
+_TOKEN_BYTES = 4  # the last ones of a slot
 FIRST_STATE = bytes(SLOT_BYTES)
 
 
@@ -25,7 +27,14 @@ class ExpectedOutput:
 
 def next_slot(previous: bytes, token_id: int) -> bytes:
     """Returns the KV of a token that follows one with the given KV."""
-    return hashlib.blake2b(previous + token_id.to_bytes(4, "little"), digest_size=SLOT_BYTES).digest()
+    token = token_id.to_bytes(_TOKEN_BYTES, "little")
+    return hashlib.blake2b(previous + token, digest_size=SLOT_BYTES - _TOKEN_BYTES).digest() + token
+
+
+def tokens_in(slots: bytes) -> list[int]:
+    """Returns the tokens that have left this KV, if it is right."""
+    ends = range(SLOT_BYTES, len(slots) + 1, SLOT_BYTES)
+    return [int.from_bytes(slots[end - _TOKEN_BYTES : end], "little") for end in ends]
 
 
 def slots_of(token_ids: Sequence[int]) -> bytes:

@@ -11,10 +11,12 @@ import pytest
 
 from kv_connector.faulty import DamagingCopy
 from kv_connector.pool import Rows, copy_payload
+from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.loop_calls import LoopCalls
+from kvrelay.engine.sequence import Sequence
 from kvrelay.node.receiver import Receiver
 from prefill_node.leases import LeaseTable
 from router.relay.attempt import Attempt
@@ -98,6 +100,12 @@ def _names_too_early(engine: Engine, request_id: str, num_blocks: int) -> None:
     _deliver(engine, request_id, num_blocks + 1)
 
 
+def _names_other_tokens_alike(sequence: Sequence, num_blocks: int) -> list[BlockHash]:
+    size = sequence.block_size
+    alike = [token_id // 32 for token_id in sequence.token_ids[: num_blocks * size]]
+    return block_hashes(sequence._root, alike, size)
+
+
 def _forgets_a_token(supervisor: RequestSupervisor, attempt: Attempt, event: Any) -> None:
     """Leaves a token out of what a replay is given."""
     _remember(supervisor, attempt, event)
@@ -122,6 +130,7 @@ PLANTED: list[tuple[type, str, Callable[..., Any], str]] = [
     (DamagingCopy, "__call__", _trusts_what_arrives, "WrongKVError"),
     (LoopCalls, "_interval_over", _forgets_what_waited, "output 0 is"),
     (Engine, "deliver", _names_too_early, "WrongKVError"),
+    (Sequence, "block_hashes", _names_other_tokens_alike, "output 0 is"),
     (RequestSupervisor, "_remember", _forgets_a_token, "output 0 is"),
     (RequestSupervisor, "on_decode_node_live", _hears_of_no_node, "no decode node came"),
     (PrefillClient, "release", _forgets_to_release, "leases"),

@@ -18,6 +18,7 @@ from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
+from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.sampler import SamplingRow
 
 DEFAULT_UTILIZATION = 0.9
@@ -120,7 +121,7 @@ def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
 def _prompt(num_new: int, length: int, block_size: int, *, num_rows: int, all_stay: bool) -> ScheduledSequence:
     """Returns the last `num_new` tokens of a prompt of `length`. With `all_stay`, log-probabilities of the prompt keep
     all tokens in the step until its end."""
-    row = SamplingRow(_ALL_THAT_CAN_BE_ASKED_FOR, 0, length, 0, (0,), ())
+    row = SamplingRow(_ALL_THAT_CAN_BE_ASKED_FOR, 0, length, 0, seen_tokens(_ALL_THAT_CAN_BE_ASKED_FOR, (0,)))
     return ScheduledSequence(
         token_ids=(0,) * num_new,
         start=length - num_new,

@@ -25,7 +25,9 @@ from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerO
 from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS
 from kvrelay.engine.step_inputs import Array, StepInputs, flatten
 
-_SAMPLING_BYTES = 128  # for the sampling parameters of a row; steps that need more, for penalties, are not replayed
+# The room for a row's sampling parameters in the memory that recorded steps read. What penalties and biases need beyond
+# that may use what block tables narrower than the widest leave. Only a step that still does not fit is not replayed.
+_SAMPLING_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ rounding of float32.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.packed_arrays import PackedArrays, to_host
 from kvrelay.engine.sampling.penalties import changes_logits
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
+from kvrelay.engine.sampling.seen_tokens import SeenTokens
 from kvrelay.engine.step_inputs import Array
 
 _DTYPES = {
@@ -31,7 +31,8 @@ _DTYPES = {
     "seeds": np.uint64,
     "positions": np.int32,
     "choices": np.int32,
-    "edit_starts": np.int32,
+}
+_EDIT_DTYPES: dict[str, type[np.int32] | type[np.float32]] = {
     "edit_tokens": np.int32,
     "edit_biases": np.float32,
     "edit_amounts": np.float32,
@@ -118,50 +119,51 @@ def _sampling_arrays(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) 
         "positions": [row.position for row in rows],
         "choices": [row.choice_index for row in rows],
     }
-    columns |= _edits(rows, eos_token_ids)
-    return {name: np.array(values, dtype=_DTYPES[name]) for name, values in columns.items()}
+    arrays = {name: np.array(values, dtype=_DTYPES[name]) for name, values in columns.items()}
+    return arrays | _edits(rows, eos_token_ids)
 
 
-def _edits(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> dict[str, list[int] | list[float]]:
+def _edits(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> dict[str, Array]:
+    """Returns the edits of all rows, one row after the other."""
+    edits: list[dict[str, Array]] = []
     starts = [0]
-    tokens: list[int] = []
-    biases: list[float] = []
-    amounts: list[float] = []
-    flags: list[int] = []
     for row in rows:
+        num_edits = 0
         if changes_logits(row.params, row.num_output_tokens):
-            bias, amount, flag = _edits_of(row, eos_token_ids)
-            for token in sorted({*bias, *amount, *flag}):
-                tokens.append(token)
-                biases.append(bias.get(token, 0.0))
-                amounts.append(amount.get(token, 0.0))
-                flags.append(flag[token])
-        starts.append(len(tokens))
-    return {
-        "edit_starts": starts,
-        "edit_tokens": tokens,
-        "edit_biases": biases,
-        "edit_amounts": amounts,
-        "edit_flags": flags,
+            edits.append(_edits_of(row, eos_token_ids))
+            num_edits = len(edits[-1]["edit_tokens"])
+        starts.append(starts[-1] + num_edits)
+    joined = {
+        name: np.concatenate([one[name] for one in edits], dtype=of) if edits else np.zeros(0, dtype=of)
+        for name, of in _EDIT_DTYPES.items()
     }
+    return {"edit_starts": np.array(starts, dtype=np.int32), **joined}
 
 
-def _edits_of(
-    row: SamplingRow, eos_token_ids: Sequence[int]
-) -> tuple[dict[int, float], dict[int, float], Counter[int]]:
-    """Returns one row's changes to its logits by token id: what is added first, what is subtracted last, and flags."""
+def _edits_of(row: SamplingRow, eos_token_ids: Sequence[int]) -> dict[str, Array]:
+    """Returns the edits of one row: first those of the tokens that penalties have seen, which may be thousands and are
+    never looped over, then those of other tokens with a bias or a ban."""
     params = row.params
     bias: dict[int, float] = {}
     for token, amount in params.biases:
         bias[token] = bias.get(token, 0.0) + amount
-    flags: Counter[int] = Counter()
+    banned: set[int] = set()
     if row.num_output_tokens < params.min_tokens:
-        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-        flags.update(dict.fromkeys(ends, EDIT_BANNED))
+        banned.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
+    seen = row.seen or SeenTokens()
+    changed = list(dict.fromkeys((*bias, *banned)))
+    places = seen.places_of(changed)
+    num_seen = len(seen.token_ids)
+    tokens = np.zeros(max((num_seen, *(place + 1 for place in places))), dtype=np.int64)
+    biases, amounts, flags = np.zeros(len(tokens)), np.zeros(len(tokens)), np.zeros_like(tokens)
+    tokens[:num_seen] = seen.token_ids
     if params.repetition_penalty != 1.0:
-        flags.update(dict.fromkeys((*row.prompt_token_ids, *row.output_token_ids), EDIT_SEEN))
-    amounts: dict[int, float] = {}
+        flags[:num_seen] = EDIT_SEEN
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-        counts = Counter(row.output_token_ids)
-        amounts = {token: params.presence_penalty + params.frequency_penalty * count for token, count in counts.items()}
-    return bias, amounts, flags
+        penalties = params.presence_penalty + params.frequency_penalty * seen.output_counts
+        amounts[:num_seen] = np.where(seen.output_counts > 0, penalties, 0.0)
+    for place, token in zip(places, changed, strict=True):
+        tokens[place] = token
+        biases[place] = bias.get(token, 0.0)
+        flags[place] += EDIT_BANNED if token in banned else 0
+    return {"edit_tokens": tokens, "edit_biases": biases, "edit_amounts": amounts, "edit_flags": flags}

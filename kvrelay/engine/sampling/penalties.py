@@ -5,13 +5,13 @@ repetition penalty; presence and frequency penalties. Invariant: the result is a
 caller's logits are never written to.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.sampling.seen_tokens import SeenTokens
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -26,26 +26,36 @@ def reads_tokens(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
+def seen_tokens(
+    params: SamplingParams, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int] = ()
+) -> SeenTokens | None:
+    """Returns what `adjust` reads of a sequence's tokens, None if it reads none. Only the repetition penalty regards
+    the prompt."""
+    if not reads_tokens(params):
+        return None
+    return SeenTokens(prompt_token_ids if params.repetition_penalty != 1.0 else (), output_token_ids)
+
+
 def adjust(
     logits: Tensor,
     params: SamplingParams,
     *,
     eos_token_ids: Sequence[int],
     num_output_tokens: int,
-    prompt_token_ids: Sequence[int],
-    output_token_ids: Sequence[int],
+    seen: SeenTokens | None,
 ) -> Tensor:
-    """Returns a changed copy of one row of logits, `[vocab_size]` float32."""
+    """Returns a changed copy of one row of logits, `[vocab_size]` float32. `seen` is that of `seen_tokens`."""
     logits = logits.clone()
     if params.biases:
         token_ids, biases = zip(*params.biases, strict=True)
         logits.index_add_(0, _ids(token_ids, logits), torch.tensor(biases, dtype=logits.dtype, device=logits.device))
     if num_output_tokens < params.min_tokens:
         _ban_ends(logits, params, eos_token_ids)
-    if params.repetition_penalty != 1.0:
-        _penalize_repetition(logits, _ids((*prompt_token_ids, *output_token_ids), logits), params.repetition_penalty)
-    if (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0) and len(output_token_ids) > 0:
-        _penalize_presence(logits, Counter(output_token_ids), params)
+    if seen is not None:
+        if params.repetition_penalty != 1.0:
+            _penalize_repetition(logits, torch.from_numpy(seen.token_ids), params.repetition_penalty)
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            _penalize_presence(logits, seen, params)
     return logits
 
 
@@ -62,17 +72,18 @@ def _ban_ends(logits: Tensor, params: SamplingParams, eos_token_ids: Sequence[in
 def _penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> None:
     """Divides positive logits by the penalty and multiplies others with it: CTRL (Keskar et al., 2019), section 4.1, in
     the form that also works for negative logits. It computes in float64 and clamps, so that no penalty makes a logit
-    infinite; banned tokens stay banned. `seen` may contain an id more than once."""
+    infinite; banned tokens stay banned."""
     values = logits[seen].to(torch.float64)
     penalized = torch.where(values > 0, values / penalty, values * penalty).clamp(-_LARGEST, _LARGEST)
     logits[seen] = torch.where(values.isinf(), values, penalized).to(logits.dtype)
 
 
-def _penalize_presence(logits: Tensor, counts: Counter[int], params: SamplingParams) -> None:
+def _penalize_presence(logits: Tensor, seen: SeenTokens, params: SamplingParams) -> None:
     """Subtracts a constant for every token of the output and another one for each time it occurs, as the OpenAI API
     defines it."""
-    amounts = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
-    logits[_ids(list(counts), logits)] -= torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
+    in_output = seen.output_counts > 0
+    amounts = params.presence_penalty + params.frequency_penalty * seen.output_counts[in_output]
+    logits[torch.from_numpy(seen.token_ids[in_output])] -= torch.from_numpy(amounts).to(logits.dtype)
 
 
 def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.sampling.penalties import adjust, changes_logits
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
+from kvrelay.engine.sampling.seen_tokens import SeenTokens
 from kvrelay.engine.sampling.truncation import EXCLUDED, most_likely, truncate
 
 PROMPT_LOGPROB_ROWS = 128  # rows computed at a time, since a row of logits is as long as the vocabulary
@@ -40,16 +41,15 @@ class SamplingRow:
     """What to sample from one row of logits.
 
     `position` is the index of the new token in its sequence, prompt included. `num_output_tokens` were sampled before
-    it. The token ids are read only if a penalty needs them (`reads_tokens`), and are not kept; if no penalty does, the
-    last one of the output may be missing.
+    it. `seen` is that of `seen_tokens`. It belongs to the sequence, which adds nothing to it before this row is
+    sampled.
     """
 
     params: SamplingParams
     choice_index: int
     position: int
     num_output_tokens: int
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    seen: SeenTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,7 @@ class Sampler:
             row.params,
             eos_token_ids=self.eos_token_ids,
             num_output_tokens=row.num_output_tokens,
-            prompt_token_ids=row.prompt_token_ids,
-            output_token_ids=row.output_token_ids,
+            seen=row.seen,
         )
 
     def _draw(self, scores: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:

@@ -31,7 +31,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> CpuRunner:
 
 def greedy_prompt(n: int, block_id: int = 0) -> ScheduledSequence:
     sampling = SamplingParams(n=n, temperature=0.0, seed=0)
-    rows = tuple(SamplingRow(sampling, choice, len(PROMPT), 0, PROMPT, ()) for choice in range(n))
+    rows = tuple(SamplingRow(sampling, choice, len(PROMPT), 0) for choice in range(n))
     return ScheduledSequence(token_ids=PROMPT, start=0, block_table=[block_id], rows=rows)
 
 

@@ -30,7 +30,7 @@ from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
-from kvrelay.engine.sampling.penalties import changes_logits
+from kvrelay.engine.sampling.penalties import changes_logits, seen_tokens
 from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS, SamplingRow
 
 META = torch.device("meta")
@@ -57,11 +57,12 @@ CONFIG = ModelConfig(
     dtype=None,
     quantization=None,
 )
-GREEDY = SamplingRow(SamplingParams(temperature=0.0, seed=0), 0, 41, 1, (), ())
+GREEDY = SamplingRow(SamplingParams(temperature=0.0, seed=0), 0, 41, 1)
 SAMPLED = SamplingParams(
     seed=1, top_p=0.9, top_k=5, min_p=0.1, logprobs=3, repetition_penalty=1.2, logit_bias=((3, 1.0),), min_tokens=9
 )
-EDITED = SamplingRow(SAMPLED, 0, 41, 1, (1, 2, 3), (4, 5))
+LONG = SamplingRow(SAMPLED, 0, 1041, 41, seen_tokens(SAMPLED, range(1000)))  # 16 kB of penalties
+EDITED = SamplingRow(SAMPLED, 0, 41, 1, seen_tokens(SAMPLED, (1, 2, 3), (4, 5)))
 
 
 @pytest.fixture(autouse=True)
@@ -105,15 +106,18 @@ def decodes(count: int, row: SamplingRow) -> SchedulerOutput:
     return SchedulerOutput(tuple(sequences), ((1, 2),))
 
 
-@pytest.mark.parametrize(("count", "row", "replayed"), [(3, GREEDY, 4), (64, GREEDY, 64), (3, EDITED, 4)])
-def test_a_step_of_decodes_is_padded_and_replayed_without_reading_the_gpu(
-    model: DecoderForCausalLM, launched: Counter[str], count: int, row: SamplingRow, replayed: int
+@pytest.mark.parametrize(
+    ("count", "row", "replayed"), [(3, GREEDY, 4), (64, GREEDY, 64), (3, EDITED, 4), (3, LONG, 4), (8, LONG, None)]
+)
+def test_a_step_of_decodes_is_padded_and_replayed_if_it_fits_without_reading_the_gpu(
+    model: DecoderForCausalLM, launched: Counter[str], count: int, row: SamplingRow, replayed: int | None
 ) -> None:
+    """Block tables of full width would take 64 kB, which steps with narrow ones have for penalties."""
     recorder = EagerRecorder()
     runner = make_runner(model, recorder)
     launched.clear()
     runner.launch(decodes(count, row))
-    assert recorder.replayed == [replayed]
+    assert recorder.replayed == ([] if replayed is None else [replayed])
     assert launched["decode_attention_kernel"] == launched["write_kv_kernel"] == CONFIG.num_layers
     assert launched["sample_kernel"] == 1 and not launched["prefill_attention_kernel"]
 

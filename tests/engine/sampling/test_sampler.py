@@ -11,7 +11,9 @@ from torch import Tensor
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.sampler import SampledToken, Sampler, SamplingRow, prompt_logprobs
+from kvrelay.engine.sampling.seen_tokens import SeenTokens
 from kvrelay.engine.sampling.truncation import EXCLUDED, most_likely, truncate
 
 VOCAB_SIZE = 300  # two full groups of tokens and a partial one
@@ -26,7 +28,7 @@ def make_row(
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
 ) -> SamplingRow:
-    return SamplingRow(params, choice_index, position, len(output), prompt, output)
+    return SamplingRow(params, choice_index, position, len(output), seen_tokens(params, prompt, output))
 
 
 def make_logits(seed: int, num_rows: int = 1, *, vocab_size: int = VOCAB_SIZE, ties: bool = False) -> Tensor:
@@ -49,12 +51,12 @@ def reference_adjusted(logits: Tensor, row: SamplingRow) -> list[float]:
     if row.num_output_tokens < params.min_tokens:
         for token_id in (*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))):
             values[token_id] = -math.inf
-    for token_id in {*row.prompt_token_ids, *row.output_token_ids}:
+    seen = row.seen or SeenTokens()
+    for token_id, count in zip(seen.token_ids.tolist(), seen.output_counts.tolist(), strict=True):
         value = values[token_id]
         values[token_id] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-    for token_id in set(row.output_token_ids):
-        count = list(row.output_token_ids).count(token_id)
-        values[token_id] -= params.presence_penalty + params.frequency_penalty * count
+        if count > 0:
+            values[token_id] -= params.presence_penalty + params.frequency_penalty * count
     return values
 
 

@@ -179,12 +179,12 @@ def test_the_engine_speaks_the_tokens_of_the_cpu(recorded: GpuRunner, recorder: 
 
 
 def decode(token_id: int, position: int, table: Sequence[int], input_row: int | None = None) -> ScheduledSequence:
-    row = SamplingRow(GREEDY, 0, position + 1, 1, (), ())
+    row = SamplingRow(GREEDY, 0, position + 1, 1)
     return ScheduledSequence((token_id,), position, table, (row,), input_row=input_row)
 
 
 def prompt(token_ids: Sequence[int], table: Sequence[int]) -> ScheduledSequence:
-    return ScheduledSequence(token_ids, 0, table, (SamplingRow(GREEDY, 0, len(token_ids), 0, (), ()),))
+    return ScheduledSequence(token_ids, 0, table, (SamplingRow(GREEDY, 0, len(token_ids), 0),))
 
 
 def tokens_of(runner: GpuRunner, plans: Sequence[SchedulerOutput]) -> list[list[int]]:

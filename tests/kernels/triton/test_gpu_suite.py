@@ -16,6 +16,7 @@ import pytest
 import torch
 from paged_kernels.triton_attention import AttentionCall, TritonBackend, plan_attention
 from paged_kernels.triton_launch import GpuTraits, KernelCall
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -151,6 +152,23 @@ def test_sampling_parameters_matter(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert not task.run().is_right
 
 
+@pytest.mark.parametrize("name", ["write_kv without rotary", "write_kv to FP8 without rotary"])
+def test_kv_that_is_rotated_or_not_written_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rotated(backend: TritonBackend, key: Tensor, value: Tensor, pool: Tensor, layer: int, slots: Tensor) -> None:
+        angle = torch.ones(len(key), key.shape[2] // 2)
+        backend.write_kv_rotary(key.clone(), key, value, (angle.cos(), angle.sin()), pool, layer, slots)
+
+    def result() -> bool:
+        watch = Stopwatch(torch.device("cpu"), 1)
+        (task,) = (one for one in layer_tasks(SIZES, torch.float16, watch, Rates(1.0, 1.0)) if one.name == name)
+        return task.run().is_right
+
+    assert result()
+    for wrong in (rotated, lambda *_: None):
+        monkeypatch.setattr(TritonBackend, "write_kv", wrong)
+        assert not result()
+
+
 @pytest.fixture
 def engine_rows(tmp_path: Path) -> Iterator[Task]:
     """Yields the rows of the tiny engine that follow its start."""
@@ -237,7 +255,9 @@ def _check_records(records: Records, parts: str, shown: str) -> None:
         "mixed 4/2 x 16 float16, float8_e4m3fn KV, window 8",
         "rms_norm",
         "silu_mul",
-        "write_kv",
+        "rotary + write_kv to FP8",
+        "write_kv without rotary",
+        "write_kv to FP8 without rotary",
         "awq",
         "gptq 4 bits desc_act",
         "gptq_v2",

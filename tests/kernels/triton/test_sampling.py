@@ -14,6 +14,7 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.sampling_params import MAX_SEED, SamplingParams
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
 from kvrelay.engine.gpu.sampler import GpuSampler
+from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
 from kvrelay.engine.sampling.sampler import SampledToken, Sampler, SamplingRow
 
@@ -26,7 +27,7 @@ def make_row(index: int, **fields: Any) -> SamplingRow:
     chooser = random.Random(index)
     prompt = [chooser.randrange(VOCAB_SIZE) for _ in range(200)]
     output = [chooser.randrange(40) for _ in range(30)]
-    return SamplingRow(params, index % 3, 230 + index, len(output), prompt, output)
+    return SamplingRow(params, index % 3, 230 + index, len(output), seen_tokens(params, prompt, output))
 
 
 def make_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
@@ -112,10 +113,7 @@ def test_a_mixed_batch_with_logprobs() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 257, 5000])
 def test_any_vocabulary(vocab_size: int) -> None:
-    rows = [
-        SamplingRow(SamplingParams(seed=s, top_p=p, top_k=k), 0, s, 0, (), ())
-        for s, p, k in [(1, 1.0, 0), (2, 0.9, 60)]
-    ]
+    rows = [SamplingRow(SamplingParams(seed=s, top_p=p, top_k=k), 0, s, 0) for s, p, k in [(1, 1.0, 0), (2, 0.9, 60)]]
     check(make_logits(2, vocab_size), rows)
 
 
