@@ -1,8 +1,8 @@
 """Settings of the router process."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings
@@ -61,6 +61,12 @@ class RouterOptions(ProcessSettings):
         description="A node is lost after this many seconds without a message; nodes send at least one a second.",
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages that are logged.")
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.port == self.grpc_port != 0:
+            raise ValueError("--port and --grpc-port must differ")
+        return self
 
 
 class RouterSettings(RouterOptions):
