@@ -103,6 +103,47 @@ def test_the_routers_refusal_is_shown(running: RunningRouter, capsys: pytest.Cap
     assert "kvrelay complete: no model 'missing' here; there is 'echo'" in capsys.readouterr().err
 
 
+def test_nothing_is_printed_before_an_error(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    client.complete(["hello", "--url", running.url, "--model", "missing"])
+    assert capsys.readouterr().out == ""
+
+
+def test_an_address_may_have_the_scheme_of_grpc(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.complete(["hello", "--url", f"grpc://{running.url}"]) == 0
+    assert capsys.readouterr().out == " hello\n"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "127.0.0.1", "127.0.0.1:8001/v1", "localhost:"])
+def test_an_address_that_is_none_is_refused_with_what_it_has_to_be(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        client.complete(["hello", "--url", url])
+    errors = capsys.readouterr().err
+    assert "--url" in errors and "host:port" in errors
+
+
+def test_a_host_that_is_unknown_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.status(["--url", "host.invalid:8001"]) == 1
+    assert "no router answers at host.invalid:8001" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"caf\xe9"])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_input_that_is_no_text_is_refused(
+    running: RunningRouter,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    data: bytes,
+    errors: str,
+) -> None:
+    """Python decodes standard input strictly or not, depending on the locale."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors=errors))
+    assert client.complete(["-", "--url", running.url]) == 2
+    assert "kvrelay complete: the input is not UTF-8 text" in capsys.readouterr().err
+    assert running.router.asked == []
+
+
 def test_status_tells_whether_the_router_is_healthy(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert client.status(["--url", running.url]) == 0
     assert capsys.readouterr().out == f"{running.url}  serving\n  echo  up to 512 tokens of prompt and output\n"
