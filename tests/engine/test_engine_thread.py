@@ -88,7 +88,7 @@ async def test_an_answer_never_overtakes_the_results_before_it() -> None:
 
 
 async def test_a_message_that_follows_from_another_waits_for_a_step() -> None:
-    """However fast the loop answers: it has been told before what the first message changed, and steps cannot starve."""
+    """However fast the loop answers: it was told before what the first message changed, and steps cannot starve."""
     thread = make(asyncio.Event())
     thread.start()
     turns: asyncio.Queue[int] = asyncio.Queue()
