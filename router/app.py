@@ -22,7 +22,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.lifecycle import StopSignals, announce_ready
-from kvrelay.core.listening import bound_socket
+from kvrelay.core.listening import bound_socket, check_port
 from kvrelay.core.logs import configure_logging
 from kvrelay.core.rpc import (
     WHOLE_SERVER,
@@ -95,6 +95,8 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[
     server ends by itself. Raises ConfigurationError for settings with which nothing can be served."""
     if not settings.decode_nodes:
         raise ConfigurationError("--decode-nodes is empty: without a decode node nothing can be served")
+    check_port(settings.host, settings.port, flag="--port")  # before the nodes are waited for
+    check_port(settings.host, settings.grpc_port, flag="--grpc-port")
     index = KVIndex(settings.kv_index_capacity)
     registry = Registry(
         settings.prefill_nodes,

@@ -7,6 +7,7 @@ from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings
 from kvrelay.core.logs import LogLevel
+from kvrelay.core.option_types import HostPort
 
 
 class RouterOptions(ProcessSettings):
@@ -79,10 +80,10 @@ class RouterSettings(RouterOptions):
     model: CliPositionalArg[str] = Field(
         default="", description="Hugging Face directory (or cached hub name) of the model; only its tokenizer is read."
     )
-    prefill_nodes: tuple[str, ...] = Field(
+    prefill_nodes: tuple[HostPort, ...] = Field(
         default=(), description="Prefill nodes as host:port; with none, decode nodes do their own prefill."
     )
-    decode_nodes: tuple[str, ...] = Field(default=(), description="Decode nodes as host:port.")
+    decode_nodes: tuple[HostPort, ...] = Field(default=(), description="Decode nodes as host:port.")
     start_timeout: float = Field(
         default=10.0,
         ge=0,

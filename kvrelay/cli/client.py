@@ -10,27 +10,22 @@ from typing import Annotated
 
 import grpc
 from grpc_health.v1 import health_pb2
-from pydantic import AfterValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.option_types import HostPort
+from kvrelay.core.rpc import DETAILS_KEY
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 ROUTER_SERVICE = "kvrelay.v1.Router"
 
 
-def _grpc_address(url: str) -> str:
-    """Returns host:port, which may have been given with the scheme that `kvrelay bench` needs."""
-    address = url.removeprefix("grpc://")
-    if "/" in address or not address.rpartition(":")[2].isdecimal():
-        raise ValueError("this is the router's gRPC address, host:port, whose port is 8001 unless set otherwise")
-    return address
-
-
 class ClientSettings(ProcessSettings):
     """Settings of every command that asks a router."""
 
-    url: Annotated[str, AfterValidator(_grpc_address)] = Field(
+    # With the scheme that `kvrelay bench` needs, or without it.
+    url: Annotated[HostPort, BeforeValidator(lambda url: str(url).removeprefix("grpc://"))] = Field(
         default="127.0.0.1:8001", description="gRPC address of the router, host:port."
     )
     timeout: float = Field(default=600.0, gt=0, description="Seconds to wait for the end of an answer.")
@@ -139,18 +134,20 @@ def _print_stream(
 ) -> str:
     """Prints the text as it comes and returns the whole of it. Ctrl-C cancels the request on every node."""
     pieces: list[str] = []
+    last: router_pb2.GenerateResponse | None = None
     stream = stub.GenerateStream(request, timeout=settings.timeout)
     try:
         for response in stream:
             for output in response.outputs:
                 pieces.append(output.text)
                 print(output.text, end="", flush=True)
-            if settings.stats and response.HasField("trace"):
-                print(f"\n{describe_trace(response)}", end="", file=sys.stderr)
+            last = response
     finally:
         stream.cancel()
         if pieces:
             print(flush=True)
+    if settings.stats and last is not None and last.HasField("trace"):
+        print(describe_trace(last), file=sys.stderr)
     return "".join(pieces)
 
 
@@ -193,18 +190,20 @@ def _errors_as_text(command: str, settings: ClientSettings) -> Iterator[Callable
         yield lambda: exit_status
     except grpc.RpcError as error:
         exit_status = 1
-        code, details = error.code(), error.details()
-        print(f"kvrelay {command}: {_sentence(code, details or '', settings)}", file=sys.stderr)
+        print(f"kvrelay {command}: {_sentence(error, settings)}", file=sys.stderr)
     except UnicodeError as error:  # from reading it, or from gRPC's messages, which are UTF-8
         exit_status = 2
         print(f"kvrelay {command}: the input is not UTF-8 text: {error}", file=sys.stderr)
 
 
-def _sentence(code: grpc.StatusCode, details: str, settings: ClientSettings) -> str:
-    url = settings.url
+def _sentence(error: grpc.RpcError, settings: ClientSettings) -> str:
+    code, details, url = error.code(), error.details() or "", settings.url
+    if any(datum.key == DETAILS_KEY for datum in error.trailing_metadata() or ()):
+        return details or code.name  # the router's own words, which may be about connections, too
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"{url} has not answered within {settings.timeout:g} seconds; wait longer with --timeout."
-    unreachable = any(word in details.lower() for word in ("connect", "resolv"))
-    if code is grpc.StatusCode.UNAVAILABLE and unreachable:
+    if code is grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in ("connect", "resolv")):
         return f"no router answers at {url}. Start one with `kvrelay serve MODEL`, or give its gRPC address with --url."
+    if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+        return f"what answers at {url} is no router; give a router's gRPC address with --url. ({details or code.name})"
     return details or code.name
