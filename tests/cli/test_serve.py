@@ -217,6 +217,14 @@ def test_a_taken_port_is_named_before_any_process_starts(flag: str, capsys: pyte
     assert f"Address already in use; choose another port with {flag}" in errors
 
 
+def test_a_wrong_redis_url_is_refused_without_its_password(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings_of("m", "--connector", "redis", "--redis-url", SECRET.replace("redis://", "http://"))
+    errors = capsys.readouterr().err
+    assert "--redis-url: must begin with redis://" in errors
+    assert "hunter2" not in errors
+
+
 def another_value(field: FieldInfo) -> Any:
     """Returns a value within the field's bounds that is not the default."""
     if isinstance(field.default, bool):
