@@ -17,7 +17,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 .PHONY: help demo test checks lint typecheck proto-check oldest-triton pytest chaos simulate proto bench redis-server clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed  ## Serve the demo model through real processes and ask it a few things
 	$(BIN)/python demo/run.py
@@ -26,7 +26,7 @@ demo: $(VENV)/installed  ## Serve the demo model through real processes and ask 
 test: $(VENV)/installed-dev  ## Everything needed to trust a change
 	$(MAKE) --jobs=2 checks pytest
 
-checks: lint typecheck proto-check oldest-triton
+checks: lint typecheck proto-check oldest-triton  ## Ruff, mypy --strict, protobuf drift and the oldest Triton, without the tests
 
 lint: $(VENV)/installed-dev  ## Ruff: rules and format
 	$(BIN)/ruff check $(CODE)

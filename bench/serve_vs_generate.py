@@ -67,7 +67,7 @@ class BenchSettings(ProcessSettings):
 
 
 def main(argv: Sequence[str]) -> int:
-    settings = load_settings(BenchSettings, argv, prog="bench.serve_vs_generate")
+    settings = load_settings(BenchSettings, argv, prog="python -m bench.serve_vs_generate")
     try:
         run(settings)
     except KVRelayError as error:

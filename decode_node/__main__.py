@@ -14,4 +14,7 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    try:
+        sys.exit(run())
+    except KeyboardInterrupt:  # while it still imports; later it is a signal to stop
+        sys.exit(130)

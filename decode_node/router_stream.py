@@ -8,7 +8,7 @@ they were sent.
 import asyncio
 from collections.abc import AsyncIterator
 
-from kvrelay.core.errors import KVRelayError, status_of
+from kvrelay.core.errors import InvalidRequestError, KVRelayError, status_of
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.wire import fetch_report_to_wire, fill_output, logprobs_to_wire
@@ -56,7 +56,9 @@ class RouterStream:
 
     def send_failure(self, request_id: str, error: KVRelayError) -> None:
         code = status_of(error).grpc_code.value[0]
-        self.send(pb.DecodeEvent(request_id=request_id, failed=pb.DecodeFailed(code=code, message=str(error))))
+        field = error.field if isinstance(error, InvalidRequestError) else None
+        failed = pb.DecodeFailed(code=code, message=str(error), field=field or "")
+        self.send(pb.DecodeEvent(request_id=request_id, failed=failed))
 
     def close(self) -> None:
         self._closed = True

@@ -2,7 +2,15 @@
 
 import sys
 
-from router.app import main
+
+def run() -> int:
+    from router.app import main
+
+    return main(sys.argv[1:])
+
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(run())
+    except KeyboardInterrupt:  # while it still imports; later it is a signal to stop
+        sys.exit(130)

@@ -22,6 +22,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.lifecycle import StopSignals, announce_ready
+from kvrelay.core.listening import bound_socket, check_port
 from kvrelay.core.logs import configure_logging
 from kvrelay.core.rpc import (
     WHOLE_SERVER,
@@ -94,6 +95,8 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[
     server ends by itself. Raises ConfigurationError for settings with which nothing can be served."""
     if not settings.decode_nodes:
         raise ConfigurationError("--decode-nodes is empty: without a decode node nothing can be served")
+    check_port(settings.host, settings.port, flag="--port")  # before the nodes are waited for
+    check_port(settings.host, settings.grpc_port, flag="--grpc-port")
     index = KVIndex(settings.kv_index_capacity)
     registry = Registry(
         settings.prefill_nodes,
@@ -157,7 +160,7 @@ async def _serve_grpc(settings: RouterSettings, edge: Edge) -> AsyncIterator[_Gr
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(RouterService(edge), server)
     servicer = add_health_and_reflection(server, [SERVICE_NAME])
-    port = await serve_insecure(server, settings.host, settings.grpc_port)
+    port = await serve_insecure(server, settings.host, settings.grpc_port, flag="--grpc-port")
     await set_serving(servicer, [WHOLE_SERVER], serving=True)
     try:
         yield _GrpcServer(port, servicer)
@@ -236,11 +239,8 @@ def _http_config(app: ASGIApp) -> uvicorn.Config:
 
 def listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket for the HTTP server. Raises ConfigurationError when the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}; try --port 0") from error
+    listener = bound_socket(host, port, flag="--port")
+    listener.listen()
     # Accepted connections inherit the option; asyncio sets it only on sockets that it made itself. Without it each
     # event waits until the client has acknowledged the one before, up to 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

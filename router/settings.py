@@ -1,12 +1,13 @@
 """Settings of the router process."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings
 from kvrelay.core.logs import LogLevel
+from kvrelay.core.option_types import HostPort
 
 
 class RouterOptions(ProcessSettings):
@@ -62,6 +63,12 @@ class RouterOptions(ProcessSettings):
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages that are logged.")
 
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.port == self.grpc_port != 0:
+            raise ValueError("--port and --grpc-port must differ")
+        return self
+
 
 class RouterSettings(RouterOptions):
     """The router: HTTP and gRPC for clients, a list of nodes behind it. Prints one JSON line on standard output when it
@@ -73,10 +80,10 @@ class RouterSettings(RouterOptions):
     model: CliPositionalArg[str] = Field(
         default="", description="Hugging Face directory (or cached hub name) of the model; only its tokenizer is read."
     )
-    prefill_nodes: tuple[str, ...] = Field(
+    prefill_nodes: tuple[HostPort, ...] = Field(
         default=(), description="Prefill nodes as host:port; with none, decode nodes do their own prefill."
     )
-    decode_nodes: tuple[str, ...] = Field(default=(), description="Decode nodes as host:port.")
+    decode_nodes: tuple[HostPort, ...] = Field(default=(), description="Decode nodes as host:port.")
     start_timeout: float = Field(
         default=10.0,
         ge=0,

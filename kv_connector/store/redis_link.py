@@ -29,6 +29,11 @@ class CircuitOpenError(Exception):
 UNREACHABLE = (RedisError, OSError, TimeoutError, CircuitOpenError)
 
 
+def described(error: Exception) -> str:
+    """Returns the kind of an error and what it says, which names the server's address and never its password."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 class RedisLink:
     """A connection, which is made at the first command."""
 
@@ -79,5 +84,5 @@ def _client(settings: RedisSettings) -> Redis:
             retry=Retry(NoBackoff(), 1),  # once: the server may have closed an idle connection
         )
     except ValueError:
-        raise ConfigurationError("redis.url is not valid: use redis://, rediss:// or unix://") from None
+        raise ConfigurationError("--redis-url is not valid: use redis://, rediss:// or unix://") from None
     return Redis.from_pool(connections)

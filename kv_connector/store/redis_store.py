@@ -21,7 +21,7 @@ from kv_connector.pool import LocalPool, Slices
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Claim
-from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink
+from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, described
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
@@ -113,7 +113,7 @@ class RedisConnector:
                 self.stats.skipped += len(blocks) - len(verdicts.found)
                 break
             except UNREACHABLE as error:
-                _logger.warning("fetching from Redis failed: %s", type(error).__name__)
+                _logger.warning("fetching from Redis failed: %s", described(error))
                 break
         return verdicts.settle(None, self.stats, block_bytes=block_bytes)
 
@@ -163,7 +163,7 @@ class RedisConnector:
         except CircuitOpenError:
             self.stats.skipped += len(claims) - held - lost
         except UNREACHABLE as error:
-            _logger.warning("publishing to Redis failed: %s", type(error).__name__)
+            _logger.warning("publishing to Redis failed: %s", described(error))
         self.stats.lost_unstored += lost
         self.stats.failed += len(claims) - held - lost
         return held

@@ -6,13 +6,16 @@ This module turns gRPC errors into sentences for a person. Nothing is retried.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Annotated
 
 import grpc
 from grpc_health.v1 import health_pb2
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.option_types import HostPort
+from kvrelay.core.rpc import DETAILS_KEY
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 ROUTER_SERVICE = "kvrelay.v1.Router"
@@ -21,7 +24,10 @@ ROUTER_SERVICE = "kvrelay.v1.Router"
 class ClientSettings(ProcessSettings):
     """Settings of every command that asks a router."""
 
-    url: str = Field(default="127.0.0.1:8001", description="gRPC address of the router, host:port.")
+    # With the scheme that `kvrelay bench` needs, or without it.
+    url: Annotated[HostPort, BeforeValidator(lambda url: str(url).removeprefix("grpc://"))] = Field(
+        default="127.0.0.1:8001", description="gRPC address of the router, host:port."
+    )
     timeout: float = Field(default=600.0, gt=0, description="Seconds to wait for the end of an answer.")
 
 
@@ -61,9 +67,9 @@ class StatusSettings(ClientSettings):
 
 def complete(argv: Sequence[str]) -> int:
     settings = load_settings(CompleteSettings, argv, prog="kvrelay complete")
-    request = _request(settings)
-    request.prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     with _errors_as_text("complete", settings) as failed, grpc.insecure_channel(settings.url) as channel:
+        request = _request(settings)
+        request.prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
         _print_stream(router_pb2_grpc.RouterStub(channel), request, settings)
     return failed()
 
@@ -71,9 +77,9 @@ def complete(argv: Sequence[str]) -> int:
 def chat(argv: Sequence[str]) -> int:
     settings = load_settings(ChatSettings, argv, prog="kvrelay chat")
     messages: list[router_pb2.ChatMessage] = []
-    if settings.system is not None:
-        messages.append(router_pb2.ChatMessage(role="system", content=settings.system))
     with _errors_as_text("chat", settings) as failed, grpc.insecure_channel(settings.url) as channel:
+        if settings.system is not None:
+            messages.append(router_pb2.ChatMessage(role="system", content=settings.system))
         stub = router_pb2_grpc.RouterStub(channel)
         for message in _user_messages(settings.message):
             messages.append(router_pb2.ChatMessage(role="user", content=message))
@@ -128,17 +134,20 @@ def _print_stream(
 ) -> str:
     """Prints the text as it comes and returns the whole of it. Ctrl-C cancels the request on every node."""
     pieces: list[str] = []
+    last: router_pb2.GenerateResponse | None = None
     stream = stub.GenerateStream(request, timeout=settings.timeout)
     try:
         for response in stream:
             for output in response.outputs:
                 pieces.append(output.text)
                 print(output.text, end="", flush=True)
-            if settings.stats and response.HasField("trace"):
-                print(f"\n{describe_trace(response)}", end="", file=sys.stderr)
+            last = response
     finally:
         stream.cancel()
-        print(flush=True)
+        if pieces:
+            print(flush=True)
+    if settings.stats and last is not None and last.HasField("trace"):
+        print(describe_trace(last), file=sys.stderr)
     return "".join(pieces)
 
 
@@ -174,21 +183,27 @@ def _read_line(prompt: str) -> str:
 
 @contextmanager
 def _errors_as_text(command: str, settings: ClientSettings) -> Iterator[Callable[[], int]]:
-    """Prints a gRPC error as a sentence. Yields a function that afterwards returns the exit status: 1 when the router
-    could not be reached, did not answer in time, or refused."""
+    """Prints a gRPC error, or that an input is not text, as a sentence. Yields a function that afterwards returns the
+    exit status: 1 when the router could not be reached, did not answer in time, or refused, 2 for such an input."""
     exit_status = 0
     try:
         yield lambda: exit_status
     except grpc.RpcError as error:
         exit_status = 1
-        code, details = error.code(), error.details()
-        print(f"kvrelay {command}: {_sentence(code, details or '', settings)}", file=sys.stderr)
+        print(f"kvrelay {command}: {_sentence(error, settings)}", file=sys.stderr)
+    except UnicodeError as error:  # from reading it, or from gRPC's messages, which are UTF-8
+        exit_status = 2
+        print(f"kvrelay {command}: the input is not UTF-8 text: {error}", file=sys.stderr)
 
 
-def _sentence(code: grpc.StatusCode, details: str, settings: ClientSettings) -> str:
-    url = settings.url
+def _sentence(error: grpc.RpcError, settings: ClientSettings) -> str:
+    code, details, url = error.code(), error.details() or "", settings.url
+    if any(datum.key == DETAILS_KEY for datum in error.trailing_metadata() or ()):
+        return details or code.name  # the router's own words, which may be about connections, too
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"{url} has not answered within {settings.timeout:g} seconds; wait longer with --timeout."
-    if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+    if code is grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in ("connect", "resolv")):
         return f"no router answers at {url}. Start one with `kvrelay serve MODEL`, or give its gRPC address with --url."
+    if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+        return f"what answers at {url} is no router; give a router's gRPC address with --url. ({details or code.name})"
     return details or code.name

@@ -25,7 +25,9 @@ from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Su
 from kvrelay.core.config import ENV_PREFIX, ProcessSettings, flag_of, load_settings
 from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.core_table import CoreTable
+from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.lifecycle import on_stdin_closed
+from kvrelay.core.listening import check_port
 from kvrelay.node.settings import NodeOptions
 from router.settings import RouterOptions
 
@@ -89,6 +91,12 @@ class ServeSettings(NodeOptions, RouterOptions):
 def serve(argv: Sequence[str]) -> int:
     """Serves until Ctrl-C or SIGTERM and returns 0, or returns 1 when the cluster cannot go on."""
     settings = load_settings(ServeSettings, argv, prog="kvrelay serve")
+    try:  # before the nodes load the model, which may take minutes
+        check_port(settings.host, settings.port, flag="--port")
+        check_port(settings.host, settings.grpc_port, flag="--grpc-port")
+    except ConfigurationError as error:
+        print(f"kvrelay serve: {error}", file=sys.stderr)
+        return 1
     return asyncio.run(_serve(settings))
 
 

@@ -94,8 +94,11 @@ def status_of(error: BaseException) -> ErrorStatus:
     return _INTERNAL
 
 
-def error_from_grpc(code: grpc.StatusCode, message: str) -> KVRelayError:
-    """Returns the error that a peer has reported, as an exception of our own tree."""
+def error_from_grpc(code: grpc.StatusCode, message: str, *, field: str | None = None) -> KVRelayError:
+    """Returns the error that a peer has reported, as an exception of our own tree. `field` is the wrong one of an
+    invalid request."""
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequestError(message, field=field)
     for cls, status in _STATUS.items():
         if status.grpc_code is code and cls is not UnknownModelError and issubclass(cls, KVRelayError):
             return cls(message)

@@ -1,11 +1,19 @@
-"""Types of the options of an engine, with the values that each may have.
+"""Types of options, with the values that each may have.
 
-Nodes read them as settings and `LLM` takes them as arguments: both check them against these types.
+Nodes read those of an engine as settings and `LLM` takes them as arguments: both check them against these types.
 """
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+
+
+def _host_port(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not host or "/" in address or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError("must be a gRPC address, host:port, without a scheme or a path")
+    return address
+
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
@@ -20,4 +28,6 @@ Count = Annotated[int, Field(ge=0)]
 MemoryShare = Annotated[float, Field(ge=0.0, le=0.95)]
 """0 leaves the choice to kvrelay."""
 NodesPerDevice = Annotated[int, Field(ge=1)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+"""The address of a gRPC server."""
 FileDescriptor = Annotated[int, Field(ge=0)]

@@ -10,6 +10,7 @@ import uvloop
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.lifecycle import StopSignals, announce_ready
+from kvrelay.core.listening import check_port
 from kvrelay.core.logs import configure_logging
 from kvrelay.node.node import Node
 from kvrelay.node.server import NodeServer, Service
@@ -32,6 +33,7 @@ def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]
 
 async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node], Service]) -> int:
     signals = StopSignals(supervised=settings.supervised)
+    check_port(settings.host, settings.port, flag="--port")  # before the model is loaded, which may take minutes
     node = await build_node(settings, role)
     server = NodeServer(node, make_service(node))
     try:

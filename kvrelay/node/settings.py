@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings
@@ -121,6 +121,13 @@ class NodeOptions(ProcessSettings):
         description="Seconds that an engine step may take; a node that hangs for longer exits with an error, to be "
         "restarted.",
     )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _has_scheme(cls, url: SecretStr) -> SecretStr:
+        if not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must begin with redis://, rediss:// or unix://")
+        return url
 
 
 class NodeSettings(NodeOptions):

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
+from typing import Any
 
 from tqdm import tqdm
 
@@ -28,12 +29,13 @@ from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
 from kvrelay.engine.startup import prepare_engine
 from kvrelay.offline.request_output import PendingRequest, RequestOutput
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.message_content import text_of
+from kvrelay.text.tokenizer import ChatMessage, Tokenizer
 
 Prompt = str | list[int]
 """Text, or token ids."""
-Message = Mapping[str, str]
-"""`role` and `content`."""
+Message = Mapping[str, Any]
+"""`role` and `content`, a string or a list of text parts."""
 
 
 class LLM:
@@ -218,6 +220,8 @@ def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns a list of prompts, whether one or several were given. Raises InvalidRequestError."""
     if isinstance(given, str):
         return [given]
+    if not isinstance(given, Sequence):
+        raise InvalidRequestError(f"prompts must be a prompt or a list of them, got {given!r}", field="prompts")
     if all(isinstance(item, int) for item in given):
         return [[item for item in given if isinstance(item, int)]] if given else []
     prompts: list[Prompt] = []
@@ -228,18 +232,42 @@ def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return prompts
 
 
-def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[ChatMessage]]:
     """Returns a list of conversations, whether one or several were given. Raises InvalidRequestError."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InvalidRequestError(f"{_MESSAGES}, got {given!r}", field="messages")
     messages = [item for item in given if isinstance(item, Mapping)]
     conversations = [item for item in given if not isinstance(item, Mapping)]
     if messages and conversations:
         raise InvalidRequestError("messages must be one conversation or several, not both at once", field="messages")
-    return [messages] if messages else conversations
+    return [_conversation(one) for one in ([messages] if messages else conversations)]
+
+
+_MESSAGES = "messages must be a list of messages, each with a role and a content, or a list of such lists"
+
+
+def _conversation(given: Sequence[Message]) -> list[ChatMessage]:
+    """Returns roles and texts. Raises InvalidRequestError."""
+    messages: list[ChatMessage] = []
+    if isinstance(given, str) or not given or not all(isinstance(message, Mapping) for message in given):
+        raise InvalidRequestError(f"{_MESSAGES}, got {given!r}", field="messages")
+    for number, message in enumerate(given):
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{number}] has no role", field="messages")
+        try:
+            messages.append({**message, "content": text_of(message.get("content"))})
+        except ValueError as error:
+            raise InvalidRequestError(f"messages[{number}]: {error}", field="messages") from error
+    return messages
 
 
 def _per_prompt(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
+    if not (isinstance(given, Sequence) and all(isinstance(one, SamplingParams) for one in given)):
+        raise InvalidRequestError(
+            f"sampling_params must be a SamplingParams or a list of them, got {given!r}", field="sampling_params"
+        )
     if len(given) != count:
         raise InvalidRequestError(f"{len(given)} sampling_params for {count} prompts", field="sampling_params")
     return list(given)

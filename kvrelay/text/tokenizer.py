@@ -15,6 +15,7 @@ import jinja2
 import tokenizers
 
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
+from kvrelay.core.model_directory import resolve_model_directory
 
 # Tokenising more characters than this would keep an event loop waiting for too long.
 LONG_TEXT_CHARS = 8 * 1024
@@ -44,15 +45,21 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Loads a tokenizer from a Hugging Face directory, without downloading anything. Raises ModelLoadError."""
-        tokenizer_class = _tokenizer_class(Path(path))
+    def load(cls, model: str) -> Self:
+        """Loads the tokenizer of a model, given as a Hugging Face directory or the name of a cached one, without
+        downloading anything. Raises ModelLoadError."""
+        directory = resolve_model_directory(model)
+        without_file = f"{directory} has no tokenizer.json, and none can be made from what it has"
         try:
-            loaded = tokenizer_class.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            loaded = _tokenizer_class(directory).from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelLoadError(f"no tokenizer can be loaded from {path}: {error}") from error
+            if not (directory / "tokenizer.json").is_file():
+                raise ModelLoadError(without_file) from error
+            raise ModelLoadError(f"no tokenizer can be loaded from {directory}: {error}") from error
         if not loaded.is_fast:
-            raise ModelLoadError(f"{path} has no tokenizer.json, and none can be made from what it has")
+            raise ModelLoadError(without_file)
         return cls(loaded)
 
     @property
@@ -73,14 +80,17 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
         """Renders a conversation with the model's chat template. The text has to be encoded without special tokens.
+        The role `developer`, newer OpenAI models' name for `system`, becomes `system`, which templates know.
 
         Raises InvalidRequestError naming `messages` if the model has no template or the template refuses them."""
         if not self._hf.chat_template:
             raise InvalidRequestError("this model has no chat template: use completions instead", field="messages")
+        known = [
+            {**message, "role": "system"} if message.get("role") == "developer" else dict(message)
+            for message in messages
+        ]
         try:
-            text = self._hf.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            text = self._hf.apply_chat_template(known, tokenize=False, add_generation_prompt=add_generation_prompt)
         except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidRequestError(f"the chat template refused the messages: {error}", field="messages") from error
         assert isinstance(text, str)

@@ -313,16 +313,20 @@ class DecodeFailed(google.protobuf.message.Message):
 
     CODE_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    FIELD_FIELD_NUMBER: builtins.int
     code: builtins.int
     """google.rpc.Code"""
     message: builtins.str
+    field: builtins.str
+    """the request's field that is wrong; empty if none is named"""
     def __init__(
         self,
         *,
         code: builtins.int = ...,
         message: builtins.str = ...,
+        field: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["code", b"code", "message", b"message"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "field", b"field", "message", b"message"]) -> None: ...
 
 global___DecodeFailed = DecodeFailed
 

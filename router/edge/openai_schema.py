@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvrelay.text.message_content import text_of
 
 _logger = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class GenerationBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
-    # Fields that are supported for these values only.
+    # Fields that are supported for these values only, unless a subclass has them. All are refused in completions and
+    # in chat, so that nobody believes in a field that belongs to the other.
     refused: ClassVar[dict[str, tuple[object, ...]]] = {
         "guided_json": (),
         "guided_regex": (),
@@ -40,6 +42,21 @@ class GenerationBody(BaseModel):
         "response_format": ({"type": "text"},),
         "echo": (False,),
         "store": (False,),
+        "suffix": ("",),
+        "length_penalty": (1, 1.0),
+        "tools": ([],),
+        "tool_choice": ("none",),
+        "functions": ([],),
+        "function_call": ("none",),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+        "mm_processor_kwargs": (),
     }
 
     model: str | None = None
@@ -83,11 +100,10 @@ class GenerationBody(BaseModel):
 
     def refuse_unsupported(self) -> None:
         extra = self.model_extra or {}
-        refused = GenerationBody.refused | self.refused
         for name, value in extra.items():
-            if name not in refused:
+            if name not in self.refused:
                 _logger.debug("ignored unknown field %s", name)
-            elif value is not None and value not in refused[name]:
+            elif value is not None and value not in self.refused[name]:
                 raise InvalidRequestError(f"{name} is not supported here", field=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only allowed when stream is true", field="stream_options")
@@ -130,8 +146,6 @@ _PLAIN_SAMPLING_FIELDS = (
 
 
 class CompletionBody(GenerationBody):
-    refused: ClassVar[dict[str, tuple[object, ...]]] = {"suffix": ("",), "length_penalty": (1, 1.0)}
-
     prompt: Any = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -184,39 +198,18 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def _is_text(self) -> Self:
-        if not isinstance(self.content, str | list):
-            raise ValueError("content must be a string or a list of text parts")
+        text_of(self.content)
         for name in ("tool_calls", "function_call", "audio"):
             if (self.model_extra or {}).get(name):
                 raise ValueError(f"{name} is not supported here")
-        if isinstance(self.content, list):
-            for i, part in enumerate(self.content):
-                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                    raise ValueError(f"content[{i}] must be a part of type text")
         return self
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "\n".join(part["text"] for part in self.content)
+        return text_of(self.content)
 
 
 class ChatBody(GenerationBody):
-    refused: ClassVar[dict[str, tuple[object, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "functions": ([],),
-        "function_call": ("none",),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "documents": ([],),
-        "mm_processor_kwargs": (),
-    }
-
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -237,12 +230,8 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def rendered_messages(self) -> list[dict[str, str]]:
-        """Returns roles and texts. `developer`, the name that newer OpenAI models have for `system`, becomes `system`,
-        which chat templates know."""
-        return [
-            {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-            for message in self.messages
-        ]
+        """Returns roles and texts."""
+        return [{"role": message.role, "content": message.text} for message in self.messages]
 
 
 def _check_lengths(prompts: list[list[Any]], max_model_len: int) -> None:

@@ -231,7 +231,8 @@ def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
         case "prompt_logprobs":
             return PromptLogprobs(tuple(logprobs_from_wire(entry) for entry in message.prompt_logprobs.logprobs))
         case "failed":
-            code = _CODES.get(message.failed.code, grpc.StatusCode.UNKNOWN)
-            return DecodeFailed(error_from_grpc(code, message.failed.message))
+            failed = message.failed
+            code = _CODES.get(failed.code, grpc.StatusCode.UNKNOWN)
+            return DecodeFailed(error_from_grpc(code, failed.message, field=failed.field or None))
         case _:
             return None

@@ -2,15 +2,18 @@
 
 import io
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from kvrelay.cli import client
+from kvrelay.core.errors import KVRelayError, UnavailableError, UnknownModelError
+from kvrelay.core.rpc import rich_status
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 
@@ -19,13 +22,16 @@ class EchoRouter(router_pb2_grpc.RouterServicer):
     """A router that answers with the last words it was given, one per message, and keeps what it was asked."""
 
     asked: list[router_pb2.GenerateRequest] = field(default_factory=list)
+    refusal: KVRelayError | None = None  # of every call
 
     def GenerateStream(
         self, request: router_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[router_pb2.GenerateResponse]:
         self.asked.append(request)
+        self._check(context)
         if request.model == "missing":
-            context.abort(grpc.StatusCode.NOT_FOUND, "no model 'missing' here; there is 'echo'")
+            error = UnknownModelError("no model 'missing' here; there is 'echo'", field="model")
+            context.abort_with_status(rpc_status.to_status(rich_status(error)))
         words = (request.chat.messages[-1].content if request.chat.messages else request.prompt).split()
         for word in words:
             yield router_pb2.GenerateResponse(outputs=[router_pb2.OutputChunk(text=f" {word}")])
@@ -38,7 +44,12 @@ class EchoRouter(router_pb2_grpc.RouterServicer):
     def ListModels(
         self, request: router_pb2.ListModelsRequest, context: grpc.ServicerContext
     ) -> router_pb2.ListModelsResponse:
+        self._check(context)
         return router_pb2.ListModelsResponse(models=[router_pb2.Model(id="echo", max_model_len=512)])
+
+    def _check(self, context: grpc.ServicerContext) -> None:
+        if self.refusal is not None:
+            context.abort_with_status(rpc_status.to_status(rich_status(self.refusal)))
 
 
 @dataclass
@@ -101,6 +112,66 @@ def test_chat_with_a_message_asks_once(running: RunningRouter, capsys: pytest.Ca
 def test_the_routers_refusal_is_shown(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert client.complete(["hello", "--url", running.url, "--model", "missing"]) == 1
     assert "kvrelay complete: no model 'missing' here; there is 'echo'" in capsys.readouterr().err
+
+
+def test_nothing_is_printed_before_an_error(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    client.complete(["hello", "--url", running.url, "--model", "missing"])
+    assert capsys.readouterr().out == ""
+
+
+def test_an_address_may_have_the_scheme_of_grpc(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.complete(["hello", "--url", f"grpc://{running.url}"]) == 0
+    assert capsys.readouterr().out == " hello\n"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "127.0.0.1", "127.0.0.1:8001/v1", "localhost:", ":8001"])
+def test_an_address_that_is_none_is_refused_with_what_it_has_to_be(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        client.complete(["hello", "--url", url])
+    errors = capsys.readouterr().err
+    assert "--url" in errors and "host:port" in errors
+
+
+@pytest.mark.parametrize("command", [client.status, client.complete])
+def test_the_routers_own_words_are_shown_whatever_they_are_about(
+    running: RunningRouter, capsys: pytest.CaptureFixture[str], command: Callable[[Sequence[str]], int]
+) -> None:
+    running.router.refusal = UnavailableError("no decode node can serve now: failed to connect to all addresses")
+    assert command([*(["hello"] if command is client.complete else []), "--url", running.url]) == 1
+    assert "no decode node can serve now: failed to connect to all addresses\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["status"], ["complete", "hello"]])
+def test_a_server_that_is_no_router_is_told_from_one(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    assert getattr(client, argv[0])([*argv[1:], "--url", f"127.0.0.1:{port}"]) == 1
+    server.stop(None).wait()
+    assert f"what answers at 127.0.0.1:{port} is no router" in capsys.readouterr().err
+
+
+def test_a_host_that_is_unknown_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.status(["--url", "host.invalid:8001"]) == 1
+    assert "no router answers at host.invalid:8001" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"caf\xe9"])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_input_that_is_no_text_is_refused(
+    running: RunningRouter,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    data: bytes,
+    errors: str,
+) -> None:
+    """Python decodes standard input strictly or not, depending on the locale."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors=errors))
+    assert client.complete(["-", "--url", running.url]) == 2
+    assert "kvrelay complete: the input is not UTF-8 text" in capsys.readouterr().err
+    assert running.router.asked == []
 
 
 def test_status_tells_whether_the_router_is_healthy(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:

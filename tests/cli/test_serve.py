@@ -1,6 +1,7 @@
 """The commands that `kvrelay serve` would start: roles, threads, flags, and where secrets go."""
 
 import os
+import socket
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import pytest
@@ -9,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from kvrelay.cli.cores import available_cores, thread_environment
 from kvrelay.cli.main import PROCESS_MODULES
-from kvrelay.cli.serve import ServeSettings, at_its_address, child_environment, node_commands, router_command
+from kvrelay.cli.serve import ServeSettings, at_its_address, child_environment, node_commands, router_command, serve
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
 from kvrelay.cli.supervisor import ChildCommand
 from kvrelay.core.config import ProcessSettings, load_settings
@@ -195,6 +196,7 @@ def test_without_redis_no_node_hears_of_it() -> None:
     [
         *(("--threads", "0"), ("--threads", "many"), ("--decode-nodes", "0")),
         *(("--connector", "redis,ucx"), ("--block-size", "7"), ("--node-silence", "1")),
+        ("--port", "8001"),
     ],
 )
 def test_a_wrong_setting_is_named(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,6 +204,25 @@ def test_a_wrong_setting_is_named(argv: tuple[str, ...], capsys: pytest.CaptureF
         settings_of("m", *argv)
     assert ended.value.code == 2
     assert argv[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_taken_port_is_named_before_any_process_starts(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    free = {"--port": "0", "--grpc-port": "0"}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = {flag: str(other.getsockname()[1])}
+        assert serve(["no-such-model", *(word for pair in (free | taken).items() for word in pair)]) == 1
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert f"Address already in use; choose another port with {flag}" in errors
+
+
+def test_a_wrong_redis_url_is_refused_without_its_password(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings_of("m", "--connector", "redis", "--redis-url", SECRET.replace("redis://", "http://"))
+    errors = capsys.readouterr().err
+    assert "--redis-url: must begin with redis://" in errors
+    assert "hunter2" not in errors
 
 
 def another_value(field: FieldInfo) -> Any:

@@ -21,7 +21,7 @@ FIRST, KILL, LAST = 14, 15, 22  # tokens: the stop string is the text between th
 
 
 async def test_a_stop_string_that_spans_the_break_is_found() -> None:
-    tokenizer = Tokenizer.load(DEMO_MODEL)
+    tokenizer = Tokenizer.load(str(DEMO_MODEL))
     prompt = tuple(await tokenizer.encode("Once upon a time", add_special_tokens=True))
 
     async def generate(running: Cluster, stop: tuple[str, ...], *, kill: bool) -> tuple[list[TextChunk], RequestTrace]:

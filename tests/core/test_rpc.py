@@ -196,8 +196,10 @@ async def test_an_unknown_method_is_unimplemented() -> None:
 async def test_a_refused_connection_is_unavailable_and_a_taken_port_is_a_configuration_error() -> None:
     server = grpc.aio.server(options=server_options())
     port = await serve_insecure(server, "127.0.0.1", 0)
-    with pytest.raises(ConfigurationError, match=str(port)):
-        await serve_insecure(grpc.aio.server(options=server_options()), "127.0.0.1", port)
+    with pytest.raises(
+        ConfigurationError, match=f"{port}: Address already in use; choose another port with --grpc-port"
+    ):
+        await serve_insecure(grpc.aio.server(options=server_options()), "127.0.0.1", port, flag="--grpc-port")
     await server.stop(None)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

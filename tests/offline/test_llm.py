@@ -10,7 +10,7 @@ import torch
 from paged_kernels.threads import num_threads, threads_kept
 
 from kvrelay import LLM, SamplingParams
-from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.errors import InvalidRequestError, ModelLoadError
 from kvrelay.engine.cpu.runner import ComputedStep, CpuRunner
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import StepResult
@@ -123,6 +123,41 @@ def test_chat_applies_the_template_to_one_conversation_or_several(llm: LLM) -> N
         llm.chat([*question, question], sampling, progress=False)  # type: ignore[arg-type]
 
 
+def test_a_message_may_have_parts_and_a_system_message_be_called_developer(llm: LLM) -> None:
+    question = "What is the capital of Italy?"
+    parts = [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of Italy?"}]
+    [of_parts] = llm.chat([{"role": "user", "content": parts}], GREEDY, progress=False)
+    assert of_parts.prompt is not None and question.replace(" of", "\nof") in of_parts.prompt
+    roles = ("system", "developer")
+    system, developer = (
+        llm.chat([{"role": role, "content": "Be brief."}, {"role": "user", "content": question}], progress=False)[0]
+        for role in roles
+    )
+    assert system.prompt == developer.prompt
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "messages must be a list of messages"),
+        (["hello"], "messages must be a list of messages"),
+        ([[]], "messages must be a list of messages"),
+        ([{"content": "hello"}], r"messages\[0\] has no role"),
+        ([{"role": "user"}], r"messages\[0\]: content must be a string or a list of text parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] must be a part of type text"),
+    ],
+)
+def test_a_conversation_that_is_none_is_refused(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        llm.chat(messages, GREEDY, progress=False)
+    assert caught.value.field == "messages"
+
+
+def test_a_model_that_is_not_here_is_named() -> None:
+    with pytest.raises(ModelLoadError, match="nobody/nothing is neither a directory nor a model"):
+        LLM("nobody/nothing")
+
+
 def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
     sampling = replace(GREEDY, max_tokens=10**6, ignore_eos=True)
     [result] = llm.generate(some_token_ids(llm.max_model_len - 4, seed=5), sampling, progress=False)
@@ -136,6 +171,9 @@ def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
         ([[1, 10**9]], GREEDY, "prompt 0: token id 1000000000 is outside the vocabulary"),
         (["fine", []], GREEDY, "prompt 1 has no tokens"),
         (["fine", 3.5], GREEDY, "prompt 1 is neither a text nor a list of token ids"),
+        (None, GREEDY, "prompts must be a prompt or a list of them, got None"),
+        ("one", {"max_tokens": 5}, "sampling_params must be a SamplingParams or a list of them, got {"),
+        (["one", "two"], [GREEDY, None], "sampling_params must be a SamplingParams or a list of them"),
         ([[5] * 100_000], GREEDY, "prompt 0 has 100000 tokens"),
         (["one", "two"], [GREEDY], "1 sampling_params for 2 prompts"),
         (["one"], replace(GREEDY, n=9), r"n is above max_num_seqs \(8\)"),

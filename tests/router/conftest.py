@@ -19,7 +19,7 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_directory: Path) -> Tokenizer:
-    return Tokenizer.load(tokenizer_directory)
+    return Tokenizer.load(str(tokenizer_directory))
 
 
 @pytest.fixture

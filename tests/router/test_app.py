@@ -150,6 +150,14 @@ async def test_settings_that_cannot_work_end_the_router_with_a_message(model_dir
         assert b"--decode-nodes is empty" in stderr
 
 
+@pytest.mark.parametrize("address", ["10.0.0.3", "http://10.0.0.3:7000", "10.0.0.3:99999"])
+async def test_an_address_of_a_node_that_is_none_ends_the_router_with_a_message(model_dir: Path, address: str) -> None:
+    async with router_process(str(model_dir), "--decode-nodes", address) as process:
+        _, stderr = await process.communicate()
+        assert process.returncode == 2
+        assert b"--decode-nodes" in stderr and b"host:port" in stderr
+
+
 def test_events_do_not_wait_for_acknowledgements() -> None:
     """Without TCP_NODELAY each event after the first waits up to 40 ms for the client's kernel."""
     with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whol
         ({"logit_bias": {"the": 1}}, "logit_bias"),
         ({"seed": 2**65}, "seed"),
         ({"suffix": "end"}, "suffix"),
+        ({"tools": [{"type": "function"}]}, "tools"),
         ({"best_of": 3}, "best_of"),
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

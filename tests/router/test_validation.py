@@ -120,7 +120,7 @@ async def test_without_a_node_that_can_serve_a_request_is_unavailable(relay: Scr
 
 
 async def test_a_tokenizer_without_a_template_serves_completions_only(tmp_path: Path) -> None:
-    relay = ScriptedRelay(Tokenizer.load(write_tokenizer(tmp_path, chat_template=None)))
+    relay = ScriptedRelay(Tokenizer.load(str(write_tokenizer(tmp_path, chat_template=None))))
     assert (await routed(relay, ClientRequest(TEXT, SamplingParams()))).prompt_token_ids
     assert "no chat template" in str(await refused(relay, ClientRequest(CHAT, SamplingParams())))
 

@@ -50,8 +50,8 @@ def test_seeds_run_clean_and_are_not_empty() -> None:
 
 def test_a_seed_replays_event_by_event() -> None:
     """The run is the same alone and after another one."""
-    alone = _simulate("--seed", "13", "--trace").splitlines()
-    behind = _simulate("--seeds", "12:14", "--trace").splitlines()[:-1]  # the last line has the seconds it took
+    alone = _simulate("--seed", "13", "--trace").splitlines()[:-1]  # the last line is the verdict
+    behind = _simulate("--seeds", "12:14", "--trace").splitlines()[:-1]  # here it has the seconds it took
     assert len(alone) > 100
     assert behind[-len(alone) :] == alone
     assert len(behind) > len(alone)

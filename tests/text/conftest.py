@@ -8,4 +8,4 @@ from tests.text.tiny_tokenizer import write_tokenizer
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    return Tokenizer.load(str(write_tokenizer(tmp_path_factory.mktemp("tokenizer"))))

@@ -14,8 +14,6 @@ from typing import Any, BinaryIO
 
 import torch
 import xxhash
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -73,18 +71,6 @@ class Checkpoint:
 
     def tensors(self) -> dict[str, StoredTensor]:
         return {tensor.name: tensor for file in self.files for tensor in file.tensors}
-
-
-def resolve_model_directory(model: str) -> Path:
-    """Returns the directory of a model, given as a directory or as a Hugging Face id whose files are in the local
-    cache. Downloads nothing. Raises ModelLoadError."""
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        return directory
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise ModelLoadError(f"{model} is neither a directory nor a model in the local Hugging Face cache") from error
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

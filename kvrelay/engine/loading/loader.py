@@ -17,6 +17,7 @@ from paged_kernels.quantized import GROUP_SIZES
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
+from kvrelay.core.model_directory import resolve_model_directory
 from kvrelay.core.option_types import DTypeName, Quantization
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import PrequantizedTensors, Slot, WeightFormat, bits_of
@@ -27,7 +28,6 @@ from kvrelay.engine.loading.checkpoint import (
     StoredTensor,
     open_checkpoint,
     read_tensors,
-    resolve_model_directory,
 )
 from kvrelay.engine.loading.shared_weights import place_for
 from kvrelay.engine.loading.stored_kv_scales import is_kv_scale

@@ -1,0 +1,28 @@
+"""What is said when nothing can listen at an address."""
+
+import socket
+
+import pytest
+
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.listening import bound_socket, check_port
+
+
+def test_a_free_port_is_bound_and_left_free_by_a_check() -> None:
+    with bound_socket("127.0.0.1", 0, flag="--port") as bound:
+        port = bound.getsockname()[1]
+    check_port("127.0.0.1", port, flag="--port")
+    check_port("127.0.0.1", port, flag="--port")
+
+
+def test_a_taken_port_is_named_with_the_flag_that_changes_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}: Address already in use; .*--grpc-port"):
+            check_port("127.0.0.1", port, flag="--grpc-port")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_a_foreign_address_is_told_from_a_taken_port(host: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"cannot listen on {host}:0: .*--host has to be an address of this"):
+        check_port(host, 0, flag="--port")
