@@ -12,6 +12,7 @@ recomputing follows PagedAttention (Kwon et al., 2023), section 4.5.
 import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from kvrelay.core.option_types import SchedulingPolicy
 from kvrelay.engine.block_pool import BlockPool
@@ -185,12 +186,25 @@ class Scheduler:
         return budget
 
     def _budget(self, num_decodes: int) -> int:
-        """Returns the most tokens of a step with `num_decodes` decodes. Beside decodes, prompts get a chunk small
-        enough to keep the step short, but never less than `SMALLEST_CHUNK`."""
+        """Returns the most tokens of a step with `num_decodes` decodes. If such steps are to be short, prompts get a
+        chunk of at most half of those that are here, since a short prompt would otherwise make one step long in place
+        of two less so. A chunk is never smaller than `SMALLEST_CHUNK`."""
         most, mixed = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
-        if num_decodes == 0 or mixed is None:
+        if num_decodes == 0 or mixed is None or mixed >= most:
             return most
-        return min(most, max(mixed, num_decodes + SMALLEST_CHUNK))
+        half = (self._num_given_tokens_of_prompts(2 * mixed) + 1) // 2
+        return min(most, max(min(mixed, num_decodes + half), num_decodes + SMALLEST_CHUNK))
+
+    def _num_given_tokens_of_prompts(self, enough: int) -> int:
+        """Returns how many tokens those prompts have, in all, that are not computed yet or only in part. Stops counting
+        at `enough`."""
+        total = 0
+        for sequence in chain(self.running, self.waiting):
+            if sequence.num_missing_tokens > 1:
+                total += sequence.num_given_tokens
+            if total >= enough:
+                break
+        return total
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         while self.waiting and budget > 0 and self._has_room_for(self.waiting.peek()):

@@ -11,7 +11,7 @@ from tests.chaos.run import Stage, stage
 MAX_TOKENS = 80
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def on(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
     """Yields a cluster over shared memory. Fails at its end if anything is left, or a process ends with an error."""
     report = Report("all tests", "shared_memory", seed=0)

@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
     return link_model(tmp_path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[Cluster]:
     """Yields a cluster of one prefill and one decode node in float32. Every prompt goes to the prefill node."""
     model = link_model(tmp_path_factory.mktemp("cluster"))

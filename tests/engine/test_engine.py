@@ -57,6 +57,28 @@ def test_beside_decodes_a_prompt_gets_a_smaller_chunk(num_decodes: int, largest_
     harness.engine.check_idle()
 
 
+@pytest.mark.parametrize(
+    ("length", "chunks"), [(10, [10]), (16, [16]), (24, [16, 8]), (50, [25, 25]), (90, [38, 38, 14])]
+)
+def test_beside_decodes_a_prompt_takes_two_steps_at_least_unless_it_is_very_short(
+    length: int, chunks: list[int]
+) -> None:
+    harness = Harness(max_num_batched_tokens=64, max_num_mixed_tokens=40)
+    for index in range(2):
+        harness.engine.add(request(f"decode {index}", prompt_of(4, index), 12))
+    harness.step()
+    harness.engine.add(request("prompt", prompt_of(length, 7), 2))
+    sizes: list[int] = []
+    while "prompt" not in {request_id for request_id, _ in harness.tokens}:
+        before = harness.runner.num_computed_tokens
+        harness.step()
+        sizes.append(harness.runner.num_computed_tokens - before - 2)
+    assert sizes == chunks
+    harness.run()
+    assert harness.tokens["prompt", 0] == expected_output(prompt_of(length, 7), 2)
+    harness.engine.check_idle()
+
+
 def test_a_second_request_computes_only_its_suffix() -> None:
     harness = Harness()
     shared = prompt_of(40)
