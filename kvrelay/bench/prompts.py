@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvrelay.bench.base import Answer, Prompt, PromptFormat, Segment
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.model_directory import resolve_model_directory
 
 # Without a tokenizer nobody knows which ids are special; they usually lie among the first ones.
 _AVOIDED_IDS = 300
@@ -32,21 +33,18 @@ class Vocabulary:
 
     @classmethod
     def of_tokenizer(cls, name: str) -> "Vocabulary":
-        """Loads a tokenizer. `name` is a directory with a tokenizer.json, that file, or a Hugging Face name.
-
-        Raises ConfigurationError when there is none.
-        """
+        """Loads a tokenizer. `name` is a directory with a tokenizer.json, that file, or the Hugging Face name of a model
+        in the local cache. Downloads nothing. Raises ConfigurationError when there is none."""
         # Imported here because --vocab-size does without it.
         from tokenizers import Tokenizer
 
-        path = Path(name)
-        file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(name)
+            file = Path(name) if Path(name).is_file() else resolve_model_directory(name) / "tokenizer.json"
+            tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigurationError(
-                f"--tokenizer: no tokenizer at {name!r} ({error}); give the model's directory or Hugging Face name, or "
-                "--vocab-size with --prompt-format token_ids"
+                f"--tokenizer: no tokenizer at {name!r} ({error}); give the model's directory or the name of one in the "
+                "Hugging Face cache, or --vocab-size with --prompt-format token_ids"
             ) from error
         added = set(tokenizer.get_added_tokens_decoder())
         ids = [token_id for token_id in sorted(tokenizer.get_vocab().values()) if token_id not in added]

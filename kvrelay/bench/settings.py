@@ -43,7 +43,9 @@ class BenchSettings(ProcessSettings):
     model: str = Field(default="", description="Name of the model; empty: the only one served.")
     api_key: SecretStr = Field(default=SecretStr(""), description="Sent as bearer token; belongs in KVRELAY_API_KEY.")
     tokenizer: str | None = Field(
-        default=None, description="Directory or Hugging Face name to take tokens from; unset: the model's name."
+        default=None,
+        description="Directory of a model, or name of one in the Hugging Face cache, to take tokens from; unset: the "
+        "model's name.",
     )
     vocab_size: int | None = Field(
         default=None, ge=2, description="In place of a tokenizer, for prompts of token ids: ids below this are sent."

@@ -11,6 +11,8 @@ from kvrelay.core.errors import ModelLoadError
 def resolve_model_directory(model: str) -> Path:
     """Returns the directory of a model, given as a directory or as a Hugging Face id whose files are in the local
     cache. Downloads nothing. Raises ModelLoadError."""
+    if not model:
+        raise ModelLoadError("the model's name is empty: give a directory or a Hugging Face id")
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory

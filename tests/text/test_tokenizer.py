@@ -27,3 +27,5 @@ def test_a_directory_without_a_tokenizer_is_a_model_load_error(tmp_path: Path) -
         Tokenizer.load(str(tmp_path))
     with pytest.raises(ModelLoadError, match="neither a directory nor a model in the local Hugging Face cache"):
         Tokenizer.load(str(tmp_path / "absent"))
+    with pytest.raises(ModelLoadError, match="the model's name is empty"):
+        Tokenizer.load("")
