@@ -33,8 +33,8 @@ class Vocabulary:
 
     @classmethod
     def of_tokenizer(cls, name: str) -> "Vocabulary":
-        """Loads a tokenizer. `name` is a directory with a tokenizer.json, that file, or the Hugging Face name of a model
-        in the local cache. Downloads nothing. Raises ConfigurationError when there is none."""
+        """Loads a tokenizer. `name` is a directory with a tokenizer.json, that file, or the name of a model in the
+        Hugging Face cache. Downloads nothing. Raises ConfigurationError when there is none."""
         # Imported here because --vocab-size does without it.
         from tokenizers import Tokenizer
 
@@ -43,8 +43,8 @@ class Vocabulary:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigurationError(
-                f"--tokenizer: no tokenizer at {name!r} ({error}); give the model's directory or the name of one in the "
-                "Hugging Face cache, or --vocab-size with --prompt-format token_ids"
+                f"--tokenizer: no tokenizer at {name!r} ({error}); give a model's directory or name, or --vocab-size "
+                "with --prompt-format token_ids"
             ) from error
         added = set(tokenizer.get_added_tokens_decoder())
         ids = [token_id for token_id in sorted(tokenizer.get_vocab().values()) if token_id not in added]

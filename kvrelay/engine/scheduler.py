@@ -23,6 +23,7 @@ from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sequence import Sequence, SequenceState
 
 SMALLEST_CHUNK = 16  # the least room for prompt tokens in a step, whatever else it computes
+MIXED_PARTS = 4  # the least number of steps that a prompt takes beside decodes where such steps are to be short
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class Scheduler:
         going_on = (sequence for sequence in self.running if not sequence.waits_for_result)
         ordered = sorted(going_on, key=lambda item: item.order)
         decodes_left = sum(sequence.num_missing_tokens == 1 for sequence in ordered)
-        budget = self._budget(decodes_left)
+        budget = self._budget(ordered, decodes_left)
         for sequence in ordered:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for a sequence before it
@@ -185,26 +186,18 @@ class Scheduler:
                 budget -= count
         return budget
 
-    def _budget(self, num_decodes: int) -> int:
-        """Returns the most tokens of a step with `num_decodes` decodes. If such steps are to be short, prompts get a
-        chunk of at most half of those that are here, since a short prompt would otherwise make one step long in place
-        of two less so. A chunk is never smaller than `SMALLEST_CHUNK`."""
+    def _budget(self, going_on: list[Sequence], num_decodes: int) -> int:
+        """Returns the most tokens of a step with `num_decodes` decodes among the sequences `going_on`. If such steps
+        are to be short, the first prompt takes at least `MIXED_PARTS` of them, since a short prompt would otherwise
+        make one step long in place of several less so. Prompts get as many tokens as decodes, and never fewer than
+        `SMALLEST_CHUNK`."""
         most, mixed = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
         if num_decodes == 0 or mixed is None or mixed >= most:
             return most
-        half = (self._num_given_tokens_of_prompts(2 * mixed) + 1) // 2
-        return min(most, max(min(mixed, num_decodes + half), num_decodes + SMALLEST_CHUNK))
-
-    def _num_given_tokens_of_prompts(self, enough: int) -> int:
-        """Returns how many tokens those prompts have, in all, that are not computed yet or only in part. Stops counting
-        at `enough`."""
-        total = 0
-        for sequence in chain(self.running, self.waiting):
-            if sequence.num_missing_tokens > 1:
-                total += sequence.num_given_tokens
-            if total >= enough:
-                break
-        return total
+        prompts = (sequence for sequence in chain(going_on, self.waiting) if sequence.num_missing_tokens > 1)
+        first = next(prompts, None)
+        part = 0 if first is None else -(-first.num_given_tokens // MIXED_PARTS)
+        return min(most, max(min(mixed, num_decodes + max(part, num_decodes)), num_decodes + SMALLEST_CHUNK))
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         while self.waiting and budget > 0 and self._has_room_for(self.waiting.peek()):

@@ -101,8 +101,8 @@ class NodeOptions(ProcessSettings):
     max_num_mixed_tokens: Count = Field(
         default=0,
         description="Most tokens computed in a step that also decodes: a smaller value makes decoding steadier while "
-        "prompts are computed, and delays those prompts' first tokens. If it is below max_num_batched_tokens, prompts "
-        "get at most half of their tokens at a time. 0 is 128 on a CPU, max_num_batched_tokens on a GPU.",
+        "prompts are computed, and delays those prompts' first tokens. If it is below max_num_batched_tokens, a prompt "
+        "takes at least four such steps, unless it is short. 0 is 128 on a CPU, max_num_batched_tokens on a GPU.",
     )
     stream_interval: float = Field(
         default=0.008,

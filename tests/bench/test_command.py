@@ -104,9 +104,7 @@ def test_settings_that_contradict_each_other_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_tokenizer_is_named_with_the_remedy(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_tokenizer_is_named_with_the_remedy(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(["latency", "--url", url, "--tokenizer", "/no/such/model"]) == 1
     errors = capsys.readouterr().err
     assert "--tokenizer: no tokenizer at '/no/such/model'" in errors

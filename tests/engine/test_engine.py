@@ -58,21 +58,30 @@ def test_beside_decodes_a_prompt_gets_a_smaller_chunk(num_decodes: int, largest_
 
 
 @pytest.mark.parametrize(
-    ("length", "chunks"), [(10, [10]), (16, [16]), (24, [16, 8]), (50, [25, 25]), (90, [38, 38, 14])]
+    ("num_decodes", "length", "chunks"),
+    [
+        (2, 10, [10]),
+        (2, 16, [16]),
+        (2, 24, [16, 8]),
+        (2, 80, [20, 20, 20, 20]),
+        (2, 170, [38, 38, 38, 38, 18]),
+        (17, 40, [17, 17, 6]),
+    ],
 )
-def test_beside_decodes_a_prompt_takes_two_steps_at_least_unless_it_is_very_short(
-    length: int, chunks: list[int]
+def test_beside_decodes_a_prompt_takes_four_steps_at_least_unless_it_is_short(
+    num_decodes: int, length: int, chunks: list[int]
 ) -> None:
-    harness = Harness(max_num_batched_tokens=64, max_num_mixed_tokens=40)
-    for index in range(2):
-        harness.engine.add(request(f"decode {index}", prompt_of(4, index), 12))
+    """Short is a prompt of few tokens, or beside as many decodes."""
+    harness = Harness(max_num_seqs=20, max_num_batched_tokens=64, max_num_mixed_tokens=40)
+    for index in range(num_decodes):
+        harness.engine.add(request(f"decode {index}", prompt_of(3, index), 12))
     harness.step()
     harness.engine.add(request("prompt", prompt_of(length, 7), 2))
     sizes: list[int] = []
     while "prompt" not in {request_id for request_id, _ in harness.tokens}:
         before = harness.runner.num_computed_tokens
         harness.step()
-        sizes.append(harness.runner.num_computed_tokens - before - 2)
+        sizes.append(harness.runner.num_computed_tokens - before - num_decodes)
     assert sizes == chunks
     harness.run()
     assert harness.tokens["prompt", 0] == expected_output(prompt_of(length, 7), 2)
