@@ -189,8 +189,8 @@ class Scheduler:
     def _budget(self, going_on: list[Sequence], num_decodes: int) -> int:
         """Returns the most tokens of a step with `num_decodes` decodes among the sequences `going_on`. If such steps
         are to be short, the first prompt takes at least `MIXED_PARTS` of them, since a short prompt would otherwise
-        make one step long in place of several less so. Prompts get as many tokens as decodes, and never fewer than
-        `SMALLEST_CHUNK`."""
+        make one step long in place of several less so. But prompts get as many tokens as decodes if the limit allows
+        it, and never fewer than `SMALLEST_CHUNK`."""
         most, mixed = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
         if num_decodes == 0 or mixed is None or mixed >= most:
             return most
