@@ -71,7 +71,7 @@ def test_beside_decodes_a_prompt_gets_a_smaller_chunk(num_decodes: int, largest_
 def test_beside_decodes_a_prompt_takes_four_steps_at_least_unless_it_is_short(
     num_decodes: int, length: int, chunks: list[int]
 ) -> None:
-    """Short is a prompt of few tokens, or beside as many decodes."""
+    """A prompt is short if it has few tokens, or not many more than there are decodes."""
     harness = Harness(max_num_seqs=20, max_num_batched_tokens=64, max_num_mixed_tokens=40)
     for index in range(num_decodes):
         harness.engine.add(request(f"decode {index}", prompt_of(3, index), 12))
@@ -85,6 +85,26 @@ def test_beside_decodes_a_prompt_takes_four_steps_at_least_unless_it_is_short(
     assert sizes == chunks
     harness.run()
     assert harness.tokens["prompt", 0] == expected_output(prompt_of(length, 7), 2)
+    harness.engine.check_idle()
+
+
+def test_beside_decodes_chunks_do_not_grow_with_the_number_of_prompts_that_wait() -> None:
+    harness = Harness(max_num_batched_tokens=64, max_num_mixed_tokens=40)
+    harness.engine.add(request("decode", prompt_of(3), 30))
+    harness.step()
+    prompts = {f"prompt {index}": prompt_of(80, index + 1) for index in range(3)}
+    for request_id, prompt in prompts.items():
+        harness.engine.add(request(request_id, prompt, 1))
+    sizes: list[int] = []
+    while len(harness.finished) < len(prompts):
+        before = harness.runner.num_computed_tokens
+        harness.step()
+        sizes.append(harness.runner.num_computed_tokens - before - 1)
+    assert sizes == [20] * 12
+    assert list(harness.finished)[:3] == [(request_id, 0) for request_id in prompts]
+    harness.run()
+    for request_id, prompt in prompts.items():
+        assert harness.tokens[request_id, 0] == expected_output(prompt, 1)
     harness.engine.check_idle()
 
 
