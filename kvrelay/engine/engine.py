@@ -24,7 +24,6 @@ from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.in_flight import StepInFlight, StepsInFlight
 from kvrelay.engine.leases import Leases
 from kvrelay.engine.plan import ModelRunnerOutput, SequenceResult
-from kvrelay.engine.prefill_meter import PrefillMeter
 from kvrelay.engine.request import (
     Admission,
     EngineLoad,
@@ -39,6 +38,7 @@ from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampling.sampler import SampledToken
 from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
+from kvrelay.engine.step_costs import StepCosts
 
 
 class Engine:
@@ -81,12 +81,12 @@ class Engine:
             publish_hits=publish_hits,
         )
         self._leases = Leases(pool, self._names, self._changes)
-        self._scheduler = Scheduler(config, pool, self._in_flight, on_preempt=self._leases.restart)
+        self._costs = StepCosts()
+        self._scheduler = Scheduler(config, pool, self._in_flight, self._costs, on_preempt=self._leases.restart)
         self._sequences: dict[str, list[Sequence]] = {}
         self._num_arrived = 0
         self._num_steps = 0
         self._collected_at = 0.0
-        self._prefill = PrefillMeter()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class Engine:
         finally:
             self._changes.load |= self._in_flight.end(step)  # the last report of an idle node must count them as free
         now = self._clock.now()
-        self._prefill.count(step.plan, now - max(step.launched_at, self._collected_at))
+        self._costs.count(step.plan, now - max(step.launched_at, self._collected_at))
         self._collected_at = now
         self._update(step, output)
 
@@ -371,8 +371,8 @@ class Engine:
             num_leases=len(self._leases),
             num_steps=self._num_steps,
             num_lent_steps=self.threads.num_lent_steps,
-            num_prefilled_tokens=self._prefill.num_tokens,
-            prefill_seconds=self._prefill.seconds,
+            num_prefilled_tokens=self._costs.num_prompt_tokens,
+            prefill_seconds=self._costs.prompt_seconds,
         )
 
     def _receiving(self, request_id: str) -> Sequence | None:

@@ -60,7 +60,8 @@ class EngineOptions:
 
     def sized_for(self, device: torch.device) -> Self:
         """Returns these options with the limits of a step chosen where they were left to kvrelay: few tokens keep a
-        CPU busy, a GPU needs many. Raises ConfigurationError for a step too small to be of use."""
+        CPU busy, a GPU needs many. `max_num_mixed_tokens` stays 0 on a CPU, where the scheduler decides by what steps
+        have cost. Raises ConfigurationError for a step too small to be of use."""
         if 0 < self.max_num_batched_tokens < _SMALLEST_STEP:
             raise ConfigurationError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than {_SMALLEST_STEP}; raise it, or "
@@ -72,7 +73,7 @@ class EngineOptions:
             self,
             max_num_seqs=self.max_num_seqs or (64 if on_cpu else 256),
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_mixed_tokens=self.max_num_mixed_tokens or (128 if on_cpu else max_num_batched_tokens),
+            max_num_mixed_tokens=self.max_num_mixed_tokens or (0 if on_cpu else max_num_batched_tokens),
         )
 
 

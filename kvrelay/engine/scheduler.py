@@ -21,17 +21,19 @@ from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutpu
 from kvrelay.engine.sampling.penalties import reads_tokens
 from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sequence import Sequence, SequenceState
+from kvrelay.engine.step_costs import StepCosts
 
 SMALLEST_CHUNK = 16  # the least room for prompt tokens in a step, whatever else it computes
 MIXED_PARTS = 4  # the least number of steps that a prompt takes beside decodes where such steps are to be short
+MIXED_TOKENS = 128  # the most tokens of a step that also decodes if neither a limit is given nor more are cheap
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The limits of a scheduler. `max_num_batched_tokens` is the most tokens of a step, `max_num_mixed_tokens` those of
-    a step that also decodes (None: the same), `max_num_seqs` the most sequences running at a time. The policy `fcfs`
-    ignores the priority of requests; with `priority` lower values go first, and among equals the one that came
-    first."""
+    a step that also decodes (None: the same; 0: `MIXED_TOKENS`, or as many as are cheap by what steps have cost), and
+    `max_num_seqs` the most sequences running at a time. The policy `fcfs` ignores the priority of requests; with
+    `priority` lower values go first, and among equals the one that came first."""
 
     block_size: int
     max_num_seqs: int = 256
@@ -74,18 +76,20 @@ class Scheduler:
 
     Only receiving and running sequences hold blocks. Blocks can therefore always be taken from a running sequence, or
     will be released by a receiving one. `on_preempt` is called with a sequence that has just lost its blocks, and must
-    release whatever else keeps them."""
+    release whatever else keeps them. `costs` are of the steps that were planned here."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         pool: BlockPool,
         in_flight: StepsInFlight,
+        costs: StepCosts,
         *,
         on_preempt: Callable[[Sequence], None],
     ) -> None:
         self.config = config
         self._in_flight = in_flight
+        self._costs = costs
         self._on_preempt = on_preempt
         self.num_preemptions = 0
         self.reserving = SequenceQueue()
@@ -190,14 +194,16 @@ class Scheduler:
         """Returns the most tokens of a step with `num_decodes` decodes among the sequences `going_on`. If such steps
         are to be short, the first prompt takes at least `MIXED_PARTS` of them, since a short prompt would otherwise
         make one step long in place of several less so. But prompts get as many tokens as decodes if the limit allows
-        it, and never fewer than `SMALLEST_CHUNK`."""
-        most, mixed = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
-        if num_decodes == 0 or mixed is None or mixed >= most:
+        it, as many as are cheap if no limit was given, and never fewer than `SMALLEST_CHUNK`."""
+        most, limit = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
+        if num_decodes == 0 or limit is None or limit >= most:
             return most
         prompts = (sequence for sequence in chain(going_on, self.waiting) if sequence.num_missing_tokens > 1)
         first = next(prompts, None)
         part = 0 if first is None else -(-first.num_given_tokens // MIXED_PARTS)
-        return min(most, max(min(mixed, num_decodes + max(part, num_decodes)), num_decodes + SMALLEST_CHUNK))
+        short = min(limit or MIXED_TOKENS, num_decodes + max(part, num_decodes))
+        cheap = 0 if limit else self._costs.num_cheap_tokens()
+        return min(most, max(short, num_decodes + max(cheap, SMALLEST_CHUNK)))
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         while self.waiting and budget > 0 and self._has_room_for(self.waiting.peek()):

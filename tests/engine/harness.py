@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.clock import Clock
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.cpu.step_threads import StepThreads
@@ -29,7 +30,7 @@ class Harness:
         num_blocks: int = 64,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 64,
-        max_num_mixed_tokens: int = 64,
+        max_num_mixed_tokens: int | None = None,
         publish: bool = False,
         publish_hits: bool = False,
         policy: str = "fcfs",
@@ -37,6 +38,7 @@ class Harness:
         run_ahead: bool = False,
         threads: StepThreads | None = None,
         wrap: Callable[[Runner], Runner] = lambda runner: runner,
+        clock: Clock | None = None,
     ) -> None:
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.late = LateRunner(self.runner)
@@ -59,6 +61,7 @@ class Harness:
             publish_hits=publish_hits,
             run_ahead=run_ahead,
             threads=threads,
+            clock=clock,
         )
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[str, int], FinishReason] = {}

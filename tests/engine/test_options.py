@@ -12,7 +12,7 @@ from kvrelay.engine.options import EngineOptions
 from kvrelay.node.settings import NodeSettings
 
 
-@pytest.mark.parametrize(("device", "limits"), [("cpu", (64, 512, 128)), ("cuda", (256, 2048, 2048))])
+@pytest.mark.parametrize(("device", "limits"), [("cpu", (64, 512, 0)), ("cuda", (256, 2048, 2048))])
 def test_a_gpu_gets_larger_steps(device: str, limits: tuple[int, int, int]) -> None:
     sized = EngineOptions("m").sized_for(torch.device(device))
     assert (sized.max_num_seqs, sized.max_num_batched_tokens, sized.max_num_mixed_tokens) == limits

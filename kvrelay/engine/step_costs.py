@@ -1,0 +1,49 @@
+"""What steps have cost: sums of the prompt tokens they computed, from which readers get rates, and averages of how long
+steps take that only decode and how much longer a prompt token makes one.
+
+By the averages the scheduler knows how many prompt tokens are cheap beside decodes. That differs by a factor of ten
+between processors that read the same weights in the same time, and it changes with the cores that a node is lent.
+"""
+
+from kvrelay.engine.plan import SchedulerOutput
+
+LEAST_PROMPT_TOKENS = 16  # fewer say little about the cost of one
+UNNOTICED_SECONDS = 0.010  # what a step may take longer even if decoding alone takes less
+_NEWEST_WEIGHT = 1 / 8
+
+
+class StepCosts:
+    """The costs of one engine's steps. `num_prompt_tokens` and `prompt_seconds` are sums since its start: the tokens,
+    and the time of all steps that computed some."""
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+        self.prompt_seconds = 0.0
+        # Moving averages in seconds; None before the first step of the kind.
+        self._decode: float | None = None
+        self._prompt_token: float | None = None
+
+    def count(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Adds a step that took `seconds`. In the sums, a step that also decodes counts in full, because its prompt
+        tokens took that long. In the averages, what a step takes without them, above all to read the weights, is
+        assumed to be what steps take that only decode."""
+        num_tokens = sum(entry.num_scheduled_tokens for entry in plan.scheduled if entry.num_scheduled_tokens > 1)
+        if num_tokens == 0:
+            self._decode = _averaged(self._decode, seconds)
+            return
+        self.num_prompt_tokens += num_tokens
+        self.prompt_seconds += seconds
+        if num_tokens >= LEAST_PROMPT_TOKENS and self._decode is not None:
+            longer = max(0.0, seconds - self._decode)
+            self._prompt_token = _averaged(self._prompt_token, longer / num_tokens)
+
+    def num_cheap_tokens(self) -> int:
+        """Returns how many prompt tokens make a step that decodes twice as long at most, or `UNNOTICED_SECONDS` longer;
+        0 as long as that is unknown."""
+        if self._decode is None or not self._prompt_token:
+            return 0
+        return int(max(self._decode, UNNOTICED_SECONDS) / self._prompt_token)
+
+
+def _averaged(average: float | None, newest: float) -> float:
+    return newest if average is None else average + _NEWEST_WEIGHT * (newest - average)

@@ -1,0 +1,132 @@
+"""What steps have cost, and the chunks that prompts get beside decodes because of it."""
+
+import pytest
+
+from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
+from kvrelay.engine.runner import LaunchedStep, Runner
+from kvrelay.engine.scheduler import MIXED_TOKENS
+from kvrelay.engine.step_costs import StepCosts
+from tests.engine.fake_runner import expected_output
+from tests.engine.harness import Harness, prompt_of, request
+from tests.manual_clock import ManualClock
+
+
+def step(*counts: int) -> SchedulerOutput:
+    """A step that computes so many tokens of its sequences."""
+    entries = (ScheduledSequence(tuple(range(count)), 0, [], rows=()) for count in counts)
+    return SchedulerOutput(tuple(entries), ())
+
+
+def test_nothing_is_cheap_before_a_prompt_has_followed_a_decode() -> None:
+    costs = StepCosts()
+    costs.count(step(100), 0.060)
+    assert costs.num_cheap_tokens() == 0
+    costs.count(step(1, 1), 0.030)
+    assert costs.num_cheap_tokens() == 0
+    costs.count(step(1, 1, 100), 0.060)
+    assert costs.num_cheap_tokens() == 100
+
+
+def test_prompt_tokens_cost_what_a_step_takes_longer_than_one_that_only_decodes() -> None:
+    costs = StepCosts()
+    costs.count(step(1), 0.030)
+    costs.count(step(200), 0.080)  # reads the weights as well
+    assert costs.num_cheap_tokens() == 120
+
+
+@pytest.mark.parametrize(("decode", "cheap"), [(0.001, 100), (0.010, 100), (0.040, 400)])
+def test_ten_milliseconds_more_go_unnoticed(decode: float, cheap: int) -> None:
+    costs = StepCosts()
+    costs.count(step(1), decode)
+    costs.count(step(100), decode + 0.010)
+    assert costs.num_cheap_tokens() == pytest.approx(cheap, abs=1)
+
+
+def test_steps_of_few_prompt_tokens_say_nothing_about_the_cost_of_one() -> None:
+    costs = StepCosts()
+    costs.count(step(1), 0.030)
+    costs.count(step(1, 15), 0.090)
+    assert costs.num_cheap_tokens() == 0
+
+
+def test_a_step_faster_than_decoding_makes_no_token_free() -> None:
+    costs = StepCosts()
+    costs.count(step(1), 0.030)
+    costs.count(step(64), 0.020)
+    assert costs.num_cheap_tokens() == 0
+
+
+def test_averages_follow_what_steps_cost_now() -> None:
+    costs = StepCosts()
+    costs.count(step(1), 0.030)
+    costs.count(step(1, 100), 0.060)
+    costs.count(step(1, 100), 0.130)  # once is hardly anything
+    assert 70 < costs.num_cheap_tokens() < 100
+    for _ in range(60):
+        costs.count(step(1, 100), 0.330)
+    assert costs.num_cheap_tokens() == 10
+
+
+def test_sums_are_of_all_steps_that_compute_prompts() -> None:
+    costs = StepCosts()
+    costs.count(step(1, 1), 0.030)
+    costs.count(step(1, 5), 0.040)
+    costs.count(step(30, 20), 0.050)
+    assert costs.num_prompt_tokens == 55
+    assert costs.prompt_seconds == pytest.approx(0.090)
+
+
+class TimedRunner:
+    """A runner whose steps take the time that they would take on some machine."""
+
+    def __init__(self, runner: Runner, clock: ManualClock, *, decode: float, prompt_token: float) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._decode = decode
+        self._prompt_token = prompt_token
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        counts = [entry.num_scheduled_tokens for entry in plan.scheduled]
+        self._clock.seconds += self._decode + self._prompt_token * sum(count for count in counts if count > 1)
+        return self._runner.launch(plan)
+
+
+@pytest.mark.parametrize(
+    ("decode", "prompt_token", "limit", "length", "chunks"),
+    [
+        (0.030, 0.00200, 0, 400, [100, 100, 100, 100]),  # 15 tokens are cheap: a quarter of the prompt
+        (0.030, 0.00200, 0, 600, [MIXED_TOKENS - 1] * 4 + [92]),
+        (0.030, 0.00024, 0, 400, [125, 125, 125, 25]),
+        (0.030, 0.00010, 0, 400, [300, 100]),
+        (0.001, 0.00001, 0, 400, [400]),  # a thousand
+        (0.001, 0.00001, 100, 400, [99, 99, 99, 99, 4]),
+        (0.001, 0.00001, None, 400, [400]),
+    ],
+)
+def test_beside_decodes_a_prompt_gets_at_least_the_tokens_that_are_cheap_unless_a_limit_is_given(
+    decode: float, prompt_token: float, limit: int | None, length: int, chunks: list[int]
+) -> None:
+    clock = ManualClock()
+    harness = Harness(
+        num_blocks=128,
+        max_num_batched_tokens=512,
+        max_num_mixed_tokens=limit,
+        wrap=lambda runner: TimedRunner(runner, clock, decode=decode, prompt_token=prompt_token),
+        clock=clock,
+    )
+    harness.engine.add(request("decode", prompt_of(40), 20))
+    harness.step()
+    harness.step()
+    harness.engine.add(request("before", prompt_of(40, 2), 1))
+    while ("before", 0) not in harness.finished:
+        harness.step()
+    harness.engine.add(request("prompt", prompt_of(length, 1), 2))
+    sizes: list[int] = []
+    while "prompt" not in {request_id for request_id, _ in harness.tokens}:
+        before = harness.runner.num_computed_tokens
+        harness.step()
+        sizes.append(harness.runner.num_computed_tokens - before - 1)
+    assert sizes == chunks
+    harness.run()
+    assert harness.tokens["prompt", 0] == expected_output(prompt_of(length, 1), 2)
+    harness.engine.check_idle()
