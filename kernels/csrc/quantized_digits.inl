@@ -94,6 +94,9 @@ INLINE __m512i quad_of(const std::int8_t* digits) {
 // Bytes from the weights in use to those asked for. The processor's own prefetching ends at every page, this does not. Memory's latency
 // is up to a page of codes: a few cycles are enough for a line of them.
 inline constexpr int kDigitsAhead = 4096;
+// The cache they are asked into, as prefetches number them: the second one on Intel's processors, whose nearest one waits for few lines at
+// a time.
+inline constexpr int kDigitsCache = PAGED_AMX ? 2 : 3;
 // Rows that share each weight that is loaded; two panels share each digit that is. More sums than these do not fit the registers.
 inline constexpr int kMostDigitRows = 4;
 
@@ -139,7 +142,7 @@ static void multiply_quads(const QuantizedCall& call, std::int64_t panel, DigitB
       for (int p = 0; p < kPanels; ++p) {
         const std::uint8_t* lines = weights + p * panel_bytes;
         for (int q = 0; q < kQuads; q += 8 / kBits, lines += 64) {
-          __builtin_prefetch(lines + ahead[p], 0, kRows == kMostDigitRows ? 2 : 3);
+          __builtin_prefetch(lines + ahead[p], 0, kRows == kMostDigitRows ? 2 : kDigitsCache);
           const __m512i line = _mm512_loadu_si512(lines);
           if constexpr (kBits == 8) {
             quads[p][q] = line;
