@@ -68,6 +68,12 @@ class Harness:
         self.results: list[StepResult] = []
         self.finish_order: list[str] = []
 
+    def count_step(self) -> int:
+        """Steps, and returns how many tokens that computed."""
+        before = self.runner.num_computed_tokens
+        self.step()
+        return self.runner.num_computed_tokens - before
+
     def step(self) -> bool:
         result, busy = self.engine.step()
         if result is not None:

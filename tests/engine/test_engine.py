@@ -48,9 +48,8 @@ def test_beside_decodes_a_prompt_gets_a_smaller_chunk(num_decodes: int, largest_
     harness.engine.add(request("long", prompt_of(300), 1))
     sizes: dict[bool, list[int]] = {True: [], False: []}  # by whether somebody decodes
     while len(harness.finished) <= num_decodes:
-        before, decoding = harness.runner.num_computed_tokens, len(harness.finished) < num_decodes
-        harness.step()
-        sizes[decoding].append(harness.runner.num_computed_tokens - before)
+        decoding = len(harness.finished) < num_decodes
+        sizes[decoding].append(harness.count_step())
     assert sizes[True] == [largest_mixed] * 5
     assert set(sizes[False][:-1]) == {48}
     assert harness.tokens["long", 0] == expected_output(prompt_of(300), 1)
@@ -79,9 +78,7 @@ def test_beside_decodes_a_prompt_takes_four_steps_at_least_unless_it_is_short(
     harness.engine.add(request("prompt", prompt_of(length, 7), 2))
     sizes: list[int] = []
     while "prompt" not in {request_id for request_id, _ in harness.tokens}:
-        before = harness.runner.num_computed_tokens
-        harness.step()
-        sizes.append(harness.runner.num_computed_tokens - before - num_decodes)
+        sizes.append(harness.count_step() - num_decodes)
     assert sizes == chunks
     harness.run()
     assert harness.tokens["prompt", 0] == expected_output(prompt_of(length, 7), 2)
@@ -97,9 +94,7 @@ def test_beside_decodes_chunks_do_not_grow_with_the_number_of_prompts_that_wait(
         harness.engine.add(request(request_id, prompt, 1))
     sizes: list[int] = []
     while len(harness.finished) < len(prompts):
-        before = harness.runner.num_computed_tokens
-        harness.step()
-        sizes.append(harness.runner.num_computed_tokens - before - 1)
+        sizes.append(harness.count_step() - 1)
     assert sizes == [20] * 12
     assert list(harness.finished)[:3] == [(request_id, 0) for request_id in prompts]
     harness.run()
