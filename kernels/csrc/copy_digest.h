@@ -14,7 +14,7 @@ inline constexpr std::int64_t kStripeBytes = 64;
 inline constexpr std::int64_t kShortestRow = 256;
 inline constexpr std::int64_t kDigestBytes = 16;
 
-// Whether the processor has the instructions (AVX-512) with which this is faster than a copy and the library's digest after it.
+// Whether the processor has the instructions (AVX2 or AVX-512) with which this is faster than a copy and the library's digest after it.
 bool can_copy_rows();
 
 // Needs can_copy_rows(). `digest` gets the canonical (big-endian) form. Stores go past the caches: whoever reads the copy does so later.

@@ -135,10 +135,12 @@ struct QuantizedCall {
   const void* bias;  // [num_outputs], or null
   void* out;         // [num_rows, num_outputs], half of them where the call is gated; of `dequantize_panels`: [num_outputs, num_inputs]
   bool gated;        // as in a PackedCall, which such a call becomes
-  // What `prepare_rows` makes of x, with rows of padded_inputs(). Either `wide`, or digits: x = scale * (256 * high + low), where
-  // each group of a row has its own scale. `offsets` is what the weights' offset adds to an integer dot product; where there are
-  // zeros, what each unit of them adds. How digits lie is the kernels' own business; there is room for whole tiles of sixteen rows.
+  // What `prepare_rows` makes of x, with rows of padded_inputs(). Either `wide`, or whole numbers, of which each group of a row has its
+  // own scale: x = scale * words, or in two digits, in the same memory, x = scale * (256 * high + low). `offsets` is what the weights'
+  // offset adds to an integer dot product; where there are zeros, what each unit of them adds. How whole numbers lie is the kernels' own
+  // business; there is room for whole tiles of sixteen rows.
   float* wide;
+  std::int16_t* words;
   std::int8_t* high;
   std::int8_t* low;
   float* input_scales;    // [num_rows, num_groups]
@@ -154,8 +156,6 @@ inline constexpr std::int64_t kPackedInputs = 32;  // inputs are padded to a mul
 // The least number of rows for which a matrix unit is used, where there is one.
 inline constexpr std::int64_t kMinPackedTileRows = 4;
 
-// Inputs of a panel that stay in the nearest cache, at most, while many rows go by.
-inline constexpr std::int64_t kPackedPartInputs = 512;
 // Sums of many rows, kept between two parts of the inputs and until they are stored.
 inline constexpr std::size_t packed_scratch_floats(std::int64_t num_rows, std::int64_t num_panels) {
   return static_cast<std::size_t>((num_rows + 31) / 32 * 32 * num_panels * kPackedOutputs);
@@ -190,7 +190,7 @@ struct PackedCall {
 
 struct KernelTable {
   const char* name;
-  bool integer_inputs;  // of quantised products, unless x is float32: digits instead of `wide`
+  bool integer_inputs;  // of quantised products, unless x is float32: whole numbers instead of `wide`
   // The first tile of the item that is `following` on the same thread is asked for ahead; null: not known.
   void (*attend[kNumDTypes])(const AttentionCall&, const AttentionItem&, const AttentionItem* following, float* scratch);
   // Indexed by the dtype of the queries.

@@ -2,11 +2,16 @@
 // while all rows go by. Between two parts sums lie in scratch memory as they are, so that every result is to the bit that of
 // `multiply_packed` for few rows.
 
+// Inputs of a part, at most. 512 of a panel would fill a cache of 32 KiB, with no room for rows; processors with a matrix unit have larger
+// ones.
+inline constexpr std::int64_t kPackedPartInputs = PAGED_AMX ? 512 : 448;
+
 #include "pending_rows.inl"
 #if PAGED_AMX
 #include "packed_part_amx.inl"
 #elif PAGED_BF16_DOT
 inline constexpr int kManyRowsBlock = kMostPartRows;
+inline constexpr int kPartPasses = 1;
 
 // Rows `rows` of x with `steps` times 32 inputs of a panel, added to `from` (null: to zeros).
 static void multiply_block(const PackedCall& call, RowSpan rows, std::int64_t input, const std::uint8_t* weights, std::int64_t steps,
@@ -65,7 +70,8 @@ static void multiply_packed_group(const PackedCall& call, RowSpan rows, RowSpan 
     const bool is_last = input + depth == inputs;
     const std::int64_t all_steps = num_blocks * steps;
     const std::int64_t quarter = steps * kPackedOutputs * kPackedInputs * 2 / 4;
-    const auto lines_per_step = static_cast<int>((quarter / 64 + all_steps - 1) / all_steps);
+    const std::int64_t asking_steps = all_steps * kPartPasses;
+    const auto lines_per_step = static_cast<int>((quarter / 64 + asking_steps - 1) / asking_steps);
     // The pending rows are those of one panel. They are stored during all turns of a gated call, or those of the last part otherwise.
     const std::int64_t until_next = all_steps * num_sides * (num_turns == num_sides ? num_parts : 1);
     const auto rows_per_step = static_cast<int>((num_rows + until_next - 1) / until_next);
@@ -75,7 +81,7 @@ static void multiply_packed_group(const PackedCall& call, RowSpan rows, RowSpan 
       float* sums = ring.at(index);
       for (std::int64_t block = 0; block < num_blocks; ++block) {
         const RowSpan block_rows{rows.begin + blocks.first(block), rows.begin + blocks.first(block + 1)};
-        const std::int64_t asked = block * steps * lines_per_step * 64;
+        const std::int64_t asked = block * steps * kPartPasses * lines_per_step * 64;
         const BesideProducts beside{{next + asked, quarter, asked < quarter ? lines_per_step : 0}, rows_per_step, &pending};
         float* to = sums + blocks.first(block) * kPackedOutputs;
         multiply_many_part(call, block_rows, input, weights, steps, input == 0 ? nullptr : to, to, beside);

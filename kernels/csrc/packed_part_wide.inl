@@ -2,6 +2,7 @@
 // widen, a pair of vectors of weights, is shared by all rows of the block.
 
 inline constexpr int kWideRegs = 2;
+inline constexpr int kPartPasses = kPackedRegs / kWideRegs;  // of a block through a panel's part
 inline constexpr int kManyRowsBlock = kPackedRegs == 2 ? 12 : 6;
 
 INLINE Reg splat_float(const std::uint8_t* source) {
@@ -10,10 +11,11 @@ INLINE Reg splat_float(const std::uint8_t* source) {
   return splat(value);
 }
 
-// kRows rows with kWideRegs vectors of a panel's outputs. Of each pair the first input, then the other: the order of `add_pairs`.
+// kRows rows with kWideRegs vectors of a panel's outputs. Of each pair the first input, then the other: the order of `add_pairs`. Not
+// inlined: among two passes GCC 12 finds too few registers for the sums.
 template <int kRows>
-static void multiply_wide_rows(const float* x, std::int64_t x_stride, const std::uint8_t* weights, std::int64_t steps, const float* from,
-                               float* to, AskAhead ask) {
+__attribute__((noinline)) static void multiply_wide_rows(const float* x, std::int64_t x_stride, const std::uint8_t* weights,
+                                                         std::int64_t steps, const float* from, float* to, AskAhead ask) {
   const RowPointers<kRows> rows(x, x_stride);
   Reg sums[kRows][kWideRegs];
   // Unrolled, so that sums stay in registers: GCC 12 would store all of them in every turn of the products.
@@ -44,11 +46,12 @@ static void multiply_wide_rows(const float* x, std::int64_t x_stride, const std:
 
 template <int kRows = kManyRowsBlock>
 static void multiply_wide_block(std::int64_t num_rows, const float* x, std::int64_t x_stride, const std::uint8_t* weights,
-                                std::int64_t steps, const float* from, float* to, const AskAhead& ask) {
+                                std::int64_t steps, const float* from, float* to, AskAhead ask) {
   if (num_rows == kRows) {
-    multiply_wide_rows<kRows>(x, x_stride, weights, steps, from, to, ask);
-    for (int at = kWideRegs * kWidth; at < kPackedOutputs; at += kWideRegs * kWidth)
-      multiply_wide_rows<kRows>(x, x_stride, weights + 4 * at, steps, from == nullptr ? nullptr : from + at, to + at, {});
+    for (int at = 0; at < kPackedOutputs; at += kWideRegs * kWidth) {
+      multiply_wide_rows<kRows>(x, x_stride, weights + 4 * at, steps, from == nullptr ? nullptr : from + at, to + at, ask);
+      ask.ahead += steps * ask.lines * 64;
+    }
   } else if constexpr (kRows > 1) {
     multiply_wide_block<kRows - 1>(num_rows, x, x_stride, weights, steps, from, to, ask);
   }

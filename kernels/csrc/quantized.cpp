@@ -92,11 +92,12 @@ thread_local Scratch prepared_scratch;
 thread_local Scratch widened_scratch;
 
 // Room for what `prepare_rows` makes of x.
-void take_prepared(QuantizedCall& call, bool digits) {
+void take_prepared(QuantizedCall& call, bool integers) {
   const std::int64_t elements = (call.num_rows + kRowTile - 1) / kRowTile * kRowTile * call.padded_inputs();
   const std::int64_t slots = call.num_rows * call.num_groups;
-  if (digits) {
+  if (integers) {
     float* memory = prepared_scratch.floats(static_cast<std::size_t>(elements / 2 + 2 * slots));
+    call.words = reinterpret_cast<std::int16_t*>(memory);
     call.high = reinterpret_cast<std::int8_t*>(memory);
     call.low = call.high + elements;
     call.input_scales = memory + elements / 2;

@@ -1,7 +1,7 @@
 // Products in integers: x as two signed digits of 8 bits (x = scale * (256 * high + low)), weights as they are stored, unsigned. Exact
 // until a group's sum is scaled: |sum| < 2^15 * 2^8 * 128 inputs fits 32 bits, and so does what zeros take off.
 
-inline constexpr float kLargestDigits = 32639.0f;  // 127 * 256 + 127
+inline constexpr float kLargestWhole = 32639.0f;  // 127 * 256 + 127
 
 #if PAGED_AMX
 inline constexpr std::int64_t kMinTileRows = 4;  // fewer are faster without a matrix unit
@@ -25,26 +25,13 @@ INLINE DigitsOfRow digits_of_row(const QuantizedCall& call, std::int64_t row) {
   return {row * call.padded_inputs(), 64};
 }
 
+// Stores a group of x as digits; returns their sum.
 template <class T>
-static void prepare_group(const QuantizedCall& call, const T* x, int count, std::int64_t row, std::int64_t group) {
-  Reg largest = splat(0.0f);
-  Reg nan = splat(0.0f);
-  for (int i = 0; i < count; i += kWidth) {
-    const Reg value = count - i < kWidth ? load_n(x + i, count - i) : load(x + i);
-    largest = max(largest, _mm512_abs_ps(value));
-    nan = fma(value, splat(0.0f), nan);  // NaN for infinities and NaNs
-  }
-  const float limit = maximum(largest);
-  const float poison = sum(nan);
-  constexpr float kSmallest = 1e-30f;  // below it the inverse would not be finite
-  const bool usable = limit > kSmallest && poison == 0.0f;
-  const Reg inverse = splat(usable ? kLargestDigits / limit : 0.0f);
+static std::int32_t prepare_whole(const QuantizedCall& call, const T* x, int count, float inverse, std::int64_t row, std::int64_t group) {
   const DigitsOfRow digits_of = digits_of_row(call, row);
   __m512i total = _mm512_setzero_si512();
   for (int i = 0; i < call.group_size; i += kWidth) {
-    const int left = count - i;
-    const Reg value = left >= kWidth ? load(x + i) : left > 0 ? load_n(x + i, left) : splat(0.0f);
-    const __m512i digits = usable ? _mm512_cvtps_epi32(mul(value, inverse)) : _mm512_setzero_si512();
+    const __m512i digits = inverse == 0.0f ? _mm512_setzero_si512() : _mm512_cvtps_epi32(mul(load_padded(x + i, count - i), splat(inverse)));
     const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(digits, 24), 24);
     const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(digits, low), 8);
     const std::int64_t input = group * call.group_size + i;
@@ -53,18 +40,7 @@ static void prepare_group(const QuantizedCall& call, const T* x, int count, std:
     _mm_storeu_si128(reinterpret_cast<__m128i*>(call.low + at), _mm512_cvtepi32_epi8(low));
     total = _mm512_add_epi32(total, digits);
   }
-  const std::int64_t slot = row * call.num_groups + group;
-  call.input_scales[slot] = poison != poison ? poison : usable ? limit / kLargestDigits : 0.0f;
-  call.offsets[slot] = _mm512_reduce_add_epi32(total) * (call.zeros != nullptr ? 1 : call.bits == 8 ? 128 : 8);
-}
-
-template <class T>
-static void prepare_digits(const QuantizedCall& call, const T* x, std::int64_t row) {
-  for (std::int64_t group = 0; group < call.num_groups; ++group) {
-    const std::int64_t begin = group * call.group_size;
-    const std::int64_t left = call.num_inputs - begin;
-    prepare_group(call, x + begin, left < call.group_size ? static_cast<int>(left) : call.group_size, row, group);
-  }
+  return _mm512_reduce_add_epi32(total);
 }
 
 // A group of a panel's weights: `zeros` are read only where the call has them.
@@ -206,7 +182,7 @@ static void multiply_digits_panels(const QuantizedCall& call, std::int64_t panel
 #endif
 
 template <class T, int kBits>
-static void multiply_digits(const QuantizedCall& call, RowSpan span) {
+static void multiply_integers(const QuantizedCall& call, RowSpan span) {
 #if PAGED_AMX
   if (in_tiles(call)) return multiply_tiles<T, kBits>(call, span);
 #endif

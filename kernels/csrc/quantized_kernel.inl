@@ -1,6 +1,6 @@
 // Products with packed weights of 8 or 4 bits; quantized.h has the format. Weights are widened in registers and every group's sum is
-// scaled by itself, so that nothing is rounded but the inputs' digits: 16 bits against the largest of their group, less than what
-// bfloat16 has lost already. Float32 inputs are used as they are.
+// scaled by itself, so that nothing is rounded but inputs that become integers: to 16 bits against the largest of their group, less than
+// what bfloat16 has lost already. Float32 inputs are used as they are.
 
 inline constexpr int kPanelRegs = kPanelOutputs / kWidth;
 
@@ -120,17 +120,17 @@ static void multiply_wide_panel(const QuantizedCall& call, std::int64_t panel) {
   if (row < call.num_rows) store_panel<T>(call, panel, row, multiply_wide<kBits, 1, kShifted>(call, panel, row));
 }
 
-#if PAGED_BYTE_DOT
-#include "quantized_digits.inl"
+#if PAGED_INTEGER_DOT
+#include "quantized_integers.inl"
 #endif
 
 template <class T>
 static void prepare_rows(const QuantizedCall& call, RowSpan span) {
   for (std::int64_t row = span.begin; row < span.end; ++row) {
     const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
-#if PAGED_BYTE_DOT
+#if PAGED_INTEGER_DOT
     if (call.wide == nullptr) {
-      prepare_digits(call, x, row);
+      prepare_integers(call, x, row);
       continue;
     }
 #endif
@@ -144,8 +144,8 @@ static void prepare_rows(const QuantizedCall& call, RowSpan span) {
 
 template <class T, int kBits>
 static void multiply_span(const QuantizedCall& call, RowSpan span) {
-#if PAGED_BYTE_DOT
-  if (call.wide == nullptr) return multiply_digits<T, kBits>(call, span);
+#if PAGED_INTEGER_DOT
+  if (call.wide == nullptr) return multiply_integers<T, kBits>(call, span);
 #endif
   for (std::int64_t panel = span.begin; panel < span.end; ++panel) {
     if (call.zeros == nullptr) {

@@ -2,6 +2,7 @@
 
 #define PAGED_BF16_DOT 0
 #define PAGED_BYTE_DOT 0
+#define PAGED_INTEGER_DOT 1
 #define PAGED_AMX 0
 #define INLINE static inline __attribute__((always_inline))
 
@@ -41,6 +42,7 @@ INLINE Reg sub(Reg a, Reg b) { return _mm256_sub_ps(a, b); }
 INLINE Reg mul(Reg a, Reg b) { return _mm256_mul_ps(a, b); }
 INLINE Reg div(Reg a, Reg b) { return _mm256_div_ps(a, b); }
 INLINE Reg fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE Reg magnitude(Reg a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 // A NaN in b is kept.
 INLINE Reg max(Reg a, Reg b) { return _mm256_max_ps(a, b); }
 INLINE float sum(Reg a) {

@@ -1,6 +1,7 @@
 // Vectors of sixteen floats: AVX-512 F, BW, DQ and VL, and with PAGED_BF16_DOT its bfloat16 dot products. Included inside a namespace,
 // under the matching target pragma; PAGED_BF16_DOT and PAGED_BYTE_DOT (VNNI) are set by the including file.
 
+#define PAGED_INTEGER_DOT PAGED_BYTE_DOT
 #define INLINE static inline __attribute__((always_inline))
 
 using Reg = __m512;
@@ -63,6 +64,7 @@ INLINE Reg reciprocal(Reg a) {
   const Reg estimate = _mm512_rcp14_ps(a);
   return _mm512_mul_ps(estimate, _mm512_fnmadd_ps(a, estimate, _mm512_set1_ps(2.0f)));
 }
+INLINE Reg magnitude(Reg a) { return _mm512_abs_ps(a); }
 // A NaN in b is kept.
 INLINE Reg max(Reg a, Reg b) { return _mm512_max_ps(a, b); }
 INLINE float sum(Reg a) { return _mm512_reduce_add_ps(a); }

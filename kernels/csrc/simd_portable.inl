@@ -2,6 +2,7 @@
 
 #define PAGED_BF16_DOT 0
 #define PAGED_BYTE_DOT 0
+#define PAGED_INTEGER_DOT 0
 #define PAGED_AMX 0
 #define INLINE static inline __attribute__((always_inline))
 

@@ -10,7 +10,7 @@ static std::int64_t widened_from([[maybe_unused]] const QuantizedCall& call) {
   return call.bits == 8 ? 112 : call.group_size == 128 ? 80 : 64;
 #elif PAGED_BYTE_DOT && PAGED_BF16_DOT
   return call.bits == 8 ? 96 : 64;  // two digits take as long as a bfloat16; with 4 bits groups are smaller
-#elif PAGED_BYTE_DOT
+#elif PAGED_INTEGER_DOT
   return INT64_MAX;  // nor do floats multiply faster
 #else
   return 32;  // every block of rows widens the weights by itself
