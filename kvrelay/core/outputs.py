@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from kvrelay.core.record import record
+
 
 class FinishReason(Enum):
     STOP = "stop"
@@ -23,7 +25,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TokenOutput:
     """New tokens of output `index` of a request, in order. If a token ended the output, it is `stop_token_id`, and the
     last of `token_ids`."""

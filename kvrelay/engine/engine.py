@@ -314,7 +314,7 @@ class Engine:
         for sibling in siblings:
             self.pool.acquire(sibling.block_table)
             self._scheduler.run(sibling)
-        sequence.index = tokens[0][0]
+        sequence.index = tokens[0][0]  # below its siblings', so that its place among the running ones stays
         branches = [sequence, *siblings]
         for branch, (_, token_id) in zip(branches, tokens, strict=True):
             branch.token_ids.append(token_id)

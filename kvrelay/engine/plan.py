@@ -4,12 +4,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.record import record
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 
 UNKNOWN_TOKEN = -1  # no model has this id, so running it is an error
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScheduledSequence:
     """The part of one sequence in a step: `token_ids` are computed at positions from `start` on, and their KV is
     written into the blocks of `block_table`.
@@ -46,7 +47,7 @@ class SchedulerOutput:
         return sum(entry.num_scheduled_tokens for entry in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SequenceResult:
     """The result of one `ScheduledSequence`: one sampled token per row, and the prompt log-probabilities it asked
     for."""

@@ -7,6 +7,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.node_report import NodeLoad
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
+from kvrelay.core.record import record
 from kvrelay.core.sampling_params import SamplingParams
 
 
@@ -58,7 +59,7 @@ class Admission:
     missing: tuple[NamedBlock, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SequenceOutput:
     """New tokens of one output of a request."""
 

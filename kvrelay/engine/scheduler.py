@@ -64,6 +64,9 @@ class SequenceQueue:
     def peek(self) -> Sequence:
         return self._items[0]
 
+    def last(self) -> Sequence:
+        return self._items[-1]
+
     def pop(self) -> Sequence:
         return self._items.pop(0)
 
@@ -95,7 +98,7 @@ class Scheduler:
         self.reserving = SequenceQueue()
         self.receiving: list[Sequence] = []
         self.waiting = SequenceQueue()
-        self.running: list[Sequence] = []
+        self.running = SequenceQueue()
         self._pool = pool
 
     def add(self, sequence: Sequence) -> None:
@@ -143,7 +146,7 @@ class Scheduler:
     def run(self, sequence: Sequence) -> None:
         """Adds a sequence that holds its blocks to the running ones."""
         sequence.state = SequenceState.RUNNING
-        self.running.append(sequence)
+        self.running.push(sequence)
 
     def can_run_ahead(self) -> bool:
         """Tells whether the next step can be planned while one is in flight: no sampling reads a token that is still
@@ -173,34 +176,32 @@ class Scheduler:
     def _schedule_running(self, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> int:
         """Schedules running sequences and returns the budget that is left. A chunk of a prompt leaves one token of the
         budget for every decode after it."""
-        going_on = (sequence for sequence in self.running if not sequence.waits_for_result)
-        ordered = sorted(going_on, key=lambda item: item.order)
-        decodes_left = sum(sequence.num_missing_tokens == 1 for sequence in ordered)
-        budget = self._budget(ordered, decodes_left)
-        for sequence in ordered:
+        going_on = [(item, item.num_missing_tokens) for item in self.running if not item.waits_for_result]
+        decodes_left = sum(num_missing == 1 for _, num_missing in going_on)
+        prompts = chain((item for item, num_missing in going_on if num_missing > 1), self.waiting)
+        budget = self._budget(next(prompts, None), decodes_left)
+        for sequence, num_missing in going_on:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for a sequence before it
-            if sequence.num_missing_tokens == 1:
+            if num_missing == 1:
                 decodes_left -= 1
                 count = min(1, budget)  # never behind the decodes that come after it
             else:
-                count = min(sequence.num_missing_tokens, budget - decodes_left)
+                count = min(num_missing, budget - decodes_left)
             if count > 0 and self._grow_or_preempt(sequence, count, copies):
                 chosen.append((sequence, count))
                 budget -= count
         return budget
 
-    def _budget(self, going_on: list[Sequence], num_decodes: int) -> int:
-        """Returns the most tokens of a step with `num_decodes` decodes among the sequences `going_on`. If such steps
-        are to be short, the first prompt takes at least `MIXED_PARTS` of them, since a short prompt would otherwise
-        make one step long in place of several less so. But prompts get as many tokens as decodes if the limit allows
-        it, as many as are cheap if no limit was given, and never fewer than `SMALLEST_CHUNK`."""
+    def _budget(self, prompt: Sequence | None, num_decodes: int) -> int:
+        """Returns the most tokens of a step with `num_decodes` decodes. If such steps are to be short, the first prompt
+        (`prompt`) takes at least `MIXED_PARTS` of them, since a short prompt would otherwise make one step long in
+        place of several less so. But prompts get as many tokens as decodes if the limit allows it, as many as are cheap
+        if no limit was given, and never fewer than `SMALLEST_CHUNK`."""
         most, limit = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
         if num_decodes == 0 or limit is None or limit >= most:
             return most
-        prompts = (sequence for sequence in chain(going_on, self.waiting) if sequence.num_missing_tokens > 1)
-        first = next(prompts, None)
-        part = 0 if first is None else -(-first.num_given_tokens // MIXED_PARTS)
+        part = 0 if prompt is None else -(-prompt.num_given_tokens // MIXED_PARTS)
         short = min(limit or MIXED_TOKENS, num_decodes + max(part, num_decodes))
         cheap = 0 if limit else self._costs.num_cheap_tokens()
         return min(most, max(short, num_decodes + max(cheap, SMALLEST_CHUNK)))
@@ -227,7 +228,7 @@ class Scheduler:
         False if the sequence itself was preempted.
         """
         while not self._grow(sequence, count, copies):
-            victim = max(self.running, key=lambda item: item.order)
+            victim = self.running.last()
             self._preempt(victim)
             if victim is sequence:
                 return False

@@ -135,7 +135,7 @@ class Sequence:
     @property
     def num_missing_tokens(self) -> int:
         """Counts the tokens whose KV is still to be computed: 1 for a sequence that decodes."""
-        return self.num_expected_tokens - self.next_position
+        return len(self.token_ids) + self.num_unknown_tokens - self.num_computed_tokens - self.num_launched_tokens
 
     @property
     def waits_for_result(self) -> bool:

@@ -3,15 +3,14 @@
 Invariant: the chunk with a finish reason is the last one. Tokens after a stop string add nothing.
 """
 
-from dataclasses import dataclass
-
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.record import record
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TextChunk:
     """What one message of tokens has added to choice `index`.
 

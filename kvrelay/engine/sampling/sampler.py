@@ -18,13 +18,13 @@ Invariant: float32 is computed row by row; only integers and float64 noise are c
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.record import record
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.sampling.penalties import adjust, changes_logits
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
@@ -36,7 +36,7 @@ _GROUP_SIZE = 128  # in tokens; with another size the same seed gives other toke
 _MIN_TEMPERATURE = 1e-5  # below this every score but the largest is EXCLUDED anyway
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SamplingRow:
     """What to sample from one row of logits.
 
@@ -52,7 +52,7 @@ class SamplingRow:
     seen: SeenTokens | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SampledToken:
     """A sampled token. `logprobs` is None unless the request asked for them."""
 
