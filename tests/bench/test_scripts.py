@@ -88,7 +88,7 @@ def test_prefill_step(quantization: str, tiny: str, capsys: Capture) -> None:
 
 
 def test_first_decode_step(tiny: str, capsys: Capture) -> None:
-    first_decode_step.main([tiny, "--prompt-len", "40", "--requests", "1", "--output-len", "8"])
+    first_decode_step.main([tiny, "--prompt-len", "40", "--requests", "1", "--output-len", "64"])
     check(capsys.readouterr().out, "40 prompt tokens: hand-over ", "first gap ")
 
 
