@@ -7,11 +7,9 @@ namespace and of the tokens up to the block's end.
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NewType
-
-import numpy as np
 
 BlockHash = NewType("BlockHash", bytes)
 """The content name of a block, 32 bytes."""
@@ -51,20 +49,17 @@ class KVNamespace:
 def next_block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Returns the name of the block that holds `token_ids` and follows `parent`. A partial block is named over the
     tokens it has."""
-    return BlockHash(hashlib.sha256(parent + np.asarray(token_ids, dtype="<u4").tobytes()).digest())
+    return BlockHash(hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest())
 
 
 def block_hashes(
     root: BlockHash, token_ids: Sequence[int], block_size: int, *, include_partial: bool = False
-) -> list[BlockHash]:
-    """Returns the names of the full blocks of `token_ids` and, with `include_partial`, of the partial tail if there is
-    one."""
-    data = np.asarray(token_ids, dtype="<u4").tobytes()
-    block_bytes = 4 * block_size
-    end = len(data) if include_partial else len(data) - len(data) % block_bytes
-    names: list[BlockHash] = []
-    parent: bytes = root
-    for start in range(0, end, block_bytes):
-        parent = hashlib.sha256(parent + data[start : start + block_bytes]).digest()
-        names.append(BlockHash(parent))
-    return names
+) -> Iterator[BlockHash]:
+    """Yields the names of the full blocks of `token_ids` and, with `include_partial`, of the partial tail if there is
+    one. Each is computed when it is asked for."""
+    num_tokens = len(token_ids)
+    end = num_tokens if include_partial else num_tokens - num_tokens % block_size
+    parent = root
+    for start in range(0, end, block_size):
+        parent = next_block_hash(parent, token_ids[start : min(start + block_size, end)])
+        yield parent

@@ -7,7 +7,7 @@ were looked up or stored longest ago are forgotten first.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvrelay.core.block_hash import BlockHash
 
@@ -61,26 +61,26 @@ class KVIndex:
         self._dropped |= self._bits.pop(node_id, 0)
         self._sweep()
 
-    def leading(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """Returns, for each node that holds the first block, how many of the first blocks it holds without a gap."""
+    def leading(self, hashes: Iterable[BlockHash]) -> dict[str, int]:
+        """Returns, for each node that holds the first block, how many of the first blocks it holds without a gap. Takes
+        no name behind the first that no node holds."""
         holders, unswept = self._holders, self._unswept
         remaining = ~(self._dropped | self._sweeping)
         counts: list[tuple[int, int]] = []  # (bits of the nodes that end here, number of blocks)
-        num_found = 0
+        found: list[BlockHash] = []
         for block_hash in hashes:
             mask = (holders.get(block_hash, 0) or unswept.get(block_hash, 0)) & remaining
             if mask != remaining:
-                if num_found:
-                    counts.append((remaining & ~mask, num_found))
+                if found:
+                    counts.append((remaining & ~mask, len(found)))
                 if not mask:
                     break
                 remaining = mask
-            num_found += 1
+            found.append(block_hash)
         else:
-            if num_found:
-                counts.append((remaining, num_found))
-        for index in range(num_found - 1, -1, -1):
-            block_hash = hashes[index]
+            if found:
+                counts.append((remaining, len(found)))
+        for block_hash in reversed(found):
             if block_hash in holders:
                 holders.move_to_end(block_hash)
             else:

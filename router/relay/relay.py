@@ -6,7 +6,7 @@ Invariant: there are at most `max_concurrent_requests` supervisors, one per requ
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import aclosing
 from random import Random, SystemRandom
 
@@ -236,7 +236,7 @@ class ClusterRelay:
         )
 
 
-def _names(node_request: NodeRequest) -> Sequence[BlockHash]:
+def _names(node_request: NodeRequest) -> Iterable[BlockHash]:
     """Returns the names of the blocks of the given tokens, including the partial tail. A request with prompt
     log-probabilities computes its whole prompt, so it gets no names: for it, no block counts as held."""
     if node_request.sampling.prompt_logprobs is not None:

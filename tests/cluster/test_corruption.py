@@ -33,7 +33,7 @@ async def serve_with(damage: Damage, model: Path, **settings: Any) -> None:
     """Serves a request whose blocks are damaged between publication and fetch, while its decode node is held up."""
     async with cluster(model, **settings) as running:
         prefill, decode = running.node("prefill-0"), running.node("decode-0")
-        names = block_hashes(prefill.identity.kv_namespace.root(), PROMPT, BLOCK_SIZE, include_partial=True)
+        names = list(block_hashes(prefill.identity.kv_namespace.root(), PROMPT, BLOCK_SIZE, include_partial=True))
         gate = running.hold("decode-0")
         serving = asyncio.create_task(running.generate(PROMPT, max_tokens=20))
         async with asyncio.timeout(10):

@@ -56,8 +56,8 @@ def test_our_hashes_and_those_of_the_specification_are_those_of_the_vector(vecto
         cache_salt=bytes.fromhex(vector["cache_salt"]), adapter_digest=bytes.fromhex(vector["adapter_digest"])
     )
     assert root.hex() == vector["root"]
-    assert block_hashes(root, token_ids, size, include_partial=True) == expected
-    assert block_hashes(root, token_ids, size) == expected[: vector["num_full_blocks"]]
+    assert list(block_hashes(root, token_ids, size, include_partial=True)) == expected
+    assert list(block_hashes(root, token_ids, size)) == expected[: vector["num_full_blocks"]]
     parent: BlockHash = root
     for index, name in enumerate(expected):
         parent = next_block_hash(parent, token_ids[index * size : (index + 1) * size])

@@ -32,6 +32,14 @@ def test_leading_counts_stop_at_the_first_gap() -> None:
     assert index.leading([]) == {}
 
 
+def test_names_behind_the_first_miss_are_not_taken() -> None:
+    index = KVIndex(100)
+    index.stored("a", names(1, 3))
+    asked = iter(names(1, 2, 3))
+    assert index.leading(asked) == {"a": 1}
+    assert list(asked) == names(3)
+
+
 def test_removing_and_dropping_leave_the_others() -> None:
     index = KVIndex(100)
     index.stored("a", names(1, 2))

@@ -27,7 +27,7 @@ from tests.router.scripted_nodes import (
     token,
 )
 
-NAMES = block_hashes(NAMESPACE.root(cache_salt=b""), PROMPT, BLOCK_SIZE, include_partial=True)
+NAMES = list(block_hashes(NAMESPACE.root(cache_salt=b""), PROMPT, BLOCK_SIZE, include_partial=True))
 LAST = token(8, finish=FinishReason.LENGTH)
 
 

@@ -20,7 +20,7 @@ PROMPT = tuple(range(200, 210))  # two full blocks and a partial one
 @asynccontextmanager
 async def decode_node_holds_the_prompt() -> AsyncIterator[Cluster]:
     async with cluster() as nodes:
-        held = block_hashes(NAMESPACE.root(), PROMPT, BLOCK_SIZE, include_partial=True)
+        held = list(block_hashes(NAMESPACE.root(), PROMPT, BLOCK_SIZE, include_partial=True))
         nodes.decode.update(1, stored=held)
         async with asyncio.timeout(PATIENCE):
             while nodes.registry.index.leading(held) != {"decode-0": 3}:

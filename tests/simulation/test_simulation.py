@@ -103,7 +103,7 @@ def _names_too_early(engine: Engine, request_id: str, num_blocks: int) -> None:
 def _names_other_tokens_alike(sequence: Sequence, num_blocks: int) -> list[BlockHash]:
     size = sequence.block_size
     alike = [token_id // 32 for token_id in sequence.token_ids[: num_blocks * size]]
-    return block_hashes(sequence._root, alike, size)
+    return list(block_hashes(sequence._root, alike, size))
 
 
 def _forgets_a_token(supervisor: RequestSupervisor, attempt: Attempt, event: Any) -> None:
