@@ -18,6 +18,7 @@ from decode_node.service import DecodeService
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.engine import Engine
 from kvrelay.node.node import Node
 from kvrelay.node.server import NodeServer
 from kvrelay.node.settings import NodeSettings
@@ -33,6 +34,7 @@ from router.request import PromptLogprobs, RequestTrace, RoutedRequest
 
 _IDLE_SECONDS = 20.0
 _NODE_WAIT_SECONDS = 1.0  # who is killed here stays away
+_TURN_SECONDS = 0.001  # between two looks at an engine that has nothing to do yet
 
 
 @dataclass(slots=True)
@@ -78,10 +80,20 @@ class Cluster:
     def node(self, node_id: str) -> Node:
         return next(node for node in self.nodes if node.identity.node_id == node_id)
 
-    def hold(self, node_id: str) -> threading.Event:
-        """Holds up the node's engine before its next step, until the returned event is set."""
+    def hold(self, node_id: str, *, num_tokens: int = 0) -> threading.Event:
+        """Holds up the node's engine until the returned event is set: before its next step, or before the one that
+        follows when the outputs it is generating have so many tokens together."""
         gate = threading.Event()
-        self.node(node_id).engine_thread.post(lambda engine: _wait(gate))
+        engine_thread = self.node(node_id).engine_thread
+
+        def message(engine: Engine) -> None:
+            generated = sum(s.num_output_tokens for sequences in engine._sequences.values() for s in sequences)
+            if generated >= num_tokens:
+                assert gate.wait(_IDLE_SECONDS)
+            elif generated or not gate.wait(_TURN_SECONDS):
+                engine_thread.post(message)
+
+        engine_thread.post(message)
         return gate
 
     async def wait_admitted(self, node_id: str) -> None:
@@ -139,10 +151,6 @@ class Cluster:
             except AssertionError:
                 # Releases travel behind the last token; the timeout around this says what is left if they never come.
                 await asyncio.sleep(0.01)
-
-
-def _wait(gate: threading.Event) -> None:
-    assert gate.wait(_IDLE_SECONDS)
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """A node dies in the middle of a stop string, and the text ends where it would have ended."""
 
 import asyncio
+import threading
 from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry
@@ -25,6 +26,7 @@ async def test_a_stop_string_that_spans_the_break_is_found() -> None:
     prompt = tuple(await tokenizer.encode("Once upon a time", add_special_tokens=True))
 
     async def generate(running: Cluster, stop: tuple[str, ...], *, kill: bool) -> tuple[list[TextChunk], RequestTrace]:
+        gate = running.hold("decode-0", num_tokens=KILL) if kill else None
         metrics = RouterMetrics("demo", CollectorRegistry())
         edge = Edge(running.relay, tokenizer, "demo", metrics, MonotonicClock(), default_timeout=60.0)
         sampling = SamplingParams(max_tokens=60, temperature=0.0, seed=0, ignore_eos=True, stop=stop)
@@ -35,8 +37,8 @@ async def test_a_stop_string_that_spans_the_break_is_found() -> None:
             async for event in events:
                 if isinstance(event, TextChunk):
                     chunks.append(event)
-                    if kill and not killing and num_tokens(chunks) >= KILL:
-                        killing.append(asyncio.create_task(kill_decode_node(running)))
+                    if gate and not killing and num_tokens(chunks) >= KILL:
+                        killing.append(asyncio.create_task(kill_decode_node(running, gate)))
                 elif isinstance(event, RequestTrace):
                     traces.append(event)
         await asyncio.gather(*killing)
@@ -59,8 +61,7 @@ async def test_a_stop_string_that_spans_the_break_is_found() -> None:
     assert trace.num_migrations == 1
 
 
-async def kill_decode_node(running: Cluster) -> None:
-    gate = running.hold("decode-0")
+async def kill_decode_node(running: Cluster, gate: threading.Event) -> None:
     await running.kill("decode-0")
     gate.set()
 

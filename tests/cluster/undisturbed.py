@@ -46,11 +46,11 @@ async def nodes(model: Path, prefill_nodes: int, decode_nodes: int, **settings: 
 
 
 async def killed_after(running: Cluster, prompt: Sequence[int], num_tokens: int, **sampling: Any) -> Served:
-    """Serves the first request, whose decode node dies when the client has so many tokens; it generates hardly more."""
+    """Serves the first request, whose decode node dies when the client has so many tokens; it generates no more."""
     killing: list[asyncio.Task[None]] = []
+    gate = running.hold("decode-0", num_tokens=num_tokens)
 
     async def kill() -> None:
-        gate = running.hold("decode-0")
         await running.kill("decode-0")
         gate.set()
 
