@@ -16,17 +16,8 @@ class Reference:
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """Returns greedy tokens, ignoring end tokens."""
-        input_ids = torch.tensor([list(prompt)])
-        with torch.inference_mode():
-            output = self._model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        return [int(token) for token in output[0, len(prompt) :]]
+        output = self._generate(prompt, max_tokens)
+        return [int(token) for token in output.sequences[0, len(prompt) :]]
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Returns `[num_tokens, vocab_size]`: row i predicts the token after token i."""
@@ -36,14 +27,29 @@ class Reference:
 
     def decode_logits(self, prompt: Sequence[int], rest: Sequence[int]) -> torch.Tensor:
         """Returns the logits of `rest`, fed one token at a time after `prompt`: `[len(rest), vocab_size]`."""
-        with torch.inference_mode():
-            cache = self._model(torch.tensor([list(prompt)]), use_cache=True).past_key_values
-            rows: list[torch.Tensor] = []
-            for token_id in rest:
-                output = self._model(torch.tensor([[token_id]]), past_key_values=cache, use_cache=True)
-                rows.append(output.logits[0, -1])
-        return torch.stack(rows)
+        continued = [*rest, 0]  # the last one is not fed
+        output = self._generate(
+            prompt,
+            len(continued),
+            output_logits=True,
+            prefix_allowed_tokens_fn=lambda _, token_ids: [continued[len(token_ids) - len(prompt)]],
+        )
+        return torch.cat(output.logits[1:])
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Returns `[num_tokens, vocab_size]`: row i is about token i + 1."""
         return torch.log_softmax(self.logits(token_ids).float(), dim=-1)
+
+    def _generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Any:
+        input_ids = torch.tensor([list(prompt)])
+        with torch.inference_mode():
+            return self._model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                **options,
+            )
