@@ -14,7 +14,7 @@ KERNEL_SOURCES := $(shell find kernels -type f \( -name '*.cpp' -o -name '*.h' -
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test checks lint typecheck proto-check oldest-triton pytest chaos simulate proto bench redis-server clean
+.PHONY: help demo test checks lint typecheck proto-check oldest-triton pytest chaos simulate proto bench redis-server upgrade clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,14 @@ redis-server:
 		elif command -v brew >/dev/null; then brew install redis; \
 		else echo "no known package manager: install redis-server yourself"; exit 1; fi; }
 
+# Torch stays what it is; what belongs to a GPU is bounded in pyproject.toml, because it follows torch and the driver.
+upgrade: $(VENV)/installed-dev  ## Install the newest dependencies but torch, and pin them in constraints.txt; then run make test
+	grep -E '^(#|torch=)' constraints.txt > $(VENV)/pinned
+	$(BIN)/python -m pip install --constraint $(VENV)/pinned --upgrade --upgrade-strategy eager --editable '.[engine,redis,dev]'
+	$(BIN)/python -m pip freeze --exclude-editable \
+		| grep -vE '^(torch|triton|cuda|nvidia|rmm|rapids|librmm|libucx)' | sort --ignore-case >> $(VENV)/pinned
+	mv $(VENV)/pinned constraints.txt
+
 clean:  ## Remove everything that make made
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -92,13 +100,13 @@ $(VENV)/torch: constraints.txt | $(VENV)/created
 	@touch $@
 
 # Editable: Python sources are used where they lie, so only the kernels and the dependencies make it stale.
-$(VENV)/installed: pyproject.toml $(KERNEL_SOURCES) $(VENV)/torch
+$(VENV)/installed: pyproject.toml constraints.txt $(KERNEL_SOURCES) $(VENV)/torch
 	$(PIP) --editable '.[engine,redis,bench]'
 	@touch $@
 
 # It is all that `installed` is: in a fresh clone the kernels are built once. Those for the matrix unit are tested on any processor
 # with AVX-512's bfloat16 dot products.
-$(VENV)/installed-dev: pyproject.toml $(KERNEL_SOURCES) $(VENV)/torch
+$(VENV)/installed-dev: pyproject.toml constraints.txt $(KERNEL_SOURCES) $(VENV)/torch
 	$(PIP) --config-settings=cmake.define.PAGED_EMULATE_AMX=ON --editable '.[engine,redis,dev]'
 	@touch $(VENV)/installed $@
 
