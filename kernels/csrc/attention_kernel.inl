@@ -3,7 +3,7 @@
 // one matrix, so a KV tile is loaded once for all of them. Nothing outside the item's KV range is read. T is the element type of queries
 // and outputs, P that of the pool: T, or e4m3, whose scales go into the scores and into the outputs.
 
-// Up to this many rows, K and V rows are used where they lie; from there on it pays to pack a tile for `matmul`.
+// Up to this many rows, K and V rows are used where they lie (attention_in_place.inl); from there on it pays to pack a tile for `matmul`.
 inline constexpr int kMaxDotRows = 3;
 
 inline constexpr int kShortRowBytes = 128;
@@ -42,22 +42,22 @@ INLINE Reg load_floats(const P* row, int d, int head_dim) {
   return head_dim - d >= kWidth ? load(row + d) : load_n(row + d, head_dim - d);
 }
 
-// Loads the same as words; see matmul.inl.
-template <class T, class P>
+// Loads the same as words, each of which is a float or with kPairs two elements in bfloat16.
+template <bool kPairs, class P>
 INLINE Reg load_words(const P* row, int word, int num_words) {
 #if PAGED_BF16_DOT
-  if constexpr (kPaired<T> && std::is_same_v<P, e4m3>) return load_pairs(row + 2 * word, num_words - word);
+  if constexpr (kPairs && std::is_same_v<P, e4m3>) return load_pairs(row + 2 * word, num_words - word);
 #endif
-  if constexpr (kPaired<T> && std::is_same_v<P, T>) {
+  if constexpr (kPairs) {
     return load_floats(reinterpret_cast<const float*>(row), word, num_words);  // vector loads may alias
   } else {
     return load_floats(row, word, num_words);
   }
 }
 
-template <class T, class P>
+template <bool kPairs, class P>
 INLINE const P* word_address(const P* row, int word) {
-  return row + (kPaired<T> ? 2 * word : word);
+  return row + (kPairs ? 2 * word : word);
 }
 
 template <class T>
@@ -69,23 +69,23 @@ static void copy_queries(const AttentionCall& call, const AttentionItem& item, c
     const std::int64_t head = static_cast<std::int64_t>(item.kv_head) * rows.group + row % rows.group;
     const T* source = query + (first_token + row / rows.group) * call.query_token_stride + head * call.query_head_stride;
     for (int word = 0; word < stride; word += kWidth)
-      store(target + row * stride + word, word < num_words ? load_words<T>(source, word, num_words) : splat(0.0f));
+      store(target + row * stride + word, word < num_words ? load_words<kPaired<T>>(source, word, num_words) : splat(0.0f));
   }
 }
 
 // K of a tile as [words, kTileTokens], words padded to kWidth. With `asks` rows of the next tile are asked for.
-template <class T, class P>
+template <bool kPairs, class P>
 static void pack_keys(const TileRows<P>& tile, const TileRows<P>& next, bool asks, int num_words, float* target) {
   for (int token = 0; token < kTileTokens; token += kWidth) {
     for (int word = 0; word < num_words; word += kWidth) {
       Reg block[kWidth];
       if (word + kWidth <= num_words) {
-        for (int i = 0; i < kWidth; ++i) block[i] = load_words<T>(tile.k(token + i), word, word + kWidth);
+        for (int i = 0; i < kWidth; ++i) block[i] = load_words<kPairs>(tile.k(token + i), word, word + kWidth);
       } else {
-        for (int i = 0; i < kWidth; ++i) block[i] = load_words<T>(tile.k(token + i), word, num_words);
+        for (int i = 0; i < kWidth; ++i) block[i] = load_words<kPairs>(tile.k(token + i), word, num_words);
       }
       if (asks) {
-        for (int i = 0; i < kWidth; ++i) prefetch(word_address<T>(next.k(token + i), word));
+        for (int i = 0; i < kWidth; ++i) prefetch(word_address<kPairs>(next.k(token + i), word));
       }
       transpose(block);
       for (int i = 0; i < kWidth; ++i) store(target + (word + i) * kTileTokens + token, block[i]);
@@ -93,7 +93,6 @@ static void pack_keys(const TileRows<P>& tile, const TileRows<P>& next, bool ask
   }
 }
 
-#if PAGED_BF16_DOT
 // V of a tile as [kTileTokens / 2, stride] words of two tokens each. With kWhole rows are whole vectors, and there is nothing to decide.
 template <bool kWhole, class P>
 static void pack_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, bool asks, int head_dim, int stride, float* target) {
@@ -102,26 +101,25 @@ static void pack_value_pairs(const TileRows<P>& tile, const TileRows<P>& next, b
     const P* high = tile.v(token + 1);
     for (int d = 0; d < stride; d += kWidth, target += kWidth) {
       const int count = kWhole || d + kWidth <= head_dim ? kWidth : head_dim - d;
-      store(target, interleave(low + d, high + d, count, count));
-      // a line holds 2 kWidth values
+      store(target, interleave(low + d, high + d, count));
+      // both rows in turn: a line holds at least 2 kWidth values
       if (asks) prefetch(next.v(token + d / kWidth % 2) + d / (2 * kWidth) * (2 * kWidth));
     }
   }
 }
-#endif
 
 // V of a tile as the second operand of `matmul`.
-template <class T, class P>
+template <bool kPairs, class P>
 static void pack_values(const TileRows<P>& tile, const TileRows<P>& next, bool asks, int head_dim, int stride, float* target) {
-#if PAGED_BF16_DOT
-  if constexpr (kPaired<T>)
+  if constexpr (kPairs) {
     return head_dim == stride ? pack_value_pairs<true>(tile, next, asks, head_dim, stride, target)
                               : pack_value_pairs<false>(tile, next, asks, head_dim, stride, target);
-#endif
-  for (int token = 0; token < kTileTokens; ++token) {
-    for (int d = 0; d < stride; d += kWidth) {
-      store(target + token * stride + d, load_floats(tile.v(token), d, head_dim));
-      if (asks) prefetch(next.v(token) + d);
+  } else {
+    for (int token = 0; token < kTileTokens; ++token) {
+      for (int d = 0; d < stride; d += kWidth) {
+        store(target + token * stride + d, load_floats(tile.v(token), d, head_dim));
+        if (asks) prefetch(next.v(token) + d);
+      }
     }
   }
 }
@@ -196,81 +194,16 @@ static void softmax_rows(float* scores, int tokens, int tile_begin, int first, i
   }
 }
 
-// Scores of up to kMaxDotRows rows against K where it lies, four tokens at a time.
-template <class T, class P, int kRows>
-static void dot_scores(const TileRows<P>& tile, const TileRows<P>& next, int num_words, const float* query, int query_stride,
-                       float* scores) {
-  for (int token = tile.first; token < tile.last; token += 4) {
-    const P* keys[4];
-    for (int i = 0; i < 4; ++i) keys[i] = tile.k(token + i < tile.last ? token + i : tile.last - 1);
-    Reg sums[kRows][4];
-    for (int row = 0; row < kRows; ++row)
-      for (int i = 0; i < 4; ++i) sums[row][i] = splat(0.0f);
-    for (int word = 0; word < num_words; word += kWidth) {
-      Reg key[4];
-      for (int i = 0; i < 4; ++i) {
-        key[i] = load_words<T>(keys[i], word, num_words);
-        prefetch(word_address<T>(next.k(token + i < kTileTokens ? token + i : token), word));
-      }
-      for (int row = 0; row < kRows; ++row) {
-        const Reg value = load(query + row * query_stride + word);
-        for (int i = 0; i < 4; ++i) sums[row][i] = multiply_add<kPaired<T>>(key[i], value, sums[row][i]);
-      }
-    }
-    for (int row = 0; row < kRows; ++row) {
-      float four[4];
-      sum4(sums[row][0], sums[row][1], sums[row][2], sums[row][3], four);
-      for (int i = 0; i < 4 && token + i < tile.last; ++i) scores[row * kTileTokens + token + i] = four[i];
-    }
-  }
-}
-
-// Adds weights times V to kCols vectors of the output from element `d` on.
-template <class P, int kRows, int kCols>
-static void add_values(const TileRows<P>& tile, const TileRows<P>& next, int d, int head_dim, const float* weights, const ItemRows& rows) {
-  Reg sums[kRows][kCols];
-  for (int row = 0; row < kRows; ++row)
-    for (int col = 0; col < kCols; ++col) sums[row][col] = load(rows.output + row * rows.output_stride + d + col * kWidth);
-  for (int token = tile.first; token < tile.last; ++token) {
-    Reg value[kCols];
-    for (int col = 0; col < kCols; ++col) value[col] = load_floats(tile.v(token), d + col * kWidth, head_dim);
-    prefetch(next.v(token) + d);
-    if constexpr (kCols * kWidth * sizeof(P) > 64) prefetch(next.v(token) + d + kCols * kWidth / 2);
-    for (int row = 0; row < kRows; ++row) {
-      const Reg weight = splat(weights[row * kTileTokens + token]);
-      for (int col = 0; col < kCols; ++col) sums[row][col] = fma(weight, value[col], sums[row][col]);
-    }
-  }
-  for (int row = 0; row < kRows; ++row)
-    for (int col = 0; col < kCols; ++col) store(rows.output + row * rows.output_stride + d + col * kWidth, sums[row][col]);
-}
-
-template <class T, class P, int kRows>
-static void attend_dot(const AttentionCall& call, const AttentionItem& item, const AttentionItem* following, const ItemRows& rows,
-                       const float* query, int query_stride, float* scores) {
-  const int num_words = kPaired<T> ? call.head_dim / 2 : call.head_dim;
-  TileRows<P> tiles[2];
-  const float factor = call.scale * kLog2E * call.key_scale(item.kv_head);
-  int begin = first_tile(item);
-  locate_tile(call, item, begin, tiles[0]);
-  for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
-    const TileRows<P>& tile = tiles[index];
-    TileRows<P>& next = tiles[index ^ 1];
-    locate_next_tile(call, item, following, begin, next);
-    dot_scores<T, P, kRows>(tile, next, num_words, query, query_stride, scores);
-    softmax_rows<false>(scores, kTileTokens, begin, tile.first, tile.last, factor, rows, 0, kRows);
-    int d = 0;
-    for (; d + 4 * kWidth <= call.head_dim; d += 4 * kWidth) add_values<P, kRows, 4>(tile, next, d, call.head_dim, scores, rows);
-    for (; d < call.head_dim; d += kWidth) add_values<P, kRows, 1>(tile, next, d, call.head_dim, scores, rows);
-  }
-}
+#include "attention_in_place.inl"
 
 template <class T, class P>
 static void attend_packed(const AttentionCall& call, const AttentionItem& item, const AttentionItem* following, const ItemRows& rows,
                           const float* query, int query_stride, float* scores, float* packed) {
-  constexpr bool kPairs = kPaired<T>;
+  constexpr Operands kOperands = kOperandsOf<T, P>;
+  constexpr bool kPairs = kOperands == Operands::kPairs;        // queries and weights of softmax, too
+  constexpr bool kPacksPairs = kOperands != Operands::kFloats;  // K and V
   const TileSession<kPairs> session;
-  const int num_words = kPairs ? call.head_dim / 2 : call.head_dim;
+  const int num_words = kPacksPairs ? call.head_dim / 2 : call.head_dim;
   // V takes K's place where all rows are done with K by then.
   float* values = rows.count <= kAttendRows<kPairs> ? packed : packed + padded(num_words, kMaxWidth) * kTileTokens;
   TileRows<P> tiles[2];
@@ -278,18 +211,20 @@ static void attend_packed(const AttentionCall& call, const AttentionItem& item, 
   int begin = first_tile(item);
   locate_tile(call, item, begin, tiles[0]);
   prefetch_tile(tiles[0], call.head_dim);
-  // Rows are asked for where it takes least time from the rest: short ones in the products, long ones, for which these are too few steps,
-  // in both packings.
+  // Rows of the next tile are asked for where it takes least time from the rest: spread over the first products, if pairs are widened there;
+  // with each of their steps, if these are dot products and the rows short; else in both packings.
   const int row_bytes = call.head_dim * static_cast<int>(sizeof(P));
-  const bool in_products = kAsksInProducts<kPairs> && row_bytes <= kShortRowBytes;
-  const int steps = matmul_steps<kPairs>(num_words, rows.count, kTileTokens) +
-                    matmul_steps<kPairs>(kPairs ? kTileTokens / 2 : kTileTokens, rows.count, rows.output_stride);
+  const bool in_products =
+      kOperands == Operands::kWidened || (kPairs && !kWholeItems<kPairs> && row_bytes <= kShortRowBytes);
+  const int first_rows = rows.count < kAttendRows<kPairs> ? rows.count : kAttendRows<kPairs>;
+  const int steps = matmul_steps<kOperands>(num_words, first_rows, kTileTokens) +
+                    matmul_steps<kOperands>(kPacksPairs ? kTileTokens / 2 : kTileTokens, first_rows, rows.output_stride);
   for (int index = 0; begin < item.kv_end; begin += kTileTokens, index ^= 1) {
     const TileRows<P>& tile = tiles[index];
     TileRows<P>& next = tiles[index ^ 1];
     locate_next_tile(call, item, following, begin, next);
-    RowsAhead ahead(next.rows, in_products ? 2 * kTileTokens : 0, row_bytes, steps);
-    pack_keys<T>(tile, next, !in_products, num_words, packed);
+    RowsAhead ahead(next.rows, in_products ? 2 * kTileTokens : 0, row_bytes, steps, kPairs);
+    pack_keys<kPacksPairs>(tile, next, !in_products, num_words, packed);
     bool has_values = false;  // packed late: what both packings ask for ahead, if they do, should not come at once
     for (int row = 0; row < rows.count; row += kAttendRows<kPairs>) {
       const int num_rows = rows.count - row < kAttendRows<kPairs> ? rows.count - row : kAttendRows<kPairs>;
@@ -298,14 +233,14 @@ static void attend_packed(const AttentionCall& call, const AttentionItem& item, 
       if (last <= tile.first || rows.begin(row) - begin >= last) continue;
       const int tokens = kWholeItems<kPairs> ? kTileTokens : padded(last, kMaxWidth);
       const Matmul score{num_words, query + row * query_stride, query_stride, packed, kTileTokens, scores, kTileTokens, false};
-      matmul<kPairs>(score, num_rows, tokens, ahead);
+      matmul<kOperands>(score, num_rows, tokens, ahead);
       softmax_rows<kPairs>(scores, tokens, begin, tile.first, last, factor, rows, row, num_rows);
-      if (!has_values) pack_values<T>(tile, next, !in_products, call.head_dim, rows.output_stride, values);
+      if (!has_values) pack_values<kPacksPairs>(tile, next, !in_products, call.head_dim, rows.output_stride, values);
       has_values = true;
-      const int depth = kPairs ? tokens / 2 : tokens;
+      const int depth = kPacksPairs ? tokens / 2 : tokens;
       const Matmul output{depth, scores, kTileTokens, values, rows.output_stride, rows.output + row * rows.output_stride,
                           rows.output_stride, true};
-      matmul<kPairs>(output, num_rows, rows.output_stride, ahead);
+      matmul<kOperands>(output, num_rows, rows.output_stride, ahead);
     }
   }
 }
@@ -354,9 +289,9 @@ static void attend_item(const AttentionCall& call, const AttentionItem& item, co
   const ItemRows rows{count, group, first_position, call.window, maxima, sums, output, stride};
   copy_queries<T>(call, item, rows, query, stride);
   switch (count) {
-    case 1: attend_dot<T, P, 1>(call, item, following, rows, query, stride, scores); break;
-    case 2: attend_dot<T, P, 2>(call, item, following, rows, query, stride, scores); break;
-    case kMaxDotRows: attend_dot<T, P, kMaxDotRows>(call, item, following, rows, query, stride, scores); break;
+    case 1: attend_in_place<T, P, 1>(call, item, following, rows, query, stride, scores); break;
+    case 2: attend_in_place<T, P, 2>(call, item, following, rows, query, stride, scores); break;
+    case kMaxDotRows: attend_in_place<T, P, kMaxDotRows>(call, item, following, rows, query, stride, scores); break;
     default: attend_packed<T, P>(call, item, following, rows, query, stride, scores, packed); break;
   }
   store_rows<T>(call, item, rows);

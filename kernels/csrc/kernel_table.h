@@ -10,7 +10,7 @@
 namespace paged {
 
 // Tokens of KV handled together; tiles start at multiples of it, so that a token's result does not depend on how its sequence was
-// cut into chunks or which other tokens share the call, but for chunks of so few rows that they are summed another way (`attend_dot`).
+// cut into chunks or which other tokens share the call, but for chunks of so few rows that they are summed another way (`attend_in_place`).
 inline constexpr int kTileTokens = 64;
 // Longest vector of any instruction set, in floats: rows in scratch memory are padded to it.
 inline constexpr int kMaxWidth = 16;

@@ -9,6 +9,7 @@
 using Reg = __m256;
 inline constexpr int kWidth = 8;
 inline constexpr int kRowBlock = 6;
+inline constexpr int kWidenedRowBlock = 5;  // with six GCC 12 would keep sums in memory
 inline constexpr int kColBlock = 2;
 
 INLINE Reg splat(float value) { return _mm256_set1_ps(value); }
@@ -107,3 +108,11 @@ INLINE Reg field(Words words) {
 }
 
 #include "simd_partial.inl"
+
+// Lane i: the first `count` pairs of low[i] and high[i], then zeros.
+INLINE Reg interleave(const bf16* low, const bf16* high, int count) {
+  if (count < kWidth) return interleave_n(low, high, count);
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low));
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(high));
+  return _mm256_castsi256_ps(_mm256_set_m128i(_mm_unpackhi_epi16(a, b), _mm_unpacklo_epi16(a, b)));
+}

@@ -7,6 +7,7 @@
 using Reg = __m512;
 inline constexpr int kWidth = 16;
 inline constexpr int kRowBlock = 6;
+inline constexpr int kWidenedRowBlock = 6;
 inline constexpr int kColBlock = 4;
 
 INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
@@ -111,19 +112,20 @@ INLINE Reg scale_from(Reg a, float limit, Reg value) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(a, _mm512_set1_ps(limit), _CMP_NLT_UQ), value, a);
 }
 
+// Lane i: the first `count` pairs of low[i] and high[i], then zeros.
+INLINE Reg interleave(const bf16* low, const bf16* high, int count) {
+  const bool whole = count == kWidth;  // unmasked loads widen on the way
+  const __m512i a = _mm512_cvtepu16_epi32(whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low))
+                                                : _mm256_maskz_loadu_epi16(first_lanes(count), low));
+  const __m512i b = _mm512_cvtepu16_epi32(whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high))
+                                                : _mm256_maskz_loadu_epi16(first_lanes(count), high));
+  return _mm512_castsi512_ps(_mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+}
+
 #if PAGED_BF16_DOT
 // c + a . b over pairs of bfloat16; a and b hold two values in each 32-bit lane.
 INLINE Reg dot_pairs(Reg a, Reg b, Reg c) {
   return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
-}
-// Lane i: low[i] and high[i]. Lanes past a row's count are zero; a row of count 0 may be null.
-INLINE Reg interleave(const bf16* low, const bf16* high, int low_count, int high_count) {
-  const bool whole = low_count == kWidth && high_count == kWidth;  // unmasked loads widen on the way
-  const __m512i a = _mm512_cvtepu16_epi32(whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low))
-                                                : _mm256_maskz_loadu_epi16(first_lanes(low_count), low));
-  const __m512i b = _mm512_cvtepu16_epi32(whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high))
-                                                : _mm256_maskz_loadu_epi16(first_lanes(high_count), high));
-  return _mm512_castsi512_ps(_mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
 }
 // 32 codes as bfloat16, exactly. Those below 2^-6 come from a table, since dot products take subnormal bfloat16 for zero.
 INLINE Reg pairs_of_e4m3(__m256i codes) {
@@ -142,9 +144,9 @@ INLINE Reg load_pairs(const e4m3* source, int count) {
   if (count >= kWidth) return pairs_of_e4m3(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
   return pairs_of_e4m3(_mm256_maskz_loadu_epi8((1u << (2 * count)) - 1u, source));
 }
-INLINE Reg interleave(const e4m3* low, const e4m3* high, int low_count, int high_count) {
-  const __m128i a = _mm_maskz_loadu_epi8(first_lanes(low_count), low);
-  const __m128i b = _mm_maskz_loadu_epi8(first_lanes(high_count), high);
+INLINE Reg interleave(const e4m3* low, const e4m3* high, int count) {
+  const __m128i a = _mm_maskz_loadu_epi8(first_lanes(count), low);
+  const __m128i b = _mm_maskz_loadu_epi8(first_lanes(count), high);
   return pairs_of_e4m3(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
 }
 #endif

@@ -25,3 +25,10 @@ INLINE Reg load_first(const float* source, int n, float other) {
   for (int i = 0; i < kWidth; ++i) buffer[i] = i < n ? source[i] : other;
   return load(buffer);
 }
+INLINE Reg interleave_n(const bf16* low, const bf16* high, int n) {
+  std::uint32_t words[kWidth] = {};
+  for (int i = 0; i < kWidth && i < n; ++i) words[i] = low[i].bits | static_cast<std::uint32_t>(high[i].bits) << 16;
+  Reg result;
+  std::memcpy(&result, words, sizeof result);
+  return result;
+}

@@ -10,6 +10,7 @@ typedef float Reg __attribute__((vector_size(16)));
 typedef std::int32_t IntReg __attribute__((vector_size(16)));
 inline constexpr int kWidth = 4;
 inline constexpr int kRowBlock = 4;
+inline constexpr int kWidenedRowBlock = 4;
 inline constexpr int kColBlock = 2;
 
 INLINE Reg splat(float value) { return Reg{value, value, value, value}; }
@@ -87,3 +88,6 @@ INLINE Reg field(Words words) {
 }
 
 #include "simd_partial.inl"
+
+// Lane i: the first `count` pairs of low[i] and high[i], then zeros.
+INLINE Reg interleave(const bf16* low, const bf16* high, int count) { return interleave_n(low, high, count); }
