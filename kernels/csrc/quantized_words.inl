@@ -35,13 +35,20 @@ INLINE __m256i splat_pair(const std::int16_t* source) {
   return _mm256_set1_epi32(pair);
 }
 
+// Keeps an addition where it is written: GCC 12 would add up the products of all pairs of a quad first, which takes so many registers that
+// sums go through memory in every turn.
+INLINE void settle(__m256i& sum) { asm("" : "+x"(sum)); }
+
 // Adds the products of a pair of each quad: lanes of `weights` are the bytes or nibbles of both inputs, widened.
 template <int kRows>
 INLINE void add_words(__m256i (&sums)[kRows][kPanelRegs], const __m256i (&weights)[kPanelRegs], const std::int16_t* x, std::int64_t stride) {
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
     const __m256i pair = splat_pair(x + r * stride);
-    for (int j = 0; j < kPanelRegs; ++j) sums[r][j] = _mm256_add_epi32(sums[r][j], _mm256_madd_epi16(weights[j], pair));
+    for (int j = 0; j < kPanelRegs; ++j) {
+      sums[r][j] = _mm256_add_epi32(sums[r][j], _mm256_madd_epi16(weights[j], pair));
+      settle(sums[r][j]);
+    }
   }
 }
 
