@@ -81,8 +81,8 @@ redis-server:
 upgrade: $(VENV)/installed-dev  ## Install the newest dependencies but torch, and pin them in constraints.txt; then run make test
 	grep -E '^(#|torch=)' constraints.txt > $(VENV)/pinned
 	$(BIN)/python -m pip install --constraint $(VENV)/pinned --upgrade --upgrade-strategy eager --editable '.[engine,redis,dev]'
-	$(BIN)/python -m pip freeze --exclude-editable \
-		| grep -vE '^(torch|triton|cuda|nvidia|rmm|rapids|librmm|libucx)' | sort --ignore-case >> $(VENV)/pinned
+	$(BIN)/python -m pip freeze --exclude-editable > $(VENV)/frozen
+	grep -vE '^(torch|triton|cuda|nvidia|rmm|rapids|librmm|libucx)' $(VENV)/frozen | sort --ignore-case >> $(VENV)/pinned
 	mv $(VENV)/pinned constraints.txt
 
 clean:  ## Remove everything that make made

@@ -1,7 +1,8 @@
 // Attention of up to kMaxDotRows rows, which use K and V where these lie.
 //
 // Where pairs of bfloat16 have no product, a vector of them becomes two of floats by one operation each: the elements with even indices, and
-// those with odd ones. Queries and outputs lie in that order then, parted: of every 2 kWidth elements the even ones come first.
+// those with odd ones. Queries and outputs lie in that order then, parted: of every 2 kWidth elements the even ones come first. A head_dim that
+// is no multiple of these is read as floats.
 
 static void part_row(float* row, int head_dim) {
   for (int d = 0; d < head_dim; d += 2 * kWidth) {
