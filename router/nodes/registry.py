@@ -38,6 +38,7 @@ from router.nodes.silence import Silence
 from router.request import ServedModel
 
 _logger = logging.getLogger(__name__)
+_WATCHED = (NodeState.LIVE, NodeState.DRAINING)  # the states of nodes that send their updates
 
 
 class NodeRefusedError(ConfigurationError):
@@ -151,7 +152,7 @@ class Registry:
                 error = unusable
             except grpc.aio.AioRpcError as failure:
                 error = error_from_rpc(failure)
-            if node.state in (NodeState.LIVE, NodeState.DRAINING):
+            if node.state in _WATCHED:
                 self._set_state(node, NodeState.LOST)
                 node.on_lost(UnavailableError(f"{node.role.value} node {node.name} is lost: {error}"))
                 backoff.reset()
@@ -171,7 +172,8 @@ class Registry:
         finally:
             self._tried[node.address].set()
         if known is not None and known.source != description.source:
-            self.index.drop(known.source.node_id)
+            if not self._belongs_to_another(node, known.source.node_id):
+                self.index.drop(known.source.node_id)
             node.load, node.stats, node.watched = NodeLoad(), NodeStats(), None
         for tried in self._tried.values():  # so that it does not matter who answers first
             await tried.wait()
@@ -201,16 +203,22 @@ class Registry:
             raise NodeRefusedError(f"{difference} (as {elected.node.name} has it; {elected.why})")
 
     def _rivals(self, node: NodeHandle) -> list[NodeHandle]:
-        """Returns the nodes that keep their id if `node` has the same one: those that are live, and those that still
-        connect and are listed before it."""
+        """Returns the nodes that keep their id if `node` has the same one: those that are live or draining, and those
+        that still connect and are listed before it."""
         before = self.nodes[: self.nodes.index(node)]
         return [
             other
             for other in self.nodes
             if other is not node
             and other.description is not None
-            and (other.state is NodeState.LIVE or (other.state is NodeState.CONNECTING and other in before))
+            and (other.state in _WATCHED or (other.state is NodeState.CONNECTING and other in before))
         ]
+
+    def _belongs_to_another(self, node: NodeHandle, node_id: str) -> bool:
+        """Tells whether what the index says of `node_id` is of another node than this one, which was refused for having
+        the same id."""
+        others = [other for other in self.nodes if other is not node and other.state in _WATCHED]
+        return any(description.source.node_id == node_id for description in _descriptions(others))
 
     async def _watch(self, node: NodeHandle) -> None:
         """Takes a node's messages, of which it sends at least one a second, until the stream ends. Raises
@@ -234,7 +242,7 @@ class Registry:
         source = node.description.source
         if message.epoch != source.epoch:
             raise UnavailableError(f"it was restarted: epoch {message.epoch:#x} after {source.epoch:#x}")
-        if node.state not in (NodeState.LIVE, NodeState.DRAINING):
+        if node.state not in _WATCHED:
             self._check(node, node.description)  # another node may have become live since this one was described
         if message.reset:
             self.index.drop(source.node_id)

@@ -114,6 +114,7 @@ class Attempt:
         self._num_published_blocks = 0
         self._has_first_tokens = False
         self._decoding: set[int] = set()  # outputs that D computes, whether or not the client still waits for them
+        self._decoded: set[int] = set()  # outputs of which D has sent tokens
         self._decode_is_done = False
         self._charged: tuple[NodeHandle, int] | None = None  # who computes the prompt, and how many tokens
 
@@ -139,6 +140,8 @@ class Attempt:
     def finish(self, index: int) -> None:
         """Marks an output as one of which the client needs no more."""
         self.unfinished.discard(index)
+        if index in self._decoded:
+            self._decode.node.outlier.succeeded()
 
     def close(self) -> None:
         """Ends the attempt at its nodes. Must be called however the attempt ends. Idempotent."""
@@ -200,6 +203,7 @@ class Attempt:
             )
 
     def _on_tokens(self, output: TokenOutput) -> Sequence[ClientEvent]:
+        self._decoded.add(output.index)
         if output.finish_reason is not None:
             self._decoding.discard(output.index)
             self._decode_is_done = not self._decoding

@@ -68,6 +68,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         removed: Sequence[BlockHash] = (),
         num_queued_tokens: int = 0,
         epoch: int | None = None,
+        draining: bool = False,
     ) -> None:
         load = node_pb2.NodeLoad(num_queued_tokens=num_queued_tokens, num_free_blocks=1000, num_blocks=1000)
         self.updates.put_nowait(
@@ -78,6 +79,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
                 stored=stored,
                 removed=removed,
                 load=load,
+                draining=draining,
             )
         )
 
@@ -122,7 +124,9 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
             except TimeoutError:
                 if self.is_silent or not last.HasField("load"):
                     continue
-                yield node_pb2.WatchResponse(epoch=last.epoch, sequence=last.sequence, load=last.load)
+                yield node_pb2.WatchResponse(
+                    epoch=last.epoch, sequence=last.sequence, load=last.load, draining=last.draining
+                )
             else:
                 yield last
 

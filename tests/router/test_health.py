@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import aclosing
 from dataclasses import replace
 
 import grpc
@@ -13,7 +14,7 @@ from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from router.nodes.node import NodeState
 from router.request import RoutedRequest
-from tests.router.routed import collected
+from tests.router.routed import collected, take, take_trace
 from tests.router.scripted_nodes import (
     NAMESPACE,
     PATIENCE,
@@ -124,6 +125,39 @@ async def test_a_node_that_fails_its_requests_is_ejected_unless_it_is_the_last_o
         if bad.outlier.is_ejected:  # it lasts for a few seconds only
             assert nodes.registry.live(NodeRole.DECODE) == [good]
             assert nodes.registry.state_of(bad) is NodeState.EJECTED
+
+
+async def test_an_output_that_the_edge_has_ended_clears_the_failures_before_it() -> None:
+    """Such as by a stop string, of which the node knows nothing."""
+    async with cluster(num_prefill_nodes=0, silence=30.0) as nodes:
+        [node] = nodes.registry.decode
+        for number in range(4):
+            await failed_once(nodes, nodes.decode, number)
+        async with aclosing(nodes.relay.run(REQUEST)) as events:
+            first = asyncio.create_task(take(events))
+            nodes.decode.tokens((await nodes.decode.admit()).request_id, token(7))
+            assert await first == token(7)
+            nodes.relay.finish(REQUEST.request_id, 0)
+            await take_trace(events)
+        await nodes.decode.aborted()
+        await failed_once(nodes, nodes.decode, 4)
+        assert not node.outlier.is_ejected
+
+
+async def test_an_output_that_ended_without_a_token_of_the_decode_node_clears_nothing() -> None:
+    async with cluster(silence=30.0) as nodes:
+        [node] = nodes.registry.decode
+        for _ in range(4):
+            node.outlier.failed(KVRelayError("out of luck"))
+        async with aclosing(nodes.relay.run(REQUEST)) as events:
+            first = asyncio.create_task(take(events))
+            await nodes.decode.admit()
+            (await soon(nodes.prefill.calls)).finish(token(7))
+            assert await first == token(7)
+            nodes.relay.finish(REQUEST.request_id, 0)
+            await take_trace(events)
+        node.outlier.failed(KVRelayError("out of luck"))
+        assert node.outlier.is_ejected
 
 
 async def test_a_restart_ends_an_ejection() -> None:

@@ -1,5 +1,6 @@
 """The node table against real gRPC servers: which nodes are let in, what is remembered, and what a restart changes."""
 
+import asyncio
 import logging
 from dataclasses import replace
 
@@ -134,6 +135,36 @@ async def test_nodes_that_share_one_of_their_connectors_fit() -> None:
 
 async def test_two_nodes_of_one_id_are_not_both_let_in(caplog: pytest.LogCaptureFixture) -> None:
     await refused(ScriptedDecode(), ScriptedDecode(), "node_id 'decode-0' is that of 127.0.0.1", caplog)
+
+
+async def test_a_node_that_was_refused_for_its_id_takes_no_blocks_along_when_it_gets_another() -> None:
+    first, second = ScriptedDecode("same"), ScriptedDecode("same")
+    async with registered(first, second) as registry:
+        assert await registry.wait_settled(PATIENCE)
+        assert [node.state for node in registry.decode] == [NodeState.LIVE, NodeState.REFUSED]
+        first.update(1, stored=[A, B])
+        await until(lambda: registry.index.leading([A, B]) == {"same": 2})
+        await second.stop()
+        second.node_id, second.updates = "other", asyncio.Queue()
+        await second.start_again(epoch=2)
+        await until(lambda: registry.decode[1].state is NodeState.LIVE)
+        assert registry.index.leading([A, B]) == {"same": 2}
+
+
+async def test_a_node_that_drains_keeps_its_id_until_it_has_ended() -> None:
+    """Its blocks would be taken for those of a successor at another address."""
+    first, second = ScriptedDecode("same"), ScriptedDecode("same")
+    async with registered(first, late=second) as registry:
+        await until(lambda: registry.decode[0].state is NodeState.LIVE)
+        first.update(1, stored=[A], draining=True)
+        await until(lambda: registry.decode[0].state is NodeState.DRAINING)
+        await second.start()
+        await until(lambda: registry.decode[1].state is NodeState.REFUSED)
+        assert registry.index.leading([A]) == {"same": 1}
+        await first.stop()
+        second.update(0, reset=True)
+        await until(lambda: registry.decode[1].state is NodeState.LIVE)
+        assert registry.index.leading([A]) == {}
 
 
 async def refused(
