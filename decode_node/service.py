@@ -149,6 +149,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
                 vocab_size=self._node.identity.vocab_size,
                 has_store=self._node.connector.has_store,
             )
+            self._node.require_room(request)
         except KVRelayError as error:
             stream.send_failure(admit.request_id, error)
             return

@@ -91,6 +91,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             vocab_size=self._node.identity.vocab_size,
             has_store=self._node.connector.has_store,
         )
+        self._node.require_room(engine_request)
         request_id = engine_request.request_id
         num_blocks = -(-len(engine_request.given_token_ids) // self._node.engine_config.block_size)
         if request_id in self._active or request_id in self._leases:

@@ -19,7 +19,7 @@ from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread
-from kvrelay.engine.request import Admission, StepResult
+from kvrelay.engine.request import Admission, EngineRequest, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.activity import Activity
 from kvrelay.node.event_log import EventLog
@@ -148,6 +148,15 @@ class Node:
         self.require_alive()
         if self.draining:
             raise UnavailableError(f"{self.identity.node_id} is draining")
+
+    def require_room(self, request: EngineRequest) -> None:
+        """Raises UnavailableError if the request may become longer than this node allows: the router has chosen the
+        node by the description of a process before this one, and another node may have room."""
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if num_tokens > self.engine_config.max_model_len:
+            raise UnavailableError(
+                f"{self.identity.node_id} takes {self.engine_config.max_model_len} tokens, not {num_tokens}"
+            )
 
     def require_alive(self) -> None:
         if self.crashed.is_set():

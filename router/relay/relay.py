@@ -171,7 +171,10 @@ class ClusterRelay:
             everyone = self._usable(node_request, frozenset())
             usable |= {name: node for name, node in everyone.items() if node.role is NodeRole.DECODE}
         if not _has_decode_node(usable):
-            raise UnavailableError("no decode node lives" + ("" if last_resort else " that this request has not lost"))
+            raise UnavailableError(
+                f"no decode node lives that takes {node_request.max_num_tokens} tokens"
+                + ("" if last_resort else " and that this request has not lost")
+            )
         facts, held = self._facts(node_request)
         placement = self._policy.choose(facts, _candidates(usable.values(), held))
         _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
@@ -204,14 +207,13 @@ class ClusterRelay:
         return self._prefill_placement(refill.prefill, refill.sources, facts, usable, held)
 
     def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
-        """Returns the live nodes that are not among the lost ones, by id, prefill nodes first. Nodes with another
-        namespace are left out: after all nodes were away, they may have come back with another model, which must not
-        continue what the first one began."""
+        """Returns the live nodes that are not among the lost ones and can serve the request to its end, by id, prefill
+        nodes first. What nodes were like when it was admitted says nothing of those that have come since."""
         return {
             _node_id(node): node
             for role in NodeRole
             for node in self._registry.live(role)
-            if _source(node) not in lost and _description(node).kv_namespace == node_request.kv_namespace
+            if _source(node) not in lost and _can_serve(_description(node), node_request)
         }
 
     def _facts(self, node_request: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
@@ -243,6 +245,11 @@ def _names(node_request: NodeRequest) -> Iterable[BlockHash]:
         return ()
     root = node_request.kv_namespace.root(cache_salt=node_request.cache_salt)
     return block_hashes(root, node_request.token_ids, node_request.kv_namespace.block_size, include_partial=True)
+
+
+def _can_serve(node: NodeDescription, node_request: NodeRequest) -> bool:
+    """Tells whether a node has the model with which the request began, and room for the longest output it may have."""
+    return node.kv_namespace == node_request.kv_namespace and node.max_model_len >= node_request.max_num_tokens
 
 
 def _has_decode_node(nodes: Mapping[str, NodeHandle]) -> bool:

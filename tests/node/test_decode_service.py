@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
+import grpc
 import pytest
 
 from decode_node.service import Context, DecodeService
@@ -178,11 +179,24 @@ async def test_invalid_first_tokens_fail_only_their_request(outputs: list[TokenO
 async def test_a_request_that_the_engine_refuses_fails() -> None:
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
+        empty = admit("a")
+        empty.admit.ClearField("prompt_token_ids")
+        router.send(empty)
+        event = await router.event()
+        assert event.failed.message == "the prompt is empty"
+        await router.close()
+        await node.check_idle()
+
+
+async def test_a_request_that_may_become_too_long_is_left_to_another_node() -> None:
+    async with serving(DecodeService, node := make_node()) as service:
+        router = Router(service)
         too_long = admit("a")
-        too_long.admit.prompt_token_ids.extend([1] * NUM_BLOCKS * BLOCK_SIZE)
+        too_long.admit.sampling_params.max_tokens = NUM_BLOCKS * BLOCK_SIZE - len(PROMPT) + 1
         router.send(too_long)
         event = await router.event()
-        assert "max_model_len" in event.failed.message
+        assert event.failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert event.failed.message == "node takes 512 tokens, not 513"
         await router.close()
         await node.check_idle()
 

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from kv_connector.in_process import InProcessHub
-from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.errors import InvalidRequestError, KVRelayError, UnavailableError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
 from kvrelay.v1 import common_pb2
@@ -84,6 +84,14 @@ async def test_a_duplicate_of_a_leased_request_is_refused_and_leaves_the_lease_a
         assert await num_leases(service) == 1
         assert not (await service.RenewLeases(pb.RenewLeasesRequest(lease_ids=["a"]), NO_CONTEXT)).unknown_lease_ids
         await release(service, "a")
+        await node.check_idle()
+
+
+async def test_a_request_that_may_become_too_long_is_left_to_another_node() -> None:
+    async with serving(PrefillService, node := make_node()) as service:
+        with pytest.raises(UnavailableError, match="node takes 512 tokens, not 513"):
+            await anext(prefill(service, "a", [1] * 510))
+        assert await num_leases(service) == 0
         await node.check_idle()
 
 

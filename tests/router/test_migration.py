@@ -2,7 +2,7 @@
 nodes."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -21,6 +21,7 @@ from tests.router.scripted_nodes import (
     Cluster,
     PrefillCall,
     ScriptedDecode,
+    ScriptedNode,
     cluster,
     soon,
     token,
@@ -247,6 +248,35 @@ async def test_the_number_of_placements_is_bounded(max_attempts: int) -> None:
         assert_idle(nodes)
 
 
+async def test_first_tokens_of_prefill_nodes_do_not_start_the_count_of_placements_again() -> None:
+    """Else a request that no decode node survives would be placed as often as it has tokens."""
+    async with cluster(max_attempts=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        for number in range(3):
+            next_event = asyncio.create_task(take(events))
+            wire_id = (await nodes.decode.admit()).request_id
+            call = await soon(nodes.prefill.calls)
+            call.finish(token(7 + number))
+            assert await next_event == token(7 + number)
+            await nodes.decode.started()
+            nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+        with pytest.raises(UnavailableError, match="after 2 more placements: the engine has crashed"):
+            await take(events)
+        assert_idle(nodes)
+
+
+async def test_a_token_of_a_decode_node_starts_the_count_of_placements_again() -> None:
+    async with (
+        cluster(max_attempts=1, local_prefill_max_tokens=64) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        for number in range(3):
+            next_event = asyncio.create_task(take(events))
+            wire_id = (await nodes.decode.admit()).request_id
+            say(nodes.decode, wire_id, token(7 + number))
+            assert await next_event == token(7 + number)
+            nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+
+
 @pytest.mark.parametrize("epoch", [1, 2])
 async def test_a_request_waits_for_a_decode_node_while_none_lives(epoch: int) -> None:
     """Once a node is live, each output is placed exactly once, whether the node has a new epoch or not."""
@@ -289,8 +319,19 @@ async def test_every_output_waits_for_a_node_on_its_own() -> None:
         assert nodes.decode.commands.empty()
 
 
-async def test_another_model_does_not_go_on_with_a_request() -> None:
-    """A node with another model takes the place of the only decode node."""
+def has_another_model(node: ScriptedNode) -> None:
+    node.namespace = replace(NAMESPACE, model_fingerprint=b"\x02" * 32)
+
+
+def takes_fewer_tokens(node: ScriptedNode) -> None:
+    node.max_model_len = len(PROMPT) + a_request().sampling.max_tokens - 1
+
+
+@pytest.mark.parametrize("change", [has_another_model, takes_fewer_tokens])
+async def test_a_node_that_would_not_give_the_same_tokens_does_not_go_on_with_a_request(
+    change: Callable[[ScriptedNode], None],
+) -> None:
+    """It takes the place of the only decode node."""
     async with cluster(num_prefill_nodes=0) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first = asyncio.create_task(take(events))
         say(nodes.decode, (await nodes.decode.admit()).request_id, token(7))
@@ -298,13 +339,13 @@ async def test_another_model_does_not_go_on_with_a_request() -> None:
         await nodes.decode.stop()
         next_event = asyncio.create_task(take(events))
         await none_lives(nodes)
-        nodes.decode.namespace = replace(NAMESPACE, model_fingerprint=b"\x02" * 32)
+        change(nodes.decode)
         await nodes.decode.start_again(epoch=2)
         await until(lambda: nodes.registry.decode[0].state is NodeState.LIVE)
         assert not (await asyncio.wait({next_event}, timeout=0.3))[0] and nodes.decode.commands.empty()
         await nodes.decode.stop()
         await none_lives(nodes)
-        nodes.decode.namespace = NAMESPACE
+        nodes.decode.namespace, nodes.decode.max_model_len = NAMESPACE, len(PROMPT) + a_request().sampling.max_tokens
         await nodes.decode.start_again(epoch=3)
         admit = await nodes.decode.admit()
         say(nodes.decode, admit.request_id, token(8, finish=FinishReason.STOP))

@@ -218,7 +218,7 @@ def _draw_plan(
     prompt = (*shared[: random.randrange(len(shared) + 1)], *_draw_tokens(random, random.randrange(1, 2 * BLOCK_SIZE)))
     prompt = prompt[: max_model_len // 2]
     is_hurried = random.random() < 0.1
-    max_tokens = random.randrange(1, 32)
+    max_tokens = random.randrange(1, min(31, max_model_len - len(prompt)) + 1)
     sampling = SamplingParams(
         n=random.choice((1, 1, 1, 1, 2, 3)),
         max_tokens=max_tokens,
