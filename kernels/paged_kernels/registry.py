@@ -16,33 +16,37 @@ BackendName = Literal["auto", "native", "reference", "triton"]
 
 _CPU = torch.device("cpu")
 
-_REMEDY = "install a C++20 compiler (for example the packages g++ or clang) and reinstall kvrelay"
+_NATIVE_HEAD_DIMS = range(8, 257, 8)  # as csrc/pool_view.h checks
 
 
 class BackendUnavailableError(RuntimeError):
-    """The attention backend that was asked for was not built; the message says what to do."""
+    """The attention backend that was asked for cannot be used; the message says what to do."""
 
 
 def select_backend(
-    name: BackendName, device: torch.device = _CPU, *, kv_scales: KVScales | None = None
+    name: BackendName,
+    device: torch.device = _CPU,
+    *,
+    kv_scales: KVScales | None = None,
+    head_dim: int | None = None,
 ) -> AttentionBackend:
-    """Returns a backend by name, for a pool on `device`. `auto` takes Triton for a pool on a GPU, else the compiled
-    kernels where they were built, else, with a warning, plain torch. A float8_e4m3fn pool needs `kv_scales`.
+    """Returns a backend by name, for a pool on `device` with heads of `head_dim`, None for those that every backend
+    takes. `auto` takes Triton for a pool on a GPU, else the compiled kernels where they were built and take such heads,
+    else, with a warning, plain torch. A float8_e4m3fn pool needs `kv_scales`.
 
-    Raises BackendUnavailableError when `native` is asked for and was not built, or one does not run on the device;
-    ValueError for an unknown name.
+    Raises BackendUnavailableError when `native` is asked for and was not built or does not take such heads, or one does
+    not run on the device; ValueError for an unknown name.
     """
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         return _triton_backend(device, kv_scales)
     if name == "native" and device.type != "cpu":
         raise BackendUnavailableError(f"the native attention kernels run on the CPU, not on {device}: use auto")
-    if name == "native" and load_extension() is None:
-        raise BackendUnavailableError(f"the compiled attention kernels (paged_kernels._native) are missing: {_REMEDY}")
-    if name == "auto" and load_extension() is None:
+    if name in ("auto", "native") and (problem := _problem_with_native(head_dim)) is not None:
+        if name == "native":
+            raise BackendUnavailableError(problem)
         _logger.warning(
-            "The compiled attention kernels (paged_kernels._native) are missing and plain torch is used instead: "
-            "attention in decoding is 5 to 30 times slower. To fix it, %s.",
-            _REMEDY,
+            "Attention is computed by plain torch, which in decoding is 5 to 30 times slower: %s.",
+            problem,
         )
         name = "reference"
     match name:
@@ -56,6 +60,20 @@ def select_backend(
             return ReferenceBackend(kv_scales)
         case _:
             raise ValueError(f"unknown attention backend {name!r}: use auto, native, reference or triton")
+
+
+def _problem_with_native(head_dim: int | None) -> str | None:
+    if load_extension() is None:
+        return (
+            "the compiled attention kernels (paged_kernels._native) are missing; install a C++20 compiler (for example "
+            "the packages g++ or clang) and reinstall kvrelay"
+        )
+    if head_dim is not None and head_dim not in _NATIVE_HEAD_DIMS:
+        return (
+            f"the compiled attention kernels take heads of 8, 16, 24 ... 256, not {head_dim} (head_dim); only "
+            "--attention-backend reference does"
+        )
+    return None
 
 
 def _triton_backend(device: torch.device, kv_scales: KVScales | None) -> AttentionBackend:

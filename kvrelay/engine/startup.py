@@ -23,6 +23,7 @@ from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.model_directory import resolve_model_directory
 from kvrelay.core.weight_store import WeightStore
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.cpu.runner import CpuRunner
@@ -31,6 +32,7 @@ from kvrelay.engine.device import choose_device, look_at_machine
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout
 from kvrelay.engine.loading.loader import LoadedModel, load_model
+from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
 from kvrelay.engine.pool_size import PoolSize, free_memory, size_pool
@@ -135,14 +137,15 @@ def _prepare(options: EngineOptions) -> PreparedEngine:
     device, reason = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
     _logger.info("device %s (--device %s): %s", device, options.device, reason)
     options = options.sized_for(device)
-    attention = _attention(options, device)
+    head_dim = load_model_config(resolve_model_directory(options.model)).head_dim  # before the weights, which take long
+    attention = _attention(options, device, head_dim)
     _logger.info("loading %s", options.model)
     loaded = _load(options, device, attention)
     quantized = "" if options.quantization == "none" else f", weights as {options.quantization}"
     _logger.info("loaded in %.1f s as %s%s", loaded.load_seconds, loaded.dtype, quantized)
     kv_scales = choose_kv_scales(loaded, options.kv_cache_dtype, calculate=options.calculate_kv_scales)
     if kv_scales is not None:
-        attention = _attention(options, device, kv_scales)
+        attention = _attention(options, device, head_dim, kv_scales)
         loaded.model.attend_with(attention)
     layout = kv_layout(loaded, options.block_size, kv_scales)
     if device.type == "cpu":
@@ -181,9 +184,11 @@ def _cpu_only(options: EngineOptions) -> str:
     return "--attention-backend native" if options.attention_backend == "native" else ""
 
 
-def _attention(options: EngineOptions, device: torch.device, kv_scales: KVScales | None = None) -> AttentionBackend:
+def _attention(
+    options: EngineOptions, device: torch.device, head_dim: int, kv_scales: KVScales | None = None
+) -> AttentionBackend:
     try:
-        return select_backend(options.attention_backend, device, kv_scales=kv_scales)
+        return select_backend(options.attention_backend, device, kv_scales=kv_scales, head_dim=head_dim)
     except BackendUnavailableError as error:
         raise ConfigurationError(f"--attention-backend {options.attention_backend}: {error}") from error
 

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Literal
 
 import pytest
@@ -60,6 +61,22 @@ def test_auto_falls_back_with_one_warning(no_extension: None, caplog: pytest.Log
 def test_native_says_what_is_missing(no_extension: None) -> None:
     with pytest.raises(BackendUnavailableError, match="compiler"):
         select_backend("native")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "expected"), [(8, "native"), (20, "reference"), (256, "native"), (264, "reference")]
+)
+def test_auto_takes_the_kernels_that_take_the_heads(head_dim: int, expected: str) -> None:
+    assert select_backend("auto", head_dim=head_dim).name == expected
+    pool, slots = torch.zeros(1, 1, 1, 2, 8, head_dim), torch.zeros(1, dtype=torch.int64)
+    row = torch.ones(1, 1, head_dim)
+    with nullcontext() if expected == "native" else pytest.raises(ValueError, match="head_dim"):
+        native.NativeBackend().write_kv(row, row, pool, 0, slots)
+
+
+def test_native_says_which_heads_it_takes() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"heads of 8, 16, 24 \.\.\. 256, not 20"):
+        select_backend("native", head_dim=20)
 
 
 def test_fused_operations_fall_back(no_extension: None) -> None:
