@@ -5,6 +5,7 @@ Invariant: its dtype is the layout's, whichever dtype the model computes in.
 
 import mmap
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +22,10 @@ def pool_dtype(layout: KVLayout) -> torch.dtype:
 
 
 def pool_over(memory: memoryview, layout: KVLayout, num_blocks: int) -> Tensor:
-    """Returns the pool as a view of `memory`: host memory of `num_blocks * layout.block_bytes` bytes that is writable,
-    zeroed and outlives the tensor."""
-    return torch.frombuffer(memory, dtype=pool_dtype(layout)).view(num_blocks, *layout.block_shape)
+    """Returns the pool as a view of `memory`: host memory of `num_blocks * layout.block_bytes` bytes that is writable
+    and zeroed. It cannot be unmapped (BufferError) as long as the tensor lives, in which a step may still compute."""
+    rows = np.frombuffer(memory, np.uint8)  # torch.frombuffer would give the buffer back at once
+    return torch.from_numpy(rows).view(pool_dtype(layout)).view(num_blocks, *layout.block_shape)
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device = _CPU) -> Tensor:

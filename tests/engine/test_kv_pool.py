@@ -1,5 +1,6 @@
 """The pool's tensor lies over the given memory and has the layout's dtype."""
 
+import mmap
 from typing import NoReturn
 
 import pytest
@@ -18,6 +19,18 @@ def test_a_pool_over_memory_shares_it() -> None:
     assert pool.shape == (3, *LAYOUT.block_shape) and pool.dtype is torch.bfloat16
     pool[1].fill_(1.0)
     assert not any(memory[: LAYOUT.block_bytes]) and any(memory[LAYOUT.block_bytes : 2 * LAYOUT.block_bytes])
+
+
+def test_memory_stays_mapped_as_long_as_the_pool() -> None:
+    memory = mmap.mmap(-1, 3 * LAYOUT.block_bytes)
+    view = memoryview(memory)
+    pool = pool_over(view, LAYOUT, 3)
+    view.release()
+    with pytest.raises(BufferError):
+        memory.close()
+    pool[2].fill_(1.0)
+    del pool
+    memory.close()
 
 
 def test_a_pool_of_its_own_is_zeroed() -> None:
