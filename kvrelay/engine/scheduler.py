@@ -211,13 +211,19 @@ class Scheduler:
             sequence = self.waiting.peek()
             self._take_cached_blocks(sequence)
             count = min(sequence.num_missing_tokens, budget)
-            if not self._grow(sequence, count, copies):
+            if not self._fits(sequence) or not self._grow(sequence, count, copies):
                 self._free_blocks(sequence)
                 break
             self.waiting.pop()
             self.run(sequence)
             chosen.append((sequence, count))
             budget -= count
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Tells whether there are blocks for all tokens that a waiting sequence lacks. Begun without them, it would be
+        preempted and begin again, for as long as leases hold the blocks."""
+        shared, num_new = self._blocks_to_take(sequence, sequence.num_missing_tokens)
+        return len(shared) + num_new <= self._pool.num_free
 
     def _has_room_for(self, sequence: Sequence) -> bool:
         used = sum(other.width for other in self.running) + sum(other.width for other in self.receiving)

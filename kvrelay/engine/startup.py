@@ -137,15 +137,14 @@ def _prepare(options: EngineOptions) -> PreparedEngine:
     device, reason = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
     _logger.info("device %s (--device %s): %s", device, options.device, reason)
     options = options.sized_for(device)
-    head_dim = load_model_config(resolve_model_directory(options.model)).head_dim  # before the weights, which take long
-    attention = _attention(options, device, head_dim)
+    attention = _attention(options, device, _head_dim(options, device))
     _logger.info("loading %s", options.model)
     loaded = _load(options, device, attention)
     quantized = "" if options.quantization == "none" else f", weights as {options.quantization}"
     _logger.info("loaded in %.1f s as %s%s", loaded.load_seconds, loaded.dtype, quantized)
     kv_scales = choose_kv_scales(loaded, options.kv_cache_dtype, calculate=options.calculate_kv_scales)
     if kv_scales is not None:
-        attention = _attention(options, device, head_dim, kv_scales)
+        attention = _attention(options, device, loaded.config.head_dim, kv_scales)
         loaded.model.attend_with(attention)
     layout = kv_layout(loaded, options.block_size, kv_scales)
     if device.type == "cpu":
@@ -184,8 +183,13 @@ def _cpu_only(options: EngineOptions) -> str:
     return "--attention-backend native" if options.attention_backend == "native" else ""
 
 
+def _head_dim(options: EngineOptions, device: torch.device) -> int | None:
+    """Returns what a choice of kernels on the CPU depends on, before the weights are read, which takes long."""
+    return load_model_config(resolve_model_directory(options.model)).head_dim if device.type == "cpu" else None
+
+
 def _attention(
-    options: EngineOptions, device: torch.device, head_dim: int, kv_scales: KVScales | None = None
+    options: EngineOptions, device: torch.device, head_dim: int | None, kv_scales: KVScales | None = None
 ) -> AttentionBackend:
     try:
         return select_backend(options.attention_backend, device, kv_scales=kv_scales, head_dim=head_dim)

@@ -108,11 +108,17 @@ class Registry:
         for node in self.nodes:
             await node.channel.close()
 
-    def live(self, role: NodeRole) -> list[NodeHandle]:
-        """Returns the nodes that get requests, in the order in which they are listed: the live ones without the ejected
-        ones, or with them if all are ejected."""
+    def live(
+        self, role: NodeRole, can_serve: Callable[[NodeDescription], bool] = lambda description: True
+    ) -> list[NodeHandle]:
+        """Returns the nodes that get requests which `can_serve` says they can serve, in the order in which they are
+        listed: the live ones without the ejected ones, or with them if all are ejected."""
         nodes = self.prefill if role is NodeRole.PREFILL else self.decode
-        live = [node for node in nodes if node.state is NodeState.LIVE]
+        live = [
+            node
+            for node in nodes
+            if node.state is NodeState.LIVE and node.description is not None and can_serve(node.description)
+        ]
         return [node for node in live if not node.outlier.is_ejected] or live
 
     def state_of(self, node: NodeHandle) -> NodeState:

@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import aclosing
+from functools import partial
 from random import Random, SystemRandom
 
 from kvrelay.core.block_hash import BlockHash, block_hashes
@@ -209,11 +210,12 @@ class ClusterRelay:
     def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
         """Returns the live nodes that are not among the lost ones and can serve the request to its end, by id, prefill
         nodes first. What nodes were like when it was admitted says nothing of those that have come since."""
+        can_serve = partial(_can_serve, node_request)
         return {
             _node_id(node): node
             for role in NodeRole
-            for node in self._registry.live(role)
-            if _source(node) not in lost and _can_serve(_description(node), node_request)
+            for node in self._registry.live(role, can_serve)
+            if _source(node) not in lost
         }
 
     def _facts(self, node_request: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
@@ -247,7 +249,7 @@ def _names(node_request: NodeRequest) -> Iterable[BlockHash]:
     return block_hashes(root, node_request.token_ids, node_request.kv_namespace.block_size, include_partial=True)
 
 
-def _can_serve(node: NodeDescription, node_request: NodeRequest) -> bool:
+def _can_serve(node_request: NodeRequest, node: NodeDescription) -> bool:
     """Tells whether a node has the model with which the request began, and room for the longest output it may have."""
     return node.kv_namespace == node_request.kv_namespace and node.max_model_len >= node_request.max_num_tokens
 

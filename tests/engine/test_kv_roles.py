@@ -95,8 +95,8 @@ def test_a_preempted_prefill_gives_up_what_its_lease_keeps() -> None:
     first, second = prompt_of(64), prompt_of(64, 1)
     produce(other, "x", second)
     harness.engine.add(request("first", first, role=KVRole.PRODUCE))
-    harness.engine.add(replace(request("second", second, role=KVRole.PRODUCE), receive=True))
     harness.step()
+    harness.engine.add(replace(request("second", second, role=KVRole.PRODUCE), receive=True))
     harness.step()
     move(other, harness, harness.admission("second"))
     harness.engine.start("second")
@@ -110,6 +110,22 @@ def test_a_preempted_prefill_gives_up_what_its_lease_keeps() -> None:
     told = [count for result in harness.results for request_id, count in result.progress if request_id == "second"]
     assert told == sorted(set(told)) and told[-1] == 8
     harness.engine.release_lease("second")
+    harness.engine.check_idle()
+
+
+def test_a_prompt_for_which_leases_leave_too_few_blocks_does_not_begin() -> None:
+    """Else it would be preempted and begin again until a lease ends, and the node would never seem to stall."""
+    harness = Harness(num_blocks=12, publish=True, max_num_batched_tokens=16)
+    produce(harness, "leased", prompt_of(56))
+    num_steps = harness.engine.load().num_steps
+    harness.engine.add(request("b", prompt_of(64, 1), role=KVRole.PRODUCE))
+    harness.run()
+    load = harness.engine.load()
+    assert (load.num_requests_waiting, load.num_preemptions, load.num_steps) == (1, 0, num_steps)
+    harness.engine.release_lease("leased")
+    harness.run()
+    assert harness.tokens["b", 0] == expected_output(prompt_of(64, 1), 1)
+    harness.engine.release_lease("b")
     harness.engine.check_idle()
 
 

@@ -342,13 +342,13 @@ def test_a_model_samples_the_same_tokens(loaded: LoadedModel) -> None:
     model = loaded.config
     found: list[dict[tuple[str, int], list[int]]] = []
     for run_ahead in (False, True):
-        memory = torch.zeros(14, model.num_kv_heads, model.num_layers, 2, BLOCK_SIZE, model.head_dim)
+        memory = torch.zeros(12, model.num_kv_heads, model.num_layers, 2, BLOCK_SIZE, model.head_dim)
         runner: Runner = CpuRunner(loaded.model, Sampler(model.vocab_size, model.eos_token_ids), memory)
         late = LateRunner(runner)
         engine = Engine(
-            SchedulerConfig(BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=24, max_model_len=14 * BLOCK_SIZE),
+            SchedulerConfig(BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=24, max_model_len=12 * BLOCK_SIZE),
             late if run_ahead else runner,
-            BlockPool(14, on_evict=lambda block_ids: None),
+            BlockPool(12, on_evict=lambda block_ids: None),
             NAMESPACE,
             eos_token_ids=model.eos_token_ids,
             publish=False,

@@ -160,6 +160,22 @@ async def test_an_output_that_ended_without_a_token_of_the_decode_node_clears_no
         assert node.outlier.is_ejected
 
 
+async def test_a_request_that_fits_only_an_ejected_node_goes_there() -> None:
+    async with cluster(num_prefill_nodes=0, num_decode_nodes=2, silence=30.0) as nodes:
+        long, short = nodes.decodes
+        await short.stop()
+        await until(lambda: nodes.registry.decode[1].state is NodeState.LOST)
+        short.max_model_len = len(REQUEST.prompt_token_ids) + REQUEST.sampling.max_tokens - 1
+        await short.start_again(epoch=2)
+        await until(lambda: nodes.registry.decode[1].state is NodeState.LIVE)
+        for _ in range(5):
+            nodes.registry.decode[0].outlier.failed(KVRelayError("out of luck"))
+        async with aclosing(nodes.relay.run(REQUEST)) as events:
+            first = asyncio.create_task(take(events))
+            long.tokens((await long.admit()).request_id, token(7))
+            assert await first == token(7)
+
+
 async def test_a_restart_ends_an_ejection() -> None:
     async with cluster(num_prefill_nodes=0, silence=30.0) as nodes:
         [node] = nodes.registry.decode
