@@ -34,6 +34,10 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
 
 _LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=512)
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=1024)
+_SLIDING_BY_LAYER: Mapping[str, Any] = {
+    "sliding_window": SLIDING_WINDOW,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+}
 _QWEN_SLIDING: Mapping[str, Any] = {
     "use_sliding_window": True,
     "sliding_window": SLIDING_WINDOW,
@@ -52,6 +56,7 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "llama-rope-yarn": lambda: LlamaConfig(**_SIZES, **_YARN),
     "mistral": lambda: MistralConfig(**_SIZES, sliding_window=None, head_dim=32),
     "mistral-sliding": lambda: MistralConfig(**_SIZES, sliding_window=SLIDING_WINDOW),
+    "mistral-sliding-by-layer": lambda: MistralConfig(**_SIZES, **_SLIDING_BY_LAYER),
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen2-sliding": lambda: Qwen2Config(**_SIZES, **_QWEN_SLIDING),
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=True),

@@ -56,6 +56,7 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_position_embeddings": 4096 * 32,
             "num_key_value_heads": 8,
             "sliding_window": 4096,
+            "layer_types": None,
             "eos_token_id": 2,
         },
         "qwen2": _QWEN,

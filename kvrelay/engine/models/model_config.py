@@ -158,15 +158,15 @@ def _head_dim(parsed: Mapping[str, Any], hidden_size: int, num_heads: int, path:
 
 
 def _sliding_windows(parsed: Mapping[str, Any], family: str, path: Path) -> tuple[int | None, ...]:
-    """Returns the window of each layer. Mistral has one for all layers, Qwen those that `layer_types` says, Llama
-    none."""
+    """Returns the window of each layer. Mistral and Qwen have those that `layer_types` says, Mistral without it one for
+    all layers, Llama none."""
     num_layers: int = parsed["num_hidden_layers"]
     if family == "llama" or parsed["sliding_window"] is None:
         return (None,) * num_layers
     window = _positive(parsed, "sliding_window", path)
-    if family == "mistral":
-        return (window,) * num_layers
     kinds = parsed["layer_types"]
+    if family == "mistral" and kinds is None:
+        return (window,) * num_layers
     known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
     if not known or len(kinds) != num_layers:
         raise ModelLoadError(
