@@ -2,7 +2,8 @@
 
 Both are defined by classes of transformers (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config; 5.x). This module has
 them as tables, because importing that library takes longer than the rest of a node's start without the weights.
-Invariant: every field has the value that AutoConfig gives it; `tests/engine/loading/test_config_file.py` compares them.
+Invariant: every field has the value that it has in a model of AutoModelForCausalLM;
+`tests/engine/loading/test_config_file.py` compares them.
 """
 
 import json
@@ -120,5 +121,8 @@ def _rope_parameters(fields: Mapping[str, Any], raw: Mapping[str, Any], path: Pa
     if raw.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
     if rope["rope_type"] in ("llama3", "yarn"):
+        trained = raw.get("original_max_position_embeddings")  # models give it priority
+        if trained is not None:
+            rope["original_max_position_embeddings"] = trained
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
     return rope

@@ -41,6 +41,10 @@ FILES: dict[str, dict[str, Any]] = {
     "llama3, trained length beside": {"rope_parameters": _LLAMA3, "original_max_position_embeddings": 1024},
     "yarn": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
     "yarn, trained length not said": {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1e6},
+    "yarn, trained length said twice": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+        "original_max_position_embeddings": 512,
+    },
     "partial": {"partial_rotary_factor": 0.5},
     "both spellings of rope": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": _LLAMA3},
     "dtype": {"dtype": "bfloat16", "torch_dtype": "float16"},
@@ -54,6 +58,7 @@ def test_every_field_equals_that_of_transformers(family: str, case: str, tmp_pat
     raw = {"model_type": family, **FILES[case]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     expected = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    expected.standardize_rope_params()  # as a model with scaled rotary embeddings does
     found = complete_config(raw, family, tmp_path / "config.json")
     read = {name: found[name] for name in READ + READ_OF[family]}
     read["rope_parameters"] = {name: value for name, value in read["rope_parameters"].items() if name != "type"}

@@ -1,6 +1,8 @@
 """Logits of every family, through a paged pool, compared with those of transformers."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +104,28 @@ def test_stretched_positions_agree_over_the_whole_context(kind: str, tmp_path: P
 def test_yarn_options_agree_with_transformers(parameters: dict[str, float], tmp_path: Path) -> None:
     config = _llama(rope_parameters={"rope_theta": 10_000.0, **parameters}, max_position_embeddings=512)
     loaded = _load(save_random(config, tmp_path))
+    prompt = _tokens(300, seed=4)
+    logits = PagedRun(loaded.model, num_sequences=1, max_tokens=300).step([prompt])[0]
+    _assert_close(logits, Reference(tmp_path).logits(prompt), tolerance=1e-3)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "yarn", "factor": 8.0},
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+    ids=["yarn", "yarn-said-twice", "llama3"],
+)
+def test_a_trained_length_beside_the_rope_parameters_is_the_one_that_counts(
+    parameters: dict[str, Any], tmp_path: Path
+) -> None:
+    save_random(_llama(max_position_embeddings=512), tmp_path)
+    path = tmp_path / "config.json"
+    rope = {"rope_parameters": {"rope_theta": 10_000.0, **parameters}, "original_max_position_embeddings": 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | rope))
+    loaded = _load(tmp_path)
     prompt = _tokens(300, seed=4)
     logits = PagedRun(loaded.model, num_sequences=1, max_tokens=300).step([prompt])[0]
     _assert_close(logits, Reference(tmp_path).logits(prompt), tolerance=1e-3)
