@@ -5,6 +5,7 @@ ModelLoadError, which names the field.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,26 +207,33 @@ def _scaled_rope(kind: RopeKind, fields: dict[str, Any], max_position_embeddings
         return RopeParameters(kind, theta, trained, factor=factor, low_freq_factor=low, high_freq_factor=high)
     has_factor = fields.get("factor") is not None
     factor = _number(fields, "factor", path) if has_factor else max_position_embeddings / trained
-    attention_factor = fields.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = yarn_attention_factor(factor, fields.get("mscale"), fields.get("mscale_all_dim"))
+    if fields.get("attention_factor") is not None:
+        attention_factor = _number(fields, "attention_factor", path)
+    else:
+        mscale, mscale_all_dim = (_number_or(0.0, fields, name, path) for name in ("mscale", "mscale_all_dim"))
+        attention_factor = yarn_attention_factor(factor, mscale, mscale_all_dim)
     return RopeParameters(
         kind,
         theta,
         trained,
         factor=factor,
-        attention_factor=float(attention_factor),
-        beta_fast=float(fields.get("beta_fast") or 32.0),
-        beta_slow=float(fields.get("beta_slow") or 1.0),
+        attention_factor=attention_factor,
+        beta_fast=_number_or(32.0, fields, "beta_fast", path),
+        beta_slow=_number_or(1.0, fields, "beta_slow", path),
         truncate=bool(fields.get("truncate", True)),
     )
 
 
 def _number(fields: dict[str, Any], field: str, path: Path) -> float:
     value = fields.get(field)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ModelLoadError(f"{path}: rope_parameters.{field}: {value!r} must be a positive number")
     return float(value)
+
+
+def _number_or(default: float, fields: dict[str, Any], field: str, path: Path) -> float:
+    """Returns a number, or `default` for one that is missing or 0, as transformers does."""
+    return _number(fields, field, path) if fields.get(field) else default
 
 
 def _eos_token_ids(parsed: Mapping[str, Any], directory: Path) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from tests.engine.tiny_models import FAMILIES, SLIDING_WINDOW, make_tiny_model, 
 
 WEIGHTS = "model.safetensors"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
 @pytest.fixture
@@ -86,6 +87,15 @@ def test_every_family_is_understood(family: str, tmp_path: Path) -> None:
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0}},
             r"rope_parameters\.factor: -1",
+        ),
+        *(
+            ({"rope_parameters": _YARN | {field: value}}, rf"rope_parameters\.{field}: {value!r} must be a positive")
+            for field in ("attention_factor", "beta_fast", "beta_slow", "mscale")
+            for value in ("1", -1.0)
+        ),
+        (
+            {"rope_parameters": _YARN | {"original_max_position_embeddings": float("inf")}},
+            r"original_max_position_embeddings: inf",
         ),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
         ({"eos_token_id": 400}, "eos_token_id: 400"),
