@@ -122,19 +122,40 @@ class LLM:
     ) -> list[RequestOutput]:
         """Works like `generate`, but takes one conversation or several and applies the model's chat template."""
         texts = [self.tokenizer.render_chat(conversation) for conversation in _conversations(messages)]
-        encoded = [self.tokenizer.encode_now(text, add_special_tokens=False) for text in texts]
+        encoded = [
+            self._encode(text, number, field="messages", add_special_tokens=False) for number, text in enumerate(texts)
+        ]
         return self._generate(texts, encoded, sampling_params, progress=progress)
 
     # -- before the engine -------------------------------------------------------------------------------------------
 
-    def _encode(self, prompt: Prompt, number: int) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode_now(prompt, add_special_tokens=True)
-        if wrong := [token_id for token_id in prompt if not 0 <= token_id < self.vocab_size]:
-            raise InvalidRequestError(
-                f"prompt {number}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}", field="prompts"
+    def _encode(
+        self, prompt: Prompt, number: int, *, field: str = "prompts", add_special_tokens: bool = True
+    ) -> list[int]:
+        """Returns the tokens of a prompt: at least one, few enough for the model's length, and all in the vocabulary.
+        Raises InvalidRequestError."""
+        try:
+            token_ids = (
+                self.tokenizer.encode_now(prompt, add_special_tokens=add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt
             )
-        return prompt
+        except (TypeError, UnicodeError) as error:  # it has half of a surrogate pair
+            raise InvalidRequestError(f"prompt {number} is not valid Unicode", field=field) from error
+        if not token_ids:
+            raise InvalidRequestError(f"prompt {number} has no tokens", field=field)
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"prompt {number} has {len(token_ids)} tokens; with one output token that is more than max_model_len "
+                f"({self.max_model_len})",
+                field=field,
+            )
+        # Texts too: a tokenizer may know more tokens than its model.
+        if wrong := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
+            raise InvalidRequestError(
+                f"prompt {number}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}", field=field
+            )
+        return token_ids
 
     def _generate(
         self,
@@ -146,27 +167,22 @@ class LLM:
     ) -> list[RequestOutput]:
         sampling = _per_prompt(sampling_params, len(encoded))
         pending = [
-            PendingRequest(text, tuple(token_ids), self._checked(one, token_ids, number), self.tokenizer)
+            PendingRequest(text, tuple(token_ids), self._checked(one, len(token_ids), number), self.tokenizer)
             for number, (text, token_ids, one) in enumerate(zip(texts, encoded, sampling, strict=True))
         ]
         self._run(pending, progress=progress)
         return [one.result() for one in pending]
 
-    def _checked(self, sampling: SamplingParams, token_ids: Sequence[int], number: int) -> SamplingParams:
-        """Returns `sampling` with a seed, and with `max_tokens` and `min_tokens` lowered to what the model's length
-        leaves after the prompt. Raises InvalidRequestError."""
-        room = self.max_model_len - len(token_ids)
-        if not token_ids:
-            raise InvalidRequestError(f"prompt {number} has no tokens", field="prompts")
-        if room < 1:
-            raise InvalidRequestError(
-                f"prompt {number} has {len(token_ids)} tokens; with one output token that is more than max_model_len "
-                f"({self.max_model_len})",
-                field="prompts",
-            )
-        sampling.validate(vocab_size=self.vocab_size)
+    def _checked(self, sampling: SamplingParams, num_prompt_tokens: int, number: int) -> SamplingParams:
+        """Returns the sampling of prompt `number` with a seed, and with `max_tokens` and `min_tokens` lowered to what
+        the model's length leaves after the prompt. Raises InvalidRequestError."""
+        room = self.max_model_len - num_prompt_tokens
+        try:
+            sampling.validate(vocab_size=self.vocab_size)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"prompt {number}: {error}", field=error.field) from None
         if sampling.n > self._max_num_seqs:
-            raise InvalidRequestError(f"n is above max_num_seqs ({self._max_num_seqs})", field="n")
+            raise InvalidRequestError(f"prompt {number}: n is above max_num_seqs ({self._max_num_seqs})", field="n")
         return replace(
             sampling,
             max_tokens=min(sampling.max_tokens, room),

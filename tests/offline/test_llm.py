@@ -3,12 +3,14 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from paged_kernels.threads import num_threads, threads_kept
 
+from bench.random_model import PAD_TOKEN, PAD_TOKEN_ID, write_byte_tokenizer
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
 from kvrelay.engine.cpu.runner import ComputedStep, CpuRunner
@@ -17,6 +19,7 @@ from kvrelay.engine.request import StepResult
 from tests.demo_model import DEMO_MODEL
 from tests.e2e.cluster import some_token_ids
 from tests.engine.reference import Reference
+from tests.engine.tiny_models import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["The capital of France is", "Water freezes at", "A week has"]
@@ -170,6 +173,9 @@ def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
         (["fine", ""], replace(GREEDY, n=0), "n must be between"),
         ([[1, 10**9]], GREEDY, "prompt 0: token id 1000000000 is outside the vocabulary"),
         (["fine", []], GREEDY, "prompt 1 has no tokens"),
+        (["fine", "\ud83d"], GREEDY, "prompt 1 is not valid Unicode"),
+        (["one", "two"], [GREEDY, replace(GREEDY, top_p=2.0)], "prompt 1: top_p must be in"),
+        (["one", "two"], [GREEDY, replace(GREEDY, n=9)], r"prompt 1: n is above max_num_seqs \(8\)"),
         (["fine", 3.5], GREEDY, "prompt 1 is neither a text nor a list of token ids"),
         (None, GREEDY, "prompts must be a prompt or a list of them, got None"),
         ("one", {"max_tokens": 5}, "sampling_params must be a SamplingParams or a list of them, got {"),
@@ -186,6 +192,28 @@ def test_bad_input_says_what_is_wrong_and_the_next_call_works(
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate(prompts, sampling, progress=False)
     assert llm.generate("fine", GREEDY, progress=False)
+
+
+def test_a_conversation_that_can_not_run_is_named_with_the_field(llm: LLM) -> None:
+    fine, half, long = ([{"role": "user", "content": text}] for text in ("fine", "\ud83d", "long " * 5000))
+    for wrong, message in ((half, "prompt 1 is not valid Unicode"), (long, r"prompt 1 has \d+ tokens")):
+        with pytest.raises(InvalidRequestError, match=message) as caught:
+            llm.chat([fine, wrong], GREEDY, progress=False)
+        assert caught.value.field == "messages"
+
+
+def test_a_text_may_not_have_tokens_that_only_the_tokenizer_knows(tmp_path: Path) -> None:
+    write_byte_tokenizer(make_tiny_model("llama", tmp_path, vocab_size=PAD_TOKEN_ID), vocab_size=320)
+    small = LLM(tmp_path, threads=1, num_blocks=4, max_model_len=64)
+    message = f"prompt 1: token id {PAD_TOKEN_ID} is outside the vocabulary of {PAD_TOKEN_ID}"
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        small.generate(["fine", f"fine {PAD_TOKEN}"], GREEDY, progress=False)
+    assert caught.value.field == "prompts"
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        small.chat([[{"role": "user", "content": text}] for text in ("fine", PAD_TOKEN)], GREEDY, progress=False)
+    assert caught.value.field == "messages"
+    assert small.generate("fine", GREEDY, progress=False)
+    small._engine.check_idle()
 
 
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
