@@ -78,6 +78,17 @@ def test_a_seed_decides_the_tokens_alone_or_in_a_batch(llm: LLM) -> None:
     assert [output.index for output in alone.outputs] == [0, 1, 2]
 
 
+def test_top_k_and_seed_may_be_what_they_are_over_http(llm: LLM) -> None:
+    drawn = [
+        llm.generate(PROMPTS[0], SamplingParams(seed=seed, top_k=top_k), progress=False)[0].outputs
+        for seed, top_k in ((-7, -1), (2**64 - 7, 0))
+    ]
+    assert drawn[0] == drawn[1]
+    for sampling in (SamplingParams(seed=-(2**63) - 1), SamplingParams(top_k=-2)):
+        with pytest.raises(InvalidRequestError, match=r"prompt 0: (seed|top_k) must be"):
+            llm.generate(PROMPTS[0], sampling, progress=False)
+
+
 def test_stop_strings_end_an_output(llm: LLM) -> None:
     [result] = llm.generate(PROMPTS[0], replace(GREEDY, stop=("France",)), progress=False)
     [output] = result.outputs
