@@ -204,13 +204,10 @@ class Engine:
         started = self._clock.now()
         self.threads.begin_step(on_layers_begin)
         try:
-            launched = self._runner.launch(plan)
+            self._in_flight.launch(self._runner, plan, sequences, started)
         except KVRelayError as error:
             self.settle()  # it may end some of these sequences, and no later plan may refer to a step that never ran
-            self._in_flight.cancel(plan)
             self._fail(sequences, str(error))
-        else:
-            self._in_flight.add(plan, sequences, launched, started)
         return True
 
     def _name_written(self) -> bool:

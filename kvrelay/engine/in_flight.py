@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.plan import SchedulerOutput
-from kvrelay.engine.runner import LaunchedStep
+from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.sequence import Sequence
 
 
@@ -50,11 +50,18 @@ class StepsInFlight:
             self._steps[-1].pinned.append(block_ids)
         self._pool.release(block_ids)
 
-    def add(self, plan: SchedulerOutput, sequences: SequenceOf[Sequence], launched: LaunchedStep, now: float) -> None:
-        """Adds a step that has been launched. The scheduler has pinned the blocks that the plan's copies read."""
-        step = StepInFlight(plan, sequences, launched, now)
-        step.pinned.append(_sources(plan))
-        self._steps.append(step)
+    def launch(self, runner: Runner, plan: SchedulerOutput, sequences: SequenceOf[Sequence], now: float) -> None:
+        """Launches a step and adds it. The scheduler has pinned the blocks that the plan's copies read. If launching
+        fails, be it by a keyboard interrupt, they stay pinned only until the steps before have ended: what a GPU has
+        been given by then runs before any later step."""
+        sources = [source for source, _ in plan.copies]
+        launched: LaunchedStep | None = None
+        try:
+            launched = runner.launch(plan)
+        finally:
+            if launched is None:
+                self._unpin(sources)
+        self._steps.append(StepInFlight(plan, sequences, launched, now, [sources]))
         row = 0
         for entry, sequence in zip(plan.scheduled, sequences, strict=True):
             sequence.num_launched_tokens += entry.num_scheduled_tokens
@@ -62,11 +69,6 @@ class StepsInFlight:
                 sequence.num_unknown_tokens += 1
                 sequence.sampled_row = row
                 row += len(entry.rows)
-
-    def cancel(self, plan: SchedulerOutput) -> None:
-        """Unpins the sources of a plan's copies when its launch has failed. No other step may be in flight."""
-        assert not self._steps, "a step in flight may still need these blocks"
-        self._pool.unpin(_sources(plan))
 
     def pop(self) -> StepInFlight:
         """Removes and returns the oldest step. The caller collects it and then calls `end`, whether or not that
@@ -82,6 +84,9 @@ class StepsInFlight:
             self._pool.unpin(block_ids)
         return any(step.pinned)
 
-
-def _sources(plan: SchedulerOutput) -> list[int]:
-    return [source for source, _ in plan.copies]
+    def _unpin(self, block_ids: SequenceOf[int]) -> None:
+        """Unpins blocks when every step launched so far is collected."""
+        if self._steps:
+            self._steps[-1].pinned.append(block_ids)
+        else:
+            self._pool.unpin(block_ids)
