@@ -61,17 +61,24 @@ class EngineOptions:
     def sized_for(self, device: torch.device) -> Self:
         """Returns these options with the limits of a step chosen where they were left to kvrelay: few tokens keep a
         CPU busy, a GPU needs many. `max_num_mixed_tokens` stays 0 on a CPU, where the scheduler decides by what steps
-        have cost. Raises ConfigurationError for a step too small to be of use."""
+        have cost. Raises ConfigurationError for a step too small to be of use, or to compute a token of every
+        sequence."""
         if 0 < self.max_num_batched_tokens < _SMALLEST_STEP:
             raise ConfigurationError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than {_SMALLEST_STEP}; raise it, or "
                 "leave it out"
             )
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than --max-num-seqs "
+                f"{self.max_num_seqs}, and a step could not compute a token of every sequence; raise it, or lower "
+                "--max-num-seqs"
+            )
         on_cpu = device.type == "cpu"
-        max_num_batched_tokens = self.max_num_batched_tokens or (512 if on_cpu else 2048)
+        max_num_batched_tokens = self.max_num_batched_tokens or max(512 if on_cpu else 2048, self.max_num_seqs)
         return replace(
             self,
-            max_num_seqs=self.max_num_seqs or (64 if on_cpu else 256),
+            max_num_seqs=self.max_num_seqs or min(64 if on_cpu else 256, max_num_batched_tokens),
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_mixed_tokens=self.max_num_mixed_tokens or (0 if on_cpu else max_num_batched_tokens),
         )

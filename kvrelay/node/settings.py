@@ -91,12 +91,14 @@ class NodeOptions(ProcessSettings):
         default=0, description="Most tokens of prompt and output together; 0 takes the model's."
     )
     max_num_seqs: Count = Field(
-        default=0, description="Most sequences that a node runs at a time; 0 is 64 on a CPU, 256 on a GPU."
+        default=0,
+        description="Most sequences that a node runs at a time, at most max_num_batched_tokens; 0 is 64 on a CPU, 256 "
+        "on a GPU, or fewer if a step has fewer tokens.",
     )
     max_num_batched_tokens: Count = Field(
         default=0,
         description="Most tokens that a node computes in one step; long prompts are cut into chunks of it. 0 is 512 on "
-        "a CPU, 2048 on a GPU.",
+        "a CPU, 2048 on a GPU, or max_num_seqs if that is more.",
     )
     max_num_mixed_tokens: Count = Field(
         default=0,

@@ -25,6 +25,17 @@ def test_a_step_of_a_few_tokens_is_refused() -> None:
         EngineOptions("m", max_num_batched_tokens=15).sized_for(torch.device("cpu"))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_step_can_compute_a_token_of_every_sequence(device: str) -> None:
+    """Otherwise the sequences that came last would wait until others end."""
+    few_tokens = EngineOptions("m", max_num_batched_tokens=32).sized_for(torch.device(device))
+    assert (few_tokens.max_num_seqs, few_tokens.max_num_batched_tokens) == (32, 32)
+    many_seqs = EngineOptions("m", max_num_seqs=4096).sized_for(torch.device(device))
+    assert (many_seqs.max_num_seqs, many_seqs.max_num_batched_tokens) == (4096, 4096)
+    with pytest.raises(ConfigurationError, match=r"--max-num-batched-tokens 32 is less than --max-num-seqs 33.*raise"):
+        EngineOptions("m", max_num_seqs=33, max_num_batched_tokens=32).sized_for(torch.device(device))
+
+
 # `model` is a positional argument of a command.
 @pytest.mark.parametrize("option", [one.name for one in fields(EngineOptions) if one.name != "model"])
 def test_a_node_takes_the_values_and_the_default_that_its_engine_takes(option: str) -> None:
