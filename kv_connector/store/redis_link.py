@@ -1,7 +1,7 @@
 """The connection to a Redis server: one client, a deadline for every exchange, and breakers for a server that fails.
 
-Of the two breakers, `server` is for one that cannot be reached or does not answer, `room` for one that answers but is
-full.
+Of the two breakers, `server` is for one that cannot be reached or does not answer, `writes` for one that answers but
+refuses to write.
 Invariant: no exchange takes longer than its deadline, and none begins while `server` is open.
 """
 
@@ -41,7 +41,7 @@ class RedisLink:
         """Raises ConfigurationError for a URL that is not valid."""
         self.client = _client(settings)
         self.server = CircuitBreaker("Redis", clock)
-        self.room = CircuitBreaker("storing in Redis", clock, threshold=1)
+        self.writes = CircuitBreaker("storing in Redis", clock, threshold=1)
         self._timeout = settings.operation_timeout_seconds
 
     @asynccontextmanager

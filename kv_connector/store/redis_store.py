@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from redis.exceptions import OutOfMemoryError
 
 from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
@@ -151,10 +150,9 @@ class RedisConnector:
         state = self._require()
         held = lost = 0
         try:
-            absent = await self._absent(state, claims)
-            held = len(claims) - len(absent)
+            held, absent = await self._renew(state, claims)
             for part in Slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
-                if not state.link.room.admit():
+                if not state.link.writes.admit():
                     self.stats.skipped += len(claims) - held - lost
                     break
                 stored, gone = await self._store(state, part)
@@ -168,17 +166,20 @@ class RedisConnector:
         self.stats.failed += len(claims) - held - lost
         return held
 
-    async def _absent(self, state: _Open, claims: Sequence[Claim]) -> list[Claim]:
-        """Returns those that Redis does not hold, and restarts the TTL of the others."""
+    async def _renew(self, state: _Open, claims: Sequence[Claim]) -> tuple[int, list[Claim]]:
+        """Restarts the TTL of the blocks that Redis holds. Returns how many these are, and those that it lacks. Where
+        it refuses to do so it would refuse the block as well, so that is not sent."""
         async with state.link.exchange() as client, client.pipeline(transaction=False) as pipe:
             for claim in claims:
                 pipe.expire(self._key(claim.block.block_hash), self._settings.ttl_seconds)
-            held: list[Any] = await pipe.execute(raise_on_error=False)
-        return [claim for claim, answer in zip(claims, held, strict=True) if answer not in (1, True)]
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
+        if any(isinstance(answer, Exception) for answer in answers) and state.link.writes.admit():
+            self._note_writes(state, answers)
+        return answers.count(1), [claim for claim, answer in zip(claims, answers, strict=True) if answer == 0]
 
     async def _store(self, state: _Open, claims: Sequence[Claim]) -> tuple[int, int]:
-        """Sends one round of SETs. Returns how many blocks Redis has stored (it refuses them when its memory is full),
-        and how many were retracted before they were sent."""
+        """Sends one round of SETs. Returns how many blocks Redis has stored, and how many were retracted before they
+        were sent."""
         answers: list[Any] = []
         try:
             async with state.link.exchange() as client, client.pipeline(transaction=False) as pipe:
@@ -190,21 +191,23 @@ class RedisConnector:
                         offered += 1
                 answers = await pipe.execute(raise_on_error=False)
         finally:
-            self._note_room(state, answers)
-        refused = [answer for answer in answers if isinstance(answer, Exception)]
-        if refused:
-            _logger.warning("Redis refused %d of %d blocks: %s", len(refused), offered, refused[0])
-        stored = offered - len(refused)
+            refused = self._note_writes(state, answers)
+        stored = offered - refused
         self.stats.count_published(stored, state.pool.block_bytes)
         return stored, len(claims) - offered
 
-    def _note_room(self, state: _Open, answers: Sequence[object]) -> None:
-        if any(isinstance(answer, OutOfMemoryError) for answer in answers):
-            state.link.room.failed()
+    def _note_writes(self, state: _Open, answers: Sequence[object]) -> int:
+        """Ends an attempt to write; returns how many commands Redis has refused: it is full, a replica, lacks
+        replicas, cannot save, or forbids them. Each is an answer, so the exchange itself has succeeded."""
+        refused = [answer for answer in answers if isinstance(answer, Exception)]
+        if refused:
+            _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), refused[0])
+            state.link.writes.failed()
         elif answers:
-            state.link.room.succeeded()
+            state.link.writes.succeeded()
         else:
-            state.link.room.abandoned()
+            state.link.writes.abandoned()
+        return len(refused)
 
     # -- loading -----------------------------------------------------------------------------------------------------
 

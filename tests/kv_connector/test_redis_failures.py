@@ -1,4 +1,4 @@
-"""A real Redis that dies, comes back, stops answering, is full, evicts, forgets and lies.
+"""A real Redis that dies, comes back, stops answering, is full, refuses writes, evicts, forgets and lies.
 
 Nothing wrong is ever fetched, nothing takes longer than it may, and what was left alone is asked again.
 """
@@ -177,6 +177,37 @@ async def test_a_full_redis_still_serves_but_gets_no_more_blocks(setup: Setup) -
     setup.clock.seconds += 1.0
     await write_and_publish(setup.node, blocks(2, tag="even more"))
     assert set(await setup.fetch(blocks(2, tag="even more"))) == {FETCHED}
+
+
+REFUSALS = {  # commands after which it refuses to write, and those that put an end to that
+    "a replica": ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+    "too few replicas": ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
+    "no permission": ("ACL SETUSER default -set", "ACL SETUSER default +set"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+async def test_a_redis_that_refuses_writes_is_sent_few_blocks_and_still_serves(setup: Setup, refusal: str) -> None:
+    """Each refusal is an answer, and costs a whole block. Nor are blocks sent that it has and does not renew."""
+    refuse, permit = (command.split() for command in REFUSALS[refusal])
+    sent, more = blocks(40), blocks(40, tag="more")
+    await write_and_publish(setup.node, sent)
+    with setup.client() as client:
+        client.execute_command(*refuse)
+        before = client.info("stats")["total_net_input_bytes"]
+        for _ in range(20):
+            with pytest.raises(KVError, match="none of 40"):
+                await write_and_publish(setup.node, more)
+        if refusal != "no permission":  # which is for SET alone
+            with pytest.raises(KVError, match="none of 40"):
+                await setup.node.connector.publish(sent)
+        received = client.info("stats")["total_net_input_bytes"] - before
+        assert received < len(more) * LAYOUT.block_bytes, "not even once all of them"
+        assert set(await setup.fetch(sent)) == {FETCHED}
+        client.execute_command(*permit)
+    setup.clock.seconds += 1.0
+    await write_and_publish(setup.node, more)
+    assert set(await setup.fetch(more)) == {FETCHED}
 
 
 async def test_blocks_that_redis_evicts_are_missing(setup: Setup) -> None:
