@@ -220,12 +220,14 @@ class RedisConnector:
         if self._state is not state:
             raise KVError("the Redis connector was closed during a fetch")
         verdicts = [_accept(state.pool, block, value) for block, value in zip(blocks, values, strict=True)]
-        damaged = [block for block, verdict in zip(blocks, verdicts, strict=True) if verdict in _USELESS_TO_ALL]
+        damaged = [block for block, verdict in zip(blocks, verdicts, strict=True) if isinstance(verdict, Mismatch)]
         await self._remove(state, damaged, max(0.0, deadline - self._clock.now()))
         return verdicts
 
     async def _remove(self, state: _Open, damaged: Sequence[NamedBlock], timeout: float) -> None:
-        """Deletes values, whose names would otherwise count as held when a node publishes the blocks again."""
+        """Deletes values, whose names would otherwise count as held when a node publishes the blocks again. A name
+        determines every field that is verified, so no node can use such a value. Two versions of kvrelay with one
+        Redis replace each other's values, which does no other harm."""
         if not damaged:
             return
         try:
@@ -233,11 +235,6 @@ class RedisConnector:
                 await client.unlink(*(self._key(block.block_hash) for block in damaged))
         except UNREACHABLE as error:
             _logger.warning("%d damaged values stay in Redis: %s", len(damaged), type(error).__name__)
-
-
-# A value with one of these is not the block of that name for any node. Two versions of kvrelay with one Redis replace
-# each other's values, which does no other harm.
-_USELESS_TO_ALL = frozenset({Mismatch.HASH, Mismatch.LENGTH, Mismatch.DIGEST, Mismatch.VERSION})
 
 
 def _value(state: _Open, claim: Claim) -> bytes | None:

@@ -235,7 +235,9 @@ async def test_a_flush_during_a_fetch_makes_blocks_missing(setup: Setup) -> None
     assert set(await setup.fetch(sent)) == {FETCHED}
 
 
-@pytest.mark.parametrize("how", ["flipped", "short", "long", "another block", "no header", "not a string"])
+@pytest.mark.parametrize(
+    "how", ["flipped", "layout", "tokens", "short", "long", "another block", "no header", "not a string"]
+)
 async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> None:
     sent = blocks(2)
     await write_and_publish(setup.node, sent)
@@ -247,6 +249,9 @@ async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> N
         match how:
             case "flipped":
                 client.set(key, value[:500] + bytes([value[500] ^ 0x20]) + value[501:])
+            case "layout" | "tokens":
+                at = {"layout": 40, "tokens": 64}[how]  # see header.py
+                client.set(key, value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :])
             case "short":
                 client.set(key, value[:-1])
             case "long":
@@ -262,6 +267,7 @@ async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> N
         assert await setup.fetch(sent) == (REFUSED if refused else MISSING, FETCHED)
         assert sum(setup.store.stats.refused.values()) == refused
         assert setup.store.stats.refused[Mismatch.DIGEST] == (how == "flipped")
+        assert client.exists(key) == (not refused)
         if not refused:
             client.delete(key)
     await write_and_publish(setup.node, sent)
