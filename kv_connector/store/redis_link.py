@@ -71,7 +71,7 @@ class RedisLink:
 
 
 def _client(settings: RedisSettings) -> Redis:
-    """Returns the client. Its errors do not repeat the URL, which may hold a password."""
+    """Returns the client. Raises ConfigurationError, which does not repeat the URL, since that may hold a password."""
     try:
         connections = BlockingConnectionPool.from_url(
             settings.url,
@@ -83,6 +83,12 @@ def _client(settings: RedisSettings) -> Redis:
             socket_connect_timeout=settings.operation_timeout_seconds,
             retry=Retry(NoBackoff(), 1),  # once: the server may have closed an idle connection
         )
-    except ValueError:
-        raise ConfigurationError("--redis-url is not valid: use redis://, rediss:// or unix://") from None
+        # Opens nothing, but takes the URL's parameters or raises.
+        connection = connections.connection_class(**connections.connection_kwargs)
+    except (ValueError, TypeError, AttributeError, RedisError):  # whichever a wrong parameter happens to cause
+        raise ConfigurationError(
+            "--redis-url is not valid: use redis://, rediss:// or unix://, and only parameters that redis-py has for it"
+        ) from None
+    if connection.encoder.decode_responses:
+        raise ConfigurationError("--redis-url must not set decode_responses: blocks are bytes")
     return Redis.from_pool(connections)

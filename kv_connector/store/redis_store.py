@@ -57,6 +57,7 @@ class RedisConnector:
     has_store = True
 
     def __init__(self, settings: RedisSettings, *, clock: Clock | None = None) -> None:
+        """Raises ConfigurationError when a setting cannot work, the URL among them; nothing is connected yet."""
         if settings.ttl_seconds < 1 or settings.batch_bytes < 1 or settings.max_connections < 1:
             raise ConfigurationError(
                 "redis.ttl_seconds, redis.batch_bytes and redis.max_connections must be at least 1"
@@ -66,6 +67,7 @@ class RedisConnector:
         self.stats = ConnectorStats()
         self._settings = settings
         self._clock: Clock = clock or MonotonicClock()
+        self._link = RedisLink(settings, self._clock)
         self._state: _Open | None = None
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
@@ -75,9 +77,8 @@ class RedisConnector:
         self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
     ) -> PoolBuffer:
         assert self._state is None, "allocate is called once"
-        link = RedisLink(self._settings, self._clock)
         pool = LocalPool.over(buffer) if buffer is not None else LocalPool.anonymous(layout, num_blocks)
-        self._state = _Open(link, pool, epoch, Backlog(self._offer) if buffer is not None else None)
+        self._state = _Open(self._link, pool, epoch, Backlog(self._offer) if buffer is not None else None)
         return pool.buffer
 
     @property

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from kv_connector.base import FetchOutcome
+from kv_connector.self_test import check_transport
 from kv_connector.settings import RedisSettings
 from kv_connector.store.redis_store import RedisConnector
 from kvrelay.core.errors import ConfigurationError, KVError
@@ -125,3 +126,19 @@ async def test_the_password_is_in_no_log_and_no_repr(caplog: pytest.LogCaptureFi
     with pytest.raises(ConfigurationError, match="--redis-url") as invalid:
         node(RedisSettings(url="http://user:hunter2@host"))
     assert "hunter2" not in str(invalid.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://user:hunter2@host", "redis://user:hunter2@host:notaport/0", "redis://user:hunter2/@host/0"),
+        *("redis://user:hunter2@host/0?unknown=1", "redis://user:hunter2@host/0?max_connections=many"),
+        *("redis://user:hunter2@host/0?ssl_cert_reqs=none", "rediss://user:hunter2@host/0?ssl_cert_reqs=some"),
+        *("redis://user:hunter2@host/0?decode_responses=True", "redis://user:hunter2@host/0?retry=1"),
+    ],
+)
+async def test_a_url_that_cannot_work_is_refused_and_not_tried_again_later(url: str) -> None:
+    """It is a wrong setting, not a problem that the self-test finds: that may pass with time."""
+    with pytest.raises(ConfigurationError, match="--redis-url") as refused:
+        await check_transport(lambda: RedisConnector(RedisSettings(url=url)))
+    assert "hunter2" not in str(refused.value)
