@@ -76,10 +76,13 @@ class SegmentReader(Generic[PeerT]):
             verdicts.found += [FetchOutcome.MISSING] * len(blocks)
             return
         parts = list(Slices(blocks, self._pool.block_bytes, self._slice_bytes))
-        holder, found = await self._thread.run(self._find_and_read, source, blocks, parts.pop(0), verdicts)
-        verdicts.found += found
+        try:
+            holder, found = await self._thread.run(self._find_and_read, source, blocks, parts.pop(0), verdicts)
+        finally:
+            if self._open:
+                self._peers.watch_owners()  # the peer stays mapped, also when the copy fails or the fetch is cancelled
         self._require_open()
-        self._peers.watch_owners()
+        verdicts.found += found
         for part in parts:
             if holder is None or verdicts.seconds_left <= 0:
                 break

@@ -130,6 +130,31 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
     process.communicate()
 
 
+async def test_memory_of_a_dead_owner_is_given_back_after_a_fetch_that_was_cancelled(tmp_path: Path) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+
+    def copy(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> Sequence[bytes]:
+        copying.set()
+        go_on.wait(10)
+        return copy_rows(target, target_rows, source, source_rows)
+
+    process, source = spawn_owner(tmp_path)
+    connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), copy=copy, check_interval=0.01)
+    peer = Node(connector, "peer", 16, LAYOUT, 1)
+    fetch = asyncio.create_task(peer.connector.fetch(source, blocks(16), timeout=10))
+    await asyncio.to_thread(copying.wait, 10)
+    fetch.cancel()
+    go_on.set()
+    await asyncio.wait([fetch])
+    assert fetch.cancelled() and source.endpoint in mappings()
+    process.kill()
+    process.communicate()
+    async with asyncio.timeout(10):
+        while source.endpoint in mappings():
+            await asyncio.sleep(0.01)
+    await peer.connector.close()
+
+
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every block a part of its own, between two of which others run."""
