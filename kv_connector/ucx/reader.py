@@ -40,7 +40,7 @@ from kv_connector.ucx.protocol import (
     encode_opening,
     encode_proof,
 )
-from kv_connector.ucx.transport import Link, Transport
+from kv_connector.ucx.transport import Link, Transport, uninterrupted
 from kv_connector.verdict import Verdict
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
@@ -161,11 +161,15 @@ class Peer:
             return decode_reply(reply.tobytes()), digests
         except BaseException:
             self._stats.quarantined += 0 if link.cut() else len(blocks)
-            await link.close()
-            await self._pool.quiesce()
+            await uninterrupted(self._quieten(link))
             raise
         finally:
             self._busy.discard(link)
+
+    async def _quieten(self, link: Link) -> None:
+        """Cuts a connection. Returns when neither UCX nor the device touches its destinations any more."""
+        await link.close()
+        await self._pool.quiesce()
 
     def _arrived(self, block_id: int, digests: list[bytes | None]) -> None:
         digests.append(self._pool.digest_on_arrival(block_id))

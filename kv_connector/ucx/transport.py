@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -254,17 +254,8 @@ class Link:
 
     async def close(self) -> None:
         """Cuts the connection and returns when no buffer is touched any more, even when the caller is cancelled."""
-        if self.cut():
-            return
-        waiter = asyncio.ensure_future(self._until_quiet())
-        cancelled = False
-        while not waiter.done():
-            try:
-                await asyncio.shield(waiter)
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
+        if not self.cut():
+            await uninterrupted(self._until_quiet())
 
     async def _until_quiet(self) -> None:
         """Cuts again and again until UCX has given up the last buffer. Keeping blocks for ever is better than having
@@ -289,3 +280,16 @@ class Link:
     def _on_close(self) -> None:
         self._lost = True
         self._transport.kick()
+
+
+async def uninterrupted(quieting: Coroutine[Any, Any, None]) -> None:
+    """Returns when `quieting` has ended, even when the caller is cancelled, however often; that is raised then."""
+    task = asyncio.ensure_future(quieting)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError

@@ -24,7 +24,17 @@ from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
-from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, content, moved, write_and_publish
+from tests.kv_connector.backends import (
+    CLUSTER_SECRET,
+    EPOCH,
+    LAYOUT,
+    DirectNode,
+    Node,
+    blocks,
+    content,
+    moved,
+    write_and_publish,
+)
 from tests.kv_connector.ucx_owner import LARGE_LAYOUT, NUM_BLOCKS
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
@@ -309,6 +319,40 @@ async def test_a_fetch_waits_for_buffers_that_ucx_still_holds(holder: Node) -> N
     await asyncio.wait([result], timeout=10)
     assert result.cancelled() and reader.connector.stats.quarantined == 3
     await reader.connector.close()
+
+
+@pytest.mark.parametrize("cancelled_over", ["ucx", "the device"])
+async def test_a_fetch_of_a_dead_holder_waits_for_ucx_and_then_for_the_device(
+    holder: Node, cancelled_over: str
+) -> None:
+    """Also one that is cancelled, while UCX still holds its buffers or while the device has other things to do."""
+    reader = DirectNode(UcxConnector(UcxSettings(CLUSTER_SECRET)), "reader", 16, LAYOUT, EPOCH)
+    await reader.connector.fetch(holder.source, blocks(1), timeout=10)
+    [lane] = peers_of(reader)[0]._idle
+    stubborn = StubbornRequest()
+    lane.link._posted.append((stubborn, None, None))
+    fetch = asyncio.create_task(reader.connector.fetch(holder.source, blocks(3), timeout=30))
+    await asyncio.sleep(0)
+    await holder.connector.close()
+    while not reader.connector.stats.quarantined:
+        await asyncio.sleep(0.001)
+    reader.device.waiting.clear()
+    reader.device.gate.clear()
+    other = asyncio.create_task(reader.device_pool.digests([0]))
+    await asyncio.to_thread(reader.device.waiting.wait, 10)
+    if cancelled_over == "ucx":
+        fetch.cancel()
+        await asyncio.sleep(0.001)
+    stubborn.completed = True
+    for turn in range(100):
+        if cancelled_over == "the device" and turn == 50:
+            fetch.cancel()
+        await asyncio.sleep(0.001)
+        assert not fetch.done()
+    reader.device.gate.set()
+    await asyncio.wait([fetch, other], timeout=10)
+    assert fetch.cancelled() and reader.device.num_quiesced == 1
+    await reader.close()
 
 
 async def test_closing_leaves_no_task_and_no_socket() -> None:
