@@ -90,7 +90,10 @@ class Peer:
             lane = await self._lane()
             mismatch = self._mismatch(lane, source)
             if mismatch is not None:
-                self._idle.append(lane)
+                if lane.geometry == self._geometry:
+                    self._idle.append(lane)
+                else:
+                    await lane.link.close()  # the holder, which has nothing for us, waits for that
                 return mismatch
             entries, digests = await self._exchange(lane, blocks)
             self._idle.append(lane)

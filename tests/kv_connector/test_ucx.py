@@ -17,6 +17,7 @@ from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
+from kv_connector.ucx.holder import HANDSHAKE_SECONDS
 from kv_connector.ucx.protocol import ASK_POSITION, OPENING_BYTES, PROOF_BYTES, encode_opening
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
@@ -28,6 +29,7 @@ from tests.kv_connector.backends import (
     CLUSTER_SECRET,
     EPOCH,
     LAYOUT,
+    OTHER_LAYOUT,
     DirectNode,
     Node,
     blocks,
@@ -234,6 +236,19 @@ async def test_a_holder_that_restarted_is_refused_by_its_epoch(holder: Node) -> 
     assert set((await reader.connector.fetch(stale, blocks(9), timeout=10)).outcomes) == {REFUSED}
     assert reader.connector.stats.refused[Mismatch.EPOCH] == 9 and is_clear(reader)
     assert set((await reader.connector.fetch(holder.source, blocks(9), timeout=10)).outcomes) == {FETCHED}
+    await reader.connector.close()
+
+
+async def test_a_reader_with_another_layout_leaves_and_is_no_stranger(holder: Node) -> None:
+    reader = node("reader", layout=OTHER_LAYOUT)
+    for source in (holder.source, KVSource("holder", EPOCH - 1, holder.source.endpoint)):
+        assert set((await reader.connector.fetch(source, blocks(9), timeout=10)).outcomes) == {REFUSED}
+    assert reader.connector.stats.refused[Mismatch.LAYOUT] == reader.connector.stats.refused[Mismatch.EPOCH] == 9
+    assert isinstance(holder.connector, UcxConnector)
+    async with asyncio.timeout(HANDSHAKE_SECONDS / 2):
+        while holder.connector._require().holder._tasks:
+            await asyncio.sleep(0.01)
+    assert holder.connector.stats.peers_refused == 0
     await reader.connector.close()
 
 
