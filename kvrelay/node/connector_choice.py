@@ -39,7 +39,7 @@ def choose_connectors(
     names = parse_connectors(value)
     if names != (AUTO,):
         return ConnectorChoice(_working(names, broken), "as set")
-    if _is_loopback(host):
+    if is_loopback(host):
         return ConnectorChoice(_working(("shared_memory",), broken), f"only this host reaches {host}")
     if ucx_installed and has_secret and "ucx" not in broken:
         names = tuple(name for name in ("shared_memory", "ucx") if name not in broken)
@@ -77,6 +77,14 @@ async def choose_working(
             broken[name] = report.problem
 
 
+def is_loopback(host: str) -> bool:
+    """Tells whether only this host reaches `host`, an address or a name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _working(names: tuple[str, ...], broken: Mapping[str, str]) -> tuple[str, ...]:
     for name in names:
         if name in broken:
@@ -84,10 +92,3 @@ def _working(names: tuple[str, ...], broken: Mapping[str, str]) -> tuple[str, ..
                 f"connector {name!r} does not work on this machine: {broken[name]}; {BACKENDS[name].remedy}"
             )
     return names
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -21,7 +21,7 @@ from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, planned_device, prepare_engine
 from kvrelay.node.block_copy import choose_copy
-from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working
+from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_loopback
 from kvrelay.node.device_transfer import choose_direct
 from kvrelay.node.node import Node, NodeIdentity
 from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
@@ -161,7 +161,7 @@ def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
         ucx=UcxSettings(
             cluster_secret=settings.cluster_secret.get_secret_value(),
             host=ucx_host,
-            net_devices=settings.ucx_net_devices or (_LOOPBACK_DEVICE if ucx_host.startswith("127.") else ""),
+            net_devices=settings.ucx_net_devices or (_LOOPBACK_DEVICE if is_loopback(ucx_host) else ""),
         ),
         shared_memory=SharedMemorySettings(settings.shared_memory_dir or None),
         redis=RedisSettings(url=settings.redis_url.get_secret_value(), ttl_seconds=settings.redis_ttl),

@@ -9,14 +9,27 @@ from kv_connector.registry import is_installed
 from kv_connector.self_test import SelfTestReport
 from kvrelay.core.connectors import can_exchange, parse_connectors
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.node import startup
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working
 from kvrelay.node.settings import NodeSettings
 
+ON_LOOPBACK = pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.9", "::1", "localhost"])
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.9", "::1", "localhost"])
+
+@ON_LOOPBACK
 def test_auto_on_loopback_is_shared_memory(host: str) -> None:
     choice = choose_connectors("auto", host=host, ucx_installed=True, has_secret=True)
     assert choice.names == ("shared_memory",) and host in choice.reason
+
+
+@ON_LOOPBACK
+def test_ucx_on_loopback_opens_no_port_to_the_network(host: str) -> None:
+    def net_devices(**given: str) -> str:
+        return startup._connector_settings(NodeSettings.model_validate({"model": "m", **given})).ucx.net_devices
+
+    assert net_devices(host=host) == net_devices(host="10.0.0.2", ucx_host=host) == "lo"
+    assert net_devices(host=host, ucx_host="10.0.0.2") == ""
+    assert net_devices(host=host, ucx_net_devices="eth0") == "eth0"
 
 
 @pytest.mark.parametrize(
