@@ -33,16 +33,15 @@ class DirectSpec:
 class BackendSpec:
     """A backend. `make` imports and creates it. `remedy`: what a user can do when it fails its self-test.
 
-    `library`: the package that it imports, which our extra called `extra` installs. `same_host`: it reaches only nodes
-    of its own host. `is_store`: it keeps blocks in a store that all nodes share, which may be away for a while.
-    `direct`: None when its blocks pass through host memory always."""
+    `library`: the package that it imports, which our extra called `extra` installs. `is_store`: it keeps blocks in a
+    store that all nodes share, which may be away for a while. `direct`: None when its blocks pass through host memory
+    always."""
 
     name: str
     make: Callable[[ConnectorSettings], HostConnector]
     remedy: str
     library: str = ""
     extra: str = ""
-    same_host: bool = False
     is_store: bool = False
     direct: DirectSpec | None = None
 
@@ -77,7 +76,6 @@ _SPECS = (
         name="shared_memory",
         make=_shared_memory,
         remedy="set --shared-memory-dir to a directory in memory with room, or another --connector",
-        same_host=True,
         direct=DirectSpec("cuda_ipc", _cuda_ipc),
     ),
     BackendSpec(
@@ -121,12 +119,6 @@ def direct_name(name: str) -> str | None:
     when there is none."""
     direct = BACKENDS[name].direct
     return None if direct is None else direct.name
-
-
-def needs_same_host(name: str) -> bool:
-    """Tells whether the connector called `name`, over host or device memory, reaches only nodes of its own host."""
-    spec = BACKENDS.get(name) or _OF_DIRECT.get(name)
-    return spec is not None and spec.same_host
 
 
 def is_installed(name: str) -> bool:

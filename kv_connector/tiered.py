@@ -18,11 +18,12 @@ from kv_connector.base import FetchOutcome, FetchResult, HostConnector, KVConnec
 from kv_connector.cost_gate import CostGate, RecomputeSeconds
 from kv_connector.device.base import DeviceConnector
 from kv_connector.device.pool import DevicePool
-from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
-from kv_connector.registry import create_connector, needs_same_host
+from kv_connector.registry import create_connector
 from kv_connector.settings import ConnectorSettings
 from kv_connector.stats import ConnectorStats, total
 from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.connectors import needs_same_host
+from kvrelay.core.endpoints import Endpoints, parse_endpoints, this_host
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource

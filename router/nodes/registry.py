@@ -23,7 +23,7 @@ import grpc
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.connectors import can_exchange
+from kvrelay.core.connectors import connector_difference
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.rpc import channel_options, error_from_rpc
@@ -312,6 +312,4 @@ def _difference(found: NodeDescription, expected: NodeDescription) -> str | None
     for name, one, other in fields:
         if one != other:
             return f"{name} is {one}, not {other}"
-    if not can_exchange(found.connector, expected.connector):
-        return f"connector is {found.connector}, not {expected.connector}"
-    return None
+    return connector_difference(found, expected)

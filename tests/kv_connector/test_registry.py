@@ -5,16 +5,9 @@ import sys
 
 import pytest
 
-from kv_connector.registry import (
-    BACKENDS,
-    create_connector,
-    create_direct,
-    direct_name,
-    is_installed,
-    needs_same_host,
-)
+from kv_connector.registry import BACKENDS, create_connector, create_direct, direct_name, is_installed
 from kv_connector.settings import ConnectorSettings, UcxSettings
-from kvrelay.core.connectors import CONNECTORS
+from kvrelay.core.connectors import CONNECTORS, needs_same_host
 from kvrelay.core.errors import ConfigurationError
 from tests.kv_connector.backends import CLUSTER_SECRET
 

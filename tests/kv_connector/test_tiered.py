@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from kv_connector.base import FetchOutcome, FetchResult, HostConnector, PoolBuffer
-from kv_connector.endpoints import this_host
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.segments.shared_memory import SharedMemoryConnector
@@ -17,6 +16,7 @@ from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector, create_tiers
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.endpoints import this_host
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from kv_connector.registry import is_installed
 from kv_connector.self_test import SelfTestReport
-from kvrelay.core.connectors import can_exchange, parse_connectors
+from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.node import startup
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working
@@ -135,8 +135,3 @@ def test_a_wrong_setting_is_refused_with_the_reason(value: str, complaint: str) 
 
 def test_spaces_in_the_setting_are_ignored() -> None:
     assert NodeSettings.model_validate({"model": "m", "connector": "ucx, redis"}).connector == "ucx,redis"
-
-
-def test_nodes_that_share_a_connector_can_exchange() -> None:
-    assert can_exchange("shared_memory,ucx", "ucx,redis") and can_exchange("redis", "redis")
-    assert not can_exchange("shared_memory", "ucx,redis")

@@ -47,6 +47,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.epoch = 1
         self.namespace = NAMESPACE
         self.connector = "in_process"
+        self.endpoint = f"endpoint-{node_id}"
         self.max_model_len = 4096
         self.updates: asyncio.Queue[node_pb2.WatchResponse] = asyncio.Queue()
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
@@ -105,7 +106,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
     async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_pb2.DescribeResponse:
         return node_pb2.DescribeResponse(
             role=self.role,
-            source=common_pb2.KVSource(node_id=self.node_id, epoch=self.epoch, endpoint=f"endpoint-{self.node_id}"),
+            source=common_pb2.KVSource(node_id=self.node_id, epoch=self.epoch, endpoint=self.endpoint),
             kv_namespace=namespace_to_wire(self.namespace),
             connector=self.connector,
             max_model_len=self.max_model_len,

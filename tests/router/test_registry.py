@@ -133,6 +133,18 @@ async def test_nodes_that_share_one_of_their_connectors_fit() -> None:
         assert len(registry.live(NodeRole.DECODE)) == 2
 
 
+async def test_a_node_of_another_host_is_refused_if_both_have_only_mapped_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decode, stranger = ScriptedDecode(), ScriptedDecode("decode-1")
+    for node, host in ((decode, "0" * 16), (stranger, "f" * 16)):
+        node.connector = "shared_memory"
+        node.endpoint = f"host={host};shared_memory=kvrelay-{node.node_id}-0000000000000001.kv"
+    complaint = f"host is {'f' * 16}, not {'0' * 16}, and all they share is shared_memory, which reaches no other host"
+    await refused(decode, stranger, complaint, caplog)
+    assert "set --connector shared_memory,ucx or redis for both" in caplog.text
+
+
 async def test_two_nodes_of_one_id_are_not_both_let_in(caplog: pytest.LogCaptureFixture) -> None:
     await refused(ScriptedDecode(), ScriptedDecode(), "node_id 'decode-0' is that of 127.0.0.1", caplog)
 

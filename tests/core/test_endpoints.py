@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_connector.endpoints import Endpoints, parse_endpoints, this_host
+from kvrelay.core.endpoints import Endpoints, parse_endpoints, this_host
 from kvrelay.core.errors import ConfigurationError, KVError
 
 

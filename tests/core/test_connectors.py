@@ -1,0 +1,46 @@
+"""Which nodes can exchange blocks through the connectors that they have."""
+
+import pytest
+
+from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.connectors import connector_difference
+from kvrelay.core.endpoints import Endpoints
+from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import NodeDescription
+
+HERE, THERE = "0123456789abcdef", "fedcba9876543210"
+
+
+def node(connector: str, host: str = HERE) -> NodeDescription:
+    """Returns the description of a node; redis alone has no endpoint."""
+    addresses = {name: "address" for name in connector.split(",") if name != "redis"}
+    return NodeDescription(
+        role=None,
+        source=KVSource(connector, 1, Endpoints(host, addresses).encode() if addresses else ""),
+        kv_namespace=KVNamespace(bytes(32), "float32", "layout", 4),
+        connector=connector,
+        model="m",
+        max_model_len=100,
+        num_blocks=10,
+        block_bytes=64,
+        vocab_size=300,
+        max_num_seqs=4,
+        version="1",
+    )
+
+
+@pytest.mark.parametrize("host", [HERE, THERE])
+def test_nodes_that_share_a_connector_can_exchange(host: str) -> None:
+    assert connector_difference(node("shared_memory,ucx"), node("ucx,redis", host)) is None
+    assert connector_difference(node("redis"), node("redis", host)) is None
+    assert connector_difference(node("redis"), node("shared_memory,redis", host)) is None
+    difference = connector_difference(node("shared_memory"), node("ucx,redis", host))
+    assert difference == "connector is shared_memory, not ucx,redis"
+
+
+@pytest.mark.parametrize("connector", ["shared_memory", "cuda_ipc"])
+def test_mapped_memory_connects_nodes_of_one_host_only(connector: str) -> None:
+    assert connector_difference(node(connector), node(connector)) is None
+    assert connector_difference(node(f"{connector},ucx"), node(f"{connector},ucx", THERE)) is None
+    difference = connector_difference(node(f"{connector},ucx"), node(connector, THERE))
+    assert difference is not None and f"all they share is {connector}" in difference and "--connector" in difference
