@@ -98,7 +98,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             raise InvalidRequestError(f"request {request_id} is running already", field="request_id")
         prefill = self._active[request_id] = _Prefill(request, num_blocks, ends_at=ends_at(request.timeout_ms))
         self._leases.open(request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
-        self._node.activity.begin(request_id)  # until its lease ends
+        self._node.activity.begin(request_id)  # until its stream and its lease end
         try:
             await self._node.engine_thread.call(lambda engine: engine.add(engine_request))
             yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=request_id))
@@ -124,9 +124,14 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         if not prefill.finished:
             self._leases.release([request_id])
             self._node.engine_thread.post(lambda engine: engine.abort(request_id))
+        self._end_activity(request_id)
+
+    def _end_activity(self, request_id: str) -> None:
+        if request_id not in self._active and request_id not in self._leases:
+            self._node.activity.end(request_id)
 
     def _end_lease(self, lease_id: str) -> None:
-        self._node.activity.end(lease_id)
+        self._end_activity(lease_id)
         self._node.engine_thread.post(lambda engine: engine.release_lease(lease_id))
 
     def _end_stall(self) -> None:

@@ -57,6 +57,28 @@ async def test_a_stream_whose_lease_has_ended_early_still_ends() -> None:
         await node.check_idle()
 
 
+async def test_a_node_drains_until_the_stream_and_the_lease_are_over() -> None:
+    """In either order: a lease that expires leaves its stream under way."""
+    for lease_first in (True, False):
+        runner = GatedRunner()
+        async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
+            async with aclosing(prefill(service, "a")) as events:
+                assert (await anext(events)).HasField("accepted")
+                draining = asyncio.create_task(node.drain())
+                if lease_first:
+                    await release(service, "a")
+                    await asyncio.sleep(0)
+                    assert not draining.done(), "the stream is open"
+                runner.gate.set()
+                assert [event async for event in events]
+            if not lease_first:
+                await asyncio.sleep(0)
+                assert not draining.done(), "the lease is held"
+                await release(service, "a")
+            await draining
+            await node.check_idle()
+
+
 async def test_an_output_that_began_elsewhere_gets_its_next_token() -> None:
     whole = expected_output(PROMPT, 3, choice_index=5)
     async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
