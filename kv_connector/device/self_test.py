@@ -134,6 +134,8 @@ async def check_direct(
         return SelfTestReport(f"the process that was to hold blocks was not ready after {start_seconds:g} s")
     except (ConfigurationError, KVError) as error:
         return SelfTestReport(str(error))
+    except RuntimeError as error:  # torch's, of CUDA: such as a GPU that takes one process only
+        return SelfTestReport(str(error).partition("\n")[0])
     finally:
         await _end(process)
 

@@ -53,7 +53,10 @@ class Machine:
         if not self.has_triton:
             return "the GPU kernels need triton", "install the package triton"
         if not self.can_build:
-            return "triton finds no C compiler, or no Python.h", "install gcc and python3-dev, or set CC"
+            return (
+                "triton finds no C compiler or no Python.h, or cannot load what it builds",
+                "install gcc and python3-dev or set CC, and have TRITON_CACHE_DIR where programs may be loaded from",
+            )
         return None
 
 
@@ -65,13 +68,13 @@ def look_at_machine() -> Machine:
 
 
 def can_build_launchers() -> bool:
-    """Returns whether Triton can build a Python module in C, as it does to launch a kernel that it has not launched on
-    this machine before. Builds a small one, which it then keeps in its cache."""
+    """Returns whether Triton can build and load a Python module in C, as it does to launch a kernel that it has not
+    launched on this machine before. Builds a small one, which it then keeps in its cache."""
     from triton.runtime.build import compile_module_from_src
 
     try:
         compile_module_from_src(_MODULE_SOURCE, _MODULE)
-    except (OSError, RuntimeError, subprocess.CalledProcessError):
+    except (OSError, RuntimeError, ImportError, subprocess.CalledProcessError):
         return False
     return True
 

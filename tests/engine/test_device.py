@@ -1,6 +1,7 @@
 """Which device is chosen, and what the user is told if no GPU can be used."""
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -13,7 +14,7 @@ PROBLEMS = {
     "this torch is for CPUs only: install one built for CUDA": Machine(False, True, None),
     "torch sees no GPU: check the driver": Machine(True, True, None),
     "the GPU kernels need triton: install the package triton": Machine(True, False, GPU),
-    "triton finds no C compiler, or no Python.h: install gcc and python3-dev": Machine(
+    "triton finds no C compiler or no Python.h, or cannot load what it builds: install gcc and python3-dev": Machine(
         True, True, GPU, can_build=False
     ),
     "T4 has compute capability 7.5, the kernels need 8.0: use": Machine(True, True, Gpu("T4", 16 << 30, (7, 5))),
@@ -64,6 +65,16 @@ def test_a_compiler_without_pythons_headers_or_none_at_all_is_noticed(
     monkeypatch.setenv("CC", "/bin/false")  # fails as a compiler does that lacks a header
     assert not can_build_launchers()
     monkeypatch.setenv("CC", str(tmp_path / "missing"))
+    assert not can_build_launchers()
+
+
+def test_modules_that_cannot_be_loaded_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a cache in a directory that is mounted noexec."""
+
+    def build(source: str, name: str) -> NoReturn:
+        raise ImportError("failed to map segment from shared object")
+
+    monkeypatch.setattr("triton.runtime.build.compile_module_from_src", build)
     assert not can_build_launchers()
 
 

@@ -109,6 +109,13 @@ def test_compiles(gpu: str, name: str, tmp_path: Path) -> None:
         assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") <= a_little, "registers spill"
 
 
+@pytest.mark.parametrize("name", [name for name in GPUS["sm_90"].launches() if "write_kv_kernel" in name])
+def test_scales_are_inverted_as_on_a_cpu(name: str) -> None:
+    """The interpreter divides exactly in any case; a GPU's fast division would give some values another code."""
+    compiled = compile_for(GPUS["sm_90"].launches()[name], GPUS["sm_90"].target)
+    assert "div.full" not in compiled.asm["ptx"]
+
+
 def test_no_kernel_is_forgotten() -> None:
     launched = {call.kernel.__name__ for call in GPUS["sm_90"].launches().values()}
     modules = [

@@ -63,6 +63,17 @@ async def test_wrong_bytes_and_pools_that_can_not_be_mapped_are_reported(tmp_pat
     assert is_empty(tmp_path)
 
 
+async def test_a_device_that_another_process_has_to_itself_is_reported(tmp_path: Path) -> None:
+    """The other process holds its blocks before this one touches the device."""
+
+    def occupied(layout: KVLayout, num_blocks: int) -> DirectDevice:
+        raise RuntimeError("CUDA error: devices are busy or unavailable\nFor debugging consider ...")
+
+    report = await check_direct("cuda_ipc", settings(tmp_path), occupied, probe=PROBE)
+    assert report.problem == "CUDA error: devices are busy or unavailable" and not report.is_wrong
+    assert is_empty(tmp_path)
+
+
 @pytest.mark.parametrize(("way", "problem"), [("end", "ended; what it logged"), ("hang", "not ready after 0.05 s")])
 async def test_a_process_that_does_not_answer_is_reported(way: str, problem: str, tmp_path: Path) -> None:
     report = await check_direct(

@@ -78,8 +78,10 @@ def write_kv_kernel(
         inverse_key_scale = 1.0
         inverse_value_scale = 1.0
         if FP8:
-            inverse_key_scale = 1.0 / tl.load(key_scale + heads, mask=heads < num_kv_heads, other=1.0)[:, None]
-            inverse_value_scale = 1.0 / tl.load(value_scale + heads, mask=heads < num_kv_heads, other=1.0)[:, None]
+            of_key = tl.load(key_scale + heads, mask=heads < num_kv_heads, other=1.0)[:, None]
+            of_value = tl.load(value_scale + heads, mask=heads < num_kv_heads, other=1.0)[:, None]
+            inverse_key_scale = tl.div_rn(1.0, of_key)  # rounded like everywhere: a code must not depend on the device
+            inverse_value_scale = tl.div_rn(1.0, of_value)
         row = kv_pool + (slot // BLOCK_SIZE) * block_stride + layer.to(tl.int64) * layer_stride
         row += (slot % BLOCK_SIZE) * token_stride
         pointers = row + heads.to(tl.int64)[:, None] * head_stride + dims[None, :]
