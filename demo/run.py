@@ -221,4 +221,7 @@ def _served(answer: Answer) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # by then its processes have ended, or are about to
+        sys.exit(130)

@@ -40,7 +40,10 @@ def local_cluster(
     """
     command = [sys.executable, "-P", "-m", "kvrelay", "serve", model]
     command += ["--port", "0", "--grpc-port", "0", "--json-ready", "--supervised", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # In a session of its own: a terminal's Ctrl-C reaches only us, and what we then send is not its second signal.
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     with process:  # waits, and closes the pipes
         try:
             yield _wait_until_ready(process, start_timeout)

@@ -26,6 +26,7 @@ TAIL_LINES = 12
 MAX_RESTARTS = 5  # in a row; a child that has served for a while begins anew
 _SETTLED_SECONDS = 60.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0  # before a restart, doubled from one to the next
+_HURRY_SECONDS = 3.0  # between a second signal and SIGKILL
 _MAX_LINE_BYTES = 1 << 16
 _LINE_END = re.compile(rb"[\r\n]+")  # progress bars rewrite their line with \r
 
@@ -77,6 +78,12 @@ class Child:
         """Asks the child to end, and with it what it has started."""
         if self.process.returncode is None:
             self.process.terminate()
+
+    def hurry(self) -> None:
+        """Asks the child twice, with a signal and the end of its standard input, so that it ends without draining."""
+        self.terminate()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
 
     def kill(self) -> None:
         """Kills the child and everything in its process group, which is its own."""
@@ -219,16 +226,21 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Ends the groups, the last one first, with SIGTERM and after the stop timeout SIGKILL. May be called again. If
-        it is cancelled while it waits (a second Ctrl-C), it kills at once what is left."""
+        it is cancelled while it waits (a second Ctrl-C), it hurries what is left, and soon kills it; if it is cancelled
+        again, at once. A node that is killed leaves its pool in shared memory."""
         try:
             for group in reversed(self._groups):
                 for child in group:
                     child.terminate()
-                if ended := {child.ended for child in group if not child.ended.done()}:
-                    await asyncio.wait(ended, timeout=self._stop_timeout)
+                await _ended(group, timeout=self._stop_timeout)
                 await _kill(group)
         finally:
-            await _kill(self.children)
+            try:
+                for child in self.children:
+                    child.hurry()
+                await _ended(self.children, timeout=_HURRY_SECONDS)
+            finally:
+                await _kill(self.children)
 
     async def _spawn(self, command: ChildCommand) -> Child:
         process = await asyncio.create_subprocess_exec(
@@ -250,11 +262,15 @@ def write_line(name: str, line: str) -> None:
 
 
 async def _kill(children: Iterable[Child]) -> None:
-    left = [child for child in children if not child.ended.done()]
-    for child in left:
+    for child in children:
         child.kill()
-    if left:
-        await asyncio.wait({child.ended for child in left})
+    await _ended(children)
+
+
+async def _ended(children: Iterable[Child], *, timeout: float | None = None) -> None:
+    """Returns when all of them have ended, or after `timeout` seconds."""
+    if left := {child.ended for child in children if not child.ended.done()}:
+        await asyncio.wait(left, timeout=timeout)
 
 
 def _exit_report(child: Child, circumstance: str) -> str:

@@ -1,6 +1,7 @@
 """`kvrelay serve` with real nodes and a real router answers the commands that ask it, and leaves nothing behind. Other
 ways to end are in `tests/e2e/test_life_and_death.py`."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def segments(tmp_path: Path) -> Iterator[Path]:
 def test_cluster_serves_and_ends(model: Path, segments: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with local_cluster(str(model), (*SMALL, "--shared-memory-dir", str(segments))) as address:
         assert list(segments.iterdir())
+        assert os.getsid(address.process) == address.process, "a terminal's Ctrl-C reaches only us"
         assert len(processes_of(model)) == 4, "serve, two nodes, a router"
         assert address.model == "tiny-random"
         assert client.status(["--url", address.grpc]) == 0

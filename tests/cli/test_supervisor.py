@@ -34,6 +34,14 @@ while True:
     signal.pause()
 """
 
+# A child that drains for as long as it is asked once.
+DRAIN = """
+import json, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+print(json.dumps({"event": "ready"}), flush=True)
+sys.stdin.buffer.read()
+"""
+
 NEVER_READY = """
 import sys
 sys.stdin.buffer.read()
@@ -115,14 +123,37 @@ async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     assert stubborn.ended.result() == -signal.SIGKILL
 
 
-async def test_cancelling_the_orderly_end_kills_at_once() -> None:
-    supervisor = Supervisor(stop_timeout=3600)
-    await supervisor.start([child("stubborn", IGNORE_SIGTERM)], timeout=20)
+async def cancelled_stop(supervisor: Supervisor, *, times: int = 1) -> None:
+    """Stops the supervisor, and cancels that as often while it waits, as a further Ctrl-C does."""
     stopping = asyncio.create_task(supervisor.stop())
-    await asyncio.sleep(0)  # it has sent SIGTERM and waits
-    stopping.cancel()
+    for _ in range(times):
+        await asyncio.sleep(0)  # it has asked the children to end, and waits
+        stopping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stopping
+
+
+async def test_cancelling_the_orderly_end_has_children_end_without_draining() -> None:
+    supervisor = Supervisor(stop_timeout=3600)
+    await supervisor.start([child("node", DRAIN)], timeout=20)
+    await supervisor.start([child("router", DRAIN, role="router")], timeout=20)
+    await cancelled_stop(supervisor)
+    assert [one.ended.result() for one in supervisor.children] == [0, 0], "a killed node would leave its pool behind"
+
+
+async def test_a_child_that_does_not_hurry_is_killed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.cli.supervisor._HURRY_SECONDS", 0.05)
+    supervisor = Supervisor(stop_timeout=3600)
+    await supervisor.start([child("stubborn", IGNORE_SIGTERM)], timeout=20)
+    await cancelled_stop(supervisor)
+    assert supervisor.children[0].ended.result() == -signal.SIGKILL
+
+
+async def test_cancelling_the_hurried_end_kills_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.cli.supervisor._HURRY_SECONDS", 3600.0)
+    supervisor = Supervisor(stop_timeout=3600)
+    await supervisor.start([child("stubborn", IGNORE_SIGTERM)], timeout=20)
+    await cancelled_stop(supervisor, times=2)
     assert supervisor.children[0].ended.result() == -signal.SIGKILL
 
 

@@ -40,6 +40,24 @@ def test_ctrl_c_ends_everything(model: Path, directory: Path) -> None:
         assert "Traceback" not in serve.log.read_text()
 
 
+def test_a_second_ctrl_c_ends_everything_sooner(model: Path, directory: Path) -> None:
+    """The second one comes while the router waits for the end of a stream."""
+    command = ("serve", str(model), *FREE_PORTS, *SMALL, "--json-ready", "--stop-timeout", "100")
+    with program(*command, log=model.with_suffix(".log"), directory=directory) as serve:
+        ready = serve.wait_ready()
+        segments = segments_of(model)
+        with router_at(ready) as router:
+            stream = router.stream(grpc_request(PROMPT, 3500))
+            next(stream)
+            serve.press_ctrl_c()
+            serve.wait_log("stopping")
+            assert serve.interrupt() == 0, serve.log.read_text()
+            stream.cancel()
+        assert processes_of(model) == {}
+        assert [path for path in segments if path.exists()] == []
+        assert "Traceback" not in serve.log.read_text()
+
+
 def test_the_next_cluster_removes_what_a_killed_one_left(
     model: Path, directory: Path, tmp_path: Path, oracle: Oracle
 ) -> None:
