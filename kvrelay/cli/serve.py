@@ -204,10 +204,11 @@ def router_command(
     settings: ServeSettings, environment: Mapping[str, str], *, prefill: Sequence[str], decode: Sequence[str]
 ) -> ChildCommand:
     """Returns the command of a router with nodes at these addresses."""
-    nodes = ["--decode-nodes", ",".join(decode)]
+    flags = ["--decode-nodes", ",".join(decode)]
     if prefill:
-        nodes += ["--prefill-nodes", ",".join(prefill)]
-    arguments = (*_python("router", settings), *nodes, *_flags(settings, RouterOptions))
+        flags += ["--prefill-nodes", ",".join(prefill)]
+    flags += ["--stop-timeout", str(settings.stop_timeout / 2)]  # the rest is for ending what then still runs
+    arguments = (*_python("router", settings), *flags, *_flags(settings, RouterOptions))
     return ChildCommand(name="router", role="router", arguments=arguments, environment=environment)
 
 

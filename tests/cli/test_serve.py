@@ -151,6 +151,13 @@ def test_what_is_not_set_is_left_to_the_router() -> None:
     assert {name: getattr(router, name) for name in same} == {name: getattr(defaults, name) for name in same}
 
 
+def test_children_have_half_of_the_time_to_stop_for_what_still_runs() -> None:
+    settings = settings_of("m", "--stop-timeout", "3")
+    router = child_settings(RouterSettings, router_command(settings, {}, prefill=[], decode=["d:1"]))
+    nodes = [child_settings(NodeSettings, command) for command in node_commands(settings, {}, cores=2)]
+    assert [router.stop_timeout, *(node.drain_timeout for node in nodes)] == [1.5] * 3
+
+
 def test_aggregated_mode_has_no_prefill_nodes() -> None:
     settings = settings_of("m", "--prefill-nodes", "0")
     assert [command.name for command in node_commands(settings, {}, cores=2)] == ["decode-0"]
