@@ -1,8 +1,12 @@
-"""The process around a node: it loads the model, serves gRPC, announces that it is ready, and stops in order."""
+"""The process around a node: it loads the model, serves gRPC, announces that it is ready, and stops in order.
+
+Invariant: it announces nothing after it was told to stop.
+"""
 
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 
 import uvloop
@@ -20,12 +24,19 @@ from kvrelay.node.startup import build_node
 _logger = logging.getLogger(__name__)
 
 
+class _StoppedWhileLoadingError(Exception):
+    """The node was told to stop while it loaded the model. What it had opened is closed, but a thread still loads."""
+
+
 def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]) -> int:
     """Runs a node until it is told to stop; returns the exit status."""
     settings = load_settings(NodeSettings, argv, prog=f"kvrelay {role}")
     configure_logging(settings.node_id or role, settings.log_level)
     try:
         return uvloop.run(_serve(settings, role, make_service))
+    except _StoppedWhileLoadingError:
+        _logger.info("stopped while loading")
+        os._exit(0)  # all is closed; otherwise Python would wait for the thread that loads
     except KVRelayError as error:
         _logger.critical("%s", error)
         return 1
@@ -34,14 +45,15 @@ def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]
 async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node], Service]) -> int:
     signals = StopSignals(supervised=settings.supervised)
     check_port(settings.host, settings.port, flag="--port")  # before the model is loaded, which may take minutes
-    node = await build_node(settings, role)
+    node = await _build_unless_stopped(settings, role, signals.stop)
     server = NodeServer(node, make_service(node))
     try:
         port = await server.start(settings.host, settings.port)
         node.watch_steps(settings.step_timeout)
         address = f"{settings.host}:{port}"
-        announce_ready(role=role, address=address, node_id=node.identity.node_id)
-        _logger.info("%s is ready on %s", node.identity.node_id, address)
+        if not signals.stop.is_set():
+            announce_ready(role=role, address=address, node_id=node.identity.node_id)
+            _logger.info("%s is ready on %s", node.identity.node_id, address)
         crashed = await _first(signals.stop.wait(), node.crashed.wait()) == 1
         if not crashed:
             _logger.info("draining for at most %g s", settings.drain_timeout)
@@ -49,6 +61,15 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
     finally:
         await server.close()
     return 1 if crashed else 0
+
+
+async def _build_unless_stopped(settings: NodeSettings, role: str, stop: asyncio.Event) -> Node:
+    """Returns the node, or raises _StoppedWhileLoadingError when `stop` is set first."""
+    building = asyncio.create_task(build_node(settings, role))
+    await _first(building, stop.wait())
+    if building.cancelled():
+        raise _StoppedWhileLoadingError
+    return building.result()
 
 
 async def _first(*waits: Awaitable[object]) -> int:

@@ -1,5 +1,6 @@
 """Makes a node from settings: an engine and a connector over one pool."""
 
+import asyncio
 import logging
 import secrets
 import socket
@@ -35,12 +36,14 @@ _LOOPBACK_DEVICE = "lo"  # so that a node that listens on loopback opens no port
 
 
 async def build_node(settings: NodeSettings, role: str) -> Node:
-    """Loads the model and returns a node around it. Called on the node's loop, which it blocks, before the node serves.
-    Raises ModelLoadError or ConfigurationError."""
+    """Loads the model and returns a node around it. Called on the node's loop, before the node serves. If it is
+    cancelled, it closes what it has opened, but its thread goes on loading. Raises ModelLoadError or
+    ConfigurationError."""
     prefill_rate = PrefillRate()
     transport = await _transport(settings, prefill_rate)
     try:
-        return _join(settings, role, transport, prefill_rate)
+        prepared = await _prepare_apart(_engine_options(settings))
+        return _join(settings, role, prepared, transport, prefill_rate)
     except BaseException:
         await transport.tiers.close()  # their memory may be a file
         raise
@@ -55,8 +58,9 @@ class Transport:
     make_pool: Callable[[PoolPlan, torch.device], NodePool]
 
 
-def _join(settings: NodeSettings, role: str, transport: Transport, prefill_rate: PrefillRate) -> Node:
-    prepared = _prepare_apart(_engine_options(settings))
+def _join(
+    settings: NodeSettings, role: str, prepared: PreparedEngine, transport: Transport, prefill_rate: PrefillRate
+) -> Node:
     layout, size = prepared.layout, prepared.size
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
     epoch = secrets.randbits(63) | 1
@@ -93,12 +97,14 @@ def _join(settings: NodeSettings, role: str, transport: Transport, prefill_rate:
     )
 
 
-def _prepare_apart(options: EngineOptions) -> PreparedEngine:
+async def _prepare_apart(options: EngineOptions) -> PreparedEngine:
     """Prepares the engine on a thread that ends. Torch's OpenMP keeps helper threads for every thread that has computed
     in parallel, and libgomp counts them: if there are more than cores, the helpers of an engine that multiplies with
     torch sleep at each barrier of a step instead of spinning."""
-    with ThreadPoolExecutor(1, thread_name_prefix="load") as loading:
-        return loading.submit(prepare_engine, options).result()
+    loading = ThreadPoolExecutor(1, thread_name_prefix="load")
+    prepared = loading.submit(prepare_engine, options)
+    loading.shutdown(wait=False)  # the thread ends when the engine is prepared
+    return await asyncio.wrap_future(prepared)
 
 
 def _core_share(settings: NodeSettings) -> CoreShare:

@@ -25,10 +25,16 @@ START_SECONDS = 90.0  # a cluster's processes load their models one beside the o
 
 class Program:
     """A running `kvrelay ARGUMENTS` in a process group of its own, as a shell starts it. `log` gets its standard error,
-    `environment` is added to ours. With `--supervised` it ends with us, however we end."""
+    `environment` is added to ours, `descriptors` are inherited. With `--supervised` it ends with us, however we end."""
 
     def __init__(
-        self, arguments: Sequence[str], *, log: Path, directory: Path, environment: Mapping[str, str] | None = None
+        self,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
         self.log = log
         with log.open("wb") as errors:
@@ -41,6 +47,7 @@ class Program:
                 stderr=errors,
                 text=True,
                 start_new_session=True,
+                pass_fds=descriptors,
             )
 
     def wait_ready(self) -> dict[str, Any]:
@@ -72,10 +79,14 @@ class Program:
 
 @contextmanager
 def program(
-    *arguments: str, log: Path, directory: Path, environment: Mapping[str, str] | None = None
+    *arguments: str,
+    log: Path,
+    directory: Path,
+    environment: Mapping[str, str] | None = None,
+    descriptors: Sequence[int] = (),
 ) -> Iterator[Program]:
     """Starts a program. At the end of the context kills it if it still runs, and closes its pipes."""
-    running = Program(arguments, log=log, directory=directory, environment=environment)
+    running = Program(arguments, log=log, directory=directory, environment=environment, descriptors=descriptors)
     with running.process:
         try:
             yield running

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.core.weight_store import WeightStore
 from tests.e2e.client import grpc_request, router_at
 from tests.e2e.cluster import FREE_PORTS, SMALL, Oracle, link_model, served
 from tests.e2e.processes import (
@@ -56,6 +57,23 @@ def test_a_second_ctrl_c_ends_everything_sooner(model: Path, directory: Path) ->
         assert processes_of(model) == {}
         assert [path for path in segments if path.exists()] == []
         assert "Traceback" not in serve.log.read_text()
+
+
+def test_a_node_that_still_loads_ends_at_ctrl_c(model: Path, directory: Path) -> None:
+    """It waits for weights that another node, which is this test, never finishes."""
+    descriptor = WeightStore.create()
+    command = ("decode", str(model), *SMALL, "--weight-store", str(descriptor))
+    try:
+        with (
+            WeightStore(descriptor).turn(pytest.fail),
+            program(*command, log=model.with_suffix(".log"), directory=directory, descriptors=(descriptor,)) as node,
+        ):
+            node.wait_log("waiting for the weights that another node loads")
+            assert node.interrupt() == 0, node.log.read_text()
+            assert node.process.stdout is not None and node.process.stdout.read() == "", "it is not ready"
+            assert "Traceback" not in node.log.read_text()
+    finally:
+        os.close(descriptor)
 
 
 def test_the_next_cluster_removes_what_a_killed_one_left(
