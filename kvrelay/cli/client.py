@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg
 
-from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.config import ProcessSettings, Verbatim, load_settings
 from kvrelay.core.option_types import HostPort
 from kvrelay.core.rpc import DETAILS_KEY
 from kvrelay.v1 import router_pb2, router_pb2_grpc
@@ -39,7 +39,9 @@ class GenerateSettings(ClientSettings):
     temperature: float | None = Field(default=None, ge=0, description="0 is greedy.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Sample from the likeliest tokens of this mass.")
     seed: int | None = Field(default=None, ge=0, description="The same seed gives the same text.")
-    stop: tuple[str, ...] = Field(default=(), description="Strings that end the text.")
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Verbatim()] = Field(
+        default=(), description="A text at which the answer ends, as it is; repeatable."
+    )
     stats: bool = Field(default=False, description="Say at the end how the request was served.")
 
 

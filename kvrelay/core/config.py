@@ -10,8 +10,9 @@ import os
 import re
 import sys
 import types
-from argparse import Action, RawDescriptionHelpFormatter
+from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
 
@@ -36,13 +37,18 @@ ENV_PREFIX = "KVRELAY_"
 _Settings = TypeVar("_Settings", bound="ProcessSettings")
 
 
+class Verbatim:
+    """A mark on a list of texts, `Annotated[tuple[str, ...], Verbatim()]`: each flag of that name is one item, with its
+    commas and blanks, and so is the variable."""
+
+
 class ProcessSettings(BaseSettings):
     """Base of every process's settings. The docstring of a subclass opens its `--help`.
 
     Every field has a description and a default. An argument that must be given is `CliPositionalArg[str]` with the
     default "", so that it may also come from the environment or the file; `load_settings` makes sure that it was given.
-    Lists are written `--name a,b`, `--name a --name b`, `KVRELAY_NAME=a,b`, or as a YAML list. What must not be shown
-    (passwords) is a `SecretStr`.
+    Lists are written `--name a,b`, `--name a --name b`, `KVRELAY_NAME=a,b`, or as a YAML list; those marked `Verbatim`
+    are not cut at commas. What must not be shown (passwords) is a `SecretStr`.
     """
 
     model_config = SettingsConfigDict(
@@ -92,7 +98,7 @@ class ProcessSettings(BaseSettings):
             return values
         fields = cls.model_fields
         return {
-            name: _split(value)
+            name: _items(value, fields[name])
             if isinstance(value, str) and name in fields and _is_list(fields[name].annotation)
             else value
             for name, value in values.items()
@@ -123,10 +129,16 @@ _PLACEHOLDERS = {
 class _HelpFormatter(RawDescriptionHelpFormatter):
     """Formats `--help` without defaults that say nothing, and without Python's types for lists, files and secrets."""
 
+    def __init__(self, fields: Mapping[str, FieldInfo], prog: str) -> None:
+        super().__init__(prog)
+        self._verbatim = {name for name, field in fields.items() if _is_verbatim(field)}
+
     def _get_help_string(self, action: Action) -> str:
         return re.sub(r" \(default: (None|\(\)|\**)\)$", "", action.help or "")
 
     def _metavar_formatter(self, action: Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
+        if action.dest in self._verbatim:
+            return lambda count: ("TEXT",) * count
         names = super()._metavar_formatter(action, default_metavar)
         return lambda count: tuple(_PLACEHOLDERS.get(name, name) for name in names(count))
 
@@ -139,7 +151,12 @@ def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _S
     """
     try:
         _check_environment(os.environ, cls.model_fields)
-        flags = CliSettingsSource[Any](cls, cli_prog_name=prog, formatter_class=_HelpFormatter)
+        flags = CliSettingsSource[Any](
+            cls,
+            cli_prog_name=prog,
+            formatter_class=partial(_HelpFormatter, cls.model_fields),
+            parse_args_method=partial(_parse_arguments, cls.model_fields),
+        )
         settings = CliApp.run(cls, cli_args=list(argv), cli_settings_source=flags)
         _check_arguments(settings)
         return settings
@@ -147,6 +164,17 @@ def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _S
         _fail(prog, [_explain(details, cls.model_fields) for details in error.errors()])
     except (SettingsError, ConfigurationError) as error:
         _fail(prog, [_explain_flag(str(error), cls.model_fields)])
+
+
+def _parse_arguments(
+    fields: Mapping[str, FieldInfo], parser: ArgumentParser, argv: Sequence[str], namespace: Namespace | None = None
+) -> Namespace:
+    """Parses flags. Verbatim items become a tuple, because pydantic-settings joins lists with commas."""
+    parsed = parser.parse_args(argv, namespace)
+    for name, field in fields.items():
+        if _is_verbatim(field) and isinstance(items := getattr(parsed, name, None), list):
+            setattr(parsed, name, tuple(items))
+    return parsed
 
 
 def flag_of(name: str) -> str:
@@ -255,5 +283,9 @@ def _is_secret(annotation: Any) -> bool:
     return SecretStr in _members(annotation)
 
 
-def _split(value: str) -> list[str]:
-    return [item.strip() for item in value.split(",") if item.strip()]
+def _is_verbatim(field: FieldInfo) -> bool:
+    return any(isinstance(item, Verbatim) for item in field.metadata)
+
+
+def _items(value: str, field: FieldInfo) -> list[str]:
+    return [value] if _is_verbatim(field) else [item.strip() for item in value.split(",") if item.strip()]

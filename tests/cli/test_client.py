@@ -74,12 +74,24 @@ def running() -> Iterator[RunningRouter]:
 
 
 def test_complete_prints_the_text(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--url", running.url, "--temperature", "0", "--seed", "7", "--stop", "x,y"]
+    arguments = ["--url", running.url, "--temperature", "0", "--seed", "7", "--stop", "x", "--stop", "y"]
     assert client.complete(["one two three", *arguments]) == 0
     assert capsys.readouterr().out == " one two three\n"
     [request] = running.router.asked
     assert (request.temperature, request.seed, list(request.stop)) == (0.0, 7, ["x", "y"])
     assert not request.HasField("top_p"), "what is not set is the router's to choose"
+
+
+def test_a_stop_string_is_sent_as_it_is(running: RunningRouter) -> None:
+    wanted = ["\n", " the", "Hello, world", ",", '["a"]']
+    assert client.complete(["hi", "--url", running.url, *(word for text in wanted for word in ("--stop", text))]) == 0
+    assert list(running.router.asked[0].stop) == wanted
+
+
+def test_an_empty_stop_string_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        client.complete(["hi", "--stop", "a", "--stop", ""])
+    assert "--stop: String should have at least 1 character" in capsys.readouterr().err
 
 
 def test_complete_reads_standard_input(

@@ -1,13 +1,14 @@
 """Settings: which source wins, and what users read if something is wrong."""
 
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import CliPositionalArg
 
-from kvrelay.core.config import ProcessSettings, flag_of, load_settings
+from kvrelay.core.config import ProcessSettings, Verbatim, flag_of, load_settings
 
 
 class SampleSettings(ProcessSettings):
@@ -21,6 +22,7 @@ class SampleSettings(ProcessSettings):
     block_size: int = Field(default=16, gt=0, description="Tokens per block.")
     max_model_len: int | None = Field(default=None, gt=0, description="Longest sequence.")
     decode_nodes: tuple[str, ...] = Field(default=(), description="Addresses of decode nodes.")
+    stop: Annotated[tuple[str, ...], Verbatim()] = Field(default=(), description="Where to stop.")
     dtype: Literal["auto", "bfloat16"] = Field(default="auto", description="Of the weights.")
     redis_url: SecretStr | None = Field(default=None, description="Where Redis is.")
     supervised: bool = Field(default=False, description="End with standard input.")
@@ -78,6 +80,17 @@ def test_a_list_is_one_flag_with_commas_or_several_flags(argv: tuple[str, ...]) 
     assert load("m", *argv).decode_nodes == ("a:1", "b:2")
 
 
+@pytest.mark.parametrize("text", ["\n", " a, b", ",", "[1]", "'", '"'])
+def test_an_item_that_is_verbatim_stays_as_it_is(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    for content in ({"stop": text}, {"stop": [text]}):
+        path.write_text(json.dumps(content))
+        assert load("m", "--config", str(path)).stop == (text,)
+    assert load("m", "--stop", text, f"--stop={text}").stop == (text, text)
+    monkeypatch.setenv("KVRELAY_STOP", text)
+    assert load("m").stop == (text,)
+
+
 def test_arguments_lists_and_booleans_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MODEL": "m", "DECODE_NODES": "a:1,b:2", "SUPERVISED": "true", "DTYPE": ""}.items():
         monkeypatch.setenv(f"KVRELAY_{name}", value)
@@ -103,7 +116,8 @@ def test_every_process_describes_every_setting(capsys: pytest.CaptureFixture[str
         assert (field.description or "?").split()[0] in text
         assert name == "model" or flag_of(name) in text
     assert "(default: 16)" in text
-    assert "--config FILE" in text and "tuple[" not in text and "SecretStr" not in text
+    assert "--config FILE" in text and "--decode-nodes A,B" in text and "--stop TEXT" in text
+    assert "tuple[" not in text and "SecretStr" not in text
     assert "(default: None)" not in text and "(default: )" not in text, "says nothing"
 
 
