@@ -34,6 +34,11 @@ from kvrelay.core.errors import ConfigurationError
 
 ENV_PREFIX = "KVRELAY_"
 
+# Settings of one kvrelay process whose names are almost those of another's settings.
+_TIMEOUTS_ALIKE = ("start_timeout", "stop_timeout", "step_timeout")
+_LOADS_ALIKE = ("concurrency", "concurrencies", "request_rate", "request_rates", "long_output_len")
+_ALIKE = frozenset((*_TIMEOUTS_ALIKE, *_LOADS_ALIKE))
+
 _Settings = TypeVar("_Settings", bound="ProcessSettings")
 
 
@@ -201,13 +206,14 @@ def _read_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
 
 
 def _check_environment(environment: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> None:
-    """Raises ConfigurationError for a variable whose name is almost that of a setting. Other unknown variables may
-    belong to another kvrelay process of this shell or pod; a note on standard error mentions them."""
+    """Raises ConfigurationError for a variable whose name is almost that of a setting. What is unknown
+    otherwise, or in `_ALIKE`, may belong to another kvrelay process of this shell or pod; a note on standard error
+    mentions it."""
     for variable in sorted(environment):
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX) or name in fields:
             continue
-        if difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
+        if name not in _ALIKE and difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
             names = {ENV_PREFIX + field.upper(): field for field in fields}
             raise ConfigurationError(f"there is no setting for the variable {variable}{_nearest(variable, names)}")
         sys.stderr.write(f"note: the variable {variable} is not a setting of this process; ignored\n")

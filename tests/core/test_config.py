@@ -8,7 +8,18 @@ import pytest
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import CliPositionalArg
 
+from kvrelay.bench.command import SETTINGS as BENCH_SETTINGS
+from kvrelay.cli.client import ChatSettings, CompleteSettings, StatusSettings
+from kvrelay.cli.serve import ServeSettings
 from kvrelay.core.config import ProcessSettings, Verbatim, flag_of, load_settings
+from kvrelay.node.settings import NodeSettings
+from router.settings import RouterSettings
+
+PROCESSES: tuple[type[ProcessSettings], ...] = (
+    *(ServeSettings, NodeSettings, RouterSettings),
+    *(CompleteSettings, ChatSettings, StatusSettings),
+    *BENCH_SETTINGS.values(),
+)
 
 
 class SampleSettings(ProcessSettings):
@@ -200,6 +211,18 @@ def test_variable_of_another_process_is_mentioned(
     monkeypatch.setenv("KVRELAY_LEASE_TTL", "8")
     assert load("m").port == 8000
     assert "KVRELAY_LEASE_TTL is not a setting of this process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=lambda process: process.__name__)
+def test_no_variable_of_another_process_is_taken_for_a_misspelt_one(
+    process: type[ProcessSettings], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for other in PROCESSES:
+        for name in other.model_fields.keys() - process.model_fields.keys():
+            monkeypatch.setenv(f"KVRELAY_{name.upper()}", "1")
+    with pytest.raises(SystemExit) as ended:
+        load_settings(process, ["--help"], prog="process")
+    assert ended.value.code == 0, capsys.readouterr().err
 
 
 def test_secrets_are_never_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
