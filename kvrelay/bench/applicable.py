@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from kvrelay.core.config import flag_of
 from kvrelay.core.errors import ConfigurationError
 
-_COUNTED = frozenset({"requests", "input_len", "output_len", "request_rate", "burstiness"})
+_COUNTED = frozenset({"requests", "input_len", "output_len", "request_rate", "burstiness", "concurrency"})
 SETTINGS_OF: Mapping[str, frozenset[str]] = {
     "random": _COUNTED,
     "shared-prefix": _COUNTED | {"prefix_len", "num_prefixes"},
@@ -14,7 +14,7 @@ SETTINGS_OF: Mapping[str, frozenset[str]] = {
     "mixed": frozenset(
         {"input_len", "output_len", "streams", "long_input_len", "long_output_len", "long_every", "duration"}
     ),
-    "trace": frozenset({"trace", "speedup", "limit"}),
+    "trace": frozenset({"trace", "speedup", "limit", "concurrency"}),
 }
 """The settings that only some workloads read, by workload. What is in none of these sets applies to all."""
 
@@ -22,6 +22,7 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
     ("mixed", "requests"): "--duration says when it ends",
     ("mixed", "request_rate"): "--streams and --long-every say what arrives",
     ("mixed", "burstiness"): "--streams and --long-every say what arrives",
+    ("mixed", "concurrency"): "--streams says how many requests run beside the long ones",
     ("trace", "requests"): "--limit takes so many requests from its beginning",
     ("trace", "request_rate"): "it has its own times, which --speedup shortens",
     ("trace", "burstiness"): "it has its own times, which --speedup shortens",

@@ -74,7 +74,7 @@ def _plan_serve(settings: ServeBenchSettings) -> Plan:
             long_inputs=Lengths.parse(settings.long_input_len),
             long_outputs=Lengths.parse(settings.long_output_len),
         )
-        return Plan(mixed.sessions(seed=settings.seed), None, settings.concurrency, window=settings.duration)
+        return Plan(mixed.sessions(seed=settings.seed), None, window=settings.duration)
     rate = float("inf") if settings.request_rate is None else settings.request_rate
     return _plan_workload(settings, rate=rate, burstiness=settings.burstiness, max_concurrency=settings.concurrency)
 
@@ -91,18 +91,20 @@ def _plan_workload(
     burstiness: float = 1.0,
     max_concurrency: int | None = None,
     label: str = "",
+    number: int = 0,
 ) -> Plan:
     """Returns a run of random, shared-prefix or multi-turn requests, at a rate and within a concurrency. Runs with
-    different labels have different prompts: what a server has cached of one must not serve the next."""
+    different labels or numbers have different prompts: what a server has cached of one must not serve the next."""
     arrivals = gamma_arrivals(rate, burstiness=burstiness, seed=settings.seed)
     inputs, outputs = _lengths(settings)
+    name = f"{label}/{number}" if label else ""
     if settings.workload == "multi-turn":
         turns = [
             conversation_turns(index, settings.turns, inputs, outputs, seed=settings.seed)
             for index in range(settings.requests)
         ]
         sessions = [
-            Session(at, _renamed(requests, label), is_conversation=True, think_time=settings.think_time)
+            Session(at, _renamed(requests, name), is_conversation=True, think_time=settings.think_time)
             for requests, at in zip(turns, arrivals, strict=False)
         ]
         return Plan(sessions, settings.requests * settings.turns, max_concurrency, label=label)
@@ -112,16 +114,17 @@ def _plan_workload(
         )
     else:
         requests = random_requests(settings.requests, inputs, outputs, seed=settings.seed)
-    return Plan(arriving(_renamed(requests, label), arrivals), len(requests), max_concurrency, label=label)
+    return Plan(arriving(_renamed(requests, name), arrivals), len(requests), max_concurrency, label=label)
 
 
 def _plan_sweep(settings: SweepBenchSettings) -> list[Plan]:
     rates = [
-        _plan_workload(settings, rate=rate, burstiness=settings.burstiness, label=f"{rate:g}/s")
-        for rate in settings.request_rates
+        _plan_workload(settings, rate=rate, burstiness=settings.burstiness, label=f"{rate:g}/s", number=number)
+        for number, rate in enumerate(settings.request_rates, start=1)
     ]
     widths = [
-        _plan_workload(settings, max_concurrency=width, label=f"{width} at a time") for width in settings.concurrencies
+        _plan_workload(settings, max_concurrency=width, label=f"{width} at a time", number=number)
+        for number, width in enumerate(settings.concurrencies, start=1)
     ]
     return [*rates, *widths]
 
@@ -130,12 +133,13 @@ def _lengths(settings: BenchSettings) -> tuple[Lengths, Lengths]:
     return Lengths.parse(settings.input_len), Lengths.parse(settings.output_len)
 
 
-def _renamed(requests: Sequence[RequestSpec], label: str) -> list[RequestSpec]:
-    if not label:
+def _renamed(requests: Sequence[RequestSpec], name: str) -> list[RequestSpec]:
+    """Returns the requests with segments of other names, unless `name` is empty."""
+    if not name:
         return list(requests)
     return [
         RequestSpec(
-            tuple(Segment(f"{label}/{segment.name}", segment.length) for segment in request.segments),
+            tuple(Segment(f"{name}/{segment.name}", segment.length) for segment in request.segments),
             request.max_tokens,
             request.kind,
         )

@@ -100,7 +100,7 @@ class MixedLoad:
         steady = [Session(0.0, self._steady(stream, seed), until=self.duration) for stream in range(self.streams)]
         draw = random.Random(f"long/{seed}")
         long = [
-            Session(at, [RequestSpec(self._long_prompt(index, draw), self.long_outputs.draw(draw), kind=LONG)])
+            Session(at, [self._long(index, draw)], until=self.duration)
             for index, at in enumerate(periodic_arrivals(self.period, self.duration))
         ]
         return [*steady, *long]
@@ -111,8 +111,9 @@ class MixedLoad:
             prompt = (Segment(f"steady/{stream}/{index}", self.inputs.draw(draw)),)
             yield RequestSpec(prompt, self.outputs.draw(draw), kind=STEADY)
 
-    def _long_prompt(self, index: int, draw: random.Random) -> tuple[Segment, ...]:
-        return (Segment(f"long/{index}", self.long_inputs.draw(draw)),)
+    def _long(self, index: int, draw: random.Random) -> RequestSpec:
+        prompt = (Segment(f"long/{index}", self.long_inputs.draw(draw)),)
+        return RequestSpec(prompt, self.long_outputs.draw(draw), kind=LONG)
 
 
 def arriving(requests: Iterable[RequestSpec], arrivals: Iterable[float]) -> list[Session]:

@@ -29,6 +29,7 @@ IGNORED = [
     ),
     (["mixed", "--requests", "5"], "--requests has no effect with --workload mixed: --duration says"),
     (["mixed", "--request-rate", "1"], "--request-rate has no effect with --workload mixed: --streams"),
+    (["mixed", "--concurrency", "8"], "--concurrency has no effect with --workload mixed: --streams says how many"),
     (["random", "--turns", "2"], "--turns has no effect with --workload random: it belongs to --workload multi-turn"),
     (["random", "--prefix-len", "2"], "it belongs to --workload shared-prefix"),
     (["multi-turn", "--streams", "2"], "it belongs to --workload mixed"),
