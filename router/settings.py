@@ -7,7 +7,7 @@ from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings
 from kvrelay.core.logs import LogLevel
-from kvrelay.core.option_types import HostPort
+from kvrelay.core.option_types import HostPort, Timeout
 
 
 class RouterOptions(ProcessSettings):
@@ -31,11 +31,11 @@ class RouterOptions(ProcessSettings):
     kv_index_capacity: int = Field(
         default=262_144, ge=1, description="Most KV blocks whose holders the router remembers (about 250 bytes each)."
     )
-    lease_ttl: float = Field(
-        default=30.0, gt=0, description="Seconds that a prefill node keeps blocks for a request without hearing of it."
+    lease_ttl: Timeout = Field(
+        default=30.0, description="Seconds that a prefill node keeps blocks for a request without hearing of it."
     )
-    request_timeout: float = Field(
-        default=600.0, gt=0, description="Most seconds a request may take; a client's own deadline only shortens it."
+    request_timeout: Timeout = Field(
+        default=600.0, description="Most seconds a request may take; a client's own deadline only shortens it."
     )
     max_concurrent_requests: int = Field(
         default=1024,
@@ -55,7 +55,7 @@ class RouterOptions(ProcessSettings):
         "request is refused at once.",
     )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body that is read.")
-    node_timeout: float = Field(default=5.0, gt=0, description="Seconds a node may take to answer a small request.")
+    node_timeout: Timeout = Field(default=5.0, description="Seconds a node may take to answer a small request.")
     node_silence: float = Field(
         default=5.0,
         ge=2.0,

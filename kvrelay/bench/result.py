@@ -73,7 +73,7 @@ def write_results(
         "runs": [_run(result, with_records=settings.save_requests) for result in results],
     }
     with errors_naming("--json-file", path):
-        path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(body, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def environment() -> dict[str, object]:

@@ -1,10 +1,11 @@
 """Settings of the four `kvrelay bench` commands: what they share, then one class each, whose docstring opens its
 `--help`."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, SecretStr, model_validator
 
 from kvrelay.bench.applicable import check_applicable
 from kvrelay.bench.base import PromptFormat
@@ -12,6 +13,7 @@ from kvrelay.bench.slo import Slos
 from kvrelay.bench.workloads import Lengths
 from kvrelay.core.config import ProcessSettings
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.option_types import Timeout
 
 GRPC_SCHEME = "grpc://"
 
@@ -27,7 +29,13 @@ def _is_url(url: str) -> str:
     return url
 
 
+def _for_json(rate: float) -> float | str:
+    return "inf" if math.isinf(rate) else rate
+
+
 LengthsText = Annotated[str, AfterValidator(_is_lengths)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=True), PlainSerializer(_for_json, when_used="json")]
+"""Requests per second; inf is all at once."""
 
 
 class BenchSettings(ProcessSettings):
@@ -67,7 +75,7 @@ class BenchSettings(ProcessSettings):
         default=True,
         description="Send many requests over one connection; --no-keep-alive for servers that close one after a few.",
     )
-    timeout: float = Field(default=600.0, gt=0, description="Seconds after which a request counts as failed.")
+    timeout: Timeout = Field(default=600.0, description="Seconds after which a request counts as failed.")
     seed: int = Field(
         default=0, ge=0, description="Decides prompts, lengths and arrivals: the same seed gives the same load."
     )
@@ -156,9 +164,8 @@ class ServeBenchSettings(WorkloadSettings):
     output_len: LengthsText = Field(
         default="64", description="Output tokens of a request: 64, or 16-64; a trace has its own."
     )
-    request_rate: float | None = Field(
+    request_rate: Rate | None = Field(
         default=None,
-        gt=0,
         description="Requests (or conversations) that arrive per second; inf: all at once. Not for mixed and trace.",
     )
     burstiness: float = Field(
@@ -217,7 +224,9 @@ class SweepBenchSettings(WorkloadSettings):
       kvrelay bench sweep --concurrencies 1,2,4,8,16 --json-file curve.json
     """
 
-    request_rates: tuple[float, ...] = Field(default=(), description="Requests per second, one run each.")
+    request_rates: tuple[Rate, ...] = Field(
+        default=(), description="Requests per second, one run each; inf: all at once."
+    )
     concurrencies: tuple[int, ...] = Field(default=(), description="Requests at a time, one run each.")
     burstiness: float = Field(
         default=1.0,
@@ -230,8 +239,8 @@ class SweepBenchSettings(WorkloadSettings):
     def _check_sweep(self) -> Self:
         if bool(self.request_rates) == bool(self.concurrencies):
             raise ValueError("give either --request-rates or --concurrencies, as a list: 1,2,4")
-        if min((*self.request_rates, *self.concurrencies)) <= 0:
-            raise ValueError("--request-rates and --concurrencies must be positive")
+        if min(self.concurrencies, default=1) < 1:
+            raise ValueError("--concurrencies must be positive")
         if self.concurrencies and "burstiness" in self.model_fields_set:
             raise ConfigurationError("--burstiness has no effect without --request-rates")
         return self

@@ -1,5 +1,6 @@
 """Service level objectives: limits that a request meets or not."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class Slos:
                 limit = float(value)
             except ValueError:
                 limit = 0.0
-            if metric not in METRICS or not equals or limit <= 0:
+            if metric not in METRICS or not equals or not 0 < limit < math.inf:
                 raise ValueError(f"{text!r} is no SLO; write METRIC=MILLISECONDS with one of {', '.join(METRICS)}")
             limits[metric] = limit / 1e3
         return cls(tuple(limits.items())) if limits else None

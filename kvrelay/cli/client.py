@@ -14,8 +14,9 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings, Verbatim, load_settings
-from kvrelay.core.option_types import HostPort
+from kvrelay.core.option_types import HostPort, Timeout
 from kvrelay.core.rpc import DETAILS_KEY
+from kvrelay.core.sampling_params import MAX_SEED
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 ROUTER_SERVICE = "kvrelay.v1.Router"
@@ -28,17 +29,17 @@ class ClientSettings(ProcessSettings):
     url: Annotated[HostPort, BeforeValidator(lambda url: str(url).removeprefix("grpc://"))] = Field(
         default="127.0.0.1:8001", description="gRPC address of the router, host:port."
     )
-    timeout: float = Field(default=600.0, gt=0, description="Seconds to wait for the end of an answer.")
+    timeout: Timeout = Field(default=600.0, description="Seconds to wait for the end of an answer.")
 
 
 class GenerateSettings(ClientSettings):
     """Settings of a generation. The router decides what is not set, by the OpenAI API's defaults."""
 
     model: str = Field(default="", description="Name of the model; empty: the only one served.")
-    max_tokens: int | None = Field(default=128, gt=0, description="Most tokens to generate.")
+    max_tokens: int | None = Field(default=128, gt=0, lt=2**63, description="Most tokens to generate.")
     temperature: float | None = Field(default=None, ge=0, description="0 is greedy.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Sample from the likeliest tokens of this mass.")
-    seed: int | None = Field(default=None, ge=0, description="The same seed gives the same text.")
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="The same seed gives the same text.")
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Verbatim()] = Field(
         default=(), description="A text at which the answer ends, as it is; repeatable."
     )
@@ -64,7 +65,7 @@ class ChatSettings(GenerateSettings):
 class StatusSettings(ClientSettings):
     """Say what a running router serves and whether it is healthy; the exit status is 0 when it is."""
 
-    timeout: float = Field(default=5.0, gt=0, description="Seconds to wait for an answer.")
+    timeout: Timeout = Field(default=5.0, description="Seconds to wait for an answer.")
 
 
 def complete(argv: Sequence[str]) -> int:

@@ -59,6 +59,7 @@ class ProcessSettings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True,
         extra="forbid",
+        allow_inf_nan=False,
         env_prefix=ENV_PREFIX,
         env_ignore_empty=True,
         enable_decoding=False,  # lists are comma separated, not JSON; see _split_lists

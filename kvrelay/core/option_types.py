@@ -28,6 +28,8 @@ Count = Annotated[int, Field(ge=0)]
 MemoryShare = Annotated[float, Field(ge=0.0, le=0.95)]
 """0 leaves the choice to kvrelay."""
 NodesPerDevice = Annotated[int, Field(ge=1)]
+Timeout = Annotated[float, Field(gt=0, le=1e8)]
+"""Seconds that may become a deadline of gRPC, to which one that is centuries away has passed."""
 HostPort = Annotated[str, AfterValidator(_host_port)]
 """The address of a gRPC server."""
 FileDescriptor = Annotated[int, Field(ge=0)]

@@ -86,6 +86,10 @@ def test_without_a_known_command_the_commands_are_listed(capsys: pytest.CaptureF
         (["serve", "--concurrency", "1", "--burstiness", "2"], "--burstiness has no effect without --request-rate"),
         (["sweep", "--concurrencies", "1", "--burstiness", "2"], "--burstiness has no effect without --request-rates"),
         (["throughput", "--turns", "2"], "--turns has no effect with --workload random"),
+        (["serve", "--workload", "mixed", "--duration", "inf"], "--duration: Input should be a finite number"),
+        (["serve", "--request-rate", "1", "--burstiness", "inf"], "--burstiness: Input should be a finite number"),
+        (["serve", "--request-rate", "nan"], "--request-rate: Input should be greater than 0"),
+        (["latency", "--slo", "ttft=inf"], "METRIC=MILLISECONDS"),
         (["sweep"], "give either --request-rates or --concurrencies"),
         (["sweep", "--concurrencies", "1,0"], "must be positive"),
         (["latency", "--url", "localhost:8000"], "must begin with http://"),
@@ -142,6 +146,14 @@ def test_a_run_prints_a_table_and_writes_its_files(
     assert len(run["requests"]) == 2
     assert "api_key" not in written["settings"]
     assert plot.exists()
+
+
+@pytest.mark.parametrize("argv", [["serve", "--request-rate", "inf"], ["sweep", "--request-rates", "inf"]])
+def test_an_infinite_rate_is_a_text_in_the_file(argv: list[str], url: str, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    assert bench([*argv, "--url", url, *LOAD, "--json-file", str(result)]) == 0
+    settings = json.loads(result.read_text(), parse_constant=pytest.fail)["settings"]
+    assert settings.get("request_rate") == "inf" or settings["request_rates"] == ["inf"]
 
 
 def test_a_sweep_names_the_same_knee_in_table_and_file(

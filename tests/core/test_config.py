@@ -34,6 +34,7 @@ class SampleSettings(ProcessSettings):
     max_model_len: int | None = Field(default=None, gt=0, description="Longest sequence.")
     decode_nodes: tuple[str, ...] = Field(default=(), description="Addresses of decode nodes.")
     stop: Annotated[tuple[str, ...], Verbatim()] = Field(default=(), description="Where to stop.")
+    wait: float = Field(default=1.0, ge=0, description="Seconds to wait.")
     dtype: Literal["auto", "bfloat16"] = Field(default="auto", description="Of the weights.")
     redis_url: SecretStr | None = Field(default=None, description="Where Redis is.")
     supervised: bool = Field(default=False, description="End with standard input.")
@@ -151,6 +152,8 @@ def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixt
         (("--port", "x"), "--port: Input should be a valid integer"),
         (("--port", "70000"), "less than or equal to 65535, got '70000'"),
         (("--dtype", "fp8"), "--dtype: Input should be 'auto' or 'bfloat16'"),
+        (("--wait", "inf"), "--wait: Input should be a finite number, got 'inf'"),
+        (("--wait", "nan"), "--wait: Input should be a finite number, got 'nan'"),
         (("--port",), "--port: expected one argument"),
         (("--prot", "3"), "did you mean --port?"),
         (("--block_siz=3",), "did you mean --block-size?"),
