@@ -22,7 +22,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.lifecycle import StopSignals, announce_ready
-from kvrelay.core.listening import bound_socket, check_port
+from kvrelay.core.listening import address_of, bound_socket, check_port
 from kvrelay.core.logs import configure_logging
 from kvrelay.core.rpc import (
     WHOLE_SERVER,
@@ -115,7 +115,9 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[
         await _wait_for_nodes(settings, registry, stop)
         async with _serve_grpc(settings, edge) as grpc_server, _serve_http(settings, edge, stop) as http_port:
             async with _reporting(grpc_server.health, registry):
-                yield ServedAddresses(http=f"{settings.host}:{http_port}", grpc=f"{settings.host}:{grpc_server.port}")
+                yield ServedAddresses(
+                    http=address_of(settings.host, http_port), grpc=address_of(settings.host, grpc_server.port)
+                )
             await relay.close(timeout=settings.stop_timeout)
     finally:
         await relay.close(timeout=0)

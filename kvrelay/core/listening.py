@@ -1,4 +1,4 @@
-"""Sockets that servers listen on, and what to say when there can be none."""
+"""Sockets that servers listen on, their addresses, and what to say when there can be none."""
 
 import errno
 import socket
@@ -22,6 +22,11 @@ def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
     return bound
 
 
+def address_of(host: str, port: int) -> str:
+    """Returns `host:port` as clients take it: an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def check_port(host: str, port: int, *, flag: str) -> None:
     """Raises ConfigurationError, which names the flag to change, when nothing can listen on the port now."""
     bound_socket(host, port, flag=flag).close()
@@ -30,4 +35,4 @@ def check_port(host: str, port: int, *, flag: str) -> None:
 def _reason(host: str, port: int, flag: str, error: OSError) -> str:
     about_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
     remedy = f"choose another port with {flag}" if about_port else "--host has to be an address of this machine"
-    return f"cannot listen on {host}:{port}: {error.strerror}; {remedy}"
+    return f"cannot listen on {address_of(host, port)}: {error.strerror}; {remedy}"

@@ -10,8 +10,11 @@ from pydantic import AfterValidator, Field
 
 def _host_port(address: str) -> str:
     host, _, port = address.rpartition(":")
-    if not host or "/" in address or not port.isdecimal() or not 0 < int(port) <= 65535:
-        raise ValueError("must be a gRPC address, host:port, without a scheme or a path")
+    is_host = host and "/" not in host and (":" not in host or (host.startswith("[") and host.endswith("]")))
+    if not is_host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError(
+            "must be a gRPC address, host:port, without a scheme or a path; IPv6 is written in brackets, [::1]:8001"
+        )
     return address
 
 

@@ -33,7 +33,7 @@ from kvrelay.core.errors import (
     error_from_grpc,
     status_of,
 )
-from kvrelay.core.listening import check_port
+from kvrelay.core.listening import address_of, check_port
 from kvrelay.core.write_deadline import WriteDeadline
 
 _logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ async def serve_insecure(server: grpc.aio.Server, host: str, port: int, *, flag:
     """Binds the server (port 0 draws a free one), starts it, and returns the bound port. `flag` is the flag that sets
     the port. Raises ConfigurationError if the port cannot be bound."""
     check_port(host, port, flag=flag)  # gRPC would not say why it cannot, and write to standard error
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = address_of(host, port)
     try:
         bound = server.add_insecure_port(address)
     except RuntimeError as error:

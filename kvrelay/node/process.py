@@ -14,7 +14,7 @@ import uvloop
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.lifecycle import StopSignals, announce_ready
-from kvrelay.core.listening import check_port
+from kvrelay.core.listening import address_of, check_port
 from kvrelay.core.logs import configure_logging
 from kvrelay.node.node import Node
 from kvrelay.node.server import NodeServer, Service
@@ -50,7 +50,7 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
     try:
         port = await server.start(settings.host, settings.port)
         node.watch_steps(settings.step_timeout)
-        address = f"{settings.host}:{port}"
+        address = address_of(settings.host, port)
         if not signals.stop.is_set():
             announce_ready(role=role, address=address, node_id=node.identity.node_id)
             _logger.info("%s is ready on %s", node.identity.node_id, address)

@@ -145,7 +145,9 @@ def test_a_number_that_cannot_be_sent_is_refused(argv: tuple[str, str], capsys: 
     assert f"{argv[0]}: Input should be" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "127.0.0.1", "127.0.0.1:8001/v1", "localhost:", ":8001"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8000", "127.0.0.1", "127.0.0.1:8001/v1", "localhost:", ":8001", "::1:8001"]
+)
 def test_an_address_that_is_none_is_refused_with_what_it_has_to_be(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.listening import bound_socket, check_port
+from kvrelay.core.listening import address_of, bound_socket, check_port
 
 
 def test_a_free_port_is_bound_and_left_free_by_a_check() -> None:
@@ -20,6 +20,11 @@ def test_a_taken_port_is_named_with_the_flag_that_changes_it() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}: Address already in use; .*--grpc-port"):
             check_port("127.0.0.1", port, flag="--grpc-port")
+
+
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    assert address_of("127.0.0.1", 8001) == "127.0.0.1:8001"
+    assert address_of("::1", 8001) == "[::1]:8001"
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
