@@ -73,6 +73,11 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Tells whether the thread runs; after `stop`, whether it is still in its last step."""
+        return self._thread.is_alive()
+
     def post(self, message: Message) -> None:
         """Runs `message`, which must not raise, on the engine thread between steps."""
         self._mailbox.put(message)

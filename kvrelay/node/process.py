@@ -24,8 +24,13 @@ from kvrelay.node.startup import build_node
 _logger = logging.getLogger(__name__)
 
 
-class _StoppedWhileLoadingError(Exception):
-    """The node was told to stop while it loaded the model. What it had opened is closed, but a thread still loads."""
+class _ThreadLeftError(Exception):
+    """All is closed, but a thread still loads the model or computes a step. The process has to end with `status` all
+    the same, without Python's own end, which would wait for such a thread or crash under it."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]) -> int:
@@ -34,9 +39,9 @@ def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]
     configure_logging(settings.node_id or role, settings.log_level)
     try:
         return uvloop.run(_serve(settings, role, make_service))
-    except _StoppedWhileLoadingError:
-        _logger.info("stopped while loading")
-        os._exit(0)  # all is closed; otherwise Python would wait for the thread that loads
+    except _ThreadLeftError as left:
+        _logger.info("%s", left)
+        os._exit(left.status)
     except KVRelayError as error:
         _logger.critical("%s", error)
         return 1
@@ -60,15 +65,18 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
             await _first(server.drain(settings.drain_timeout), signals.hurry.wait())
     finally:
         await server.close()
-    return 1 if crashed else 0
+    status = 1 if crashed else 0
+    if node.engine_thread.is_alive:
+        raise _ThreadLeftError("ended in the middle of a step", status)
+    return status
 
 
 async def _build_unless_stopped(settings: NodeSettings, role: str, stop: asyncio.Event) -> Node:
-    """Returns the node, or raises _StoppedWhileLoadingError when `stop` is set first."""
+    """Returns the node, or raises _ThreadLeftError when `stop` is set first."""
     building = asyncio.create_task(build_node(settings, role))
     await _first(building, stop.wait())
     if building.cancelled():
-        raise _StoppedWhileLoadingError
+        raise _ThreadLeftError("stopped while loading", 0)
     return building.result()
 
 

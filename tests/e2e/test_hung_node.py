@@ -12,23 +12,32 @@ pytestmark = pytest.mark.timeout(120)
 
 # A decode node as the command line starts it, but for one message to its engine that never ends.
 HANGING_NODE = """
-import sys, threading
+import sys, threading, torch
 from decode_node.service import DecodeService
 from kvrelay.node.process import main
+
+def waits(engine):
+    threading.Event().wait()
+
+def computes(engine):
+    while True:
+        engine._runner._kv_pool.view(torch.uint8).fill_(0)
 
 class HangingService(DecodeService):
     def start(self):
         super().start()
-        self._node.engine_thread.post(lambda engine: threading.Event().wait())
+        self._node.engine_thread.post(HOW)
 
 sys.exit(main("decode", HangingService, sys.argv[1:]))
 """
 
 
-def test_a_node_that_hangs_ends_with_an_error(model: Path, directory: Path) -> None:
+@pytest.mark.parametrize("how", ["waits", "computes"])
+def test_a_node_that_hangs_ends_with_an_error(how: str, model: Path, directory: Path) -> None:
+    """Also if its engine computes, in memory that goes and in a thread that Python cannot end in order."""
     arguments = (str(model), "--num-blocks", "64", "--step-timeout", "5", "--node-id", "hanging")
     ended = subprocess.run(
-        [sys.executable, "-P", "-c", HANGING_NODE, *arguments],
+        [sys.executable, "-P", "-c", HANGING_NODE.replace("HOW", how), *arguments],
         cwd=directory,
         stdin=subprocess.DEVNULL,
         capture_output=True,
