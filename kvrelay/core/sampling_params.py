@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Integral, Real
 
 from kvrelay.core.errors import InvalidRequestError
@@ -11,6 +12,7 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
+MAX_TOKEN_ENTRIES = 65_536  # of stop_token_ids, and of logit_bias
 MAX_SEED = 2**64 - 1
 
 _INTEGERS = ("n", "max_tokens", "min_tokens", "top_k")
@@ -31,7 +33,8 @@ class SamplingParams:
     (or `LLM`) draws one.
 
     `stop` may be one string, and `logit_bias` a mapping from token id to bias or such pairs. Both become tuples, and
-    so does `stop_token_ids`; InvalidRequestError if that is not possible.
+    so does `stop_token_ids`; InvalidRequestError if that is not possible, or if there are too many entries, of which
+    those past the limit are not looked at.
     """
 
     n: int = 1
@@ -56,10 +59,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        object.__setattr__(self, "logit_bias", _tuple("logit_bias", pairs, "a mapping from token id to bias"))
+        biases = _tuple("logit_bias", pairs, MAX_TOKEN_ENTRIES, "a mapping from token id to bias")
+        object.__setattr__(self, "logit_bias", biases)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _tuple("stop", stop, "a string or several"))
-        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids, "several token ids"))
+        object.__setattr__(self, "stop", _tuple("stop", stop, MAX_STOP_STRINGS, "a string or several"))
+        ids = _tuple("stop_token_ids", self.stop_token_ids, MAX_TOKEN_ENTRIES, "several token ids")
+        object.__setattr__(self, "stop_token_ids", ids)
 
     @property
     def greedy(self) -> bool:
@@ -97,10 +102,6 @@ class SamplingParams:
             _in_range("logit_bias", bias, -100.0, 100.0)
         for token_id in self.stop_token_ids:
             _token_id("stop_token_ids", token_id, vocab_size)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(
-                f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", field="stop"
-            )
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
                 raise InvalidRequestError(
@@ -131,11 +132,14 @@ class SamplingParams:
             _check_type("stop", text, str, "a string or several")
 
 
-def _tuple(name: str, values: Iterable[object], wanted: str) -> tuple[object, ...]:
+def _tuple(name: str, values: Iterable[object], most: int, wanted: str) -> tuple[object, ...]:
     try:
-        return tuple(values)
+        entries = tuple(islice(values, most + 1))
     except TypeError:
         raise InvalidRequestError(f"{name} must be {wanted}, got {values!r}", field=name) from None
+    if len(entries) > most:
+        raise InvalidRequestError(f"{name} has more than the {most} entries that are allowed", field=name)
+    return entries
 
 
 def _pair(name: str, value: object) -> tuple[object, object]:

@@ -18,7 +18,15 @@ from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.text.choice import TextChunk
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.edge.outputs import Edge, GenerationEvent
-from router.edge.validation import ChatPrompt, ClientRequest, Prompt, TextPrompt, TokenPrompt, check_token_ids
+from router.edge.validation import (
+    MAX_MESSAGES,
+    ChatPrompt,
+    ClientRequest,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    check_token_ids,
+)
 from router.request import PromptLogprobs, RequestTrace, RoutedRequest
 
 SERVICE_NAME = "kvrelay.v1.Router"
@@ -100,7 +108,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.DetokenizeResponse:
         with self._edge.counting_errors():
             self._edge.validator.check_model(request.model or None)
-            check_token_ids(request.token_ids, self._edge.relay.served_model(), field="token_ids")
+            model = self._edge.relay.served_model()
+            if len(request.token_ids) > model.max_model_len:  # no text of the model is longer
+                raise InvalidRequestError(
+                    f"token_ids has {len(request.token_ids)} entries, but the model's maximum is {model.max_model_len} "
+                    "tokens",
+                    field="token_ids",
+                )
+            check_token_ids(request.token_ids, model, field="token_ids")
         text = self._edge.tokenizer.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
         return router_pb2.DetokenizeResponse(text=text)
 
@@ -170,9 +185,9 @@ def _client_request(request: router_pb2.GenerateRequest, timeout: float | None) 
         given["top_k"] = 0
     sampling = SamplingParams(
         **given,
-        logit_bias=tuple(sorted(request.logit_bias.items())),
-        stop=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
+        logit_bias=request.logit_bias,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
         include_stop_str_in_output=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
     )
@@ -188,6 +203,10 @@ def _client_request(request: router_pb2.GenerateRequest, timeout: float | None) 
 
 
 def _chat_prompt(chat: router_pb2.ChatMessages) -> ChatPrompt:
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages has {len(chat.messages)} entries, at most {MAX_MESSAGES} are allowed", field="messages"
+        )
     return ChatPrompt([{"role": message.role, "content": message.content} for message in chat.messages])
 
 

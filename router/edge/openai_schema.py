@@ -5,13 +5,15 @@ level.
 """
 
 import logging
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.text.message_content import text_of
+from router.edge.validation import MAX_MESSAGES
 
 _logger = logging.getLogger(__name__)
 
@@ -68,15 +70,15 @@ class GenerationBody(BaseModel):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
+    logit_bias: dict[str, Any] | None = None  # its values are checked by `_biases`, up to the first wrong one
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     # vLLM's extra fields
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -121,11 +123,11 @@ class GenerationBody(BaseModel):
         if self.seed is not None:
             given["seed"] = self.seed % 2**64
         if self.stop is not None:
-            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+            given["stop"] = self.stop
         if self.stop_token_ids is not None:
-            given["stop_token_ids"] = tuple(self.stop_token_ids)
+            given["stop_token_ids"] = self.stop_token_ids
         if self.logit_bias is not None:
-            given["logit_bias"] = tuple(sorted((_token_key(key), bias) for key, bias in self.logit_bias.items()))
+            given["logit_bias"] = _biases(self.logit_bias)
         return SamplingParams(**given, logprobs=logprobs)
 
 
@@ -210,7 +212,7 @@ class Message(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -246,6 +248,13 @@ def _check_lengths(prompts: list[list[Any]], max_model_len: int) -> None:
 
 def _are_token_ids(values: list[Any]) -> bool:
     return set(map(type, values)) <= {int}  # not isinstance, for which true and false are integers
+
+
+def _biases(logit_bias: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
+    for key, bias in logit_bias.items():
+        if type(bias) not in (int, float):  # not isinstance, for which true and false are numbers
+            raise InvalidRequestError(f"logit_bias: the bias of {key[:100]!r} is not a number", field="logit_bias")
+        yield _token_key(key), bias
 
 
 def _token_key(key: str) -> int:

@@ -17,6 +17,7 @@ from router.request import Relay, RoutedRequest, ServedModel
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PRIORITY = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 1024
+MAX_MESSAGES = 8192
 # More characters per token than any vocabulary has on average: longer text is refused without tokenising it.
 MAX_CHARS_PER_TOKEN = 128
 

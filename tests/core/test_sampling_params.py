@@ -1,11 +1,13 @@
 """What SamplingParams accepts from a caller in Python. The ranges of its values are tested at the edge, as requests."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvrelay import SamplingParams
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
 
 
 def test_one_stop_string_is_not_taken_apart() -> None:
@@ -49,4 +51,26 @@ def test_sequences_and_mappings_become_tuples() -> None:
 def test_a_value_of_the_wrong_type_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"{field} must be") as refused:
         SamplingParams(**{field: value}).validate(vocab_size=100)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "entry", "most"),
+    [
+        ("stop", "a", MAX_STOP_STRINGS),
+        ("stop_token_ids", 5, MAX_TOKEN_ENTRIES),
+        ("logit_bias", (5, 1.0), MAX_TOKEN_ENTRIES),
+    ],
+)
+def test_entries_past_the_limit_are_never_looked_at(field: str, entry: object, most: int) -> None:
+    def entries(num_entries: int) -> Iterator[object]:
+        for _ in range(num_entries):
+            yield entry
+        raise AssertionError("the limit was passed before")
+
+    given: dict[str, Any] = {field: [entry] * most}
+    SamplingParams(**given).validate(vocab_size=100)
+    given[field] = entries(most + 1)
+    with pytest.raises(InvalidRequestError, match=f"{field} has more than the {most} entries") as refused:
+        SamplingParams(**given)
     assert refused.value.field == field

@@ -11,13 +11,16 @@ from grpc_status import rpc_status
 
 from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, KVError, UnavailableError, UnknownModelError
 from kvrelay.core.rpc import ErrorInterceptor, channel_options, error_from_rpc, serve_insecure, server_options
+from kvrelay.core.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.edge.grpc_service import RouterService
+from router.edge.validation import MAX_MESSAGES
 from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, make_edge
 
 Stub: TypeAlias = "router_pb2_grpc.RouterAsyncStub"
 
 REPLY = "Paris is the capital of France"
+HELLO = router_pb2.ChatMessage(role="user", content="hello")
 
 
 @pytest.fixture
@@ -83,6 +86,8 @@ async def test_too_many_token_ids_are_refused_without_looking_at_them(stub: Stub
     ids = router_pb2.TokenIds(ids=[2**32 - 1] * (MAX_MODEL_LEN + 1))
     with pytest.raises(grpc.aio.AioRpcError, match=f"the prompt has {MAX_MODEL_LEN + 1} tokens"):
         await stub.Generate(router_pb2.GenerateRequest(prompt_token_ids=ids))
+    with pytest.raises(grpc.aio.AioRpcError, match=f"token_ids has {MAX_MODEL_LEN + 1} entries"):
+        await stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=ids.ids))
 
 
 async def test_every_input_and_field_arrives(stub: Stub, relay: ScriptedRelay) -> None:
@@ -146,6 +151,9 @@ async def test_tokenize_and_detokenize_are_inverse_and_the_model_is_listed(stub:
         (router_pb2.GenerateRequest(prompt="x", request_id="i" * 1000), "request_id"),
         (router_pb2.GenerateRequest(prompt="x", request_id="a\r2025-01-31T12:00:00.123Z INFO"), "request_id"),
         (router_pb2.GenerateRequest(prompt="x" * 2_000_000), "prompt"),
+        (router_pb2.GenerateRequest(prompt="x", stop=["a"] * (MAX_STOP_STRINGS + 1)), "stop"),
+        (router_pb2.GenerateRequest(prompt="x", stop_token_ids=[5] * (MAX_TOKEN_ENTRIES + 1)), "stop_token_ids"),
+        (router_pb2.GenerateRequest(chat=router_pb2.ChatMessages(messages=[HELLO] * (MAX_MESSAGES + 1))), "messages"),
     ],
 )
 async def test_bad_input_names_its_field_and_the_next_request_works(
