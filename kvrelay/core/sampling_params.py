@@ -1,6 +1,6 @@
 """How tokens are chosen: one frozen value that the client API, the router and the engine share."""
 
-import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -91,7 +91,7 @@ class SamplingParams:
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequestError(f"top_p must be in (0, 1], got {self.top_p}", field="top_p")
         _in_range("min_p", self.min_p, 0.0, 1.0)
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+        if not 0.0 < self.repetition_penalty <= sys.float_info.max:
             raise InvalidRequestError(
                 f"repetition_penalty must be above 0, got {self.repetition_penalty}", field="repetition_penalty"
             )
@@ -154,7 +154,7 @@ def _check_type(name: str, value: object, wanted: type, words: str) -> None:
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= high:  # which NaN and infinities fail
         raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", field=name)
 
 

@@ -6,7 +6,7 @@ wrong.
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -79,8 +79,11 @@ class _Gateway:
             )
             for prompt in prompts
         ]
-        shape = CompletionFormat(self._edge.tokenizer, echoes=self._texts(prompts) if body.echo else ())
-        return await self._respond(request, body, clients, shape, "cmpl")
+
+        def make_shape() -> Format:
+            return CompletionFormat(self._edge.tokenizer, echoes=self._texts(prompts) if body.echo else ())
+
+        return await self._respond(request, body, clients, make_shape, "cmpl")
 
     async def chat(self, request: Request) -> Response:
         data = await read_json_body(request, self._max_body_bytes)
@@ -97,7 +100,7 @@ class _Gateway:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
         )
-        return await self._respond(request, body, [client], ChatFormat(self._edge.tokenizer), "chatcmpl")
+        return await self._respond(request, body, [client], lambda: ChatFormat(self._edge.tokenizer), "chatcmpl")
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
@@ -122,14 +125,20 @@ class _Gateway:
         return JSONResponse({"version": self._version})
 
     async def _respond(
-        self, request: Request, body: GenerationBody, clients: Sequence[ClientRequest], shape: Format, kind: str
+        self,
+        request: Request,
+        body: GenerationBody,
+        clients: Sequence[ClientRequest],
+        make_shape: Callable[[], Format],
+        kind: str,
     ) -> Response:
-        """Admits all prompts of a call, before any of them runs, and answers with their outputs."""
+        """Admits all prompts of a call, before any of them runs, and answers with their outputs. `make_shape` is
+        called after that, because it may decode the prompts."""
         response_id = f"{kind}-{request.scope[_REQUEST_ID]}"
         ids = [response_id] if len(clients) == 1 else [f"{response_id}-{i}" for i in range(len(clients))]
         routed = await self._edge.admit(dict(zip(ids, clients, strict=True)))
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
-        generation = HttpGeneration(self._edge, routed, shape, envelope)
+        generation = HttpGeneration(self._edge, routed, make_shape(), envelope)
         if body.stream:
             events = generation.stream(include_usage=body.include_usage, error_body=_error_body)
             return EventStream(events)

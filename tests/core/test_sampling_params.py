@@ -54,6 +54,14 @@ def test_a_value_of_the_wrong_type_is_refused_by_the_name_of_its_field(field: st
     assert refused.value.field == field
 
 
+@pytest.mark.parametrize("field", ["n", "temperature", "repetition_penalty", "seed", "logprobs", "prompt_logprobs"])
+def test_an_integer_beyond_all_floats_is_refused_by_the_name_of_its_field(field: str) -> None:
+    values: dict[str, Any] = {field: 10**400}
+    with pytest.raises(InvalidRequestError, match=f"{field} must be") as refused:
+        SamplingParams(**values).validate(vocab_size=100)
+    assert refused.value.field == field
+
+
 @pytest.mark.parametrize(
     ("field", "entry", "most"),
     [
