@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.errors import KVRelayError, status_of
+from kvrelay.core.errors import status_of
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.text.choice import Choice, TextChunk
 from kvrelay.text.tokenizer import Tokenizer
@@ -54,10 +54,10 @@ class Edge:
 
     @contextmanager
     def counting_errors(self) -> Iterator[None]:
-        """Counts the errors of code that may refuse a request before it is admitted."""
+        """Counts the errors of code that may refuse a request before it is admitted, or fail."""
         try:
             yield
-        except KVRelayError as error:
+        except Exception as error:  # one that is not ours is counted as internal, as it is answered
             self.metrics.count_error(status_of(error).grpc_code.name)
             raise
 
@@ -83,7 +83,7 @@ class Edge:
                     if choice.ended_early:
                         self.relay.finish(request.request_id, event.index)  # otherwise its node would go on
             watch.finished()
-        except KVRelayError as error:
+        except Exception as error:  # one that is not ours is counted as internal, as it is answered
             watch.failed(error)
             raise
         finally:
@@ -125,7 +125,7 @@ class _Watch:
         self._metrics.e2e_latency.observe(self._clock.now() - self._start)
         self._metrics.count_success(self._finish_reasons[0].value if self._finish_reasons else FinishReason.ABORT.value)
 
-    def failed(self, error: KVRelayError) -> None:
+    def failed(self, error: Exception) -> None:
         self._outcome = True
         self._metrics.count_error(status_of(error).grpc_code.name)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvrelay.core.errors import KVError
+from kvrelay.core.errors import KVError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.choice import TextChunk
@@ -100,8 +100,19 @@ async def test_an_abandoned_request_counts_as_aborted_and_a_failed_one_as_an_err
     assert counted(edge, "num_requests_running") == 0
     assert counted(edge, "request_success_total", finished_reason="abort") == 1
 
-    failing = make_edge(ScriptedRelay(tokenizer, fail_with=KVError("lost")))
-    with pytest.raises(KVError):
-        [event async for event in failing.generate(request())]
-    assert counted(failing, "request_errors_total", code="INTERNAL") == 1
-    assert counted(failing, "num_requests_running") == 0
+    for error in (KVError("lost"), ZeroDivisionError("our own fault")):
+        failing = make_edge(ScriptedRelay(tokenizer, fail_with=error))
+        with pytest.raises(type(error)):
+            [event async for event in failing.generate(request())]
+        assert counted(failing, "request_errors_total", code="INTERNAL") == 1
+        assert counted(failing, "request_success_total", finished_reason="abort") is None
+        assert counted(failing, "num_requests_running") == 0
+
+
+def test_a_failure_before_admission_is_counted_whatever_it_is(tokenizer: Tokenizer) -> None:
+    edge = make_edge(ScriptedRelay(tokenizer))
+    for error in (UnavailableError("no node"), ZeroDivisionError("our own fault")):
+        with pytest.raises(type(error)), edge.counting_errors():
+            raise error
+    assert counted(edge, "request_errors_total", code="UNAVAILABLE") == 1
+    assert counted(edge, "request_errors_total", code="INTERNAL") == 1
