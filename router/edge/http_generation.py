@@ -49,7 +49,7 @@ class HttpGeneration:
                 if isinstance(found, TextChunk):
                     choices[first + found.index].add(found, self._count(found))
                 elif isinstance(found, RequestTrace):
-                    self._usage.traces.append(found)
+                    self._usage.traces[prompt_index] = found
                 else:
                     rendered = prompt_logprobs_as_json(self._edge.tokenizer, found.logprobs)
                     for choice in choices[first : first + self._n]:
@@ -71,7 +71,7 @@ class HttpGeneration:
                             started = True
                             yield data
                     elif isinstance(found, RequestTrace):
-                        self._usage.traces.append(found)
+                        self._usage.traces[prompt_index] = found
             if include_usage:
                 yield formatter.usage(self._usage)
             yield DONE

@@ -31,25 +31,26 @@ def event(body: Json) -> bytes:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens and traces of a whole HTTP request, over all its prompts."""
+    """Tokens and traces of a whole HTTP request, over all its prompts. `traces` are by prompt."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    traces: list[RequestTrace] = field(default_factory=list)
+    traces: dict[int, RequestTrace] = field(default_factory=dict)
 
     def as_json(self) -> Json:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(trace.num_cached_tokens for trace in self.traces)},
+            "prompt_tokens_details": {"cached_tokens": sum(trace.num_cached_tokens for trace in self.traces.values())},
         }
 
     def trace_as_json(self) -> Json | None:
-        """Returns how the request was served; for several prompts, as a list under `requests`."""
-        if len(self.traces) == 1:
-            return asdict(self.traces[0])
-        return {"requests": [asdict(trace) for trace in self.traces]} if self.traces else None
+        """Returns how the request was served; for several prompts, as a list under `requests`, in their order."""
+        traces = [asdict(trace) for _, trace in sorted(self.traces.items())]
+        if len(traces) == 1:
+            return traces[0]
+        return {"requests": traces} if traces else None
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ MAX_PROMPTS = 128
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class GenerationBody(BaseModel):
@@ -59,6 +59,11 @@ class GenerationBody(BaseModel):
         "chat_template_kwargs": ({},),
         "documents": ([],),
         "mm_processor_kwargs": (),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "prompt_embeds": (),
+        "max_completion_tokens": (),
+        "best_of": (1,),
     }
 
     model: str | None = None
@@ -98,7 +103,7 @@ class GenerationBody(BaseModel):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and self.stream_options.include_usage is True
 
     def refuse_unsupported(self) -> None:
         extra = self.model_extra or {}

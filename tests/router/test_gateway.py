@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 import openai
 import pytest
 
 from kvrelay.core.errors import KVError, OverloadedError
+from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.text.tokenizer import Tokenizer
+from router.request import RequestEvent, RequestTrace, RoutedRequest
 from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay
 from tests.router.gateway_client import CHAT, COMPLETION, REPLY, Gateway, serving
 
@@ -124,6 +128,37 @@ async def test_several_prompts_run_together_and_are_numbered(gateway: Gateway, r
         for choice in event["choices"]:
             texts[choice["index"]] += choice["text"]
     assert list(texts.values()) == [choice["text"] for choice in answer["choices"]]
+
+
+@dataclass
+class ShortestFirstRelay(ScriptedRelay):
+    """A relay that ends the request with one prompt token first, then the one with two, and so on."""
+
+    num_ended: int = 0
+
+    async def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
+        num_tokens = len(request.prompt_token_ids)
+        while self.num_ended < num_tokens - 1:
+            await asyncio.sleep(0)
+        yield TokenOutput(0, (5,), (), FinishReason.LENGTH)
+        yield RequestTrace(None, "decode-0", 1, num_tokens, 0, 0, 0.0, 0.0, 0.0)
+        self.num_ended += 1
+
+
+async def test_traces_are_in_the_order_of_the_prompts(tokenizer: Tokenizer) -> None:
+    relay = ShortestFirstRelay(tokenizer)
+    body = {**COMPLETION, "prompt": [[5] * 3, [5], [5] * 2]}
+    async with serving(relay) as gateway:
+        whole = (await gateway.post("/v1/completions", body)).json()
+        relay.num_ended = 0
+        *_, last, _ = await gateway.events("/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    for answer in (whole, last):
+        assert [trace["num_computed_tokens"] for trace in answer["kvrelay"]["requests"]] == [3, 1, 2]
+
+
+async def test_a_null_in_the_stream_options_is_its_default(gateway: Gateway) -> None:
+    events = await gateway.events("/v1/completions", {**COMPLETION, "stream_options": {"include_usage": None}})
+    assert "usage" not in events[0]
 
 
 async def test_prompts_may_be_token_ids(gateway: Gateway, relay: ScriptedRelay) -> None:

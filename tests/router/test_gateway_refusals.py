@@ -47,6 +47,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whol
         ({"suffix": "end"}, "suffix"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"best_of": 3}, "best_of"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"bad_words": ["capital"]}, "bad_words"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens"),
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_json": {}}, "guided_json"),
@@ -78,6 +82,9 @@ async def test_a_bad_completion_request_names_its_field(
         ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"bad_words": ["capital"]}, "bad_words"),
     ],
 )
 async def test_a_bad_chat_request_names_its_field(gateway: Gateway, change: dict[str, object], param: str) -> None:
@@ -97,6 +104,7 @@ async def expect_refusal(gateway: Gateway, path: str, body: dict[str, object], p
 
 async def test_harmless_values_of_unsupported_fields_are_accepted(gateway: Gateway) -> None:
     body = {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": None}
+    body |= {"bad_words": [], "best_of": 1, "stream_options": None}
     assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
 
 
