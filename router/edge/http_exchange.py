@@ -19,6 +19,7 @@ from kvrelay.core.errors import CancelledByPeerError
 from kvrelay.core.rpc import WRITE_SECONDS
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.write_deadline import WriteDeadline
+from router.edge.http_protocol import ABORT
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class EventStream(Response):
     """A response of server-sent events from a generator, which one task iterates and closes.
 
     The response starts with the first event: an error before that is raised, and gets a status of its own. A client
-    that takes nothing for `write_timeout` seconds counts as disconnected.
+    that takes nothing for `write_timeout` seconds is disconnected.
     """
 
     media_type = "text/event-stream"
@@ -96,16 +97,23 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._write_timeout = write_timeout
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_disconnect(receive, self._send_all(send))
         except CancelledByPeerError as error:
+            if not self._started:
+                raise
             _logger.debug("stream ended: %s", error)
+            if abort := scope.get("state", {}).get(ABORT):
+                abort()  # closing would wait until the client has taken what is buffered
+                await _disconnected(receive)
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             first = await anext(events, b"")
+            self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with closing(WriteDeadline(self._write_timeout)) as deadline:
                 with deadline:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP parser, with a limit on what is not part of a body.
+"""uvicorn's HTTP parser, with a limit on what is not part of a body, and with a way to drop a connection.
 
 httptools limits neither request lines and header lines nor chunk sizes and trailers. Invariant: of one request, at most
 `MAX_HEAD_BYTES` of them are kept, plus what came in the same read and as many bytes as its body has.
@@ -7,6 +7,8 @@ httptools limits neither request lines and header lines nor chunk sizes and trai
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10
+# Where an application finds, in a request's `state`, the function that drops the connection with all that it buffers.
+ABORT = "kvrelay.abort"
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -15,6 +17,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     _num_head_bytes = 0
     _num_body_bytes = 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][ABORT] = self.transport.abort
 
     def data_received(self, data: bytes) -> None:
         self._num_head_bytes += len(data)

@@ -249,6 +249,20 @@ async def test_a_client_that_leaves_aborts_all_its_prompts(gateway: Gateway, rel
     assert len(relay.requests) == 3
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_is_aborted_before_its_first_event_is_answered_with_499(
+    gateway: Gateway, relay: ScriptedRelay, stream: bool
+) -> None:
+    relay.hang_at = 0
+    answering = asyncio.create_task(gateway.post("/v1/completions", COMPLETION | {"stream": stream}))
+    while not relay.aborted:
+        await asyncio.sleep(0)
+    relay.abort(relay.requests[0].request_id)
+    response = await answering
+    assert (response.status_code, response.json()["error"]["type"]) == (499, "request_cancelled")
+    assert response.headers["x-request-id"] in relay.requests[0].request_id
+
+
 async def test_one_failing_prompt_fails_the_response_and_ends_the_others(
     gateway: Gateway, relay: ScriptedRelay
 ) -> None:

@@ -1,11 +1,13 @@
 """An HTTP exchange with a client that neither reads nor leaves."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from router.edge.http_exchange import EventStream
+from tests.router.edge_parts import http_server
 
 PATIENCE = 10.0
 
@@ -35,3 +37,21 @@ async def test_a_client_that_takes_nothing_counts_as_disconnected() -> None:
     async with asyncio.timeout(PATIENCE):
         await EventStream(events(), write_timeout=0.01)({"type": "http"}, receive, send)
     assert closed.is_set() and num_taken == 4
+
+
+async def test_the_connection_of_a_client_that_takes_nothing_is_dropped_with_what_it_buffers() -> None:
+    """If it were closed, it would stay until the client has taken the rest."""
+    last_message: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield b"x" * (1 << 20)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await EventStream(events(), write_timeout=0.1)(scope, receive, send)
+        last_message.set_result(await receive())
+
+    async with http_server(app) as port:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert await asyncio.wait_for(last_message, PATIENCE) == {"type": "http.disconnect"}
