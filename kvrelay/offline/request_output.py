@@ -55,7 +55,7 @@ class PendingRequest:
         self.sampling = sampling
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.num_cached_tokens = 0
-        self._outputs = [_PendingOutput(Choice(tokenizer, sampling)) for _ in range(sampling.n)]
+        self._outputs = [_PendingOutput(Choice(tokenizer, sampling, prompt_token_ids)) for _ in range(sampling.n)]
 
     @property
     def finished(self) -> bool:

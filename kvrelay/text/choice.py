@@ -3,6 +3,8 @@
 Invariant: the chunk with a finish reason is the last one. Tokens after a stop string add nothing.
 """
 
+from collections.abc import Sequence
+
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.record import record
 from kvrelay.core.sampling_params import SamplingParams
@@ -33,10 +35,11 @@ class Choice:
 
     __slots__ = ("_detokenizer", "_sampling", "ended_early", "finished", "last_token_time", "num_tokens")
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._sampling = sampling
         self._detokenizer = Detokenizer(
             tokenizer.backend,
+            prompt_token_ids=prompt_token_ids,
             stop=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
             skip_special_tokens=sampling.skip_special_tokens,

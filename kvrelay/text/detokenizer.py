@@ -1,7 +1,8 @@
 """Incremental decoding of one output sequence, with characters that are split over tokens, and with stop strings.
 
-Invariant: all returned pieces together are the decoding of all tokens, cut at the stop string that is complete first
-(the longest one, if several end at the same character). Text that may become part of a stop string is held back.
+Invariant: all returned pieces together are the decoding of all tokens, as it goes on from the prompt, cut at the stop
+string that is complete first (the longest one, if several end at the same character). Text that may become part of a
+stop string is held back.
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,13 @@ from tokenizers.decoders import DecodeStream
 
 # Tokens of context for a new decoding stream: some decoders treat the first token differently.
 _RESUME_TOKENS = 8
+# Among as many last tokens of a prompt, one that is text by itself is looked for.
+_PROMPT_TOKENS = 32
 
 
 class Detokenizer:
     """The decoder of one sequence: `push` takes each token in order, then `flush` is called once. After a stop string
-    has matched (`stopped_by`), neither may be called."""
+    has matched (`stopped_by`), neither may be called. The prompt's tokens are context, and no part of the text."""
 
     __slots__ = ("_held", "_include_stop", "_stop", "_text", "stopped_by")
 
@@ -23,11 +26,12 @@ class Detokenizer:
         self,
         tokenizer: tokenizers.Tokenizer,
         *,
+        prompt_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        self._text = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._text = TextStream(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._held = ""
@@ -75,15 +79,18 @@ class Detokenizer:
 
 
 class TextStream:
-    """Incremental decoding without stop strings: all pieces together equal `tokenizer.decode` of all tokens."""
+    """Incremental decoding without stop strings: all pieces together are what the tokens add to the text of the prompt.
+    That is `tokenizer.decode` of them, with the space in front that some decoders drop at the beginning of a text."""
 
-    __slots__ = ("_skip_special_tokens", "_stream", "_token_ids", "_tokenizer", "num_chars")
+    __slots__ = ("_num_context_chars", "_skip_special_tokens", "_stream", "_token_ids", "_tokenizer", "num_chars")
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._token_ids: list[int] = []
+        self._token_ids, self._num_context_chars = self._context(prompt_token_ids)
+        self._stream = DecodeStream(ids=self._token_ids, skip_special_tokens=skip_special_tokens)
         self.num_chars = 0
 
     def push(self, token_id: int) -> str:
@@ -100,6 +107,15 @@ class TextStream:
     def flush(self) -> str:
         return self._advance_to(self._decode_all())
 
+    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], int]:
+        """Returns the last of the prompt's tokens that is text by itself, and the length of its text. The bytes of an
+        incomplete character are none: they stay the prompt's, and what completes them is U+FFFD, as it is alone."""
+        for token_id in reversed(prompt_token_ids[-_PROMPT_TOKENS:]):
+            text = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special_tokens)
+            if text and "\ufffd" not in text:
+                return [token_id], len(text)
+        return [], 0
+
     def _resume(self) -> str:
         """Continues from the decoding of all tokens. Only byte-fallback tokens that form no character lead here."""
         self._stream = DecodeStream(
@@ -108,7 +124,8 @@ class TextStream:
         return self._advance_to(self._decode_all().rstrip("\ufffd"))
 
     def _decode_all(self) -> str:
-        return self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
+        text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
+        return text[self._num_context_chars :]
 
     def _advance_to(self, whole: str) -> str:
         text = whole[self.num_chars :]

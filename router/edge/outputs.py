@@ -64,7 +64,8 @@ class Edge:
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Yields PromptLogprobs (if requested), then chunks of every choice until each has a finish reason, then the
         trace. Raises KVRelayError. Closing it early aborts the request on every node."""
-        choices = [Choice(self.tokenizer, request.sampling) for _ in range(request.sampling.n)]
+        sampling = request.sampling
+        choices = [Choice(self.tokenizer, sampling, request.prompt_token_ids) for _ in range(sampling.n)]
         watch = _Watch(self.metrics, self._clock, request)
         try:
             async with aclosing(self.relay.run(request)) as events:

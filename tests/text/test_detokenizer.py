@@ -1,14 +1,16 @@
 """Incremental text equals the whole text, however tokens split characters and stop strings."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
 
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.tokenizer import Tokenizer
+from tests.text.tiny_tokenizer import sentencepiece_like
 
+SPECIAL = 5 + 256  # of `sentencepiece_like`
 TEXTS = [
     "hello world",
     "",
@@ -22,9 +24,14 @@ TEXTS = [
 
 
 def run(
-    tokenizer: tokenizers.Tokenizer, token_ids: list[int], *, stop: tuple[str, ...] = (), include_stop: bool = False
+    tokenizer: tokenizers.Tokenizer,
+    token_ids: list[int],
+    *,
+    prompt: Sequence[int] = (),
+    stop: tuple[str, ...] = (),
+    include_stop: bool = False,
 ) -> tuple[list[str], str | None]:
-    detokenizer = Detokenizer(tokenizer, stop=stop, include_stop=include_stop)
+    detokenizer = Detokenizer(tokenizer, prompt_token_ids=prompt, stop=stop, include_stop=include_stop)
     pieces = []
     for token_id in token_ids:
         pieces.append(detokenizer.push(token_id))
@@ -132,18 +139,6 @@ def test_random_tokens_with_random_stop_strings_are_cut_as_defined(tokenizer: To
         assert ("".join(pieces), stopped_by) == expected(whole, stop, include_stop)
 
 
-def sentencepiece_like() -> tokenizers.Tokenizer:
-    """Makes a tokenizer with the decoder of Llama 2: spaces are U+2581, unknown characters are byte tokens, and the
-    first space is dropped."""
-    pieces = ["<unk>", "\u2581hello", "\u2581world", "lo", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
-
 def test_sentencepiece_spaces_and_byte_tokens_decode_to_the_text() -> None:
     tokenizer = sentencepiece_like()
     token_ids = [1, 2, *(5 + byte for byte in "你\U0001f389".encode()), 3, 1]
@@ -160,3 +155,47 @@ def test_byte_tokens_that_form_no_character_never_fail(seed: int) -> None:
     token_ids = [rng.choice([1, 2, 3, 5 + 0x41, 5 + 0xE4, 5 + 0xBD, 5 + 0xA0]) for _ in range(50)]
     pieces, _ = run(tokenizer, token_ids)
     assert len("".join(pieces)) >= len(tokenizer.decode(token_ids))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begins"),
+    [
+        ([], "world"),
+        ([SPECIAL], "world"),  # of which nothing is text
+        ([1], " world"),
+        ([SPECIAL, 1, 2, 3], " world"),
+        ([1, SPECIAL, SPECIAL], " world"),  # as at the end of a chat's prompt
+        ([1, *(5 + byte for byte in "你".encode())], " world"),
+        ([1, *(5 + byte for byte in "你".encode()[:2])], " world"),
+        ([5 + ord("\n")], " world"),
+    ],
+)
+def test_the_space_before_the_first_word_is_dropped_only_at_the_beginning_of_a_text(
+    prompt: list[int], begins: str
+) -> None:
+    tokenizer = sentencepiece_like()
+    for rest in ([], [1, 3], [5 + 0xE4], [1] * 20):
+        pieces, _ = run(tokenizer, [2, *rest], prompt=prompt)
+        assert "".join(pieces) == begins + tokenizer.decode([2, *rest]).removeprefix("world")
+    _, stopped_by = run(tokenizer, [2, 1], prompt=prompt, stop=(" world",))
+    assert (stopped_by is not None) is begins.startswith(" ")
+
+
+def test_bytes_that_complete_no_character_of_the_output_do_not_change_behind_a_prompt() -> None:
+    tokenizer = sentencepiece_like()
+    for prompt in ([1], [5 + ord("\n")], [1, 5 + 0xE4, 5 + 0xBD]):
+        pieces, _ = run(tokenizer, [5 + 0xA0, 3, 1], prompt=prompt)
+        assert "".join(pieces) == "\ufffdlo hello"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_byte_level_text_does_not_depend_on_the_prompt(tokenizer: Tokenizer, seed: int) -> None:
+    """Not even if the prompt ends inside of a character: its bytes are not the output's."""
+    rng = random.Random(seed)
+    for _ in range(20):
+        prompt, token_ids = ([rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(20))] for _ in range(2))
+        pieces, _ = run(tokenizer.backend, token_ids, prompt=prompt)
+        assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True)
+    *prompt, last, end = one_token_per_byte(tokenizer, "a你b")
+    pieces, _ = run(tokenizer.backend, [last, end], prompt=prompt)
+    assert "".join(pieces) == "\ufffdb"

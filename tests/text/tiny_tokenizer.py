@@ -38,6 +38,19 @@ def backend_tokenizer() -> BackendTokenizer:
     return tokenizer
 
 
+def sentencepiece_like() -> BackendTokenizer:
+    """Makes a tokenizer with the decoder of Llama 2: spaces are U+2581, unknown characters are byte tokens, and the
+    first space is dropped. `</s>` is the last token."""
+    pieces = ["<unk>", "\u2581hello", "\u2581world", "lo", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = BackendTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    return tokenizer
+
+
 def write_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
     """Writes a Hugging Face tokenizer directory and returns it."""
     saved: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
