@@ -1,14 +1,51 @@
-"""uvicorn's HTTP parser, with a limit on what is not part of a body, and with a way to drop a connection.
+"""uvicorn's HTTP parser, with a limit on what is not part of a body, with a way to drop a connection, and without
+upgrades to other protocols.
 
 httptools limits neither request lines and header lines nor chunk sizes and trailers. Invariant: of one request, at most
 `MAX_HEAD_BYTES` of them are kept, plus what came in the same read and as many bytes as its body has.
 """
 
+from contextlib import suppress
+from typing import Any
+
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10
 # Where an application finds, in a request's `state`, the function that drops the connection with all that it buffers.
 ABORT = "kvrelay.abort"
+
+
+class _Parser(httptools.HttpRequestParser):
+    """A parser that ignores a wish to upgrade, as RFC 9110 (7.8) allows: a request with one is parsed again without it.
+    httptools would take its body for the other protocol's data."""
+
+    def __init__(self, connection: "BoundedHttp") -> None:
+        super().__init__(connection)
+        self._connection = connection
+        with suppress(AttributeError):  # before httptools 0.6.3
+            self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+
+    @property
+    def wishes_upgrade(self) -> bool:
+        return self.should_upgrade() and self.get_method() != b"CONNECT"
+
+    def feed_data(self, data: Any) -> None:
+        parser = self
+        while True:  # not by recursion: one read may bring hundreds of such requests
+            try:
+                super(_Parser, parser).feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not parser.wishes_upgrade:
+                    raise
+                data = parser._head_without_wish() + data[upgrade.args[0] :]
+            parser = self._connection.parser = _Parser(self._connection)  # the old one expects nothing after "close"
+
+    def _head_without_wish(self) -> bytes:
+        request_line = b"%s %s HTTP/%s" % (self.get_method(), self._connection.url, self.get_http_version().encode())
+        fields = [b"%s: %s" % field for field in self._connection.headers if field[0] != b"upgrade"]
+        return b"\r\n".join((request_line, *fields, b"", b""))
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -17,6 +54,12 @@ class BoundedHttp(HttpToolsProtocol):
 
     _num_head_bytes = 0
     _num_body_bytes = 0
+
+    parser: _Parser
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -32,11 +75,17 @@ class BoundedHttp(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def on_headers_complete(self) -> None:
+        if not self.parser.wishes_upgrade:
+            super().on_headers_complete()
+
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes -= len(body)
         self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.wishes_upgrade:
+            return
         self._num_head_bytes = self._num_body_bytes = 0
         super().on_message_complete()

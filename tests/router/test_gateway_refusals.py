@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 
 import pytest
 
@@ -104,8 +105,7 @@ async def expect_refusal(gateway: Gateway, path: str, body: dict[str, object], p
 
 async def test_harmless_values_of_unsupported_fields_are_accepted(gateway: Gateway) -> None:
     body = {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": None}
-    body |= {"bad_words": [], "best_of": 1, "stream_options": None}
-    assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
+    assert (await gateway.post("/v1/chat/completions", {**body, "bad_words": [], "best_of": 1})).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,37 @@ async def test_endless_headers_paths_and_trailers_are_cut_off(
         assert (await asyncio.wait_for(reader.read(), 20)).startswith(answer)
     writer.close()
     assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+@pytest.mark.parametrize("connection", [b"Upgrade, HTTP2-Settings", b"close, Upgrade"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_wish_to_upgrade_is_ignored_and_the_body_read(
+    gateway: Gateway, piece: int, connection: bytes, chunked: bool
+) -> None:
+    body = json.dumps(COMPLETION).encode()
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
+    request = HEAD + b"connection: %s\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n%s\r\n\r\n" % (connection, length)
+    request += b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for start in range(0, len(request), piece):
+        writer.write(request[start : start + piece])
+        await writer.drain()
+    assert (await asyncio.wait_for(reader.readuntil(b"}]"), 20)).startswith(b"HTTP/1.1 200")
+    if not connection.startswith(b"close"):
+        await reader.readuntil(b"}}")
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close, upgrade\r\nupgrade: websocket\r\n\r\n")
+        assert b"HTTP/1.1 200" in await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+
+
+async def test_many_wishes_to_upgrade_may_come_at_once(gateway: Gateway) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(b"GET /livez HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n" * 1000)
+    for _ in range(1000):
+        assert (await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 20)).startswith(b"HTTP/1.1 200")
+    writer.close()
 
 
 async def test_a_body_may_come_in_small_chunks(gateway: Gateway) -> None:
