@@ -138,8 +138,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return routed
 
     async def _events(self, routed: RoutedRequest) -> AsyncGenerator[GenerationEvent, None]:
-        if routed.request_id in self._running:
-            raise InvalidRequestError(f"request_id {routed.request_id!r} is already running", field="request_id")
+        with self._edge.counting_errors():
+            if routed.request_id in self._running:
+                raise InvalidRequestError(f"request_id {routed.request_id!r} is already running", field="request_id")
         self._running.add(routed.request_id)
         try:
             async with aclosing(self._edge.generate(routed)) as events:

@@ -111,6 +111,10 @@ def make_edge(relay: ScriptedRelay) -> Edge:
     return Edge(relay, relay.tokenizer, MODEL, metrics, MonotonicClock(), default_timeout=60.0)
 
 
+def counted(edge: Edge, name: str, **labels: str) -> float | None:
+    return edge.metrics.registry.get_sample_value(f"kvrelay:{name}", {"model_name": MODEL, **labels})
+
+
 @asynccontextmanager
 async def http_server(app: ASGIApp) -> AsyncIterator[int]:
     """Runs a real uvicorn server on a free port, which it yields."""

@@ -14,8 +14,9 @@ from kvrelay.core.rpc import ErrorInterceptor, channel_options, error_from_rpc, 
 from kvrelay.core.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.edge.grpc_service import RouterService
+from router.edge.outputs import Edge
 from router.edge.validation import MAX_MESSAGES
-from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, make_edge
+from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, counted, make_edge
 
 Stub: TypeAlias = "router_pb2_grpc.RouterAsyncStub"
 
@@ -24,9 +25,14 @@ HELLO = router_pb2.ChatMessage(role="user", content="hello")
 
 
 @pytest.fixture
-async def stub(relay: ScriptedRelay) -> AsyncIterator[Stub]:
+def edge(relay: ScriptedRelay) -> Edge:
+    return make_edge(relay)
+
+
+@pytest.fixture
+async def stub(edge: Edge) -> AsyncIterator[Stub]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
-    router_pb2_grpc.add_RouterServicer_to_server(RouterService(make_edge(relay)), server)
+    router_pb2_grpc.add_RouterServicer_to_server(RouterService(edge), server)
     port = await serve_insecure(server, "127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
         yield router_pb2_grpc.RouterStub(channel)  # type: ignore[misc]
@@ -205,13 +211,16 @@ async def test_a_deadline_aborts_the_request(stub: Stub, relay: ScriptedRelay) -
     await asyncio.wait_for(relay.closed.wait(), 10)
 
 
-async def test_abort_ends_a_running_request_and_ids_are_unique_while_they_run(stub: Stub, relay: ScriptedRelay) -> None:
+async def test_abort_ends_a_running_request_and_ids_are_unique_while_they_run(
+    stub: Stub, edge: Edge, relay: ScriptedRelay
+) -> None:
     relay.hang_at = 1
     call = stub.GenerateStream(prompt(request_id="mine"))
     await call.read()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Generate(prompt(request_id="mine"))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert counted(edge, "request_errors_total", code="INVALID_ARGUMENT") == 1
     await stub.Abort(router_pb2.AbortRequest(request_id="nobody"))
     await stub.Abort(router_pb2.AbortRequest(request_id="mine"))
     with pytest.raises(grpc.aio.AioRpcError) as caught:

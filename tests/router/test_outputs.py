@@ -11,9 +11,8 @@ from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
-from router.edge.outputs import Edge
 from router.request import RequestEvent, RequestTrace, RoutedRequest
-from tests.router.edge_parts import MODEL, ScriptedRelay, make_edge
+from tests.router.edge_parts import ScriptedRelay, counted, make_edge
 
 
 @dataclass
@@ -41,10 +40,6 @@ def request(**sampling: object) -> RoutedRequest:
 
 async def tokens(tokenizer: Tokenizer, index: int, text: str, reason: FinishReason | None = None) -> TokenOutput:
     return TokenOutput(index, tuple(await tokenizer.encode(text, add_special_tokens=False)), (), reason)
-
-
-def counted(edge: Edge, name: str, **labels: str) -> float | None:
-    return edge.metrics.registry.get_sample_value(f"kvrelay:{name}", {"model_name": MODEL, **labels})
 
 
 async def test_a_stop_string_ends_one_choice_and_the_other_goes_on(tokenizer: Tokenizer) -> None:
