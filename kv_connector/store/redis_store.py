@@ -168,8 +168,8 @@ class RedisConnector:
         return held
 
     async def _renew(self, state: _Open, claims: Sequence[Claim]) -> tuple[int, list[Claim]]:
-        """Restarts the TTL of the blocks that Redis holds. Returns how many these are, and those that it lacks. Where
-        it refuses to do so it would refuse the block as well, so that is not sent."""
+        """Restarts the TTL of the blocks that Redis holds. Returns how many these are, and those that it lacks. A block
+        for which it refuses that is among neither: what refuses an EXPIRE refuses as a rule a SET as well."""
         async with state.link.exchange() as client, client.pipeline(transaction=False) as pipe:
             for claim in claims:
                 pipe.expire(self._key(claim.block.block_hash), self._settings.ttl_seconds)

@@ -123,12 +123,12 @@ class Scheduler:
 
     def reserve(self) -> list[Sequence]:
         """Reserves the blocks of sequences whose KV will arrive from outside, in order, until blocks run out. Returns
-        those that got theirs. A preempted sequence gets its blocks back before any that comes after it."""
+        those that got theirs. A waiting sequence that lacks blocks gets them before any that comes after it."""
         admitted = []
-        preempted = next((sequence for sequence in self.waiting if sequence.was_preempted), None)
+        lacking = next((sequence for sequence in self.waiting if sequence.lacks_blocks), None)
         while self.reserving:
             sequence = self.reserving.peek()
-            if preempted is not None and preempted.order < sequence.order:
+            if lacking is not None and lacking.order < sequence.order:
                 break
             if not self._has_room_for(sequence) or not self._take_given_blocks(sequence):
                 break
@@ -213,6 +213,7 @@ class Scheduler:
             count = min(sequence.num_missing_tokens, budget)
             if not self._fits(sequence) or not self._grow(sequence, count, copies):
                 self._free_blocks(sequence)
+                sequence.lacks_blocks = True
                 break
             self.waiting.pop()
             self.run(sequence)
@@ -246,7 +247,7 @@ class Scheduler:
         self._free_blocks(sequence)
         self._on_preempt(sequence)
         sequence.state = SequenceState.WAITING
-        sequence.was_preempted = True
+        sequence.lacks_blocks = True
         self.waiting.push(sequence)
         self.num_preemptions += 1
 

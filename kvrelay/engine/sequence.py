@@ -37,6 +37,7 @@ class Sequence:
         "block_size",
         "block_table",
         "index",
+        "lacks_blocks",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -53,7 +54,6 @@ class Sequence:
         "sampled_row",
         "state",
         "token_ids",
-        "was_preempted",
     )
 
     def __init__(
@@ -85,7 +85,7 @@ class Sequence:
         self.num_named_blocks = 0
         self.num_reported_blocks = 0  # leading blocks that a PRODUCE request has reported as progress
         self.state = SequenceState.RESERVING if request.receive else SequenceState.WAITING
-        self.was_preempted = False
+        self.lacks_blocks = False  # while waiting: it was preempted, or there were too few for it
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_reported = False
         self._root = root

@@ -173,8 +173,8 @@ class ClusterRelay:
             usable |= {name: node for name, node in everyone.items() if node.role is NodeRole.DECODE}
         if not _has_decode_node(usable):
             raise UnavailableError(
-                f"no decode node lives that takes {node_request.max_num_tokens} tokens"
-                + ("" if last_resort else " and that this request has not lost")
+                f"no decode node lives that has this request's model and takes {node_request.max_num_tokens} tokens"
+                + ("" if last_resort else " and that it has not lost")
             )
         facts, held = self._facts(node_request)
         placement = self._policy.choose(facts, _candidates(usable.values(), held))

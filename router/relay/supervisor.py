@@ -214,7 +214,9 @@ class RequestSupervisor:
         if share.wait is None:
             return ()
         waited = self._clock.now() - share.lost_at
-        raise UnavailableError(f"no decode node came within {waited:.1f} s: {share.lost}") from share.lost
+        raise UnavailableError(
+            f"no decode node came that could go on within {waited:.1f} s: {share.lost}"
+        ) from share.lost
 
     # -- placing and placing again -------------------------------------------------------------------------------------
 

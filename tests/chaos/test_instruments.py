@@ -60,7 +60,7 @@ def test_only_a_request_without_output_counts_as_refused() -> None:
     told = "UNAVAILABLE: no decode node can serve now: decode-0 is lost"
     assert answer([], outputs={}, error=told).refused
     assert not answer(TOKENS[:3], error=told).refused
-    assert not answer([], outputs={}, error="UNAVAILABLE: no decode node came within 120.0 s").refused
+    assert not answer([], outputs={}, error="UNAVAILABLE: no decode node came that could go on within 120.0 s").refused
 
 
 @pytest.mark.parametrize("with_redis", [False, True])

@@ -129,6 +129,36 @@ def test_a_prompt_for_which_leases_leave_too_few_blocks_does_not_begin() -> None
     harness.engine.check_idle()
 
 
+def test_a_prompt_that_lacks_blocks_gets_them_before_requests_that_come_after_it() -> None:
+    """Else requests whose KV arrives, which reserve their blocks first, could overtake it for ever."""
+    prefill, decode = Harness(publish=True), Harness(num_blocks=16, max_num_batched_tokens=16)
+
+    def consume(request_id: str, length: int) -> None:
+        prompt = prompt_of(length, length)
+        produce(prefill, request_id, prompt)
+        decode.engine.add(request(request_id, prompt, 8, role=KVRole.CONSUME))
+
+    def serve(request_id: str) -> None:
+        move(prefill, decode, decode.admission(request_id))
+        decode.engine.start(request_id, first_tokens(prefill, request_id))
+
+    consume("before", 80)
+    decode.step()
+    serve("before")
+    decode.engine.add(request("long", prompt_of(48), 4))
+    decode.step()
+    consume("after", 8)
+    decode.step()
+    assert [one.request_id for result in decode.results for one in result.admissions] == ["before"]
+    decode.run()
+    assert decode.finish_order == ["before", "long"]
+    serve("after")
+    decode.run()
+    assert decode.finish_order == ["before", "long", "after"]
+    assert decode.engine.load().num_preemptions == 0
+    decode.engine.check_idle()
+
+
 def test_a_lease_that_ends_early_keeps_nothing_and_silences_nothing() -> None:
     harness = Harness(publish=True, max_num_batched_tokens=16)
     harness.engine.add(request("a", prompt_of(50), role=KVRole.PRODUCE))

@@ -6,9 +6,10 @@ from contextlib import aclosing
 
 import pytest
 
+from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from router.request import RequestEvent, RequestTrace, RoutedRequest
-from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, soon
+from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, ScriptedDecode, soon
 
 PROMPT = tuple(range(100, 110))  # two full blocks and a partial one
 
@@ -58,3 +59,24 @@ async def give_up(task: "asyncio.Task[RequestEvent]") -> None:
 def assert_idle(nodes: Cluster) -> None:
     for node in nodes.registry.nodes:
         assert (node.num_queued_tokens, node.num_sequences) == (0, 0)
+
+
+def say(node: ScriptedDecode, request_id: str, *outputs: TokenOutput) -> None:
+    """Lets the node send these tokens."""
+    for output in outputs:
+        node.tokens(request_id, output)
+
+
+async def begun(
+    nodes: Cluster, events: AsyncGenerator[RequestEvent, None], *first_tokens: TokenOutput
+) -> tuple[PrefillCall, str]:
+    """Returns once the client has the first tokens, everything is published, and decode-0 has its KV."""
+    first, call, wire_id = await opened(nodes, events)
+    call.finish(*first_tokens)
+    call.end()
+    assert await first == first_tokens[0]
+    for output in first_tokens[1:]:
+        assert await take(events) == output
+    await nodes.decode.started()
+    nodes.decode.kv_ready(wire_id, fetched=10)
+    return call, wire_id

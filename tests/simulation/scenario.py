@@ -152,7 +152,7 @@ class _Run:
     def _excuses(self) -> tuple[str, ...]:
         """Returns what a request may fail with. The loss of a node alone is no reason for a request that has begun,
         since nodes come back."""
-        excuses = ["no decode node can serve now", "no decode node lives that takes"]  # has not begun
+        excuses = ["no decode node can serve now", "no decode node lives that has"]  # has not begun
         if self._cluster.faults.loses_messages:
             excuses.append("more placements")
         if self._cluster.config.node_wait < LONG_WAIT:

@@ -99,6 +99,8 @@ def load_model(
         model.pack()
     if weights.prequantized is not None:
         _log_prequantized(model, weights.prequantized)
+    if not config.eos_token_ids:
+        _logger.warning("%s names no eos_token_id: only stop conditions and max_tokens end a request", directory)
     return LoadedModel(
         model=model,
         config=config,

@@ -4,7 +4,6 @@ Invariant: a `ModelConfig` that exists describes a model that the decoder can ru
 ModelLoadError, which names the field.
 """
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, yarn_attentio
 from kvrelay.engine.layers.weight_format import CheckpointQuantization
 from kvrelay.engine.loading.config_file import FAMILIES, complete_config, read_json_object
 from kvrelay.engine.loading.quantization_config import parse_quantization
-
-_logger = logging.getLogger(__name__)
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -243,7 +240,6 @@ def _eos_token_ids(parsed: Mapping[str, Any], directory: Path) -> tuple[int, ...
     value = read_json_object(path).get("eos_token_id") if path.is_file() else None
     source, value = (path, value) if value is not None else (directory / "config.json", parsed["eos_token_id"])
     if value is None:
-        _logger.warning("%s names no eos_token_id: only stop conditions and max_tokens end a request", source)
         return ()
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token_id, int) and 0 <= token_id < parsed["vocab_size"] for token_id in ids):

@@ -1,0 +1,168 @@
+"""No node is there on which a request could go on: it waits, for as long as it may, and ends with one error."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.core.errors import DeadlineError, UnavailableError
+from kvrelay.core.outputs import FinishReason
+from router.nodes.node import NodeState
+from tests.router.routed import PROMPT, a_request, assert_idle, begun, give_up, opened, say, take, take_trace
+from tests.router.scripted_nodes import (
+    NAMESPACE,
+    PATIENCE,
+    Cluster,
+    ScriptedNode,
+    cluster,
+    soon,
+    token,
+    until,
+)
+
+
+async def none_lives(nodes: Cluster) -> None:
+    """Returns once no decode node is live, and their requests wait for one."""
+    await until(lambda: not nodes.registry.can_serve())
+    await until(lambda: all(share.wait for run in nodes.relay._running.values() for share in run._shares))
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+async def test_a_request_waits_for_a_decode_node_while_none_lives(epoch: int) -> None:
+    """Once a node is live, each output is placed exactly once, whether the node has a new epoch or not."""
+    async with cluster(max_attempts=1) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        await begun(nodes, events, token(7))
+        await nodes.decode.stop()
+        next_event = asyncio.create_task(take(events))
+        assert not (await asyncio.wait({next_event}, timeout=0.5))[0], "longer than looking in vain takes"
+        await nodes.decode.start_again(epoch=epoch)
+        admit = await nodes.decode.admit()
+        assert (tuple(admit.prompt_token_ids), admit.num_prior_output_tokens) == ((*PROMPT, 7), 1)
+        (await soon(nodes.prefill.calls)).finish(token(8, finish=FinishReason.STOP))
+        assert await next_event == token(8, finish=FinishReason.STOP)
+        assert (await take_trace(events)).num_migrations == 1
+        assert_idle(nodes)
+
+
+async def test_every_output_waits_for_a_node_on_its_own() -> None:
+    """The client needs no more of one of the outputs while they wait."""
+    async with cluster(local_prefill_max_tokens=64) as nodes, aclosing(nodes.relay.run(a_request(n=3))) as events:
+        first = asyncio.create_task(take(events))
+        wire_id = (await nodes.decode.admit()).request_id
+        said = [token(10), token(20, index=1), token(30, index=2)]
+        say(nodes.decode, wire_id, *said)
+        assert [await first, await take(events), await take(events)] == said
+        await nodes.decode.stop()
+        next_event = asyncio.create_task(take(events))
+        await none_lives(nodes)
+        nodes.relay.finish("r", 1)
+        await nodes.decode.start_again(epoch=2)
+        admits = [await nodes.decode.admit() for _ in range(2)]
+        assert [admit.first_choice_index for admit in admits] == [0, 2]
+        for admit in admits:
+            index = admit.first_choice_index
+            say(nodes.decode, admit.request_id, token(50, index=index, finish=FinishReason.STOP))
+        assert {(await next_event), await take(events)} == {
+            token(50, index=index, finish=FinishReason.STOP) for index in (0, 2)
+        }
+        assert (await take_trace(events)).num_migrations == 2
+        assert nodes.decode.commands.empty()
+
+
+def has_another_model(node: ScriptedNode) -> None:
+    node.namespace = replace(NAMESPACE, model_fingerprint=b"\x02" * 32)
+
+
+def takes_fewer_tokens(node: ScriptedNode) -> None:
+    node.max_model_len = len(PROMPT) + a_request().sampling.max_tokens - 1
+
+
+@pytest.mark.parametrize("change", [has_another_model, takes_fewer_tokens])
+async def test_a_node_that_would_not_give_the_same_tokens_does_not_go_on_with_a_request(
+    change: Callable[[ScriptedNode], None],
+) -> None:
+    """It takes the place of the only decode node."""
+    async with cluster(num_prefill_nodes=0) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first = asyncio.create_task(take(events))
+        say(nodes.decode, (await nodes.decode.admit()).request_id, token(7))
+        assert await first == token(7)
+        await nodes.decode.stop()
+        next_event = asyncio.create_task(take(events))
+        await none_lives(nodes)
+        change(nodes.decode)
+        await nodes.decode.start_again(epoch=2)
+        await until(lambda: nodes.registry.decode[0].state is NodeState.LIVE)
+        assert not (await asyncio.wait({next_event}, timeout=0.3))[0] and nodes.decode.commands.empty()
+        await nodes.decode.stop()
+        await none_lives(nodes)
+        nodes.decode.namespace, nodes.decode.max_model_len = NAMESPACE, len(PROMPT) + a_request().sampling.max_tokens
+        await nodes.decode.start_again(epoch=3)
+        admit = await nodes.decode.admit()
+        say(nodes.decode, admit.request_id, token(8, finish=FinishReason.STOP))
+        assert await next_event == token(8, finish=FinishReason.STOP)
+
+
+@pytest.mark.parametrize("node_wait", [0.0, 0.5])
+async def test_without_any_decode_node_a_request_ends_with_one_error(node_wait: float) -> None:
+    async with (
+        cluster(num_decode_nodes=2, node_wait=node_wait) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        first, call, _ = await opened(nodes, events)
+        call.finish(token(7))
+        assert await first == token(7)
+        for node in nodes.decodes:
+            await node.stop()
+        with pytest.raises(UnavailableError, match="no decode node came that could go on within"):
+            await take(events)
+        with pytest.raises(StopAsyncIteration):
+            await take(events)
+        assert await soon(nodes.prefill.released) == ("lease",)
+        await call.over.wait()
+        assert_idle(nodes)
+
+
+async def test_the_deadline_holds_while_a_request_waits_for_a_node() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request(timeout=0.5))) as events:
+        first, _, _ = await opened(nodes, events)
+        await nodes.decode.stop()
+        with pytest.raises(DeadlineError):
+            await first
+        assert_idle(nodes)
+
+
+@pytest.mark.parametrize("is_lost_before", [True, False])
+async def test_a_router_that_stops_does_not_wait_for_a_node(is_lost_before: bool) -> None:
+    """A request that has a node would get a minute to end."""
+    async with cluster(node_wait=60.0) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        await begun(nodes, events, token(7))
+        next_event = asyncio.create_task(take(events))
+        if is_lost_before:
+            await nodes.decode.stop()
+            await none_lives(nodes)
+        closing = asyncio.create_task(nodes.relay.close(timeout=60.0))
+        if not is_lost_before:
+            assert not (await asyncio.wait({closing}, timeout=0.1))[0]
+            await nodes.decode.stop()
+        with pytest.raises(UnavailableError, match="no decode node came that could go on within"):
+            await next_event
+        async with asyncio.timeout(PATIENCE):
+            await closing
+        assert_idle(nodes)
+
+
+async def test_an_abort_while_a_request_waits_for_a_node_leaves_nothing() -> None:
+    async with cluster() as nodes:
+        events = nodes.relay.run(a_request())
+        call, _ = await begun(nodes, events, token(7))
+        await nodes.decode.stop()
+        next_event = asyncio.create_task(take(events))
+        await none_lives(nodes)
+        [share] = nodes.relay._running["r"]._shares
+        await give_up(next_event)
+        await events.aclose()
+        await call.over.wait()
+        assert nodes.relay._running == {} and share.wait is None
+        assert_idle(nodes)
