@@ -92,8 +92,9 @@ class InProcessComparison:
     def _prompts(self, workload: str, seed: int) -> list[list[int]]:
         nowhere = Server("http://127.0.0.1:1", "", 0.0)
         vocabulary = {"prompt_format": "token_ids", "vocab_size": self.vocab_size}
-        [plan] = plans_of(settings_of(workload, nowhere, vocabulary, seed=seed, scale=self.scale))
-        builder = PromptBuilder(Vocabulary.of_size(self.vocab_size), "token_ids", seed=seed)
+        settings = settings_of(workload, nowhere, vocabulary, seed=seed, scale=self.scale)
+        [plan] = plans_of(settings)
+        builder = PromptBuilder(Vocabulary.of_size(self.vocab_size), "token_ids", seed=settings.seed)
         return [builder.token_ids(request.segments) for session in plan.sessions for request in session.requests]
 
     def _measure(self, engine: Worker, prompts: Prompts, number: int, findings: Findings) -> None:

@@ -9,7 +9,7 @@
       output tokens) arrives every 4 seconds, for 60 seconds |
 
 Prompts are random tokens. Decoding is greedy and ignores end tokens where the server can. Equal seeds give equal
-requests.
+requests; no two workloads share a prompt, nor do two seeds.
 """
 
 import string
@@ -46,7 +46,8 @@ def settings_of(
         "model": server.model,
         "ignore_eos": server.takes_ignore_eos,
         "keep_alive": server.keeps_connections,
-        "seed": seed,
+        # A and B have segments of the same names: with one seed, B's first prompts would be in the cache after A.
+        "seed": seed * len(WORKLOADS) + WORKLOADS.index(workload),
         "progress": "off",
         **vocabulary,
     }

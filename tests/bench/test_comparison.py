@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -200,6 +200,13 @@ def compare_workers(ours: StubWorker, peer: StubWorker, tmp_path: Path) -> InPro
         workloads=("A", "B"),
         scale=0.1,
     )
+
+
+def test_no_two_prompts_of_jobs_begin_alike(tmp_path: Path) -> None:
+    comparison = compare_workers(StubWorker("ours"), StubWorker("theirs"), tmp_path)
+    jobs = [replace(comparison, scale=1.0)._all_prompts(seed) for seed in (0, 1)]
+    beginnings = [tuple(prompt[:16]) for job in jobs for prompts in job.values() for prompt in prompts]
+    assert len(set(beginnings)) == len(beginnings) == 2 * (6 + 6 + 32)
 
 
 def test_workers_get_the_same_job(tmp_path: Path) -> None:

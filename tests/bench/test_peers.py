@@ -38,6 +38,21 @@ def test_a_prompt_of_text_has_as_many_tokens_as_one_of_ids(tmp_path: Path) -> No
     assert len(set(texts)) == len(texts) >= 6
 
 
+def test_workloads_of_equal_and_of_other_seeds_share_no_prompt() -> None:
+    """A server may have cached what an earlier workload or round has sent."""
+    server = Server("http://127.0.0.1:1", "m", 0.0)
+    vocabulary = {"prompt_format": "token_ids", "vocab_size": 4096}
+    beginnings = []
+    for seed in (0, 1):
+        for workload in ("A", "B"):
+            settings = settings_of(workload, server, vocabulary, seed=seed, scale=1.0)
+            [plan] = plans_of(settings)
+            builder = PromptBuilder(Vocabulary.of_size(4096), "token_ids", seed=settings.seed)
+            requests = [request for session in plan.sessions for request in session.requests]
+            beginnings += [tuple(builder.token_ids(request.segments)[:16]) for request in requests]
+    assert len(set(beginnings)) == len(beginnings) == 2 * (6 + 32)
+
+
 def test_ratios_are_of_the_same_round() -> None:
     values = {("ours", 0): 20.0, ("theirs", 0): 10.0, ("theirs", 1): 40.0, ("ours", 1): 20.0}
     measured = [
