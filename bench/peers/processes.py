@@ -190,15 +190,15 @@ def _answers(url: str) -> bool:
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Ends a server in order with SIGINT, and with SIGTERM if that does not help; then kills the rest of its group."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process.send_signal(number)
-        try:
-            process.wait(STOP_SECONDS)
-            break
-        except subprocess.TimeoutExpired:
-            continue
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # nothing is left
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+            try:
+                process.wait(STOP_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    finally:  # also when Ctrl-C or SIGTERM comes again meanwhile
+        with suppress(ProcessLookupError):  # nothing is left
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,8 +1,10 @@
 """bench/peers without a peer: prompts that count the same in both forms, ratios, our worker, and what is refused."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -151,6 +153,30 @@ def test_servers_of_a_peer_share_our_session_and_end_with_what_they_started(tmp_
     while _runs(grandchild):  # SIGKILL was sent; it takes effect when the process is scheduled
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_server_is_killed_when_ctrl_c_comes_again_while_it_ends(tmp_path: Path) -> None:
+    script = "import signal, time; signal.signal(signal.SIGINT, lambda *_: print(flush=True)); print(flush=True)\n"
+    script += "while True: time.sleep(60)"
+    log = tmp_path / "log"
+
+    def await_lines(count: int) -> None:
+        deadline = time.monotonic() + 30
+        while len(log.read_text().splitlines()) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def press_again() -> None:
+        await_lines(2)  # the server was told to end
+        os.kill(os.getpid(), signal.SIGINT)
+
+    again = threading.Thread(target=press_again)
+    with pytest.raises(KeyboardInterrupt), started([sys.executable, "-c", script], log) as child:
+        await_lines(1)
+        again.start()
+    again.join()
+    child.process.wait(10)
+    assert child.process.returncode == -signal.SIGKILL
 
 
 def test_a_turn_begins_when_servers_rest(tmp_path: Path) -> None:
