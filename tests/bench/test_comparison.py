@@ -133,7 +133,8 @@ def test_what_was_measured_survives(
     result = json.loads(path.read_text())
     assert result["complete"] is False
     assert {(one["engine"], one["round"]) for one in result["measurements"]} >= {("ours", 0), ("theirs", 0)}
-    assert [len(ratio["by_round"]) for ratio in result["ratios"]] == [1, 1, 1]
+    # One of them lacks the time per token, if the whole answer came at once: nothing is compared with 0.
+    assert {len(ratio["by_round"]) for ratio in result["ratios"]} == {1}
     shown = capsys.readouterr().out
     assert "ratio (least - greatest)" in shown and "not complete" in shown
 
