@@ -165,9 +165,7 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
     peer = _peer(settings)
     say(f"installing {settings.peer} into {directory} (minutes, the first time)")
     peer.install(directory / FOLDERS.get(settings.peer, settings.peer))
-    model = directory / "models" / settings.shape
-    if not (model / "model.safetensors").is_file():
-        write_random_model(model, settings.shape)
+    model = model_of(settings, directory)
     vocab_size = SHAPES[settings.shape]().vocab_size
 
     def folder(engine: Engine | Worker) -> Path:
@@ -194,6 +192,15 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
         workloads=settings.workloads or WORKLOADS,
         scale=settings.scale,
     )
+
+
+def model_of(settings: PeersSettings, directory: Path) -> Path:
+    """Returns the random model. It is written once, and has its name only when it is whole."""
+    model = directory / "models" / settings.shape
+    if not model.is_dir():
+        partial = model.with_name(f"{settings.shape}.partial")
+        write_random_model(partial, settings.shape).rename(model)
+    return model
 
 
 def kvrelay_of(settings: PeersSettings) -> Kvrelay:

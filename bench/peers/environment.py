@@ -34,7 +34,7 @@ class Environment:
         """Installs packages, into a new environment if there is none. `finish` has to be called when whatever else
         belongs to the installation is done. Raises PeerError."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        if not (self.bin / "python").exists():
+        if not (self.bin / "activate").exists():  # which venv writes last, after pip
             run([sys.executable, "-m", "venv", str(self.directory / "venv")], self.log)
         limits = self.directory / "constraints.txt"
         limits.write_text("\n".join(constraints) + "\n")

@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer
 
-from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, render
+from bench import random_model
+from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, model_of, render
 from bench.peers.base import Peer, PeerError, Server
 from bench.peers.compare import Measurement, ratios
 from bench.peers.environment import Environment
@@ -121,6 +123,25 @@ def test_other_sources_of_llama_cpp_are_another_installation(tmp_path: Path) -> 
     assert peer.is_installed(tmp_path)
     environment.finish([name.replace(SOURCE_PACKAGE, "llama-cpp-python==0.3.15") for name in peer.setup.requirements])
     assert not peer.is_installed(tmp_path)
+
+
+def test_an_environment_whose_making_was_interrupted_is_made_whole(tmp_path: Path) -> None:
+    environment = Environment(tmp_path)
+    run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], environment.log)
+    (environment.bin / "activate").unlink()
+    environment.install(["--no-index", "pip"])
+
+
+def test_a_model_whose_writing_was_interrupted_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = PeersSettings(shape="tiny")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(random_model, "write_byte_tokenizer", Mock(side_effect=KeyboardInterrupt))
+        model_of(settings, tmp_path)
+    model = model_of(settings, tmp_path)
+    assert {path.name for path in model.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert [path.name for path in model.parent.iterdir()] == ["tiny"]
 
 
 @pytest.mark.parametrize("peer", [*SERVERS.values(), *IN_PROCESS.values()], ids=lambda peer: peer.name)
