@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from bench.arguments import positive
 from bench.child import Child, child
 from kv_connector.base import FetchOutcome, FetchResult, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
@@ -253,7 +254,7 @@ async def run(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Speed of KV block transfers on this machine.")
     parser.add_argument("--megabytes", type=int, default=256, help="size of each pool; at least 2 (default: 256)")
     parser.add_argument("--sizes", nargs="+", choices=BLOCK_SIZES, default=list(BLOCK_SIZES), help="sizes of a block")
-    parser.add_argument("--turns", type=int, default=5, help="alternations of yardstick and fetch (default: 5)")
+    parser.add_argument("--turns", type=positive, default=5, help="alternations of yardstick and fetch (default: 5)")
     parser.add_argument("--redis-url", help="also measure this Redis")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pools are")
     parser.add_argument("--backend", default="shared_memory", help=argparse.SUPPRESS)

@@ -23,6 +23,7 @@ from paged_kernels.extension import load_extension
 from paged_kernels.registry import select_backend
 from paged_kernels.threads import use_threads
 
+from bench.arguments import positive
 from bench.even_batch import even_batch
 from bench.random_model import SHAPES, PrequantizedMethod, write_random_model
 from bench.timing import torch_computes, wall_seconds
@@ -32,6 +33,7 @@ from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 
 BLOCK_SIZE = 16
+MAX_MODEL_LEN = 4096
 _SHARED = "shared"
 FORMS = (*get_args(Quantization), _SHARED, *get_args(PrequantizedMethod))
 _READ_BYTES = 512 << 20
@@ -49,14 +51,20 @@ class Step:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b", help="shape of the random model")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="sequences per step, one or several")
-    parser.add_argument("--context", type=int, default=256, help="tokens of KV per sequence")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: all cores")
-    parser.add_argument("--rounds", type=int, default=15, help="measurements of each form, besides one to warm up")
+    parser.add_argument(
+        "--batch", type=positive, nargs="+", default=[1, 4, 16], help="sequences per step, one or several"
+    )
+    parser.add_argument("--context", type=positive, default=256, help="tokens of KV per sequence")
+    parser.add_argument(
+        "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
+    )
+    parser.add_argument("--rounds", type=positive, default=15, help="measurements of each form, besides one to warm up")
     parser.add_argument(
         "--weights", nargs="+", choices=FORMS, default=FORMS, help="forms to measure; ratios are to the first one"
     )
     arguments = parser.parse_args(argv)
+    if arguments.context > MAX_MODEL_LEN:
+        parser.error(f"--context: a sequence has at most {MAX_MODEL_LEN} tokens")
     use_threads(arguments.threads)
     print(f"{arguments.shape}, {arguments.context} tokens of KV each, {arguments.threads} threads")
     try:
@@ -133,7 +141,7 @@ def _load(shape: str, form: str) -> DecoderForCausalLM:
                 directory,
                 dtype="bfloat16",
                 attention=select_backend("auto"),
-                max_model_len=4096,
+                max_model_len=MAX_MODEL_LEN,
                 quantization=quantization,
                 weight_store=store,
             )

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc
 
+from bench.arguments import positive
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.v1 import router_pb2, router_pb2_grpc
@@ -48,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="model directory")
     parser.add_argument(
-        "--prompt-len", type=int, nargs="+", default=[128, 512, 1500], help="prompt tokens, one length or several"
+        "--prompt-len", type=positive, nargs="+", default=[128, 512, 1500], help="prompt tokens, one length or several"
     )
-    parser.add_argument("--requests", type=int, default=15, help="requests of each length, besides one to warm up")
+    parser.add_argument("--requests", type=positive, default=15, help="requests of each length, besides one to warm up")
     parser.add_argument("--output-len", type=int, default=16, help="output tokens of each request, at least 3")
     parser.add_argument("--connector", default="shared_memory", help="how KV moves: shared_memory, ucx or redis")
     arguments = parser.parse_args(argv)

@@ -28,6 +28,7 @@ sys.path[:0] = [str(_ROOT), str(_ROOT / "kernels")]  # it runs from a working tr
 
 import torch  # noqa: E402
 
+from bench.arguments import positive  # noqa: E402
 from bench.gpu.bars import judged  # noqa: E402
 from bench.gpu.parts import PARTS, Suite  # noqa: E402
 from bench.gpu.report import Record, Result, read_records, table  # noqa: E402
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="file to append the results to, JSON lines")
     parser.add_argument("--part", default="all", help=f"what to measure, in this order: some of {','.join(PARTS)}")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which nothing new is begun")
-    parser.add_argument("--repeats", type=int, default=30, help="measurements of each case (default: 30)")
+    parser.add_argument("--repeats", type=positive, default=30, help="measurements of each case (default: 30)")
     parser.add_argument(
         "--seed", type=int, default=secrets.randbelow(2**32), help="seed of the inputs; a fresh one by default"
     )

@@ -16,6 +16,7 @@ from paged_kernels.threads import use_threads
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.arguments import positive
 from bench.even_batch import even_batch
 from bench.timing import torch_computes, wall_seconds
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="batches of decodes: sequences, and tokens of KV of each (default: 1:4096 16:512 16:2048)",
     )
     parser.add_argument(
-        "--prefill", type=int, nargs="+", default=[128, 512, 2048], help="prompt lengths (default: 128 512 2048)"
+        "--prefill", type=positive, nargs="+", default=[128, 512, 2048], help="prompt lengths (default: 128 512 2048)"
     )
     parser.add_argument(
         "--backend", choices=("auto", "native", "reference"), default="auto", help="which kernels; auto: the fastest"
@@ -113,13 +114,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="dtype of queries and pool"
     )
-    parser.add_argument("--heads", type=int, default=14, help="query heads (default: 14)")
-    parser.add_argument("--kv-heads", type=int, default=2, help="KV heads, which divide the query heads (default: 2)")
-    parser.add_argument("--head-dim", type=int, default=64, help="elements of a head (default: 64)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: all cores")
-    parser.add_argument("--repeats", type=int, default=10, help="calls of which the fastest counts (default: 10)")
+    parser.add_argument("--heads", type=positive, default=14, help="query heads (default: 14)")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="turns that the pools of a decode batch take; the fastest counts"
+        "--kv-heads", type=positive, default=2, help="KV heads, which divide the query heads (default: 2)"
+    )
+    parser.add_argument("--head-dim", type=positive, default=64, help="elements of a head (default: 64)")
+    parser.add_argument(
+        "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
+    )
+    parser.add_argument("--repeats", type=positive, default=10, help="calls of which the fastest counts (default: 10)")
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="turns that the pools of a decode batch take; the fastest counts"
     )
     parser.add_argument("--fp8", action="store_true", help="also decode over an FP8 pool")
     args = parser.parse_args(argv)

@@ -17,6 +17,7 @@ from paged_kernels.packed import PackedWeight
 from paged_kernels.threads import num_threads, use_threads
 from torch import Tensor
 
+from bench.arguments import positive
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
 
@@ -28,14 +29,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--rows",
-        type=int,
+        type=positive,
         nargs="+",
         default=[1, 8, 16, 33, 64, 128, 512, 2048],
         help="rows (tokens) that are multiplied at a time, one number or several",
     )
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: all cores")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements, besides one to warm up (default: 5)")
-    parser.add_argument("--copies", type=int, default=8, help="weights of each shape, used in turn (default: 8)")
+    parser.add_argument(
+        "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
+    )
+    parser.add_argument("--rounds", type=positive, default=5, help="measurements, besides one to warm up (default: 5)")
+    parser.add_argument("--copies", type=positive, default=8, help="weights of each shape, used in turn (default: 8)")
     available = native.available_instruction_sets()
     parser.add_argument(
         "--instruction-set", choices=available, default=available[0], help="which variant of our kernel to measure"

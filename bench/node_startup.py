@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.arguments import positive
 from bench.child import child
 from kvrelay.core.errors import KVRelayError
 
@@ -21,13 +22,13 @@ from kvrelay.core.errors import KVRelayError
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="DIR", help="directory of the model")
-    parser.add_argument("--runs", type=int, default=5, help="starts of which the median is printed (default: 5)")
+    parser.add_argument("--runs", type=positive, default=5, help="starts of which the median is printed (default: 5)")
     parser.add_argument("--warmup", type=int, default=1, help="starts before these that do not count (default: 1)")
-    parser.add_argument("--threads", type=int, help="CPU threads of the node; default: the node's own default")
+    parser.add_argument("--threads", type=positive, help="CPU threads of the node; default: the node's own default")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a start may take (default: 900)")
     arguments = parser.parse_args(argv)
-    if arguments.runs < 1 or arguments.warmup < 0:
-        parser.error("--runs must be at least 1, and --warmup at least 0")
+    if arguments.warmup < 0:
+        parser.error("--warmup must be at least 0")
     if not (Path(arguments.model) / "config.json").is_file():
         parser.error(f"there is no config.json in {arguments.model}: give the directory of a model")
     node = ["-m", "kvrelay", "decode", arguments.model, "--port", "0", "--supervised", "--log-level", "warning"]

@@ -15,6 +15,7 @@ round; the ratio is the median of the rounds' ratios.
 import argparse
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,8 +30,10 @@ from paged_kernels.registry import select_backend
 from paged_kernels.threads import use_threads
 from torch import Tensor
 
+from bench.arguments import positive
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.linear import Linear
 from kvrelay.engine.loading.loader import load_model
@@ -108,8 +111,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="STEP",
         help=f"[COUNT*]NEW:CACHED tokens of each sequence, separated by commas (default: {' '.join(STEPS)})",
     )
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: all cores")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements, besides one to warm up (default: 7)")
+    parser.add_argument(
+        "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
+    )
+    parser.add_argument("--rounds", type=positive, default=7, help="measurements, besides one to warm up (default: 7)")
     parser.add_argument(
         "--quantization",
         choices=get_args(Quantization),
@@ -118,11 +123,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     use_threads(arguments.threads)
-    model = _load(arguments.model, arguments.quantization)
     other: Other | None = None
-    if arguments.quantization != "none":
-        other = Other("bfloat16", _load(arguments.model, "none"), nullcontext)
-    elif has_onednn_products():
+    try:
+        model = _load(arguments.model, arguments.quantization)
+        if arguments.quantization != "none":
+            other = Other("bfloat16", _load(arguments.model, "none"), nullcontext)
+    except KVRelayError as error:
+        sys.exit(f"bench.prefill_step: {error}")
+    if other is None and has_onednn_products():
         other = Other("oneDNN", model, WithOnednn(model).entered)
     for spec in arguments.steps:
         _measure(spec, model, other, arguments.rounds)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from bench.arguments import positive
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.engine import Engine
@@ -74,11 +75,13 @@ class Stopwatch:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="DIR", help="model directories, one or several")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="sequences per step (default: 1 16)")
-    parser.add_argument("--steps", type=int, default=200, help="measured decode steps (default: 200)")
-    parser.add_argument("--prompt-len", type=int, default=128, help="prompt tokens of every sequence (default: 128)")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16], help="sequences per step (default: 1 16)")
+    parser.add_argument("--steps", type=positive, default=200, help="measured decode steps (default: 200)")
+    parser.add_argument(
+        "--prompt-len", type=positive, default=128, help="prompt tokens of every sequence (default: 128)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy (default: 0)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--json-file", type=Path, help="also write the table here, as JSON")
     arguments = parser.parse_args(argv)
     found = []

@@ -11,8 +11,10 @@ import pytest
 from paged_kernels.threads import threads_kept
 
 from bench import (
+    connectors,
     decode_step,
     first_decode_step,
+    gpu_suite,
     kernel_speed,
     linear_speed,
     node_startup,
@@ -138,6 +140,18 @@ def test_node_startup(tiny: str, capsys: Capture) -> None:
         (router_throughput.main, [DEMO, "--wrk"], "--wrk: there is no program wrk in PATH"),
         (router_throughput.main, ["/nowhere"], "there is no /nowhere/tokenizer.json: give the directory of a model"),
         (node_startup.main, ["/nowhere"], "there is no config.json in /nowhere"),
+        (connectors.main, ["--turns", "0"], "argument --turns: '0': write a whole number of at least 1"),
+        (decode_step.main, ["--context", "0"], "argument --context: '0': write a whole number of at least 1"),
+        (decode_step.main, ["--context", "5000"], "--context: a sequence has at most 4096 tokens"),
+        (first_decode_step.main, [DEMO, "--requests", "0"], "argument --requests: '0': write a whole number"),
+        (gpu_suite.main, ["--repeats", "0"], "argument --repeats: '0': write a whole number of at least 1"),
+        (kernel_speed.main, ["--repeats", "0"], "argument --repeats: '0': write a whole number of at least 1"),
+        (linear_speed.main, ["--rows", "1", "0"], "argument --rows: '0': write a whole number of at least 1"),
+        (linear_speed.main, ["--copies", "x"], "argument --copies: 'x': write a whole number of at least 1"),
+        (node_startup.main, [DEMO, "--runs", "0"], "argument --runs: '0': write a whole number of at least 1"),
+        (prefill_step.main, [DEMO, "--threads", "-1"], "argument --threads: '-1': write a whole number of at least 1"),
+        (router_throughput.main, [DEMO, "--rounds", "0"], "argument --rounds: '0': write a whole number of at least 1"),
+        (step_overhead.main, [DEMO, "--batch", "0"], "argument --batch: '0': write a whole number of at least 1"),
         (random_model.main, ["/nowhere", "--shape", "tiny", "--quantization", "awq"], "choose another --shape"),
     ],
 )
