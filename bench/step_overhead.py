@@ -9,6 +9,7 @@ from outside; "results" is whatever else a step does. Every part is given as its
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from bench.arguments import positive
+from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.engine import Engine
@@ -84,36 +86,61 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--json-file", type=Path, help="also write the table here, as JSON")
     arguments = parser.parse_args(argv)
-    found = []
-    for model in arguments.models:
-        prepared = prepare_engine(EngineOptions(model=model, threads=arguments.threads))
-        for batch in arguments.batch:
-            found.append(_measure(prepared, batch, arguments.steps, arguments.prompt_len, arguments.temperature))
+    found: list[Measurement] = []
+    try:
+        for model in arguments.models:
+            prepared = prepare_engine(EngineOptions(model=model, threads=arguments.threads))
+            _check(parser, prepared, arguments)
+            for batch in arguments.batch:
+                found.append(_measure(prepared, batch, arguments.steps, arguments.prompt_len, arguments.temperature))
+    except KVRelayError as error:
+        sys.exit(f"bench.step_overhead: {error}")
     print(_table(found))
     if arguments.json_file is not None:
         arguments.json_file.write_text(json.dumps([asdict(one) for one in found], indent=2))
+
+
+def _check(parser: argparse.ArgumentParser, prepared: PreparedEngine, arguments: argparse.Namespace) -> None:
+    """Ends the process when this engine cannot decode so many sequences at a time, or for so many steps."""
+    model, max_num_seqs = prepared.options.model, prepared.options.max_num_seqs
+    if max(arguments.batch) > max_num_seqs:
+        parser.error(f"--batch: a step with {model} has at most {max_num_seqs} sequences")
+    # The step that ends a prompt makes a token, too, and none may be the last one that there is room for.
+    room = prepared.size.max_model_len - _WARMUP_STEPS - 2
+    if arguments.prompt_len + arguments.steps > room:
+        parser.error(f"--prompt-len and --steps: with {model} they add up to at most {room}")
 
 
 def _measure(prepared: PreparedEngine, batch: int, num_steps: int, prompt_len: int, temperature: float) -> Measurement:
     kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks)
     engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
     stopwatch = Stopwatch()
-    sampling = SamplingParams(
-        max_tokens=num_steps + _WARMUP_STEPS + prompt_len, ignore_eos=True, temperature=temperature, seed=0
-    )
+    max_tokens = prepared.size.max_model_len - prompt_len
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=temperature, seed=0)
     for index in range(batch):
         prompt = tuple((7919 * index + 31 * position) % 256 for position in range(prompt_len))
         engine.add(EngineRequest(str(index), prompt, sampling))
-    while engine.load().num_requests_decoding < batch:
+    while not _all_decode(engine, batch):
         engine.step()
     with _timed(engine, stopwatch):
         samples = [_step(engine, stopwatch) for _ in range(num_steps + _WARMUP_STEPS)][_WARMUP_STEPS:]
+    _all_decode(engine, batch)  # none has ended meanwhile
     for index in range(batch):
         engine.abort(str(index))
     engine.check_idle()
     milliseconds = {part: 1e3 * statistics.median(sample[part] for sample in samples) for part in samples[0]}
     share = statistics.median(sample["overhead"] / sample["step"] for sample in samples)
     return Measurement(Path(prepared.options.model).name, batch, overhead_share=share, **milliseconds)
+
+
+def _all_decode(engine: Engine, batch: int) -> bool:
+    """Raises ConfigurationError when one of the sequences has ended."""
+    load = engine.load()
+    if load.num_requests_running + load.num_requests_waiting < batch:
+        raise ConfigurationError(
+            f"the first of {batch} sequences ended too early: lower --batch, --prompt-len or --steps"
+        )
+    return load.num_requests_decoding == batch
 
 
 @contextmanager

@@ -152,6 +152,8 @@ def test_node_startup(tiny: str, capsys: Capture) -> None:
         (prefill_step.main, [DEMO, "--threads", "-1"], "argument --threads: '-1': write a whole number of at least 1"),
         (router_throughput.main, [DEMO, "--rounds", "0"], "argument --rounds: '0': write a whole number of at least 1"),
         (step_overhead.main, [DEMO, "--batch", "0"], "argument --batch: '0': write a whole number of at least 1"),
+        (step_overhead.main, [DEMO, "--batch", "65"], "has at most 64 sequences"),
+        (step_overhead.main, [DEMO, "--steps", "5000"], "they add up to at most 4084"),
         (random_model.main, ["/nowhere", "--shape", "tiny", "--quantization", "awq"], "choose another --shape"),
     ],
 )
@@ -166,6 +168,17 @@ def test_arguments_that_can_not_be_are_explained(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("main", [prefill_step.main, step_overhead.main])
+def test_a_directory_without_a_model_is_told(main: Callable[[Sequence[str]], None], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=rf"^bench\.\w+_\w+: .*{tmp_path}"):
+        main([str(tmp_path)])
+
+
+def test_sequences_that_end_before_all_have_begun_are_no_measurement() -> None:
+    with pytest.raises(SystemExit, match="the first of 2 sequences ended too early: lower --batch, --prompt-len"):
+        step_overhead.main([DEMO, "--batch", "2", "--prompt-len", "4083", "--steps", "1"])
 
 
 def test_a_router_that_does_not_start_is_told(tmp_path: Path) -> None:
