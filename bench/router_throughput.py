@@ -27,9 +27,8 @@ from tokenizers import Tokenizer
 from bench.arguments import positive
 from bench.child import child
 from bench.proc_stat import processor_seconds
-from kvrelay.bench.measure import measure
-from kvrelay.bench.result import RunResult
-from kvrelay.bench.settings import BenchSettings, LatencyBenchSettings, ThroughputBenchSettings
+from bench.whole_run import whole_run
+from kvrelay.bench.settings import LatencyBenchSettings, ThroughputBenchSettings
 from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.rpc import channel_options
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc
@@ -45,18 +44,10 @@ wrk.body = [==[{body}]==]
 """
 
 
-def run(settings: BenchSettings) -> RunResult:
-    """Raises UnavailableError when a request fails."""
-    _, [result] = asyncio.run(measure(settings))
-    for failure in result.summary.failures:
-        raise UnavailableError(f"{failure.count} x {failure.kind}: {failure.first_message}")
-    return result
-
-
 def throughput(url: str, router: int, options: argparse.Namespace) -> None:
     """Prints what the router with the process id `router` streams at `url`."""
     before = processor_seconds(router)
-    result = run(
+    result = whole_run(
         ThroughputBenchSettings(
             url=url,
             requests=options.requests,
@@ -101,7 +92,7 @@ def added_ttft(url: str, node: str, options: argparse.Namespace) -> None:
     """Prints the time to first token at `url` and at the node itself, measured in turn."""
 
     def through_router(seed: int) -> float:
-        result = run(
+        result = whole_run(
             LatencyBenchSettings(
                 url=url,
                 requests=options.ttft_requests,
@@ -161,7 +152,8 @@ def router_arguments(options: argparse.Namespace, node: str) -> list[str]:
 
 
 def measure_router(options: argparse.Namespace, vocab_size: int) -> None:
-    """Raises KVRelayError when the node or the router does not start, or a request fails."""
+    """Raises KVRelayError when the node or the router does not start, or a request fails; KeyboardInterrupt
+    after Ctrl-C."""
     node_arguments = ["-m", "bench.fake_decode_node", "--vocab-size", str(vocab_size)]
     with child("the fake node", [*node_arguments, "--step-ms", str(options.step_ms)]) as fake_node:
         node = fake_node.read_line()
@@ -206,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure_router(options, Tokenizer.from_file(str(tokenizer)).get_vocab_size())
     except KVRelayError as error:
         sys.exit(f"bench.router_throughput: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

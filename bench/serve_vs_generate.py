@@ -4,7 +4,6 @@ The cluster answers all requests at the same time; `generate` takes some of the 
 every core. Both are greedy and make exactly the same number of tokens per request.
 """
 
-import asyncio
 import json
 import platform
 import sys
@@ -21,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.random_model import write_random_model
 from bench.topology import Topology
-from kvrelay.bench.measure import measure
+from bench.whole_run import whole_run
 from kvrelay.bench.plan import plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
 from kvrelay.bench.settings import ThroughputBenchSettings
@@ -29,7 +28,7 @@ from kvrelay.bench.summary import Summary
 from kvrelay.cli.cores import available_cores
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.config import ProcessSettings, load_settings
-from kvrelay.core.errors import KVRelayError, UnavailableError
+from kvrelay.core.errors import KVRelayError
 
 QUICK = {"shape": "tiny", "requests": 4, "longest_prompt": 160, "output_tokens": 8, "generate_requests": 1}
 
@@ -73,11 +72,14 @@ def main(argv: Sequence[str]) -> int:
     except KVRelayError as error:
         print(f"bench.serve_vs_generate: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
 def run(settings: BenchSettings) -> None:
-    """Measures and prints. Raises UnavailableError when a cluster does not start or a request fails."""
+    """Measures and prints. Raises UnavailableError when a cluster does not start or a request fails,
+    KeyboardInterrupt after Ctrl-C."""
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as directory:
         model = write_random_model(Path(directory) / settings.shape, settings.shape, seed=settings.seed)
         vocab_size: int = AutoConfig.from_pretrained(model).vocab_size
@@ -127,13 +129,10 @@ def prompts_of(load: ThroughputBenchSettings) -> list[list[int]]:
 
 def measure_cluster(model: Path, topology: str, settings: BenchSettings, vocab_size: int) -> Summary:
     """Starts a cluster, sends one request to warm it up, then all at once. Raises UnavailableError when a request
-    fails."""
+    fails, KeyboardInterrupt after Ctrl-C."""
     arguments = [*Topology.parse(topology).arguments, "--log-level", "warning"]
     with local_cluster(str(model), arguments) as address:
-        _, [result] = asyncio.run(measure(load_of(settings, vocab_size, url=f"http://{address.http}")))
-    for failure in result.summary.failures:
-        raise UnavailableError(f"{failure.count} requests failed: {failure.kind}: {failure.first_message}")
-    return result.summary
+        return whole_run(load_of(settings, vocab_size, url=f"http://{address.http}")).summary
 
 
 def describe(summary: Summary) -> str:

@@ -1,8 +1,10 @@
 """Real servers to benchmark: the router's own gateway and gRPC service over a scripted relay, and a server that answers
 as it is told."""
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -78,3 +80,18 @@ async def answering(
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@contextmanager
+def in_a_thread(server: AbstractAsyncContextManager[str]) -> Iterator[str]:
+    """Runs a server on a loop of its own: what is tested runs loops in the caller's thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(30)
+    finally:
+        asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

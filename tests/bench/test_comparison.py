@@ -1,12 +1,10 @@
 """Comparisons of two engines, over servers and workers that answer as told: turns, equal work, failures, Ctrl-C."""
 
-import asyncio
 import json
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from bench.peers.__main__ import PeersSettings, main, measure_and_report
 from bench.peers.base import PeerError, Server
 from bench.peers.compare import Comparison, Findings, ratios
 from bench.peers.in_process import InProcessComparison
-from tests.bench.servers import DONE, LAST, PIECE, answering
+from tests.bench.servers import DONE, LAST, PIECE, answering, in_a_thread
 
 VOCABULARY = {"prompt_format": "token_ids", "vocab_size": 4096}
 
@@ -26,21 +24,6 @@ def pieces(prompt_tokens: int = 512, output_tokens: int = 64) -> list[bytes]:
     """Returns a whole answer of workload A, with the server's own count of its tokens."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
     return [*[PIECE] * 64, LAST, f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode(), DONE]
-
-
-@contextmanager
-def in_a_thread(server: AbstractAsyncContextManager[str]) -> Iterator[str]:
-    """Runs a server on a loop of its own: a comparison runs loops in the caller's thread."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(30)
-    finally:
-        asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 @dataclass

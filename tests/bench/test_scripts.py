@@ -2,10 +2,16 @@
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from paged_kernels.threads import threads_kept
@@ -26,7 +32,10 @@ from bench import (
 )
 from bench.child import child
 from bench.random_model import write_random_model
+from bench.whole_run import whole_run
+from kvrelay.bench.settings import LatencyBenchSettings
 from kvrelay.core.errors import UnavailableError
+from tests.bench.servers import DONE, LAST, PIECE, USAGE, answering, in_a_thread
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "demo" / "model")
@@ -179,6 +188,32 @@ def test_a_directory_without_a_model_is_told(main: Callable[[Sequence[str]], Non
 def test_sequences_that_end_before_all_have_begun_are_no_measurement() -> None:
     with pytest.raises(SystemExit, match="the first of 2 sequences ended too early: lower --batch, --prompt-len"):
         step_overhead.main([DEMO, "--batch", "2", "--prompt-len", "4083", "--steps", "1"])
+
+
+def test_a_load_that_was_cut_off_has_no_result() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def press() -> None:
+        while not bodies:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with in_a_thread(answering((PIECE, LAST, USAGE, DONE), bodies=bodies)) as url:
+        pressing = threading.Thread(target=press)
+        pressing.start()
+        load = LatencyBenchSettings(url=url, requests=100_000, input_len="8", output_len="5", vocab_size=4096)
+        with pytest.raises(KeyboardInterrupt):
+            whole_run(load)
+        pressing.join()
+
+
+def test_ctrl_c_ends_a_script_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_throughput, "measure_router", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit) as ended:
+        router_throughput.main([DEMO])
+    assert ended.value.code == 130
+    monkeypatch.setattr(serve_vs_generate, "run", Mock(side_effect=KeyboardInterrupt))
+    assert serve_vs_generate.main([]) == 130
 
 
 def test_a_router_that_does_not_start_is_told(tmp_path: Path) -> None:

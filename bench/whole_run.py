@@ -1,0 +1,18 @@
+"""A load that counts only as a whole: with a failure, or cut off, it has no result."""
+
+import asyncio
+
+from kvrelay.bench.measure import measure
+from kvrelay.bench.result import RunResult
+from kvrelay.bench.settings import BenchSettings
+from kvrelay.core.errors import UnavailableError
+
+
+def whole_run(settings: BenchSettings) -> RunResult:
+    """Returns the result of a load. Raises UnavailableError when a request fails, KeyboardInterrupt after Ctrl-C."""
+    _, [result] = asyncio.run(measure(settings))
+    if result.was_cut:
+        raise KeyboardInterrupt
+    for failure in result.summary.failures:
+        raise UnavailableError(f"{failure.count} requests failed: {failure.kind}: {failure.first_message}")
+    return result
