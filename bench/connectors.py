@@ -89,12 +89,14 @@ async def own(backend: str, place: Place) -> None:
     """Runs the process that holds the blocks: it publishes them, prints its endpoint, and stays until standard input
     ends."""
     pool = place.pool(backend, "bench-owner")
-    place.rows(pool).copy_(place.content())
-    _finish(place.device)
-    await pool.connector.publish(named_blocks(place.count))
-    print(f"{_ANSWER}{pool.connector.endpoint}", flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await pool.connector.close()
+    try:
+        place.rows(pool).copy_(place.content())
+        _finish(place.device)
+        await pool.connector.publish(named_blocks(place.count))
+        print(f"{_ANSWER}{pool.connector.endpoint}", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:  # also when nobody is there any more to read the endpoint
+        await pool.connector.close()
 
 
 def _finish(device: torch.device) -> None:
@@ -227,9 +229,11 @@ async def redis(name: str, place: Place, url: str) -> None:
     prefix = f"bench-{place.layout.block_bytes}"
     settings = ConnectorSettings(redis=RedisSettings(url=url, key_prefix=prefix, ttl_seconds=60))
     pool = place.pool("redis", "bench", settings)
-    await pool.connector.publish(named_blocks(place.count))
-    rate = await fetch_rate(pool.connector, None, named_blocks(place.count), place.layout.block_bytes)
-    await pool.connector.close()
+    try:
+        await pool.connector.publish(named_blocks(place.count))
+        rate = await fetch_rate(pool.connector, None, named_blocks(place.count), place.layout.block_bytes)
+    finally:
+        await pool.connector.close()
     print(f"redis         {name:>8}: {rate / 1e9:6.2f} GB/s")
 
 

@@ -190,6 +190,15 @@ def test_sequences_that_end_before_all_have_begun_are_no_measurement() -> None:
         step_overhead.main([DEMO, "--batch", "2", "--prompt-len", "4083", "--steps", "1"])
 
 
+def test_an_owner_of_blocks_whom_nobody_reads_leaves_no_pool() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "bench.connectors", "--own", "128 KiB", "--megabytes", "4"]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert "BrokenPipeError" in done.stderr
+
+
 def test_a_load_that_was_cut_off_has_no_result() -> None:
     bodies: list[dict[str, Any]] = []
 
