@@ -4,7 +4,8 @@
     python -m bench.linear_speed --threads 2 --instruction-set avx512_bf16    # is the one in use the fastest?
 
 Every round multiplies `--copies` weights of a shape with each of the two in turn, so that weights come from memory as
-those of a model do. What is printed is the median over rounds; ratios are medians of the rounds' ratios.
+those of a model do. Both allocate every result. What is printed is the median over rounds; ratios are medians of the
+rounds' ratios.
 """
 
 import argparse
@@ -12,9 +13,9 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
-from paged_kernels import _native, native, packed
+from paged_kernels import native, packed
 from paged_kernels.packed import PackedWeight
-from paged_kernels.threads import num_threads, use_threads
+from paged_kernels.threads import use_threads
 from torch import Tensor
 
 from bench.arguments import positive
@@ -54,10 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _measure(x: Tensor, weights: Sequence[PackedWeight], rounds: int) -> None:
     opaque = [onednn_weight(weight) for weight in weights] if has_onednn_products() else []
-    out = torch.empty(x.shape[0], weights[0].num_outputs, dtype=torch.bfloat16)
 
     def ours(which: int) -> None:
-        _native.packed_matmul(out, x, weights[which].panels, None, num_threads())
+        packed.linear(x, weights[which])
 
     def onednn(which: int) -> None:
         onednn_linear(x, opaque[which])
@@ -78,7 +78,7 @@ def _measure(x: Tensor, weights: Sequence[PackedWeight], rounds: int) -> None:
         ratio = statistics.median(a / b for a, b in zip(own, theirs, strict=True))
         beside = f", oneDNN {operations / statistics.median(theirs) / 1e12:.2f}; {ratio:.2f} of its time"
     speed = operations / statistics.median(own) / 1e12
-    print(f"{x.shape[0]:5} x {x.shape[1]:5} x {out.shape[1]:5}: {speed:.3f} TFLOP/s{beside}")
+    print(f"{x.shape[0]:5} x {x.shape[1]:5} x {weights[0].num_outputs:5}: {speed:.3f} TFLOP/s{beside}")
 
 
 def _seconds(run: Callable[[int], None], count: int) -> float:
