@@ -7,8 +7,10 @@ an engine's would.
 
 import argparse
 import asyncio
+import math
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -74,21 +76,28 @@ class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):
                 wake.set()
 
         reader = asyncio.create_task(read())
+        now = asyncio.get_running_loop().time
+        due = math.inf  # when the next step is; what is sent in between does not put it off
         try:
             while True:
-                try:
-                    async with asyncio.timeout(self._step if left else None):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(due if left else None):
                         await wake.wait()
-                except TimeoutError:
-                    pass
                 wake.clear()
+                is_due = now() >= due
                 update = decode_node_pb2.DecodeUpdate()
                 for request_id in fresh:
                     update.events.add(request_id=request_id).admitted.num_cached_tokens = 0
-                for request_id in fresh or list(left):
+                for request_id in list(left) if is_due else fresh:
                     if request_id in left:
                         _add_token(update, request_id, left)
                 fresh.clear()
+                if not left:
+                    due = math.inf
+                elif is_due:
+                    due += self._step
+                else:
+                    due = min(due, now() + self._step)
                 if update.events:
                     yield update
         finally:

@@ -1,6 +1,8 @@
 """Every benchmark script of `bench/` runs with a tiny model and prints what it is for. Times are never looked at."""
 
+import asyncio
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -10,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
+import grpc
 import pytest
 from paged_kernels.threads import threads_kept
 
@@ -35,6 +38,7 @@ from bench.random_model import write_random_model
 from bench.whole_run import whole_run
 from kvrelay.bench.settings import LatencyBenchSettings
 from kvrelay.core.errors import UnavailableError
+from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc
 from tests.bench.servers import DONE, LAST, PIECE, USAGE, answering, in_a_thread
 
 ROOT = Path(__file__).parents[2]
@@ -223,6 +227,31 @@ def test_ctrl_c_ends_a_script_with_its_status(monkeypatch: pytest.MonkeyPatch) -
     assert ended.value.code == 130
     monkeypatch.setattr(serve_vs_generate, "run", Mock(side_effect=KeyboardInterrupt))
     assert serve_vs_generate.main([]) == 130
+
+
+async def test_the_fake_node_keeps_its_pace_while_requests_arrive() -> None:
+    def admit(request_id: str, max_tokens: int) -> decode_node_pb2.DecodeCommand:
+        params = common_pb2.SamplingParams(n=1, max_tokens=max_tokens)
+        return decode_node_pb2.DecodeCommand(admit=decode_node_pb2.Admit(request_id=request_id, sampling_params=params))
+
+    arguments = ["-m", "bench.fake_decode_node", "--vocab-size", "2048", "--step-ms", "50"]
+    with child("the fake node", arguments) as node:
+        async with grpc.aio.insecure_channel(node.read_line()) as channel:
+            stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
+            call = stub.Serve(timeout=30)
+            await call.write(admit("it", 3))
+
+            async def arrive() -> None:
+                for number in itertools.count():
+                    await call.write(admit(str(number), 1))
+                    await asyncio.sleep(0.005)
+
+            arriving = asyncio.create_task(arrive())
+            async for update in call:
+                if any(event.request_id == "it" and event.tokens.finish_reason for event in update.events):
+                    break
+            arriving.cancel()
+            call.cancel()
 
 
 def test_a_router_that_does_not_start_is_told(tmp_path: Path) -> None:
