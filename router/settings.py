@@ -46,7 +46,7 @@ class RouterOptions(ProcessSettings):
         default=3,
         ge=0,
         description="How often an output is placed again, with the tokens it has, when a node that serves it is lost; "
-        "a token from the new decode node starts the count again. Beyond that its request fails.",
+        "a new token starts the count again. Beyond that its request fails.",
     )
     node_wait: float = Field(
         default=120.0,

@@ -9,8 +9,8 @@ request here:
 4. If no such decode node is live, the nodes that the request has lost are tried as well, after a wait that grows: a
    broken stream does not always mean that the node has ended.
 5. If no decode node is live at all, the request waits for the next one, at most `node_wait` seconds from the loss.
-6. If that wait is over, or an output was placed again `max_attempts` times without a token from a decode node, the
-   request ends with UnavailableError.
+6. If that wait is over, or an output was placed again `max_attempts` times without a new token, the request ends with
+   UnavailableError.
 7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
 A token is a function of the seed, the output index and all tokens before it, never of the node that samples it. So the
@@ -36,7 +36,6 @@ from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
-from kvrelay.core.outputs import TokenOutput
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
 from router.relay.limits import RelayLimits
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
@@ -65,9 +64,9 @@ class Place(Protocol):
 
 @dataclass(slots=True)
 class _Share:
-    """Outputs that are placed together. `num_attempts` counts the placements beyond the first since a decode node sent
-    a token of theirs. `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `wait`: the
-    timer that ends their wait for a node."""
+    """Outputs that are placed together. `num_attempts` counts the placements beyond the first since their last token.
+    `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `wait`: the timer that ends their
+    wait for a node."""
 
     choices: tuple[int, ...]
     backoff: Backoff
@@ -77,9 +76,8 @@ class _Share:
     attempt: Attempt | None = None
     wait: asyncio.TimerHandle | None = None
 
-    def decodes(self) -> None:
-        """Starts the count of placements and the waits anew, because the decode node of the last one sends tokens. A
-        prefill node's first token does not count: a request that its decode nodes do not survive gets one each time."""
+    def has_new_tokens(self) -> None:
+        """Starts the count of placements and the waits anew, because the last placement has brought tokens."""
         self.num_attempts = 0
         self.backoff.reset()
 
@@ -174,8 +172,7 @@ class RequestSupervisor:
             return ()
         for output in events:
             self._remember(attempt, output)
-        if isinstance(event, TokenOutput):
-            share.decodes()
+            share.has_new_tokens()
         if not attempt.unfinished:
             attempt.close()
         return events

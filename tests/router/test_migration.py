@@ -212,23 +212,7 @@ async def test_the_number_of_placements_is_bounded(max_attempts: int) -> None:
         assert_idle(nodes)
 
 
-async def test_first_tokens_of_prefill_nodes_do_not_start_the_count_of_placements_again() -> None:
-    """Else a request that no decode node survives would be placed as often as it has tokens."""
-    async with cluster(max_attempts=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
-        for number in range(3):
-            next_event = asyncio.create_task(take(events))
-            wire_id = (await nodes.decode.admit()).request_id
-            call = await soon(nodes.prefill.calls)
-            call.finish(token(7 + number))
-            assert await next_event == token(7 + number)
-            await nodes.decode.started()
-            nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
-        with pytest.raises(UnavailableError, match="after 2 more placements: the engine has crashed"):
-            await take(events)
-        assert_idle(nodes)
-
-
-async def test_a_token_of_a_decode_node_starts_the_count_of_placements_again() -> None:
+async def test_a_new_token_starts_the_count_of_placements_again() -> None:
     async with (
         cluster(max_attempts=1, local_prefill_max_tokens=64) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
