@@ -207,9 +207,8 @@ def _read_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
 
 
 def _check_environment(environment: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> None:
-    """Raises ConfigurationError for a variable whose name is almost that of a setting. What is unknown
-    otherwise, or in `_ALIKE`, may belong to another kvrelay process of this shell or pod; a note on standard error
-    mentions it."""
+    """Raises ConfigurationError for a variable whose name is almost that of a setting. What is unknown otherwise, or in
+    `_ALIKE`, may belong to another kvrelay process of this shell or pod; a note on standard error mentions it."""
     for variable in sorted(environment):
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX) or name in fields:
