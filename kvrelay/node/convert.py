@@ -1,6 +1,7 @@
 """Converts a router's request to an engine's, and checks it, for both kinds of node."""
 
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.sampling_params import MAX_N
 from kvrelay.core.wire import sampling_from_wire
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.v1 import decode_node_pb2, prefill_node_pb2
@@ -26,6 +27,8 @@ def engine_request_from_wire(
         raise InvalidRequestError("max_tokens is reached already", field="num_prior_output_tokens")
     if num_prior > 0 and sampling.n != 1:
         raise InvalidRequestError("with prior output tokens n must be 1", field="n")
+    if message.first_choice_index + sampling.n > MAX_N:  # an index beyond 32 bits would end the engine
+        raise InvalidRequestError(f"a request has at most {MAX_N} outputs", field="first_choice_index")
     # With prompt log-probabilities the whole prompt is computed.
     may_fetch = (bool(message.sources) or has_store) and sampling.prompt_logprobs is None
     num_prompt_tokens = len(given) - num_prior

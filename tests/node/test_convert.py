@@ -32,3 +32,14 @@ def test_prior_output_that_contradicts_its_request_is_refused_by_field(
     with pytest.raises(InvalidRequestError) as refusal:
         engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False)
     assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(("first", "n"), [(2**32 - 1, 2), (127, 2), (128, 1)])
+def test_the_outputs_of_a_request_have_indices_below_the_most_that_it_may_have(first: int, n: int) -> None:
+    sampling = sampling_to_wire(SamplingParams(n=n, seed=0))
+    asked = Admit(request_id="a", prompt_token_ids=PROMPT, sampling_params=sampling, first_choice_index=first)
+    with pytest.raises(InvalidRequestError, match="at most 128 outputs") as refusal:
+        engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False)
+    assert refusal.value.field == "first_choice_index"
+    asked.first_choice_index = 128 - n
+    assert engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False).choices.stop == 128
