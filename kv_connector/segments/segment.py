@@ -9,7 +9,7 @@ How slots are written and read: slots.py.
 
 Invariant: the owner holds an exclusive `flock` on the file for its whole life, and the kernel drops it with the
 process. So a segment whose lock can be had is dead, and whoever notices may unlink it. Segments are never truncated: a
-mapping never faults.
+mapping never faults. Peers therefore map those of their own user only, who has to be trusted in this.
 """
 
 import errno
@@ -160,12 +160,16 @@ class PeerSegment:
     if it is in the segment."""
 
     def __init__(self, directory: Path, name: str, *, on_device: bool = False) -> None:
-        """Raises OSError when there is no such file, KVError when it is not a segment or `on_device` is wrong."""
+        """Raises OSError when there is no such file or it is another user's, KVError when it is not a segment or
+        `on_device` is wrong."""
         if not _NAME.fullmatch(name):
             raise KVError(f"{name!r} does not name a kvrelay segment")
         self._fd = _open(directory / name)
         try:
-            file_bytes = os.fstat(self._fd).st_size
+            status = os.fstat(self._fd)
+            if status.st_uid != os.geteuid():  # who could truncate it under us, or forge blocks
+                raise PermissionError(errno.EPERM, "it belongs to another user", str(directory / name))
+            file_bytes = status.st_size
             self.preamble = Preamble.decode(os.pread(self._fd, _PREAMBLE.size, 0), file_bytes)
             if self.preamble.on_device != on_device:
                 raise KVError(f"the pool of {name!r} is {'' if self.preamble.on_device else 'not '}in device memory")

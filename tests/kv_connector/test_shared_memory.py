@@ -253,6 +253,22 @@ async def test_endpoints_that_name_no_segment_fail_or_are_refused(tmp_path: Path
     await peer.connector.close()
 
 
+async def test_a_segment_of_another_user_is_not_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, reader = node(tmp_path, "owner"), node(tmp_path)
+    await write_and_publish(owner, blocks(1))
+    other_user = os.geteuid() + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: other_user)
+        result = await reader.connector.fetch(owner.source, blocks(1), timeout=10)
+    assert result.outcomes == (FetchOutcome.FAILED,)
+    assert "belongs to another user" in caplog.text
+    assert (await reader.connector.fetch(owner.source, blocks(1), timeout=10)).outcomes == (FetchOutcome.FETCHED,)
+    await reader.connector.close()
+    await owner.connector.close()
+
+
 async def test_a_block_retracted_during_publish_is_not_published(tmp_path: Path) -> None:
     """The header of content that is gone must not appear, even when its digest was computed in time."""
     owner = node(tmp_path)
