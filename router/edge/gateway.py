@@ -33,7 +33,7 @@ _REQUEST_ID = "kvrelay.request_id"
 def create_app(edge: Edge, *, version: str, max_body_bytes: int) -> Starlette:
     """Makes the ASGI application of one router. `/metrics` shows `edge.metrics.registry`."""
     gateway = _Gateway(edge, version, max_body_bytes)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/completions", gateway.completions, methods=["POST"]),
             Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
@@ -48,6 +48,10 @@ def create_app(edge: Edge, *, version: str, max_body_bytes: int) -> Starlette:
         middleware=[Middleware(_RequestIds)],
         exception_handlers=dict.fromkeys((KVRelayError, HTTPException, Exception), _answer_error),
     )
+    # Behind a proxy that ends TLS, a redirect would send the client's prompt and API key again without it, to whichever
+    # host the request names.
+    app.router.redirect_slashes = False
+    return app
 
 
 class _Gateway:

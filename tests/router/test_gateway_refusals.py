@@ -134,6 +134,16 @@ async def test_a_body_that_is_no_request_is_refused_with_the_reason(
     assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions/"), ("GET", "/livez/"), ("GET", "/metrics/")])
+async def test_a_path_with_a_slash_too_many_is_unknown_and_leads_nowhere_else(
+    gateway: Gateway, method: str, path: str
+) -> None:
+    response = await gateway.http.request(method, path, headers={"host": "elsewhere.example"}, json=COMPLETION)
+    assert response.status_code == 404
+    assert "location" not in response.headers
+    assert path in response.json()["error"]["message"]
+
+
 async def test_an_endless_body_is_cut_off_while_reading(gateway: Gateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(
