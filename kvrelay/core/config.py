@@ -194,7 +194,7 @@ def _read_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     except OSError as error:
         raise ConfigurationError(f"--config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--config: {path} is not valid YAML: {error}") from error
+        raise ConfigurationError(f"--config: {path} is not valid YAML{_place(error)}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -204,6 +204,14 @@ def _read_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
         if name not in fields or name == "config":
             raise ConfigurationError(f"--config: {path}: there is no setting {name!r}{_nearest(name, fields)}")
     return values
+
+
+def _place(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """Returns where a file is wrong and what often is. The error's own words quote the file, which may hold secrets."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if mark is None:
+        return ": it has characters that are no text"
+    return f" at line {mark.line + 1}, column {mark.column + 1}: a text with special characters has to be in quotes"
 
 
 def _check_environment(environment: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> None:

@@ -180,7 +180,8 @@ def test_every_wrong_setting_is_reported(capsys: pytest.CaptureFixture[str]) -> 
         ("prot: 1", "there is no setting 'prot'; did you mean port?"),
         ("config: other.yaml", "there is no setting 'config'"),
         ("- port", "not a list"),
-        ("port: [", "is not valid YAML"),
+        ("port: [", "is not valid YAML at line 1, column 8"),
+        ("port: 1\nhost: \x01", "is not valid YAML: it has characters that are no text"),
         ("port: x", "--port: Input should be a valid integer"),
     ],
 )
@@ -232,3 +233,16 @@ def test_secrets_are_never_printed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("KVRELAY_REDIS_URL", "redis://:hunter2@host")
     assert "hunter2" not in repr(load("m"))
     assert "hunter2" not in failure(capsys, "m", "--port", "x")
+
+
+@pytest.mark.parametrize(
+    "value", ["@hunter2", "%hunter2", "'hunter2", "a: hunter2", "[hunter2", "*hunter2", "!hunter2 x", "!hunter2!x y"]
+)
+def test_a_secret_that_is_not_valid_yaml_is_not_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, value: str
+) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"port: 1\nredis_url: {value}\n")
+    message = failure(capsys, "m", "--config", str(path))
+    assert "is not valid YAML at line" in message
+    assert "hunter2" not in message
