@@ -11,6 +11,10 @@ from typing import Literal
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+# What ends a line or changes a terminal, as clients may send it: C0, DEL, C1, and Unicode's line and paragraph ends.
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in _CONTROLS}
+
 
 class _LineFormatter(logging.Formatter):
     """Formats a record as one line; only a traceback adds more."""
@@ -23,7 +27,7 @@ class _LineFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)-7s {process.replace('%', '%%')} %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = record.message.replace("\n", "\\n")
+        record.message = record.message.translate(_ESCAPES)
         return super().formatMessage(record)
 
 

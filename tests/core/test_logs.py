@@ -27,6 +27,14 @@ def test_a_record_is_one_line_with_time_level_process_and_logger(capsys: pytest.
     assert re.fullmatch(line, capsys.readouterr().err)
 
 
+def test_no_character_of_a_message_begins_a_line_or_reaches_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("router", "debug")
+    logging.getLogger("kvrelay").debug("field %s", "a\r2026 ERROR\x1b[31m\x0b\x00\x85\x9b\u2028\u2029\tb \u00e9")
+    written = capsys.readouterr().err
+    assert written.endswith(": field a\\r2026 ERROR\\x1b[31m\\x0b\\x00\\x85\\x9b\\u2028\\u2029\\tb \u00e9\n")
+    assert len(written.splitlines()) == 1
+
+
 def test_chatty_libraries_log_only_warnings_at_any_level(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("router", "debug")
     logging.getLogger("kvrelay").debug("shown")
