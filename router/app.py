@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import grpc
 import uvicorn
 import uvloop
-from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
@@ -21,6 +20,7 @@ from kvrelay import __version__
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
+from kvrelay.core.health_service import HealthService
 from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.listening import address_of, bound_socket, check_port
 from kvrelay.core.logs import configure_logging
@@ -64,7 +64,7 @@ class ServedAddresses:
 @dataclass(frozen=True, slots=True)
 class _GrpcServer:
     port: int
-    health: health.aio.HealthServicer
+    health: HealthService
 
 
 def main(argv: Sequence[str]) -> int:
@@ -171,7 +171,7 @@ async def _serve_grpc(settings: RouterSettings, edge: Edge) -> AsyncIterator[_Gr
 
 
 @asynccontextmanager
-async def _reporting(servicer: health.aio.HealthServicer, registry: Registry) -> AsyncIterator[None]:
+async def _reporting(servicer: HealthService, registry: Registry) -> AsyncIterator[None]:
     """Reports by the service's gRPC health whether a decode node can serve; NOT_SERVING once the context has ended."""
 
     async def report() -> None:

@@ -33,6 +33,7 @@ from kvrelay.core.errors import (
     error_from_grpc,
     status_of,
 )
+from kvrelay.core.health_service import HealthService
 from kvrelay.core.listening import address_of, check_port
 from kvrelay.core.write_deadline import WriteDeadline
 
@@ -116,15 +117,15 @@ async def serve_insecure(server: grpc.aio.Server, host: str, port: int, *, flag:
     return bound
 
 
-def add_health_and_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> health.aio.HealthServicer:
+def add_health_and_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> HealthService:
     """Adds the standard health and reflection services. The server as a whole ("") is SERVING from the start."""
-    servicer = health.aio.HealthServicer()
+    servicer = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     return servicer
 
 
-async def set_serving(servicer: health.aio.HealthServicer, service_names: Iterable[str], *, serving: bool) -> None:
+async def set_serving(servicer: HealthService, service_names: Iterable[str], *, serving: bool) -> None:
     """Reports each service as SERVING or NOT_SERVING; the name of the server as a whole is `WHOLE_SERVER`."""
     status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
     for name in service_names:
