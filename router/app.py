@@ -159,7 +159,9 @@ async def _wait_for_nodes(settings: RouterSettings, registry: Registry, stop: as
 
 @asynccontextmanager
 async def _serve_grpc(settings: RouterSettings, edge: Edge) -> AsyncIterator[_GrpcServer]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    # A message that is parsed may take thirty times its bytes, and the loop waits for it.
+    options = server_options(max_request_bytes=settings.max_body_bytes)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
     router_pb2_grpc.add_RouterServicer_to_server(RouterService(edge), server)
     servicer = add_health_and_reflection(server, [SERVICE_NAME])
     port = await serve_insecure(server, settings.host, settings.grpc_port, flag="--grpc-port")

@@ -54,7 +54,9 @@ class RouterOptions(ProcessSettings):
         description="Seconds that a request which has lost its decode node waits for one while none lives; a new "
         "request is refused at once.",
     )
-    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body that is read.")
+    max_body_bytes: int = Field(
+        default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body, or gRPC message of a client, that is read."
+    )
     node_timeout: Timeout = Field(default=5.0, description="Seconds a node may take to answer a small request.")
     node_silence: float = Field(
         default=5.0,

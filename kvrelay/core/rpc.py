@@ -69,10 +69,10 @@ _REASONS: dict[str, type[KVRelayError]] = {
 _REASON_OF = {cls: reason for reason, cls in _REASONS.items()}
 
 
-def _shared_options() -> Options:
+def _shared_options(max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     return [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -94,11 +94,11 @@ def channel_options() -> Options:
     ]
 
 
-def server_options() -> Options:
+def server_options(*, max_request_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """Returns the options for `grpc.aio.server`. Ports are not shared: two servers on one port would split a cluster
     unnoticed."""
     return [
-        *_shared_options(),
+        *_shared_options(max_request_bytes),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.so_reuseport", 0),
     ]

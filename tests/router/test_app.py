@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.app import listen
 from tests.router.scripted_nodes import PATIENCE, ScriptedDecode
 
@@ -141,6 +142,22 @@ async def test_a_supervised_router_ends_with_its_standard_input(model_dir: Path)
         process.stdin.close()
         async with asyncio.timeout(PATIENCE):
             assert await process.wait() == 0
+
+
+async def test_requests_of_both_interfaces_have_the_same_largest_size(model_dir: Path) -> None:
+    flags = ("--decode-nodes", "127.0.0.1:1", "--port", "0", "--grpc-port", "0", "--start-timeout", "0")
+    async with router_process(str(model_dir), *flags, "--max-body-bytes", "10000") as process:
+        ready = await ready_line(process)
+        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
+            url = f"http://{ready['http_address']}/v1/completions"
+            statuses = [(await client.post(url, json={"prompt": "x" * size})).status_code for size in (9000, 11000)]
+        assert statuses == [503, 413]
+        async with grpc.aio.insecure_channel(ready["grpc_address"]) as channel:
+            stub: Any = router_pb2_grpc.RouterStub(channel)
+            for size, code in ((9000, grpc.StatusCode.UNAVAILABLE), (11000, grpc.StatusCode.RESOURCE_EXHAUSTED)):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.Generate(router_pb2.GenerateRequest(prompt="x" * size), timeout=PATIENCE)
+                assert refused.value.code() is code
 
 
 async def test_settings_that_cannot_work_end_the_router_with_a_message(model_dir: Path) -> None:
