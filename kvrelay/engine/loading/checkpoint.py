@@ -108,6 +108,23 @@ def read_tensor(tensor: StoredTensor) -> Tensor:
     return stored
 
 
+def hold_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
+    """Tells whether two tensors have the same shape and values. Reads them in parts. Raises ModelLoadError."""
+    if first.shape != second.shape:
+        return False
+    num_rows = first.shape[0]
+    step = max(1, _CHUNK_BYTES * num_rows // max(1, first.num_bytes))
+    try:
+        with safe_open(first.file, framework="pt") as file, safe_open(second.file, framework="pt") as other:
+            rows, other_rows = file.get_slice(first.name), other.get_slice(second.name)
+            return all(
+                torch.equal(rows[begin : begin + step].float(), other_rows[begin : begin + step].float())
+                for begin in range(0, num_rows, step)
+            )
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"cannot compare {first.name} of {first.file} with {second.name}: {error}") from error
+
+
 def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Callable[[int], None]) -> bytes:
     """Copies the tensors of a file one by one into their `slots`, which have the same shapes. Skips those without one.
 

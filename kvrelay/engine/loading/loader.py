@@ -26,6 +26,7 @@ from kvrelay.engine.loading.checkpoint import (
     WEIGHT_DTYPES,
     Checkpoint,
     StoredTensor,
+    hold_equal_values,
     open_checkpoint,
     read_tensors,
 )
@@ -83,8 +84,8 @@ def load_model(
     clock = MonotonicClock()
     start = clock.now()
     directory = resolve_model_directory(path)
-    config = load_model_config(directory)
     checkpoint = open_checkpoint(directory)
+    config = _with_its_own_head(load_model_config(directory), checkpoint)
     compute_dtype = _compute_dtype(dtype, config, checkpoint, torch.device(device))
     length = _model_len(max_model_len, config)
     weights = _weight_format(config, checkpoint, compute_dtype, device, quantization)
@@ -110,6 +111,20 @@ def load_model(
         load_seconds=clock.now() - start,
         checkpoint=checkpoint,
     )
+
+
+def _with_its_own_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Returns the configuration without a tied head if the checkpoint has a head that is not the embedding. It was
+    trained then, and `tie_word_embeddings` is wrong; transformers, too, believes the weights."""
+    tensors = checkpoint.tensors()
+    embedding, head = (tensors.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    if not config.tie_word_embeddings or embedding is None or head is None or hold_equal_values(embedding, head):
+        return config
+    _logger.warning(
+        "config.json: tie_word_embeddings: true, but lm_head.weight is not model.embed_tokens.weight: using both; set "
+        "it to false"
+    )
+    return replace(config, tie_word_embeddings=False)
 
 
 def _weight_format(

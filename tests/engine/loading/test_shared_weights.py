@@ -119,6 +119,9 @@ def test_weights_of_other_files_or_formats_are_not_used(
     change: str, tmp_path: Path, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_tiny_model("llama", tmp_path)
+    if change == "other model":
+        tensors = load_file(tmp_path / WEIGHTS)
+        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / WEIGHTS)
     load(tmp_path, store)
     dtype: DTypeName = "float32" if change == "other dtype" else "bfloat16"
     quantization: Quantization = "int8" if change == "other quantization" else "none"

@@ -1,0 +1,44 @@
+"""Which checkpoints have one tensor for the embedding and the head: the weights say it, not the configuration alone."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.load_on_cpu import load
+from tests.engine.paged_run import check_greedy
+from tests.engine.reference import Reference
+from tests.engine.tiny_models import make_tiny_model
+
+WEIGHTS = "model.safetensors"
+
+
+def test_a_head_that_is_not_the_embedding_is_used_although_the_configuration_ties_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Adapters that trained the head leave such checkpoints when they are merged."""
+    make_tiny_model("llama-tied", tmp_path)
+    tied = load(tmp_path, dtype="auto").fingerprint
+    tensors = load_file(tmp_path / WEIGHTS)
+    head = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING):
+        loaded = load(tmp_path, dtype="auto")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "tie_word_embeddings" in caplog.text and "lm_head.weight" in caplog.text
+    assert loaded.fingerprint != tied and not loaded.config.tie_word_embeddings
+    check_greedy(loaded.model, Reference(tmp_path), list(range(40)), num_tokens=4)
+
+
+def test_a_head_in_another_shard_and_dtype_is_tied_if_its_values_are_those_of_the_embedding(tmp_path: Path) -> None:
+    make_tiny_model("llama-tied", tmp_path, dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / WEIGHTS)
+    (tmp_path / WEIGHTS).unlink()
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({"lm_head.weight": tensors["model.embed_tokens.weight"].float()}, tmp_path / "b.safetensors")
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {"lm_head.weight": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert load(tmp_path, dtype="auto").config.tie_word_embeddings
