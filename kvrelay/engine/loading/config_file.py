@@ -26,6 +26,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
+        "is_causal": True,
         "sliding_window": None,
         "eos_token_id": None,
         "dtype": None,

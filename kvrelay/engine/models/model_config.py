@@ -102,6 +102,8 @@ def _convert(
         raise ModelLoadError(f"{path}: head_dim: {head_dim} must be even for rotary embeddings")
     if parsed["hidden_act"] not in ("silu", "swish"):
         raise ModelLoadError(f"{path}: hidden_act: {parsed['hidden_act']!r} is not supported; supported is 'silu'")
+    if not parsed["is_causal"]:  # which transformers takes for attention in both directions
+        raise ModelLoadError(f"{path}: is_causal: {parsed['is_causal']} is not supported; supported is true")
     attention_bias = _switch(parsed, "attention_bias", path)
     return ModelConfig(
         family=family,

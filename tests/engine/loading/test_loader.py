@@ -99,6 +99,7 @@ def test_every_family_is_understood(family: str, tmp_path: Path) -> None:
         ),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
         ({"eos_token_id": 400}, "eos_token_id: 400"),
+        ({"is_causal": False}, "is_causal: False"),
     ],
 )
 def test_a_configuration_that_can_not_run_is_refused_by_field(
