@@ -106,9 +106,11 @@ RequestEvent = TokenOutput | PromptLogprobs | RequestTrace
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What every live node can serve: the smallest `max_model_len` of all, and what they all have in common."""
+    """What every live node can serve: the smallest `max_model_len` and `max_num_seqs` of all, and what they all have in
+    common."""
 
     max_model_len: int
+    max_num_seqs: int
     vocab_size: int
     kv_namespace: KVNamespace
 

@@ -150,12 +150,15 @@ class Node:
             raise UnavailableError(f"{self.identity.node_id} is draining")
 
     def require_room(self, request: EngineRequest) -> None:
-        """Raises UnavailableError if the request may become longer than this node allows: the router has chosen the
-        node by the description of a process before this one, and another node may have room."""
+        """Raises UnavailableError if the request may become longer than this node allows, or has more outputs: the
+        router has chosen the node by the description of a process before this one, and another node may have room."""
+        config = self.engine_config
         num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-        if num_tokens > self.engine_config.max_model_len:
+        if num_tokens > config.max_model_len:
+            raise UnavailableError(f"{self.identity.node_id} takes {config.max_model_len} tokens, not {num_tokens}")
+        if request.sampling.n > config.max_num_seqs:
             raise UnavailableError(
-                f"{self.identity.node_id} takes {self.engine_config.max_model_len} tokens, not {num_tokens}"
+                f"{self.identity.node_id} runs {config.max_num_seqs} sequences, not {request.sampling.n}"
             )
 
     def require_alive(self) -> None:

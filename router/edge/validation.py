@@ -145,6 +145,11 @@ def _checked_sampling(client: ClientRequest, model: ServedModel) -> SamplingPara
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
     )
     sampling.validate(vocab_size=model.vocab_size)
+    if sampling.n > model.max_num_seqs:
+        raise InvalidRequestError(
+            f"n is {sampling.n}, but a node runs at most {model.max_num_seqs} sequences at a time (its max_num_seqs)",
+            field="n",
+        )
     return sampling
 
 

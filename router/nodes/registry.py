@@ -139,6 +139,7 @@ class Registry:
         descriptions = [*decode, *_descriptions(self.live(NodeRole.PREFILL))]
         return ServedModel(
             max_model_len=min(description.max_model_len for description in descriptions),
+            max_num_seqs=min(description.max_num_seqs for description in descriptions),
             vocab_size=decode[0].vocab_size,
             kv_namespace=decode[0].kv_namespace,
         )

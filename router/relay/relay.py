@@ -173,7 +173,8 @@ class ClusterRelay:
             usable |= {name: node for name, node in everyone.items() if node.role is NodeRole.DECODE}
         if not _has_decode_node(usable):
             raise UnavailableError(
-                f"no decode node lives that has this request's model and takes {node_request.max_num_tokens} tokens"
+                f"no decode node lives that has this request's model and takes {node_request.sampling.n} "
+                f"outputs of {node_request.max_num_tokens} tokens, prompt included"
                 + ("" if last_resort else " and that it has not lost")
             )
         facts, held = self._facts(node_request)
@@ -250,8 +251,13 @@ def _names(node_request: NodeRequest) -> Iterable[BlockHash]:
 
 
 def _can_serve(node_request: NodeRequest, node: NodeDescription) -> bool:
-    """Tells whether a node has the model with which the request began, and room for the longest output it may have."""
-    return node.kv_namespace == node_request.kv_namespace and node.max_model_len >= node_request.max_num_tokens
+    """Tells whether a node has the model with which the request began, and room for all its outputs and for the longest
+    that one may become."""
+    return (
+        node.kv_namespace == node_request.kv_namespace
+        and node.max_model_len >= node_request.max_num_tokens
+        and node.max_num_seqs >= node_request.sampling.n
+    )
 
 
 def _has_decode_node(nodes: Mapping[str, NodeHandle]) -> bool:

@@ -22,8 +22,7 @@ def body(**values: Any) -> str:
     return json.dumps({"prompt": "Hello", **values})
 
 
-def test_a_field_that_a_node_refuses_is_named(cluster: Cluster) -> None:
-    """How many outputs run at a time only the nodes know."""
+def test_more_outputs_than_a_node_runs_at_a_time_are_refused_by_name(cluster: Cluster) -> None:
     status, answer = cluster.router.post(COMPLETIONS, body(n=128))
     assert (status, answer["error"]["param"]) == (400, "n"), answer
     assert "max_num_seqs" in answer["error"]["message"]

@@ -188,15 +188,24 @@ async def test_a_request_that_the_engine_refuses_fails() -> None:
         await node.check_idle()
 
 
-async def test_a_request_that_may_become_too_long_is_left_to_another_node() -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("max_tokens", NUM_BLOCKS * BLOCK_SIZE - len(PROMPT) + 1, "node takes 512 tokens, not 513"),
+        ("n", 17, "node runs 16 sequences, not 17"),
+    ],
+)
+async def test_a_request_for_which_there_will_be_no_room_is_left_to_another_node(
+    field: str, value: int, why: str
+) -> None:
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
-        too_long = admit("a")
-        too_long.admit.sampling_params.max_tokens = NUM_BLOCKS * BLOCK_SIZE - len(PROMPT) + 1
-        router.send(too_long)
+        too_much = admit("a")
+        setattr(too_much.admit.sampling_params, field, value)
+        router.send(too_much)
         event = await router.event()
         assert event.failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
-        assert event.failed.message == "node takes 512 tokens, not 513"
+        assert event.failed.message == why
         await router.close()
         await node.check_idle()
 

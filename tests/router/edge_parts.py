@@ -22,6 +22,7 @@ from router.request import KVOrigins, PromptLogprobs, RequestEvent, RequestTrace
 
 MODEL = "tiny-model"
 MAX_MODEL_LEN = 256
+MAX_NUM_SEQS = 64
 
 
 @dataclass
@@ -52,7 +53,7 @@ class ScriptedRelay:
         if not self.available:
             raise UnavailableError("no decode node is known")
         namespace = KVNamespace(b"fingerprint", "float32", "layout", 16)
-        return ServedModel(MAX_MODEL_LEN, self.tokenizer.vocab_size, namespace)
+        return ServedModel(MAX_MODEL_LEN, MAX_NUM_SEQS, self.tokenizer.vocab_size, namespace)
 
     def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
         if not self.has_capacity:

@@ -49,6 +49,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.connector = "in_process"
         self.endpoint = f"endpoint-{node_id}"
         self.max_model_len = 4096
+        self.max_num_seqs = 8
         self.updates: asyncio.Queue[node_pb2.WatchResponse] = asyncio.Queue()
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
@@ -112,7 +113,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
             max_model_len=self.max_model_len,
             num_blocks=1000,
             vocab_size=1000,
-            max_num_seqs=8,
+            max_num_seqs=self.max_num_seqs,
         )
 
     async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.WatchResponse]:

@@ -11,12 +11,14 @@ import pytest
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
+from router.nodes.node import NodeState
 from router.request import PromptLogprobs
 from tests.router.routed import PROMPT, a_request, assert_idle, begun, give_up, opened, say, take, take_trace
 from tests.router.scripted_nodes import (
     cluster,
     soon,
     token,
+    until,
 )
 
 
@@ -223,3 +225,28 @@ async def test_a_new_token_starts_the_count_of_placements_again() -> None:
             say(nodes.decode, wire_id, token(7 + number))
             assert await next_event == token(7 + number)
             nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+
+
+async def test_a_node_that_runs_fewer_sequences_than_a_request_has_outputs_is_not_chosen() -> None:
+    """Where they run apart it may be: each output that has begun goes on alone."""
+    async with cluster(num_prefill_nodes=0, num_decode_nodes=3) as nodes:
+        nodes.decodes[1].max_num_seqs = 1
+        await nodes.decodes[1].stop()
+        await until(lambda: nodes.registry.decode[1].state is NodeState.LOST)
+        await nodes.decodes[1].start_again(epoch=2)
+        await until(lambda: nodes.registry.decode[1].state is NodeState.LIVE)
+        nodes.decodes[2].update(1, num_queued_tokens=1000)
+        await until(lambda: nodes.registry.decode[2].load.num_queued_tokens > 0)
+        async with aclosing(nodes.relay.run(a_request(n=2))) as events:
+            first = asyncio.create_task(take(events))
+            await nodes.decode.admit()
+            nodes.decode.end_stream()
+            admit = await nodes.decodes[2].admit()
+            assert admit.sampling_params.n == 2
+            say(nodes.decodes[2], admit.request_id, token(7), token(8, index=1))
+            assert [await first, await take(events)] == [token(7), token(8, index=1)]
+            nodes.decodes[2].end_stream()
+            next_event = asyncio.create_task(take(events))
+            alone = await nodes.decodes[1].admit()
+            assert alone.sampling_params.n == 1
+            await give_up(next_event)

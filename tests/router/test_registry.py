@@ -28,11 +28,12 @@ A, B, C = (BlockHash(bytes([number]) * 32) for number in range(3))
 
 async def test_live_nodes_are_described_and_their_events_reach_the_index() -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
-    prefill.max_model_len = 1000
+    prefill.max_model_len, decode.max_num_seqs = 1000, 4
     async with registered(prefill, decode) as registry:
         assert await registry.wait_settled(PATIENCE)
         model = registry.served_model()
-        assert (model.max_model_len, model.vocab_size, model.kv_namespace) == (1000, 1000, NAMESPACE)
+        assert (model.max_model_len, model.max_num_seqs) == (1000, 4)
+        assert (model.vocab_size, model.kv_namespace) == (1000, NAMESPACE)
         prefill.update(1, stored=[A, B], num_queued_tokens=5)
         decode.update(1, stored=[A])
         await until(lambda: registry.index.leading([A, B]) == {"prefill-0": 2, "decode-0": 1})

@@ -11,7 +11,7 @@ from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.validation import ChatPrompt, ClientRequest, RequestValidator, TextPrompt, TokenPrompt
 from router.request import RoutedRequest
-from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay
+from tests.router.edge_parts import MAX_MODEL_LEN, MAX_NUM_SEQS, MODEL, ScriptedRelay
 from tests.text.tiny_tokenizer import write_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +80,7 @@ async def test_what_the_client_gave_is_kept(relay: ScriptedRelay) -> None:
         (ClientRequest(TextPrompt("x" * 1_000_000), SamplingParams()), "prompt", ["1000000", "256"]),
         (ClientRequest(TEXT, SamplingParams(), max_tokens=-1), "max_tokens", ["-1"]),
         (ClientRequest(TEXT, SamplingParams(), max_tokens=0), "max_tokens", ["0"]),
+        (ClientRequest(TEXT, SamplingParams(n=MAX_NUM_SEQS + 1)), "n", ["65", "64", "max_num_seqs"]),
         (ClientRequest(TEXT, SamplingParams(min_tokens=20)), "min_tokens", ["20", "16"]),
         (ClientRequest(TEXT, SamplingParams(min_tokens=2**40)), "min_tokens", ["16"]),
         (ClientRequest(TEXT, SamplingParams(temperature=float("nan"))), "temperature", ["nan"]),
