@@ -122,10 +122,10 @@ class Scheduler:
         self._free_blocks(sequence)
 
     def reserve(self) -> list[Sequence]:
-        """Reserves the blocks of sequences whose KV will arrive from outside, in order, until blocks run out. Returns
-        those that got theirs. A waiting sequence that lacks blocks gets them before any that comes after it."""
+        """Reserves the blocks of sequences whose KV will arrive from outside, in order, until there is no room. Returns
+        those that got theirs. A waiting sequence that lacks room gets it before any that comes after it."""
         admitted = []
-        lacking = next((sequence for sequence in self.waiting if sequence.lacks_blocks), None)
+        lacking = next((sequence for sequence in self.waiting if sequence.lacks_room), None)
         while self.reserving:
             sequence = self.reserving.peek()
             if lacking is not None and lacking.order < sequence.order:
@@ -207,18 +207,32 @@ class Scheduler:
         return min(most, max(short, num_decodes + max(cheap, SMALLEST_CHUNK)))
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
-        while self.waiting and budget > 0 and self._has_room_for(self.waiting.peek()):
+        """Schedules waiting sequences, in order, until there is no room or no budget. One that is still to reserve its
+        blocks lacks room, and gets it before any that comes after it."""
+        while self.waiting and budget > 0:
             sequence = self.waiting.peek()
-            self._take_cached_blocks(sequence)
-            count = min(sequence.num_missing_tokens, budget)
-            if not self._fits(sequence) or not self._grow(sequence, count, copies):
-                self._free_blocks(sequence)
-                sequence.lacks_blocks = True
+            if self.reserving and self.reserving.peek().order < sequence.order:
+                break
+            count = self._begin(sequence, budget, copies)
+            if count == 0:
+                sequence.lacks_room = True
                 break
             self.waiting.pop()
             self.run(sequence)
             chosen.append((sequence, count))
             budget -= count
+
+    def _begin(self, sequence: Sequence, budget: int, copies: list[tuple[int, int]]) -> int:
+        """Gives a waiting sequence the blocks for its first tokens. Returns how many tokens these are; 0, with the
+        sequence unchanged, if there is no room for it."""
+        if not self._has_room_for(sequence):
+            return 0
+        self._take_cached_blocks(sequence)
+        count = min(sequence.num_missing_tokens, budget)
+        if self._fits(sequence) and self._grow(sequence, count, copies):
+            return count
+        self._free_blocks(sequence)
+        return 0
 
     def _fits(self, sequence: Sequence) -> bool:
         """Tells whether there are blocks for all tokens that a waiting sequence lacks. Begun without them, it would be
@@ -247,7 +261,7 @@ class Scheduler:
         self._free_blocks(sequence)
         self._on_preempt(sequence)
         sequence.state = SequenceState.WAITING
-        sequence.lacks_blocks = True
+        sequence.lacks_room = True
         self.waiting.push(sequence)
         self.num_preemptions += 1
 

@@ -37,7 +37,7 @@ class Sequence:
         "block_size",
         "block_table",
         "index",
-        "lacks_blocks",
+        "lacks_room",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -85,7 +85,7 @@ class Sequence:
         self.num_named_blocks = 0
         self.num_reported_blocks = 0  # leading blocks that a PRODUCE request has reported as progress
         self.state = SequenceState.RESERVING if request.receive else SequenceState.WAITING
-        self.lacks_blocks = False  # while waiting: it was preempted, or there were too few for it
+        self.lacks_room = False  # while waiting: it was preempted, or blocks or running sequences were too few for it
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_reported = False
         self._root = root

@@ -159,6 +159,33 @@ def test_a_prompt_that_lacks_blocks_gets_them_before_requests_that_come_after_it
     decode.engine.check_idle()
 
 
+@pytest.mark.parametrize("n", [1, 4], ids=["blocks", "sequences"])
+@pytest.mark.parametrize("roles", [(KVRole.CONSUME, KVRole.LOCAL), (KVRole.LOCAL, KVRole.CONSUME)])
+def test_a_request_gets_the_room_that_it_lacks_before_one_that_came_later(roles: tuple[KVRole, KVRole], n: int) -> None:
+    """Else those whose KV arrives could overtake those that are computed here for ever, or the other way round."""
+    harness = Harness(num_blocks=16, max_num_seqs=4, max_num_batched_tokens=128)
+    harness.engine.add(request("before", prompt_of(40), 8))
+    harness.step()
+    harness.engine.add(request("first", prompt_of(8 if n > 1 else 100, 1), 4, role=roles[0], n=n))
+    harness.step()
+    harness.engine.add(request("second", prompt_of(8, 2), 4, role=roles[1]))
+    harness.step()
+    load = harness.engine.load()
+    assert (load.num_requests_running, load.num_requests_waiting) == (1, 2)
+    harness.run()
+    began: list[str] = []
+    for result in harness.results:
+        began += [admission.request_id for admission in result.admissions]
+        began += [prompt.request_id for prompt in result.prompts]
+    assert began[:2] == ["before", "first"]
+    for request_id in ("first", "second"):
+        harness.engine.abort(request_id)
+    for result in harness.results:
+        for admission in result.admissions:
+            harness.engine.unpin([block.block_id for block in admission.missing])
+    harness.engine.check_idle()
+
+
 def test_a_lease_that_ends_early_keeps_nothing_and_silences_nothing() -> None:
     harness = Harness(publish=True, max_num_batched_tokens=16)
     harness.engine.add(request("a", prompt_of(50), role=KVRole.PRODUCE))
