@@ -1,6 +1,8 @@
 """The pool's tensor lies over the given memory and has the layout's dtype."""
 
 import mmap
+import subprocess
+import sys
 from typing import NoReturn
 
 import pytest
@@ -36,6 +38,22 @@ def test_memory_stays_mapped_as_long_as_the_pool() -> None:
 def test_a_pool_of_its_own_is_zeroed() -> None:
     pool = allocate_pool(LAYOUT, 3)
     assert pool.shape == (3, *LAYOUT.block_shape) and not pool.any()
+
+
+def test_a_forked_process_has_a_pool_of_its_own() -> None:
+    code = (
+        "import os; from kvrelay.engine.kv_pool import allocate_pool; from tests.engine.test_kv_pool import LAYOUT\n"
+        "pool = allocate_pool(LAYOUT, 3)\n"
+        "if os.fork() == 0: pool.fill_(1.0); os._exit(0)\n"
+        "assert os.wait()[1] == 0 and not pool.any()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("num_blocks", [2**45, 2**70])
+def test_a_pool_that_does_not_fit_into_memory_is_a_configuration_error(num_blocks: int) -> None:
+    with pytest.raises(ConfigurationError, match=rf"no memory for {num_blocks} KV blocks .*lower --num-blocks"):
+        allocate_pool(LAYOUT, num_blocks)
 
 
 def test_a_pool_that_does_not_fit_on_a_gpu_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
