@@ -109,8 +109,8 @@ def read_tensor(tensor: StoredTensor) -> Tensor:
 
 
 def hold_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
-    """Tells whether two tensors have the same shape and values. Reads them in parts. Raises ModelLoadError."""
-    if first.shape != second.shape:
+    """Tells whether two matrices have the same shape and values. Reads them in parts. Raises ModelLoadError."""
+    if first.shape != second.shape or len(first.shape) != 2:
         return False
     num_rows = first.shape[0]
     step = max(1, _CHUNK_BYTES * num_rows // max(1, first.num_bytes))

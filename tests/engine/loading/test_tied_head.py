@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvrelay.core.errors import ModelLoadError
 from tests.engine.load_on_cpu import load
 from tests.engine.paged_run import check_greedy
 from tests.engine.reference import Reference
@@ -42,3 +43,12 @@ def test_a_head_in_another_shard_and_dtype_is_tied_if_its_values_are_those_of_th
     weight_map = dict.fromkeys(tensors, "a.safetensors") | {"lm_head.weight": "b.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert load(tmp_path, dtype="auto").config.tie_word_embeddings
+
+
+def test_a_head_and_an_embedding_that_are_no_matrices_are_refused_by_name(tmp_path: Path) -> None:
+    make_tiny_model("llama-tied", tmp_path)
+    number = torch.tensor(1.0)
+    numbers = {"model.embed_tokens.weight": number, "lm_head.weight": number.clone()}
+    save_file(load_file(tmp_path / WEIGHTS) | numbers, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"model\.embed_tokens\.weight"):
+        load(tmp_path, dtype="auto")
