@@ -167,6 +167,8 @@ class Node:
 
     def _on_result(self, result: StepResult) -> None:
         self._handler(result)  # first, because clients wait for its tokens; publishing takes time on this thread
+        for failure in result.failures:
+            _logger.error("request %s failed: %s", failure.request_id, failure.message)
         self._prefill_rate.observe(result.load)
         self.event_log.append(result.stored, result.removed, result.load)
         self._publisher.enqueue(result.named, [self._progress(*progress) for progress in result.progress])

@@ -4,8 +4,11 @@ Invariant: every choice ends with exactly one chunk that has a finish reason, an
 however this one ends. The relay is told of every choice that a stop string ends.
 """
 
+import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+
+import grpc
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import status_of
@@ -15,6 +18,8 @@ from kvrelay.text.tokenizer import Tokenizer
 from router.edge.metrics import RouterMetrics
 from router.edge.validation import ClientRequest, RequestValidator
 from router.request import PromptLogprobs, Relay, RequestTrace, RoutedRequest
+
+_logger = logging.getLogger(__name__)
 
 GenerationEvent = TextChunk | PromptLogprobs | RequestTrace
 
@@ -94,11 +99,12 @@ class Edge:
 class _Watch:
     """Measures one request. A request that ends without having finished or failed was aborted by the client."""
 
-    __slots__ = ("_clock", "_finish_reasons", "_metrics", "_outcome", "_saw_token", "_start")
+    __slots__ = ("_clock", "_finish_reasons", "_metrics", "_outcome", "_request_id", "_saw_token", "_start")
 
     def __init__(self, metrics: RouterMetrics, clock: Clock, request: RoutedRequest) -> None:
         self._metrics = metrics
         self._clock = clock
+        self._request_id = request.request_id
         self._start = clock.now()
         self._saw_token = False
         self._outcome = False
@@ -128,7 +134,10 @@ class _Watch:
 
     def failed(self, error: Exception) -> None:
         self._outcome = True
-        self._metrics.count_error(status_of(error).grpc_code.name)
+        code = status_of(error).grpc_code
+        self._metrics.count_error(code.name)
+        if code is grpc.StatusCode.INTERNAL:  # all that the client is told of it is to look here
+            _logger.error("request %s failed: %s", self._request_id, error)
 
     def ended(self) -> None:
         self._metrics.num_requests_running.dec()

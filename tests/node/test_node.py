@@ -3,11 +3,17 @@
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest, StepResult
-from tests.node.fake_node import BLOCK_SIZE, make_node
+from kvrelay.engine.runner import LaunchedStep
+from tests.engine.fake_runner import FakeRunner
+from tests.node.fake_node import BLOCK_SIZE, NUM_BLOCKS, make_node
 
 
 class NotingConnector(InProcessConnector):
@@ -50,3 +56,26 @@ async def test_tokens_are_sent_before_watchers_and_the_publisher_run() -> None:
     await node.close()
     assert order[0] == "sent"
     assert sorted(order) == ["published", "sent", "watched"]
+
+
+class FailingRunner(FakeRunner):
+    """A runner whose every step fails."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE)
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        raise KVRelayError("the model returned logits that are not finite")
+
+
+async def test_the_log_names_a_request_that_a_step_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    node = make_node(FailingRunner())
+    failed = asyncio.Event()
+    node.start(lambda result: failed.set() if result.failures else None)
+    request = EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=1, temperature=0.0, seed=0))
+    await node.engine_thread.call(lambda engine: engine.add(request))
+    async with asyncio.timeout(10.0):
+        await failed.wait()
+    await node.check_idle()
+    await node.close()
+    assert "request a failed: the model returned logits that are not finite" in caplog.text

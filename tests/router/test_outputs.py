@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvrelay.core.errors import KVError, UnavailableError
+from kvrelay.core.errors import KVError, KVRelayError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.choice import TextChunk
@@ -102,6 +102,18 @@ async def test_an_abandoned_request_counts_as_aborted_and_a_failed_one_as_an_err
         assert counted(failing, "request_errors_total", code="INTERNAL") == 1
         assert counted(failing, "request_success_total", finished_reason="abort") is None
         assert counted(failing, "num_requests_running") == 0
+
+
+async def test_the_log_has_what_failed_by_our_own_fault_and_no_other_failure(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for error in (UnavailableError("no node"), KVRelayError("the model returned logits that are not finite")):
+        edge = make_edge(ScriptedRelay(tokenizer, fail_with=error))
+        with pytest.raises(type(error)):
+            [event async for event in edge.generate(request())]
+    assert [record.getMessage() for record in caplog.records] == [
+        "request id failed: the model returned logits that are not finite"
+    ]
 
 
 def test_a_failure_before_admission_is_counted_whatever_it_is(tokenizer: Tokenizer) -> None:
