@@ -104,7 +104,8 @@ async def _serve(settings: ServeSettings) -> int:
     cluster = asyncio.create_task(_run_cluster(settings))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, cluster.cancel)  # a second signal interrupts the orderly end
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
+            loop.add_signal_handler(number, cluster.cancel)  # a second signal interrupts the orderly end
     if settings.supervised:
         on_stdin_closed(cluster.cancel)
     try:

@@ -1,6 +1,8 @@
-"""The commands that `kvrelay serve` would start: roles, threads, flags, and where secrets go."""
+"""The commands that `kvrelay serve` would start: roles, threads, flags, and where secrets go. Which signals end it."""
 
+import asyncio
 import os
+import signal
 import socket
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -10,7 +12,15 @@ from pydantic.fields import FieldInfo
 
 from kvrelay.cli.cores import available_cores, thread_environment
 from kvrelay.cli.main import PROCESS_MODULES
-from kvrelay.cli.serve import ServeSettings, at_its_address, child_environment, node_commands, router_command, serve
+from kvrelay.cli.serve import (
+    ServeSettings,
+    _serve,
+    at_its_address,
+    child_environment,
+    node_commands,
+    router_command,
+    serve,
+)
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
 from kvrelay.cli.supervisor import ChildCommand
 from kvrelay.core.config import ProcessSettings, load_settings
@@ -227,6 +237,25 @@ def test_a_taken_port_is_named_before_any_process_starts(flag: str, capsys: pyte
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     assert f"Address already in use; choose another port with {flag}" in errors
+
+
+@pytest.mark.parametrize(("inherited", "ends"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
+async def test_a_closed_terminal_ends_the_cluster_unless_nohup_started_it(
+    inherited: signal.Handlers, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run_for_ever(settings: ServeSettings) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("kvrelay.cli.serve._run_cluster", run_for_ever)
+    before = signal.signal(signal.SIGHUP, inherited)
+    try:
+        serving = asyncio.create_task(_serve(settings_of("m")))
+        await asyncio.sleep(0)
+        assert (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN) == ends
+        os.kill(os.getpid(), signal.SIGHUP if ends else signal.SIGTERM)
+        assert await serving == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_wrong_redis_url_is_refused_without_its_password(capsys: pytest.CaptureFixture[str]) -> None:
