@@ -21,7 +21,7 @@ from pydantic_settings import CliPositionalArg
 
 from kvrelay.cli.cores import available_cores, thread_environment
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
-from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
+from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor, write_line
 from kvrelay.core.config import ENV_PREFIX, ProcessSettings, flag_of, load_settings
 from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.core_table import CoreTable
@@ -261,5 +261,4 @@ def _announce(settings: ServeSettings, ready: ReadyLine) -> None:
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(f"[serve] {message}\n")
-    sys.stderr.flush()
+    write_line("serve", message)

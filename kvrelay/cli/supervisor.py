@@ -256,9 +256,11 @@ class Supervisor:
 
 
 def write_line(name: str, line: str) -> None:
-    """Writes a child's line to our standard error."""
-    sys.stderr.write(f"[{name}] {line}\n")
-    sys.stderr.flush()
+    """Writes a line to our standard error, under the name of whom it is from. If nobody reads there any more, or the
+    disk is full, the line is lost: a child whose lines were not taken would stop at its next one."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"[{name}] {line}\n")
+        sys.stderr.flush()
 
 
 async def _kill(children: Iterable[Child]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +218,15 @@ async def test_output_is_passed_on_line_by_line() -> None:
         await supervisor.start([child("chatty", CHATTY)], timeout=20)
     assert {"not a ready line", '{"event": "other"}', "10%", "20%"} <= set(lines)
     assert sum(len(line) for line in lines if set(line) == {"x"}) == 200_000
+
+
+async def test_children_run_on_when_nobody_reads_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), os.fdopen(writer, "w") as unread:  # closing it would write what is left
+        monkeypatch.setattr(sys, "stderr", unread)
+        async with Supervisor(stop_timeout=5) as supervisor:
+            await supervisor.start([child("chatty", CHATTY)], timeout=5)
 
 
 async def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
