@@ -39,6 +39,11 @@ _TIMEOUTS_ALIKE = ("start_timeout", "stop_timeout", "step_timeout")
 _LOADS_ALIKE = ("concurrency", "concurrencies", "request_rate", "request_rates", "long_output_len")
 _ALIKE = frozenset((*_TIMEOUTS_ALIKE, *_LOADS_ALIKE))
 
+_SERVICE_LINK = (
+    "Kubernetes gives every pod such a variable, KVRELAY_PORT, for a Service called kvrelay: "
+    "set `enableServiceLinks: false` in the pod, or call the Service otherwise"
+)
+
 _Settings = TypeVar("_Settings", bound="ProcessSettings")
 
 
@@ -239,7 +244,8 @@ def _explain(details: ErrorDetails, fields: Mapping[str, FieldInfo]) -> str:
     if name not in fields:
         return problem
     got = "" if _is_secret(fields[name].annotation) else f", got {details['input']!r}"
-    return f"{_argument(name, fields[name])}: {problem}{got}\n  {_remedy(name, fields[name])}"
+    remedy = _SERVICE_LINK if str(details["input"]).startswith("tcp://") else _remedy(name, fields[name])
+    return f"{_argument(name, fields[name])}: {problem}{got}\n  {remedy}"
 
 
 def _explain_flag(message: str, fields: Mapping[str, FieldInfo]) -> str:

@@ -229,6 +229,14 @@ def test_no_variable_of_another_process_is_taken_for_a_misspelt_one(
     assert ended.value.code == 0, capsys.readouterr().err
 
 
+def test_a_variable_that_kubernetes_sets_for_a_service_is_told_from_a_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVRELAY_PORT", "tcp://10.96.3.7:8000")
+    assert "enableServiceLinks: false" in failure(capsys, "m")
+    assert load("m", "--port", "1").port == 1
+
+
 def test_secrets_are_never_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("KVRELAY_REDIS_URL", "redis://:hunter2@host")
     assert "hunter2" not in repr(load("m"))
