@@ -175,7 +175,9 @@ def _error_body(error: KVRelayError) -> Json:
 
 def _error_response(error: KVRelayError) -> Response:
     status = status_of(error).http_status
-    headers = {"retry-after": str(RETRY_DELAY_SECONDS)} if status in (429, 503) else None
+    headers = {"retry-after": str(RETRY_DELAY_SECONDS)} if status in (429, 503) else {}
+    if status == 503:
+        headers["connection"] = "close"  # so that the next try may reach another router
     return JSONResponse(_error_body(error), status_code=status, headers=headers)
 
 

@@ -309,6 +309,7 @@ async def test_live_and_ready_are_told_apart(gateway: Gateway, relay: ScriptedRe
         assert not_ready.json()["error"]["message"] == "no decode node is known"
     refused = await gateway.post("/v1/completions", COMPLETION)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.headers["connection"] == "close", "on the same connection the next try would meet the same router"
 
 
 async def test_overload_is_reported_before_any_work(gateway: Gateway, relay: ScriptedRelay) -> None:
