@@ -21,7 +21,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.health_service import HealthService
-from kvrelay.core.lifecycle import StopSignals, announce_ready
+from kvrelay.core.lifecycle import StopSignals, announce_ready, raise_open_files_limit
 from kvrelay.core.listening import address_of, bound_socket, check_port
 from kvrelay.core.logs import configure_logging
 from kvrelay.core.rpc import (
@@ -71,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs one router until it is told to stop; returns the exit status."""
     settings = load_settings(RouterSettings, argv, prog="kvrelay router")
     configure_logging("router", settings.log_level)
+    raise_open_files_limit()
     try:
         uvloop.run(_run(settings))
     except KVRelayError as error:

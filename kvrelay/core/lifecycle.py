@@ -8,6 +8,7 @@ import asyncio
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -27,6 +28,13 @@ class StopSignals:
 
     def _on_signal(self) -> None:
         (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+def raise_open_files_limit() -> None:
+    """Lets this process open as many files as the system allows. A connection is one, and with the usual limit of 1,024
+    new clients and nodes would be cut off before `max_concurrent_requests` are running."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def on_stdin_closed(action: Callable[[], object]) -> None:

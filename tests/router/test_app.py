@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -173,6 +174,17 @@ async def test_an_address_of_a_node_that_is_none_ends_the_router_with_a_message(
         _, stderr = await process.communicate()
         assert process.returncode == 2
         assert b"--decode-nodes" in stderr and b"host:port" in stderr
+
+
+async def test_a_router_may_have_as_many_connections_as_the_system_allows(model_dir: Path) -> None:
+    flags = ("--decode-nodes", "127.0.0.1:1", "--port", "0", "--grpc-port", "0", "--start-timeout", "0")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with AsyncExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+        process = await stack.enter_async_context(router_process(str(model_dir), *flags))
+        await ready_line(process)
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_events_do_not_wait_for_acknowledgements() -> None:
