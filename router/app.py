@@ -81,8 +81,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(settings: RouterSettings) -> None:
-    stop = StopSignals(supervised=settings.supervised).stop
-    async with serve(settings, stop) as addresses:
+    signals = StopSignals(supervised=settings.supervised)
+    stop = signals.stop
+    async with serve(settings, stop, signals.hurry) as addresses:
         name = served_model_name(settings)
         announce_ready(role="router", http_address=addresses.http, grpc_address=addresses.grpc, model=name)
         _logger.info("%s is served: HTTP on %s, gRPC on %s", name, addresses.http, addresses.grpc)
@@ -91,9 +92,10 @@ async def _run(settings: RouterSettings) -> None:
 
 
 @asynccontextmanager
-async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[ServedAddresses]:
+async def serve(settings: RouterSettings, stop: asyncio.Event, hurry: asyncio.Event) -> AsyncIterator[ServedAddresses]:
     """Runs a whole router while the context is open. `stop` ends the wait for nodes early, and is set when the HTTP
-    server ends by itself. Raises ConfigurationError for settings with which nothing can be served."""
+    server ends by itself; `hurry` ends the wait for running requests at the end. Raises ConfigurationError for settings
+    with which nothing can be served."""
     if not settings.decode_nodes:
         raise ConfigurationError("--decode-nodes is empty: without a decode node nothing can be served")
     check_port(settings.host, settings.port, flag="--port")  # before the nodes are waited for
@@ -119,7 +121,7 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> AsyncIterator[
                 yield ServedAddresses(
                     http=address_of(settings.host, http_port), grpc=address_of(settings.host, grpc_server.port)
                 )
-            await relay.close(timeout=settings.stop_timeout)
+            await _finish_requests(relay, settings.stop_timeout, hurry)
     finally:
         await relay.close(timeout=0)
         await registry.close()
@@ -156,6 +158,16 @@ async def _wait_for_nodes(settings: RouterSettings, registry: Registry, stop: as
     await end_tasks(settled, stopped)
     for node in registry.nodes:
         _logger.info("%s node %s is %s", node.role.value, node.name, node.state.value)
+
+
+async def _finish_requests(relay: ClusterRelay, timeout: float, hurry: asyncio.Event) -> None:
+    """Gives running requests `timeout` seconds to end, but none any more once `hurry` is set, and fails the rest."""
+    closing = asyncio.create_task(relay.close(timeout=timeout))
+    hurried = asyncio.create_task(hurry.wait())
+    done, _ = await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    if closing not in done:
+        await relay.close(timeout=0)
+    await end_tasks(closing, hurried)
 
 
 @asynccontextmanager

@@ -91,5 +91,9 @@ class RouterSettings(RouterOptions):
         ge=0,
         description="Seconds to wait for the nodes before serving without those that are missing.",
     )
-    stop_timeout: float = Field(default=5.0, ge=0, description="Seconds that running requests get to finish on a stop.")
+    stop_timeout: float = Field(
+        default=5.0,
+        ge=0,
+        description="Seconds that running requests get to finish on a stop; a second signal cuts this short.",
+    )
     supervised: bool = Field(default=False, description="Exit when standard input closes (used by kvrelay serve).")

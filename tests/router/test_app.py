@@ -98,6 +98,28 @@ async def test_a_router_serves_without_torch_and_ends_on_sigterm(model_dir: Path
             assert await process.wait() == 0
 
 
+async def test_a_second_signal_ends_the_wait_for_running_requests(model_dir: Path) -> None:
+    async with AsyncExitStack() as stack:
+        decode = ScriptedDecode()
+        await decode.start()
+        stack.push_async_callback(decode.stop)
+        flags = ("--decode-nodes", decode.address, "--port", "0", "--grpc-port", "0", "--stop-timeout", "3600")
+        process = await stack.enter_async_context(router_process(str(model_dir), *flags))
+        ready = await ready_line(process)
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=PATIENCE))
+        url = f"http://{ready['http_address']}"
+        posted = asyncio.create_task(client.post(f"{url}/v1/completions", json={"prompt": "hello", "max_tokens": 1}))
+        await decode.admit()
+        process.send_signal(signal.SIGTERM)
+        while (await client.get(f"{url}/readyz")).status_code == 200:
+            await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        answer = await posted
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the router is stopping")
+        async with asyncio.timeout(PATIENCE):
+            assert await process.wait() == 0
+
+
 async def test_readiness_follows_the_decode_nodes(model_dir: Path) -> None:
     async with AsyncExitStack() as stack:
         decode = ScriptedDecode()

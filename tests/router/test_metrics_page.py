@@ -18,7 +18,7 @@ async def test_the_page_names_every_family_and_no_other(tokenizer_directory: Pat
     settings = RouterSettings(
         model=str(tokenizer_directory), decode_nodes=("127.0.0.1:1",), port=0, grpc_port=0, start_timeout=0.0
     )
-    async with serve(settings, asyncio.Event()) as addresses:
+    async with serve(settings, asyncio.Event(), asyncio.Event()) as addresses:
         async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
             scraped = (await client.get(f"http://{addresses.http}/metrics")).text
     families = set(re.findall(r"^# TYPE (\S+)", scraped, re.MULTILINE))
