@@ -13,7 +13,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
 MAX_TOKEN_ENTRIES = 65_536  # of stop_token_ids, and of logit_bias
-MAX_SEED = 2**64 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 
 _INTEGERS = ("n", "max_tokens", "min_tokens", "top_k")
 _OPTIONAL_INTEGERS = ("seed", "logprobs", "prompt_logprobs")
@@ -32,9 +32,10 @@ class SamplingParams:
     unmodified logits. Randomness is a pure function of (seed, choice index, position); with `seed` None the router
     (or `LLM`) draws one.
 
-    `stop` may be one string, and `logit_bias` a mapping from token id to bias or such pairs. Both become tuples, and
-    so does `stop_token_ids`; InvalidRequestError if that is not possible, or if there are too many entries, of which
-    those past the limit are not looked at.
+    What clients may write in several ways has one form here. A `top_k` of -1 becomes 0, and a negative `seed` the
+    unsigned number of the same 64 bits. `stop` may be one string, and `logit_bias` a mapping from token id to bias or
+    such pairs. Both become tuples, and so does `stop_token_ids`; InvalidRequestError if that is not possible, or if
+    there are too many entries, of which those past the limit are not looked at.
     """
 
     n: int = 1
@@ -58,6 +59,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        if isinstance(self.seed, Integral) and MIN_SEED <= self.seed < 0:
+            object.__setattr__(self, "seed", int(self.seed) % 2**64)
         pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         biases = _tuple("logit_bias", pairs, MAX_TOKEN_ENTRIES, "a mapping from token id to bias")
         object.__setattr__(self, "logit_bias", biases)
@@ -108,7 +113,7 @@ class SamplingParams:
                     f"stop strings must have 1 to {MAX_STOP_STRING_LENGTH} characters", field="stop"
                 )
         if self.seed is not None:
-            _in_range("seed", self.seed, 0, MAX_SEED)
+            _in_range("seed", self.seed, MIN_SEED, MAX_SEED)
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
         if self.prompt_logprobs is not None:

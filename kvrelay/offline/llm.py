@@ -177,7 +177,6 @@ class LLM:
         """Returns the sampling of prompt `number` with a seed, and with `max_tokens` and `min_tokens` lowered to what
         the model's length leaves after the prompt. Raises InvalidRequestError."""
         room = self.max_model_len - num_prompt_tokens
-        sampling = _as_over_http(sampling)
         try:
             sampling.validate(vocab_size=self.vocab_size)
         except InvalidRequestError as error:
@@ -276,15 +275,6 @@ def _conversation(given: Sequence[Message]) -> list[ChatMessage]:
         except ValueError as error:
             raise InvalidRequestError(f"messages[{number}]: {error}", field="messages") from error
     return messages
-
-
-def _as_over_http(sampling: SamplingParams) -> SamplingParams:
-    """Returns `sampling` with what HTTP takes for `top_k` and `seed` besides the engine's values: -1 for off, and
-    negative seeds."""
-    seed = sampling.seed
-    if isinstance(seed, int) and -(2**63) <= seed < 0:
-        seed %= 2**64
-    return replace(sampling, top_k=0 if sampling.top_k == -1 else sampling.top_k, seed=seed)
 
 
 def _per_prompt(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

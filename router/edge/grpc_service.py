@@ -182,8 +182,6 @@ def _client_request(request: router_pb2.GenerateRequest, timeout: float | None) 
         case _:
             raise InvalidRequestError("prompt, prompt_token_ids or chat is required", field="prompt")
     given = {name: getattr(request, name) for name in _OPTIONAL_SAMPLING_FIELDS if request.HasField(name)}
-    if given.get("top_k") == -1:  # which means off, as over HTTP
-        given["top_k"] = 0
     sampling = SamplingParams(
         **given,
         logit_bias=request.logit_bias,

@@ -77,7 +77,7 @@ class GenerationBody(BaseModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None  # its values are checked by `_biases`, up to the first wrong one
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    seed: int | None = None
     # vLLM's extra fields
     top_k: int | None = None
     min_p: float | None = None
@@ -123,14 +123,6 @@ class GenerationBody(BaseModel):
         given: dict[str, Any] = {
             name: value for name in _PLAIN_SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
-        if self.top_k is not None:
-            given["top_k"] = 0 if self.top_k == -1 else self.top_k
-        if self.seed is not None:
-            given["seed"] = self.seed % 2**64
-        if self.stop is not None:
-            given["stop"] = self.stop
-        if self.stop_token_ids is not None:
-            given["stop_token_ids"] = self.stop_token_ids
         if self.logit_bias is not None:
             given["logit_bias"] = _biases(self.logit_bias)
         return SamplingParams(**given, logprobs=logprobs)
@@ -142,9 +134,13 @@ _PLAIN_SAMPLING_FIELDS = (
     "top_p",
     "presence_penalty",
     "frequency_penalty",
+    "stop",
+    "seed",
+    "top_k",
     "min_p",
     "repetition_penalty",
     "min_tokens",
+    "stop_token_ids",
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
