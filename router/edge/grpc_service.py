@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 
@@ -23,6 +23,7 @@ from router.edge.validation import (
     ChatPrompt,
     ClientRequest,
     Prompt,
+    Role,
     TextPrompt,
     TokenPrompt,
     check_token_ids,
@@ -206,6 +207,12 @@ def _chat_prompt(chat: router_pb2.ChatMessages) -> ChatPrompt:
         raise InvalidRequestError(
             f"messages has {len(chat.messages)} entries, at most {MAX_MESSAGES} are allowed", field="messages"
         )
+    for number, message in enumerate(chat.messages):
+        if message.role not in get_args(Role):
+            raise InvalidRequestError(
+                f"messages[{number}].role must be one of {', '.join(get_args(Role))}, got {message.role[:100]!r}",
+                field="messages",
+            )
     return ChatPrompt([{"role": message.role, "content": message.content} for message in chat.messages])
 
 

@@ -6,14 +6,14 @@ level.
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.text.message_content import text_of
-from router.edge.validation import MAX_MESSAGES
+from router.edge.validation import MAX_MESSAGES, Role
 
 _logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class CompletionBody(GenerationBody):
 class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     content: Any = None
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ does.
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from kvrelay.core.errors import InvalidRequestError, UnknownModelError
 from kvrelay.core.sampling_params import SamplingParams
@@ -18,6 +19,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_PRIORITY = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 1024
 MAX_MESSAGES = 8192
+Role = Literal["system", "developer", "user", "assistant"]
+"""Who may speak in a chat."""
 # More characters per token than any vocabulary has on average: longer text is refused without tokenising it.
 MAX_CHARS_PER_TOKEN = 128
 

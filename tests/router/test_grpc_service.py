@@ -21,6 +21,7 @@ from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, counted
 Stub: TypeAlias = "router_pb2_grpc.RouterAsyncStub"
 
 REPLY = "Paris is the capital of France"
+WIZARD = router_pb2.ChatMessage(role="wizard", content="x")
 HELLO = router_pb2.ChatMessage(role="user", content="hello")
 
 
@@ -160,6 +161,7 @@ async def test_tokenize_and_detokenize_are_inverse_and_the_model_is_listed(stub:
         (router_pb2.GenerateRequest(prompt="x", stop=["a"] * (MAX_STOP_STRINGS + 1)), "stop"),
         (router_pb2.GenerateRequest(prompt="x", stop_token_ids=[5] * (MAX_TOKEN_ENTRIES + 1)), "stop_token_ids"),
         (router_pb2.GenerateRequest(chat=router_pb2.ChatMessages(messages=[HELLO] * (MAX_MESSAGES + 1))), "messages"),
+        (router_pb2.GenerateRequest(chat=router_pb2.ChatMessages(messages=[HELLO, WIZARD])), "messages"),
     ],
 )
 async def test_bad_input_names_its_field_and_the_next_request_works(
