@@ -154,7 +154,7 @@ def _pair(name: str, value: object) -> tuple[object, object]:
 
 
 def _check_type(name: str, value: object, wanted: type, words: str) -> None:
-    if not isinstance(value, wanted):
+    if not isinstance(value, wanted) or isinstance(value, bool):  # true and false are integers to Python
         raise InvalidRequestError(f"{name} must be {words}, got {value!r}", field=name)
 
 

@@ -236,7 +236,7 @@ def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns a list of prompts, whether one or several were given. Raises InvalidRequestError."""
     if isinstance(given, str):
         return [given]
-    if not isinstance(given, Sequence):
+    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):  # whose items are integers, too
         raise InvalidRequestError(f"prompts must be a prompt or a list of them, got {given!r}", field="prompts")
     if all(isinstance(item, int) for item in given):
         return [[item for item in given if isinstance(item, int)]] if given else []

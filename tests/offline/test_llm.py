@@ -189,6 +189,8 @@ def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
         (["one", "two"], [GREEDY, replace(GREEDY, n=9)], r"prompt 1: n is above max_num_seqs \(8\)"),
         (["fine", 3.5], GREEDY, "prompt 1 is neither a text nor a list of token ids"),
         (None, GREEDY, "prompts must be a prompt or a list of them, got None"),
+        (b"fine", GREEDY, "prompts must be a prompt or a list of them, got b'fine'"),
+        ("one", replace(GREEDY, logprobs=True), "prompt 0: logprobs must be an integer or None, got True"),
         ("one", {"max_tokens": 5}, "sampling_params must be a SamplingParams or a list of them, got {"),
         (["one", "two"], [GREEDY, None], "sampling_params must be a SamplingParams or a list of them"),
         ([[5] * 100_000], GREEDY, "prompt 0 has 100000 tokens"),
