@@ -28,6 +28,7 @@ __all__ = [
     "TokenLogprobs",
     "__version__",
 ]
+_EXTRA = ("torch", "safetensors", "tqdm")  # what pyproject.toml's extra `engine` installs
 
 
 def __getattr__(name: str) -> object:
@@ -37,5 +38,7 @@ def __getattr__(name: str) -> object:
     try:
         found: object = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise  # a broken package, or a file of the caller that has the name of one
         raise ImportError(f"{name} needs {error.name}: pip install 'kvrelay[engine]'") from error
     return found

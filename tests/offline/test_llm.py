@@ -285,6 +285,18 @@ def test_importing_the_package_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [("torch", "ImportError: LLM needs torch: pip install 'kvrelay[engine]'"), ("else", "No module named 'else'")],
+)
+def test_an_import_that_fails_names_the_extra_only_if_it_helps(tmp_path: Path, missing: str, message: str) -> None:
+    (tmp_path / "tqdm.py").write_text(f"raise ModuleNotFoundError(\"No module named '{missing}'\", name='{missing}')\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", "from kvrelay import LLM"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stderr.splitlines()[-1].endswith(message)
+
+
 def test_chunks_smaller_than_a_block_give_the_same_tokens() -> None:
     """A step that fills no block and ends no prompt has no result, but is not the end."""
     small = LLM(str(DEMO_MODEL), dtype="float32", threads=1, num_blocks=8, block_size=64, max_num_batched_tokens=16)
