@@ -1,5 +1,5 @@
-"""The compiled extension. Tensors are borrowed through DLPack; `native.py`, `fused.py` and
-`quantized.py` say what the arguments mean.
+"""The compiled extension. Tensors are borrowed through DLPack; `native.py`, `fused.py` and `quantized.py` say what the
+arguments mean.
 
 Raises ValueError for shapes, strides or element types that do not fit, IndexError for blocks and slots outside the
 pool.
@@ -67,12 +67,15 @@ def quantized_matmul(
     x: Tensor,
     packed: Tensor,
     scales: Tensor,
+    zeros: Tensor | None,
     bias: Tensor | None,
     bits: int,
     group_size: int,
     num_threads: int,
 ) -> None: ...
-def dequantize(out: Tensor, packed: Tensor, scales: Tensor, bits: int, group_size: int, num_threads: int) -> None: ...
+def dequantize(
+    out: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, num_threads: int
+) -> None: ...
 def fill_panels(packed: Tensor, weight: Tensor, first_output: int, num_outputs: int, num_threads: int) -> None: ...
 def take_rows(out: Tensor, packed: Tensor, outputs: Tensor, num_outputs: int, num_threads: int) -> None: ...
 def packed_matmul(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, num_threads: int) -> None: ...
