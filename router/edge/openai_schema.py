@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.text.message_content import text_of
-from router.edge.validation import MAX_MESSAGES, Role
+from router.edge.validation import MAX_MESSAGES, Role, room_for_output
 
 _logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class CompletionBody(GenerationBody):
             if not prompt:
                 raise InvalidRequestError("prompt must not be empty", field="prompt")
             if type(prompt[0]) is int:
-                _check_lengths([prompt], max_model_len)
+                room_for_output(len(prompt), max_model_len, field="prompt")
                 if _are_token_ids(prompt):
                     return [prompt]
             if len(prompt) > MAX_PROMPTS:
@@ -184,7 +184,7 @@ class CompletionBody(GenerationBody):
             if all(isinstance(entry, str) for entry in prompt):
                 return prompt
             if all(isinstance(entry, list) for entry in prompt):
-                _check_lengths(prompt, max_model_len)
+                room_for_output(max(map(len, prompt)), max_model_len, field="prompt")
                 if all(map(_are_token_ids, prompt)):
                     return prompt
         raise InvalidRequestError(
@@ -235,16 +235,6 @@ class ChatBody(GenerationBody):
     def rendered_messages(self) -> list[dict[str, str]]:
         """Returns roles and texts."""
         return [{"role": message.role, "content": message.text} for message in self.messages]
-
-
-def _check_lengths(prompts: list[list[Any]], max_model_len: int) -> None:
-    longest = max(map(len, prompts))
-    if longest > max_model_len:
-        raise InvalidRequestError(
-            f"the prompt has {longest} tokens, but the model's maximum is {max_model_len} tokens of prompt and output "
-            "together",
-            field="prompt",
-        )
 
 
 def _are_token_ids(values: list[Any]) -> bool:

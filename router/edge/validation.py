@@ -102,7 +102,7 @@ class RequestValidator:
         """Returns the prompt's tokens, at least one and all in the vocabulary. Raises InvalidRequestError otherwise."""
         if isinstance(prompt, TokenPrompt):
             token_ids, field = prompt.token_ids, "prompt"
-            _room(len(token_ids), model.max_model_len, field=field)  # before the values are checked
+            room_for_output(len(token_ids), model.max_model_len, field=field)  # before the values are checked
         elif isinstance(prompt, TextPrompt):
             field = "prompt"
             if not prompt.text:
@@ -162,7 +162,7 @@ def _fitted(
     """Returns `sampling` with the final `max_tokens`. Raises InvalidRequestError if the model's length does not allow
     it."""
     prompt_field = "messages" if isinstance(client.prompt, ChatPrompt) else "prompt"
-    room = _room(num_prompt_tokens, max_model_len, field=prompt_field)
+    room = room_for_output(num_prompt_tokens, max_model_len, field=prompt_field)
     wanted = client.max_tokens
     if wanted is None:
         wanted = room if isinstance(client.prompt, ChatPrompt) else min(DEFAULT_COMPLETION_TOKENS, room)
@@ -180,7 +180,7 @@ def _fitted(
     return replace(sampling, max_tokens=wanted)
 
 
-def _room(num_prompt_tokens: int, max_model_len: int, *, field: str) -> int:
+def room_for_output(num_prompt_tokens: int, max_model_len: int, *, field: str) -> int:
     """Returns how many tokens are left for the output, at least one. Raises InvalidRequestError if there are none."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
