@@ -24,7 +24,6 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import grpc
 
@@ -33,6 +32,7 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.rpc import Context
 from kvrelay.core.wire import fetch_report_to_wire, output_from_wire, source_from_wire
 from kvrelay.engine.request import Admission, KVRole, StepResult
 from kvrelay.node.convert import engine_request_from_wire
@@ -42,8 +42,6 @@ from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
 
 _logger = logging.getLogger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _new_future() -> "asyncio.Future[tuple[TokenOutput, ...]]":

@@ -18,7 +18,6 @@ import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import grpc
 
@@ -26,6 +25,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.rpc import Context
 from kvrelay.core.wire import fetch_report_to_wire, logprobs_to_wire, output_to_wire, source_from_wire
 from kvrelay.engine.request import Admission, KVRole, PromptOutput, StepResult
 from kvrelay.node.convert import engine_request_from_wire
@@ -37,8 +37,6 @@ from prefill_node.leases import LeaseTable
 
 _logger = logging.getLogger(__name__)
 _MAX_LEASE_SECONDS = 600.0
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True)

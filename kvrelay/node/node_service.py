@@ -4,15 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import fields
 from itertools import starmap
-from typing import Any
-
-import grpc
 
 from kv_connector.stats import ConnectorStats
 from kvrelay import __version__
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import ConnectorCounters, NodeDescription, NodeRole, NodeStats
+from kvrelay.core.rpc import Context
 from kvrelay.core.wire import description_to_wire, load_to_wire, stats_to_wire
 from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node
@@ -40,9 +38,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._heartbeat = heartbeat
         self._clock = clock or MonotonicClock()
 
-    async def Describe(
-        self, request: node_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> node_pb2.DescribeResponse:
+    async def Describe(self, request: node_pb2.DescribeRequest, context: Context) -> node_pb2.DescribeResponse:
         self._node.require_alive()
         identity, config = self._node.identity, self._node.engine_config
         description = NodeDescription(
@@ -60,9 +56,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         )
         return description_to_wire(description)
 
-    async def Watch(
-        self, request: node_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[node_pb2.WatchResponse]:
+    async def Watch(self, request: node_pb2.WatchRequest, context: Context) -> AsyncIterator[node_pb2.WatchResponse]:
         log = self._node.event_log
         epoch = self._node.identity.epoch
         sequence = request.after_sequence if request.epoch == epoch else None

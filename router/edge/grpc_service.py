@@ -10,9 +10,8 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, get_args
 
-import grpc
-
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.text.choice import TextChunk
@@ -32,8 +31,6 @@ from router.request import PromptLogprobs, RequestTrace, RoutedRequest
 
 SERVICE_NAME = "kvrelay.v1.Router"
 MAX_REQUEST_ID_CHARS = 128
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 # Typed as Any because the stubs of `HasField` accept only literals.
 _OPTIONAL_SAMPLING_FIELDS: tuple[Any, ...] = (

@@ -8,9 +8,10 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from decode_node.service import Context, DecodeService
+from decode_node.service import DecodeService
 from kv_connector.in_process import InProcessHub
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import output_to_wire, sampling_to_wire
 from kvrelay.engine.request import StepResult

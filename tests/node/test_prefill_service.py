@@ -9,11 +9,12 @@ import pytest
 
 from kv_connector.in_process import InProcessHub
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, UnavailableError
+from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import prefill_node_pb2 as pb
-from prefill_node.service import Context, PrefillService
+from prefill_node.service import PrefillService
 from tests.engine.fake_runner import expected_output
 from tests.node.fake_node import BrokenConnector, GatedRunner, make_node, serving
 
