@@ -5,27 +5,22 @@ Invariant: only a connector that has moved the right bytes between two processes
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal
 
 from kv_connector.registry import direct_name
 from kv_connector.self_test import SelfTestReport
 from kvrelay.core.errors import ConfigurationError
 
-DeviceTransfer = Literal["auto", "direct", "staged"]
-
 _logger = logging.getLogger(__name__)
 
 
 async def choose_direct(
-    wish: DeviceTransfer, names: Sequence[str], check: Callable[[str], Awaitable[SelfTestReport]], *, problem: str = ""
+    names: Sequence[str], check: Callable[[str], Awaitable[SelfTestReport]], *, required: bool, problem: str
 ) -> tuple[str, ...]:
     """Returns the connectors over device memory (names for `registry.create_direct`) that replace the backends `names`;
-    none when those are to move staged blocks. `check` tests one connector. `problem`: why none can work, if that is
-    known in advance. Raises ConfigurationError when `wish` is "direct" and no direct transfer works."""
-    if wish == "staged":
-        return ()
+    none when no direct transfer works, which raises ConfigurationError if it is `required`. `check` tests one
+    connector. `problem`: why none can work, if that is known in advance; otherwise empty."""
     found, lacking = ((), problem) if problem else await _working(names, check)
-    if lacking and wish == "direct":
+    if lacking and required:
         raise ConfigurationError(
             f"--kv-device-transfer direct does not work here: {lacking}; auto or staged moves KV through host memory"
         )

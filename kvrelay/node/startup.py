@@ -158,7 +158,8 @@ async def _direct(
     async def check(name: str) -> SelfTestReport:
         return await check_direct(name, connector_settings, cuda_scratch, probe=TRANSFER_PROBE)
 
-    return await choose_direct(settings.kv_device_transfer, names, check, problem=problem_with_direct())
+    required = settings.kv_device_transfer == "direct"
+    return await choose_direct(names, check, required=required, problem=problem_with_direct())
 
 
 def _connector_settings(settings: NodeSettings) -> ConnectorSettings:

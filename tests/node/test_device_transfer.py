@@ -4,7 +4,7 @@ import pytest
 
 from kv_connector.self_test import SelfTestReport
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.node.device_transfer import DeviceTransfer, choose_direct
+from kvrelay.node.device_transfer import choose_direct
 
 
 class SelfTests:
@@ -18,14 +18,14 @@ class SelfTests:
         self.checked.append(name)
         return SelfTestReport("nothing arrived") if name in self._bad else SelfTestReport(bytes_per_second=1e9)
 
-    async def choose(self, names: str, wish: DeviceTransfer = "auto", problem: str = "") -> str:
-        return ",".join(await choose_direct(wish, names.split(","), self.check, problem=problem))
+    async def choose(self, names: str, *, required: bool = False, problem: str = "") -> str:
+        return ",".join(await choose_direct(names.split(","), self.check, required=required, problem=problem))
 
 
 async def test_connectors_that_pass_serve_device_memory() -> None:
     assert await SelfTests().choose("shared_memory") == "cuda_ipc"
     assert await SelfTests().choose("shared_memory,ucx") == "cuda_ipc,ucx"
-    assert await SelfTests().choose("ucx", "direct") == "ucx"
+    assert await SelfTests().choose("ucx", required=True) == "ucx"
 
 
 async def test_ucx_serves_alone_but_nothing_serves_without_a_chosen_ucx() -> None:
@@ -35,9 +35,8 @@ async def test_ucx_serves_alone_but_nothing_serves_without_a_chosen_ucx() -> Non
     assert await SelfTests("cuda_ipc").choose("shared_memory") == ""
 
 
-async def test_staging_is_chosen_without_a_test_when_it_is_set_or_unavoidable() -> None:
+async def test_staging_is_chosen_without_a_test_when_it_is_unavoidable() -> None:
     tests = SelfTests()
-    assert await tests.choose("shared_memory", "staged") == ""
     assert await tests.choose("ucx,redis") == ""
     assert await tests.choose("ucx", problem="no") == ""
     assert not tests.checked
@@ -55,4 +54,4 @@ async def test_direct_transfer_that_is_set_and_impossible_ends_the_start(
     names: str, bad: str, problem: str, why: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"kv-device-transfer direct does not work here: {why}.*staged"):
-        await SelfTests(bad).choose(names, "direct", problem)
+        await SelfTests(bad).choose(names, required=True, problem=problem)
