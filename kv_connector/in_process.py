@@ -62,8 +62,7 @@ class InProcessConnector:
     async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
             shared = self._require()
-            for block in part:
-                self.stats.count_published(shared.publish(block), shared.pool.block_bytes)
+            self.stats.count_published(await shared.publish(part), shared.pool.block_bytes)
             await asyncio.sleep(0)
 
     def retract(self, block_ids: Sequence[int]) -> None:

@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 
 from kv_connector.header import BlockHeader
 from kv_connector.payloads import Payloads
-from kv_connector.pool import LocalPool
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.named_block import NamedBlock
 
@@ -32,15 +31,9 @@ class SharedPool(Generic[PoolT]):
     def __post_init__(self) -> None:
         self.generations = [0] * self.pool.num_blocks
 
-    def publish(self: "SharedPool[LocalPool]", block: NamedBlock) -> bool:
-        """Digests a block and makes it visible, unless it is so already or is retracted meanwhile; tells whether."""
-        generation = self.generations[block.block_id]
-        if self._holds(block):
-            return False
-        return self.put(block.block_id, self.pool.describe(block, self.epoch), generation)
-
-    async def publish_all(self, blocks: Sequence[NamedBlock]) -> int:
-        """Publishes several blocks, wherever the pool is; returns how many became visible."""
+    async def publish(self, blocks: Sequence[NamedBlock]) -> int:
+        """Digests blocks and makes them visible, except those that are so already or are retracted meanwhile; returns
+        how many became visible."""
         generations = self.generations
         fresh = [(block, generations[block.block_id]) for block in blocks if not self._holds(block)]
         headers = await self.pool.describe_all([block for block, _ in fresh], self.epoch)

@@ -96,7 +96,7 @@ class UcxConnector:
         pool = self._require().shared.pool
         for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
             shared = self._require().shared
-            published = await shared.publish_all(part)
+            published = await shared.publish(part)
             self.stats.count_published(published, shared.pool.block_bytes)
             await asyncio.sleep(0)
 
