@@ -4,12 +4,10 @@ It takes two calls, because the caller makes the pool: `prepare_engine` says how
 `PreparedEngine.build` takes it.
 """
 
-import importlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from paged_kernels.base import AttentionBackend
@@ -111,9 +109,11 @@ class PreparedEngine:
 
     def _runner(self, kv_pool: Tensor, threads: StepThreads) -> Runner:
         if self.device.type != "cpu":
-            build = _gpu_startup().gpu_runner
-            runner: Runner = build(self.options, self.loaded, kv_pool, self.size.max_model_len)
-            return runner
+            from kvrelay.engine.gpu.startup import (
+                gpu_runner,
+            )  # it imports Triton, which need not be installed elsewhere
+
+            return gpu_runner(self.options, self.loaded, kv_pool, self.size.max_model_len)
         config = self.loaded.config
         return CpuRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool, threads)
 
@@ -150,7 +150,9 @@ def _prepare(options: EngineOptions) -> PreparedEngine:
     if device.type == "cpu":
         size = size_pool(options, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
     else:
-        size = _gpu_startup().size_gpu_pool(options, loaded, layout)
+        from kvrelay.engine.gpu.startup import size_gpu_pool
+
+        size = size_gpu_pool(options, loaded, layout)
     return PreparedEngine(options, loaded, layout, size, attention.name)
 
 
@@ -165,15 +167,10 @@ def _load(options: EngineOptions, device: torch.device, attention: AttentionBack
             attention=attention,
             max_model_len=options.max_model_len or None,
             quantization=options.quantization,
-            device=str(device),
+            device=device,
             weight_store=None if options.weight_store is None else WeightStore(options.weight_store),
             progress=_progress_logger(),
         )
-
-
-def _gpu_startup() -> ModuleType:
-    """Imports what a GPU needs. Called only with a GPU: it imports Triton, which need not be installed elsewhere."""
-    return importlib.import_module("kvrelay.engine.gpu.startup")
 
 
 def _cpu_only(options: EngineOptions) -> str:

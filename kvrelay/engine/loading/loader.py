@@ -42,6 +42,8 @@ Progress = Callable[[int, int], None]
 
 FINGERPRINT_VERSION = 1
 
+_CPU = torch.device("cpu")
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -66,7 +68,7 @@ def load_model(
     attention: AttentionBackend,
     max_model_len: int | None,
     quantization: Quantization = "none",
-    device: str = "cpu",
+    device: torch.device = _CPU,
     weight_store: WeightStore | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -86,7 +88,7 @@ def load_model(
     directory = resolve_model_directory(path)
     checkpoint = open_checkpoint(directory)
     config = _with_its_own_head(load_model_config(directory), checkpoint)
-    compute_dtype = _compute_dtype(dtype, config, checkpoint, torch.device(device))
+    compute_dtype = _compute_dtype(dtype, config, checkpoint, device)
     length = _model_len(max_model_len, config)
     weights = _weight_format(config, checkpoint, compute_dtype, device, quantization)
     with place_for(weight_store, config, weights, checkpoint) as place:
@@ -128,12 +130,11 @@ def _with_its_own_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConf
 
 
 def _weight_format(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: str, quantization: Quantization
+    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: Quantization
 ) -> WeightFormat:
-    target = torch.device(device)
     if config.quantization is None:
-        weights = WeightFormat(dtype, target, bits_of(quantization))
-        if weights.bits is not None and target.type != "cpu":
+        weights = WeightFormat(dtype, device, bits_of(quantization))
+        if weights.bits is not None and device.type != "cpu":
             raise ConfigurationError(f"quantization {quantization} is for CPUs; use none on {device}")
         return weights
     if quantization != "none":
@@ -142,7 +143,7 @@ def _weight_format(
             "which runs it as it is, or a checkpoint that is not quantised"
         )
     tensors = PrequantizedTensors(config.quantization, frozenset(checkpoint.tensors()))
-    return WeightFormat(dtype, target, prequantized=tensors)
+    return WeightFormat(dtype, device, prequantized=tensors)
 
 
 def _log_prequantized(model: DecoderForCausalLM, prequantized: PrequantizedTensors) -> None:

@@ -130,7 +130,7 @@ def test_quantising_for_a_gpu_is_refused(tmp_path: Path) -> None:
             attention=select_backend("reference"),
             max_model_len=None,
             quantization="int8",
-            device="meta",
+            device=torch.device("meta"),
         )
 
 
