@@ -100,7 +100,7 @@ class EngineBench:
         config = self.model.config
         shape = (plan.num_blocks, config.num_kv_heads, config.num_layers, 2, _BLOCK_SIZE, config.head_dim)
         self._pool = torch.zeros(shape, dtype=dtype, device=device)
-        self._sampler = GpuSampler(config.vocab_size, ())
+        self._sampler = GpuSampler(())
         start = time.perf_counter()
         recorder = CudaGraphRecorder() if device.type == "cuda" else EagerRecorder()
         self._runner = GpuRunner(self.model, self._sampler, self._pool, limits, recorder)

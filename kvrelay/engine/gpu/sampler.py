@@ -66,8 +66,7 @@ class GpuSampler:
     """The counterpart of `Sampler` for a GPU, in three steps: `arrays` prepares what the rows need there, `launch`
     enqueues the sampling, and `LaunchedSampling.collect` reads the result. It has no state; any thread may call it."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
 
     def arrays(self, rows: Sequence[SamplingRow]) -> dict[str, Array]:

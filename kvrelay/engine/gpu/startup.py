@@ -33,7 +33,7 @@ def size_gpu_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout)
     ):
         profile = profile_memory(
             loaded.model,
-            GpuSampler(loaded.config.vocab_size, loaded.config.eos_token_ids),
+            GpuSampler(loaded.config.eos_token_ids),
             layout,
             _limits(options, loaded.max_model_len),
             graphs=_records(options),
@@ -49,7 +49,7 @@ def gpu_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max
     there is no memory for them."""
     start = time.monotonic()
     recorder = CudaGraphRecorder() if _records(options) else None
-    sampler = GpuSampler(loaded.config.vocab_size, loaded.config.eos_token_ids)
+    sampler = GpuSampler(loaded.config.eos_token_ids)
     with out_of_memory_as_configuration_error(
         "the GPU has no memory left for recorded decode steps: lower --gpu-memory-utilization or --max-num-seqs, or "
         "record none with --enforce-eager"

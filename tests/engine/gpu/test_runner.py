@@ -97,7 +97,7 @@ def model() -> DecoderForCausalLM:
 
 def make_runner(model: DecoderForCausalLM, recorder: EagerRecorder | None, limits: StepLimits = LIMITS) -> GpuRunner:
     pool = torch.empty(4096, 8, 2, 2, 16, 128, dtype=torch.bfloat16, device=META)
-    return GpuRunner(model, GpuSampler(CONFIG.vocab_size, ()), pool, limits, recorder)
+    return GpuRunner(model, GpuSampler(()), pool, limits, recorder)
 
 
 def decodes(count: int, row: SamplingRow) -> SchedulerOutput:

@@ -111,7 +111,7 @@ def test_a_gpu_gets_each_changed_token_once(seed: int, penalties: dict[str, Any]
     params, prompt, output = drawn(seed, penalties)
     row = SamplingRow(params, 0, 0, len(output), seen_tokens(params, prompt, output))
     plain = SamplingRow(SamplingParams(seed=1), 0, 0, 0)
-    arrays = GpuSampler(VOCAB_SIZE, EOS).arrays([plain, row, plain, row])
+    arrays = GpuSampler(EOS).arrays([plain, row, plain, row])
     starts, tokens, biases, amounts, flags = (
         arrays[f"sampling.edit_{name}"] for name in ("starts", "tokens", "biases", "amounts", "flags")
     )

@@ -82,7 +82,7 @@ def make_pool(num_blocks: int = NUM_BLOCKS) -> Tensor:
 
 def make_runner(recorder: EagerRecorder | None, pool: Tensor | None = None) -> GpuRunner:
     kv_pool = make_pool() if pool is None else pool
-    return GpuRunner(make_model(TritonBackend()), GpuSampler(VOCAB_SIZE, ()), kv_pool, LIMITS, recorder)
+    return GpuRunner(make_model(TritonBackend()), GpuSampler(()), kv_pool, LIMITS, recorder)
 
 
 @pytest.fixture(scope="module")

@@ -37,11 +37,10 @@ def generate(
     kv_scales = choose_kv_scales(loaded, kv_cache_dtype, calculate=kv_cache_dtype != "auto")
     loaded.model.attend_with(backend(kv_scales))
     pool = allocate_pool(kv_layout(loaded, 16, kv_scales), 8)
-    vocabulary = (config.vocab_size, config.eos_token_ids)
     runner: Runner = (
-        CpuRunner(loaded.model, Sampler(*vocabulary), pool)
+        CpuRunner(loaded.model, Sampler(config.vocab_size, config.eos_token_ids), pool)
         if backend is ReferenceBackend
-        else GpuRunner(loaded.model, GpuSampler(*vocabulary), pool, LIMITS)
+        else GpuRunner(loaded.model, GpuSampler(config.eos_token_ids), pool, LIMITS)
     )
     first = ScheduledSequence(PROMPTS[0][:20], 0, TABLES[0], ())
     runner.launch(SchedulerOutput((first,), ())).collect()

@@ -40,7 +40,7 @@ def check(logits: Tensor, rows: list[SamplingRow]) -> None:
 
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
-    sampler = GpuSampler(logits.shape[1], EOS)
+    sampler = GpuSampler(EOS)
     packed = PackedArrays(sampler.arrays(rows))
     memory = torch.empty(packed.num_bytes, dtype=torch.uint8)
     packed.to(memory)
