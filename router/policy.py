@@ -49,7 +49,7 @@ class DecodeCandidate:
     num_queued_tokens: int
     num_sequences: int
     num_free_blocks: int
-    num_decoding: int = 0
+    num_decoding: int
 
 
 @dataclass(frozen=True, slots=True)

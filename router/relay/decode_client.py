@@ -14,7 +14,7 @@ import grpc
 
 from kvrelay.core.errors import KVRelayError, UnavailableError, error_from_grpc
 from kvrelay.core.kv_source import KVSource
-from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
+from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
@@ -41,16 +41,15 @@ class Admitted:
     report of what it fetched for it."""
 
     num_cached_tokens: int
-    fetches: FetchReport = NOTHING_FETCHED
+    fetches: FetchReport
 
 
 @dataclass(frozen=True, slots=True)
 class KVReady:
     """The node has all KV that was going to arrive."""
 
-    num_cached_tokens: int
     num_recomputed_tokens: int
-    fetches: FetchReport = NOTHING_FETCHED
+    fetches: FetchReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +224,7 @@ def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
         case "kv_ready":
             ready = message.kv_ready
             fetches = fetch_report_from_wire(ready.fetches, num_tokens=ready.num_fetched_tokens)
-            return KVReady(ready.num_cached_tokens, ready.num_recomputed_tokens, fetches)
+            return KVReady(ready.num_recomputed_tokens, fetches)
         case "kv_missing":
             return KVMissing(message.kv_missing.num_missing_tokens)
         case "prompt_logprobs":

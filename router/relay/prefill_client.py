@@ -15,7 +15,7 @@ from typing import cast
 import grpc
 
 from kvrelay.core.errors import DeadlineError, KVRelayError
-from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
+from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
@@ -50,7 +50,7 @@ class PrefillFinished:
     first_tokens: tuple[TokenOutput, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
     num_cached_tokens: int
-    fetches: FetchReport = NOTHING_FETCHED
+    fetches: FetchReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
+from kvrelay.core.node_report import FetchReport
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 
@@ -57,7 +57,7 @@ class Tally:
         node_request: NodeRequest,
         *,
         num_cached_tokens: int,
-        fetches: FetchReport = NOTHING_FETCHED,
+        fetches: FetchReport,
         reader: str = "prefill",
     ) -> None:
         """Counts what the prefilling node held (`num_cached_tokens`), fetched from others, and computed."""
@@ -126,6 +126,10 @@ class Tally:
             ),
         )
 
+    def num_blocks(self, num_tokens: int) -> int:
+        """Returns how many blocks so many tokens need, the last one perhaps filled in part."""
+        return -(-num_tokens // self._block_size)
+
     def _came_from(self, reader: str, fetches: FetchReport, rungs: Mapping[str, str]) -> None:
         """Counts fetched blocks by rung. A node without an entry in `rungs` is on the rung `holder`."""
         for node_id, num_blocks in fetches.fetched:
@@ -139,7 +143,3 @@ class Tally:
     def _recompute(self, cause: str, num_tokens: int) -> None:
         self._recomputed[cause] += max(0, num_tokens)
         self._metrics.recomputed(cause, num_tokens=num_tokens)
-
-    def num_blocks(self, num_tokens: int) -> int:
-        """Returns how many blocks so many tokens need, the last one perhaps filled in part."""
-        return -(-num_tokens // self._block_size)

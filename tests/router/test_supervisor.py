@@ -14,6 +14,7 @@ from kvrelay.core.errors import (
     OverloadedError,
     UnavailableError,
 )
+from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
 from tests.router.routed import a_request, assert_idle, give_up, opened, take, take_trace
@@ -194,7 +195,7 @@ async def test_what_a_given_up_prefill_still_had_to_say_is_ignored() -> None:
         supervisor = nodes.relay._running["r"]
         [share] = supervisor._shares
         assert share.attempt is not None
-        for message in (PrefillFinished((token(7),), (), 0), PrefillProgress(3), PrefillEnded(None)):
+        for message in (PrefillFinished((token(7),), (), 0, NOTHING_FETCHED), PrefillProgress(3), PrefillEnded(None)):
             share.attempt._sink(message)
         await nodes.decode.aborted()
         admit = await nodes.decode.admit()
