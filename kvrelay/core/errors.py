@@ -73,7 +73,7 @@ class ErrorStatus:
     openai_type: str
 
 
-_STATUS: dict[type[BaseException], ErrorStatus] = {
+_STATUS: dict[type[KVRelayError], ErrorStatus] = {
     UnknownModelError: ErrorStatus(grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
     InvalidRequestError: ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     CancelledByPeerError: ErrorStatus(grpc.StatusCode.CANCELLED, 499, "request_cancelled"),
@@ -100,6 +100,6 @@ def error_from_grpc(code: grpc.StatusCode, message: str, *, field: str | None = 
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequestError(message, field=field)
     for cls, status in _STATUS.items():
-        if status.grpc_code is code and cls is not UnknownModelError and issubclass(cls, KVRelayError):
+        if status.grpc_code is code and cls is not UnknownModelError:
             return cls(message)
     return KVRelayError(f"{code.name}: {message}")
