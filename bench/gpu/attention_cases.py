@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import torch
 from paged_kernels.base import AttentionMetadata
-from paged_kernels.kv_scales import KVScales
+from paged_kernels.kv_scales import FP8, KVScales
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton_attention import TritonBackend
 from torch import Tensor
@@ -19,12 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.even_batch import even_batch
 from bench.gpu.bars import FLASH
-from bench.gpu.case import Case
+from bench.gpu.case import Case, case_task
 from bench.gpu.measure import Rates, Stopwatch
-from bench.gpu.report import Result
 from bench.gpu.task import Task
-
-FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +44,12 @@ def attention_tasks(shapes: Shapes, dtype: torch.dtype, watch: Stopwatch, rates:
         kind = f"{str(pool_dtype).removeprefix('torch.')} KV"
         for batch, context in shapes.decode:
             name = f"decode {batch} x {context}, {kind}"
-            case = partial(_case, name, shapes, dtype, pool_dtype, batch, context - 1, 1, watch.device)
-            yield Task(name, partial(_measure, case, watch, rates))
+            case = partial(_case, shapes, dtype, pool_dtype, batch, context - 1, 1, watch.device)
+            yield case_task(name, case, watch, rates)
         for prefix, new in shapes.prefill:
             name = f"prefill {new} after {prefix}, {kind}"
-            case = partial(_case, name, shapes, dtype, pool_dtype, 1, prefix, new, watch.device)
-            yield Task(name, partial(_measure, case, watch, rates))
+            case = partial(_case, shapes, dtype, pool_dtype, 1, prefix, new, watch.device)
+            yield case_task(name, case, watch, rates)
 
 
 def flex_tasks(shapes: Shapes, dtype: torch.dtype, watch: Stopwatch, rates: Rates) -> Iterator[Task]:
@@ -61,16 +58,11 @@ def flex_tasks(shapes: Shapes, dtype: torch.dtype, watch: Stopwatch, rates: Rate
     prefill = ((f"prefill {new} after {prefix}", 1, prefix, new) for prefix, new in shapes.prefill)
     for what, batch, prefix, new in (*decode, *prefill):
         name = f"{what}, beside FlexAttention"
-        case = partial(_case, name, shapes, dtype, dtype, batch, prefix, new, watch.device, by_flex=True)
-        yield Task(name, partial(_measure, case, watch, rates))
-
-
-def _measure(case: Callable[[], Case], watch: Stopwatch, rates: Rates) -> Result:
-    return case().measure(watch, rates)
+        case = partial(_case, shapes, dtype, dtype, batch, prefix, new, watch.device, by_flex=True)
+        yield case_task(name, case, watch, rates)
 
 
 def _case(
-    name: str,
     shapes: Shapes,
     dtype: torch.dtype,
     pool_dtype: torch.dtype,
@@ -94,7 +86,6 @@ def _case(
     scale = shapes.head_dim**-0.5
     seen = new * (prefix + (new + 1) / 2)  # pairs of a query and a token that it attends to
     return Case(
-        name,
         lambda: backend.attend(query, pool, layer, metadata, scale=scale),
         lambda: ReferenceBackend().attend(query.double(), exact_pool(stored, scales), 0, metadata, scale=scale),
         num_bytes=stored.numel() * stored.element_size() + 2 * query.numel() * query.element_size(),
@@ -191,7 +182,7 @@ class Batch:
 
 def batch_tasks(batches: tuple[Batch, ...], watch: Stopwatch, rates: Rates) -> Iterator[Task]:
     for batch in batches:
-        yield Task(batch.name, partial(_measure, partial(_batch_case, batch, watch.device), watch, rates))
+        yield case_task(batch.name, partial(_batch_case, batch, watch.device), watch, rates)
 
 
 def _batch_case(batch: Batch, device: torch.device) -> Case:
@@ -221,7 +212,6 @@ def _batch_case(batch: Batch, device: torch.device) -> Case:
 
     num_bytes = sum(lengths) * 2 * batch.num_kv_heads * batch.head_dim * pool.element_size()
     return Case(
-        batch.name,
         lambda: backend.attend(query, pool, 1, metadata, scale=scale, sliding_window=batch.window),
         expected,
         num_bytes=num_bytes + 2 * query.numel() * query.element_size(),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.gpu.measure import Rates, Stopwatch, poisoned
 from bench.gpu.report import Result
-from bench.gpu.task import attempt
+from bench.gpu.task import Task, attempt
 
 # Allowed deviation from float64: relative, and as a share of the largest value.
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-6, 2**-7), torch.float16: (2**-9, 2**-10)}
@@ -25,7 +25,6 @@ class Case:
     TOLERANCE's entry for the dtype.
     """
 
-    name: str
     run: Callable[[], Tensor]
     expected: Callable[[], Tensor]
     num_bytes: float
@@ -34,7 +33,7 @@ class Case:
     tolerance: tuple[float, float] | None = None
     timed: Callable[[], object] | None = None
 
-    def measure(self, watch: Stopwatch, rates: Rates) -> Result:
+    def measure(self, name: str, watch: Stopwatch, rates: Rates) -> Result:
         """Compares the result before and after the timing, so that a race, which changes results, is noticed."""
         expected = self.expected()
         with poisoned():
@@ -44,7 +43,12 @@ class Case:
             error = max(error, deviation(self.run(), expected, self.tolerance))
         del expected
         peers = attempt({name: partial(watch.seconds, run) for name, run in self.peers.items()})
-        return Result(self.name, error, seconds, rates.floor_seconds(self.num_bytes, self.num_flops), peers)
+        return Result(name, error, seconds, rates.floor_seconds(self.num_bytes, self.num_flops), peers)
+
+
+def case_task(name: str, make: Callable[[], Case], watch: Stopwatch, rates: Rates) -> Task:
+    """Returns the measurement of a case, which is made when its turn comes: its tensors fill much of the GPU."""
+    return Task(name, lambda: make().measure(name, watch, rates))
 
 
 def deviation(actual: Tensor, expected: Tensor, tolerance: tuple[float, float] | None = None) -> float:

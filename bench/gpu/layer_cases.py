@@ -1,7 +1,7 @@
 """Everything around attention: KV writes, norms, SiLU-mul, products with AWQ and GPTQ weights, digests, sampling."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,9 +16,8 @@ from paged_kernels.triton_prequantized import prequantized_matmul
 from paged_kernels.triton_sampling import sample_tokens
 from torch import Tensor
 
-from bench.gpu.case import TOLERANCE, Case
+from bench.gpu.case import TOLERANCE, Case, case_task
 from bench.gpu.measure import Rates, Stopwatch
-from bench.gpu.report import Result
 from bench.gpu.task import Task
 from kv_connector.header import payload_digest
 from kvrelay.core.sampling_params import SamplingParams
@@ -81,18 +80,13 @@ def layer_tasks(sizes: Sizes, dtype: torch.dtype, watch: Stopwatch, rates: Rates
     for name, params in _SAMPLING.items():
         makers.append((f"sampling {sizes.num_tokens} rows, {name}", partial(_sampling, params, sizes, device)))
     for name, make in makers:
-        yield Task(name, partial(_measured, name, make, watch, rates))
-
-
-def _measured(name: str, make: Callable[[], Case], watch: Stopwatch, rates: Rates) -> Result:
-    return replace(make().measure(watch, rates), name=name)
+        yield case_task(name, make, watch, rates)
 
 
 def _norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     x = torch.randn(sizes.num_tokens, sizes.hidden_size, device=device, dtype=dtype)
     weight = torch.randn(sizes.hidden_size, device=device, dtype=dtype)
     return Case(
-        "rms_norm",
         lambda: triton_rowwise.rms_norm(x, weight, 1e-5),
         lambda: fused_reference.rms_norm(x.double(), weight.double(), 1e-5),
         num_bytes=2 * x.numel() * x.element_size(),
@@ -103,7 +97,6 @@ def _residual_norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Ca
     x, residual = torch.randn(2, sizes.num_tokens, sizes.hidden_size, device=device, dtype=dtype)
     weight = torch.randn(sizes.hidden_size, device=device, dtype=dtype)
     return Case(
-        "residual + rms_norm",
         lambda: torch.cat(triton_rowwise.add_rms_norm(x, residual, weight, 1e-5)),
         lambda: torch.cat(fused_reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-5)),
         num_bytes=4 * x.numel() * x.element_size(),
@@ -114,7 +107,6 @@ def _residual_norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Ca
 def _silu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     gate_up = torch.randn(sizes.num_tokens, 2 * sizes.intermediate_size, device=device, dtype=dtype)
     return Case(
-        "silu_mul",
         lambda: triton_rowwise.silu_mul(gate_up),
         lambda: fused_reference.silu_mul(gate_up.double()),
         num_bytes=1.5 * gate_up.numel() * gate_up.element_size(),
@@ -165,7 +157,7 @@ def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: to
     num_bytes = 2 * key.numel() * (dtype.itemsize + pool_dtype.itemsize)
     if rotary:
         num_bytes += 2 * query.numel() * dtype.itemsize + cos.nbytes + sin.nbytes
-    return Case("write_kv", run, expected, num_bytes, tolerance=tolerance, timed=write)
+    return Case(run, expected, num_bytes, tolerance=tolerance, timed=write)
 
 
 def _prequantized(
@@ -191,7 +183,6 @@ def _prequantized(
     dense = dequantise(weight).to(dtype)
     num_bytes = 4 * (codes.numel() + zeros.numel()) + scales.numel() * 2 + x.numel() * 2 + len(x) * num_outputs * 2
     return Case(
-        f"{form.value} {bits} bits {len(x)} x {num_inputs} x {num_outputs}",
         lambda: prequantized_matmul(x, weight),
         lambda: x.double() @ dense.double(),
         num_bytes=num_bytes,
@@ -213,7 +204,6 @@ def _digests(sizes: Sizes, device: torch.device) -> Case:
         return [payload_digest(row.numpy().tobytes()) for row in rows.cpu()]
 
     return Case(
-        f"digests of {len(rows)} blocks of {num_bytes >> 10} KiB",
         lambda: _as_tensor(digests(range(len(rows)))),
         lambda: _as_tensor(expected()),
         num_bytes=rows.numel(),
@@ -238,4 +228,4 @@ def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Cas
         sampled = Sampler(sizes.vocab_size, ()).sample(logits.cpu(), rows)
         return torch.tensor([token.token_id for token in sampled])
 
-    return Case("sampling", lambda: sample_tokens(logits, tensors), expected, logits.numel() * 4)
+    return Case(lambda: sample_tokens(logits, tensors), expected, logits.numel() * 4)

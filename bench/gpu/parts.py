@@ -49,7 +49,9 @@ class Suite:
 
 
 def _attention(suite: Suite) -> Iterable[Task]:
-    from bench.gpu.attention_cases import FP8, Batch, Shapes, attention_tasks, batch_tasks
+    from paged_kernels.kv_scales import FP8
+
+    from bench.gpu.attention_cases import Batch, Shapes, attention_tasks, batch_tasks
 
     dtype = suite.dtype
     if suite.tiny:

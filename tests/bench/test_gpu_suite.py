@@ -59,8 +59,8 @@ def test_wrong_results_are_seen() -> None:
 
 
 def test_a_case_is_measured_against_its_floor() -> None:
-    case = Case("twice", lambda: torch.ones(4), lambda: torch.full((4,), 2.0).double(), 100, 500, {"sum": lambda: None})
-    result = case.measure(CPU, Rates(copy=10.0, matmul=100.0))
+    case = Case(lambda: torch.ones(4), lambda: torch.full((4,), 2.0).double(), 100, 500, {"sum": lambda: None})
+    result = case.measure("twice", CPU, Rates(copy=10.0, matmul=100.0))
     assert not result.is_right and result.floor_seconds == 10.0 and set(result.peers) == {"sum"}
     assert Rates(copy=10.0, matmul=20.0).floor_seconds(100, 500) == 25.0
     assert "NO" in table([result]) and "sum" in table([result])
@@ -73,8 +73,8 @@ def test_what_surrounds_a_kernel_is_not_timed() -> None:
         calls.append("run")
         return torch.ones(4)
 
-    case = Case("twice", run, lambda: torch.ones(4).double(), 100, timed=lambda: calls.append("timed"))
-    assert case.measure(CPU, Rates(copy=10.0, matmul=100.0)).is_right
+    case = Case(run, lambda: torch.ones(4).double(), 100, timed=lambda: calls.append("timed"))
+    assert case.measure("twice", CPU, Rates(copy=10.0, matmul=100.0)).is_right
     assert calls == ["run", "timed", "timed", "run"]  # the first that is timed warms up
 
 
