@@ -184,9 +184,8 @@ def write_byte_tokenizer(directory: Path, *, vocab_size: int) -> None:
         raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE}, got {vocab_size}")
     specials = {BOS_TOKEN: BOS_TOKEN_ID, EOS_TOKEN: EOS_TOKEN_ID, PAD_TOKEN: PAD_TOKEN_ID}
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | specials
-    vocabulary |= {
-        f"\u0120t{index}": index for index in range(len(vocabulary), vocab_size)
-    }  # U+0120 is the space of byte-level BPE
+    # U+0120 is the space of byte-level BPE.
+    vocabulary |= {f"\u0120t{index}": index for index in range(len(vocabulary), vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -75,9 +75,7 @@ class Record:
 
     def _write(self, entry: Mapping[str, object]) -> None:
         if self._path is not None:
-            with self._path.open(
-                "a", encoding="utf-8"
-            ) as file:  # opened for each line: several processes write, in turn
+            with self._path.open("a", encoding="utf-8") as file:  # for each line: several processes write, in turn
                 file.write(json.dumps(entry) + "\n")
 
 

@@ -96,9 +96,9 @@ def flatten(plan: SchedulerOutput, block_size: int) -> StepInputs:
 
 
 def _reads_last_only(plan: SchedulerOutput) -> bool:
-    """Tells whether the model need return only the hidden states that are sampled from. That does
-    not hold with log-probabilities of a prompt, which read all of them, nor for a step of one token per sequence, which
-    may replay a recorded step."""
+    """Tells whether the model need return only the hidden states that are sampled from. That does not hold with
+    log-probabilities of a prompt, which read all of them, nor for a step of one token per sequence, which may replay a
+    recorded step."""
     return plan.num_scheduled_tokens > len(plan.scheduled) and all(
         entry.prompt_logprobs is None for entry in plan.scheduled
     )

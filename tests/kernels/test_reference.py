@@ -14,9 +14,8 @@ def test_agrees_with_torch(lengths: tuple[int, int], window: int | None) -> None
     heads = Heads(6, 2, 32)
     batch = make_batch(heads, torch.float64, (lengths,), sliding_window=window)
     seq_len = sum(lengths)
-    blocks = batch.pool[
-        batch.metadata.block_tables[0].long(), :, LAYER
-    ]  # [num_blocks, num_kv_heads, 2, block_size, head_dim]
+    # [num_blocks, num_kv_heads, 2, block_size, head_dim]
+    blocks = batch.pool[batch.metadata.block_tables[0].long(), :, LAYER]
     tokens = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].nan_to_num()
     position = torch.arange(seq_len)
     seen = position <= position[lengths[0] :, None]

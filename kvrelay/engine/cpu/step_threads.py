@@ -23,9 +23,8 @@ class StepThreads:
         self.num_threads = 0  # the number set last; 0 before the first step
         self._share = share
         self._torch_multiplies = torch_multiplies
-        self._put_back: Callable[[], None] | None = (
-            None  # restores the thread's numbers; set while there are steps to run
-        )
+        # Restores the thread's numbers; set while there are steps to run.
+        self._put_back: Callable[[], None] | None = None
         self._on_layers_begin: Callable[[], None] | None = None
 
     def begin_step(self, on_layers_begin: Callable[[], None] | None = None) -> None:

@@ -27,12 +27,8 @@ _logger = logging.getLogger(__name__)
 _GRAPH_BYTES = 8 << 20  # an estimate of the driver's memory for one recorded step
 _GIB = 1 << 30
 _ALL_THAT_CAN_BE_ASKED_FOR = SamplingParams(seed=0, top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
-_SHORTER_PROMPTS = (
-    256,
-    64,
-    32,
-    2,
-)  # products with quantised weights are launched differently for these numbers of rows
+# Products with quantised weights are launched differently for these numbers of rows.
+_SHORTER_PROMPTS = (256, 64, 32, 2)
 
 
 @dataclass(frozen=True, slots=True)
