@@ -34,8 +34,8 @@ from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import Context
 from kvrelay.core.wire import fetch_report_to_wire, output_from_wire, source_from_wire
-from kvrelay.engine.request import Admission, KVRole, StepResult
-from kvrelay.node.convert import engine_request_from_wire
+from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
+from kvrelay.node.convert import engine_request_from_wire, sources_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
 from kvrelay.v1 import decode_node_pb2 as pb
@@ -53,13 +53,10 @@ class _Decode:
     """A request on this node. `receiver` is set once the engine has admitted a request whose KV is fetched."""
 
     stream: RouterStream
-    num_given_tokens: int
-    choices: range
-    num_unfinished: int
-    wants_prompt_logprobs: bool
-    is_local: bool  # the prompt is computed on this node
+    request: EngineRequest
+    sources: tuple[tuple[KVSource, int], ...]  # each with its number of leading blocks
     ends_at: float | None  # the request's deadline in loop time, if the router has sent one
-    sources: tuple[tuple[KVSource, int], ...] = ()
+    num_unfinished: int
     fetches: FetchReport = NOTHING_FETCHED
     receiver: Receiver | None = None
     pulls: list[pb.Pull] = field(default_factory=list)
@@ -152,14 +149,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             stream.send_failure(admit.request_id, error)
             return
         self._active[request.request_id] = _Decode(
-            stream,
-            len(request.given_token_ids),
-            request.choices,
-            request.sampling.n,
-            wants_prompt_logprobs=request.sampling.prompt_logprobs is not None,
-            is_local=admit.local_prefill,
-            ends_at=ends_at(admit.timeout_ms),
-            sources=tuple((source_from_wire(entry.source), entry.num_blocks) for entry in admit.sources),
+            stream, request, sources_from_wire(admit.sources), ends_at(admit.timeout_ms), request.sampling.n
         )
         stream.request_ids.add(request.request_id)
         self._node.activity.begin(request.request_id)
@@ -188,7 +178,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         if decode is None or decode.first_tokens.done():
             return
         first_tokens = tuple(output_from_wire(output) for output in start.first_tokens)
-        if _can_start(first_tokens, choices=decode.choices, vocab_size=self._node.identity.vocab_size):
+        if _can_start(first_tokens, choices=decode.request.choices, vocab_size=self._node.identity.vocab_size):
             decode.first_tokens.set_result(first_tokens)
         else:
             self._node.engine_thread.post(lambda engine: engine.abort(start.request_id))
@@ -233,11 +223,12 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         for pull in decode.pulls:
             _announce(receiver, pull)
         decode.pulls.clear()
-        if decode.is_local:
+        is_local = decode.request.role is KVRole.LOCAL
+        if is_local:
             receiver.end()
         decode.reception = asyncio.get_running_loop().create_task(self._run_reception(decode, receiver, admission))
         decode.reception.add_done_callback(partial(self._on_reception_over, admission.request_id, receiver))
-        if not decode.is_local:
+        if not is_local:
             admitted = pb.Admitted(num_cached_tokens=admission.num_cached_tokens)
             decode.stream.send(pb.DecodeEvent(request_id=admission.request_id, admitted=admitted))
 
@@ -257,16 +248,17 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     async def _run_reception(self, decode: _Decode, receiver: Receiver, admission: Admission) -> None:
         request_id = admission.request_id
         fetches = decode.fetches = await receiver.run()
-        if decode.is_local:
+        if decode.request.role is KVRole.LOCAL:
             self._node.engine_thread.post(lambda engine: engine.start(request_id))
             return
         first_tokens = await decode.first_tokens
         decode.num_unfinished = sum(output.finish_reason is None for output in first_tokens)
         self._node.engine_thread.post(lambda engine: engine.start(request_id, first_tokens))
+        num_given_tokens = len(decode.request.given_token_ids)
         ready = pb.KVReady(
             num_cached_tokens=admission.num_cached_tokens,
             num_fetched_tokens=fetches.num_tokens,
-            num_recomputed_tokens=decode.num_given_tokens - admission.num_cached_tokens - fetches.num_tokens,
+            num_recomputed_tokens=num_given_tokens - admission.num_cached_tokens - fetches.num_tokens,
             fetches=fetch_report_to_wire(fetches),
         )
         decode.stream.send(pb.DecodeEvent(request_id=request_id, kv_ready=ready))
@@ -278,7 +270,8 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             self._receive(admission)
         for prompt in result.prompts:
             if (decode := self._active.get(prompt.request_id)) is not None:
-                decode.stream.send_prompt(prompt, decode.fetches, with_logprobs=decode.wants_prompt_logprobs)
+                with_logprobs = decode.request.sampling.prompt_logprobs is not None
+                decode.stream.send_prompt(prompt, decode.fetches, with_logprobs=with_logprobs)
         for item in result.outputs:
             self._send_output(item.request_id, item.output)
         for failure in result.failures:

@@ -23,12 +23,13 @@ import grpc
 
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import Context
-from kvrelay.core.wire import fetch_report_to_wire, logprobs_to_wire, output_to_wire, source_from_wire
-from kvrelay.engine.request import Admission, KVRole, PromptOutput, StepResult
-from kvrelay.node.convert import engine_request_from_wire
+from kvrelay.core.wire import fetch_report_to_wire, logprobs_to_wire, output_to_wire
+from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
+from kvrelay.node.convert import engine_request_from_wire, sources_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
 from kvrelay.v1 import prefill_node_pb2 as pb
@@ -43,7 +44,9 @@ _MAX_LEASE_SECONDS = 600.0
 class _Prefill:
     """A request on this node. The stream sends what is in `events`; None ends it, an error fails it."""
 
-    request: pb.PrefillRequest
+    request: EngineRequest
+    sources: tuple[tuple[KVSource, int], ...]  # each with its number of leading blocks
+    ends_at: float | None  # the request's deadline in loop time, if the router has sent one
     num_blocks: int  # of the given tokens, including a partial tail block
     events: asyncio.Queue[pb.PrefillEvent | KVRelayError | None] = field(default_factory=asyncio.Queue)
     prompt: PromptOutput | None = None
@@ -51,7 +54,6 @@ class _Prefill:
     fetches: FetchReport = NOTHING_FETCHED
     finished: bool = False
     published: bool = False
-    ends_at: float | None = None  # the request's deadline in loop time, if the router has sent one
     reception: asyncio.Task[None] | None = None
 
 
@@ -94,7 +96,9 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         num_blocks = -(-len(engine_request.given_token_ids) // self._node.engine_config.block_size)
         if request_id in self._active or request_id in self._leases:
             raise InvalidRequestError(f"request {request_id} is running already", field="request_id")
-        prefill = self._active[request_id] = _Prefill(request, num_blocks, ends_at=ends_at(request.timeout_ms))
+        prefill = self._active[request_id] = _Prefill(
+            engine_request, sources_from_wire(request.sources), ends_at(request.timeout_ms), num_blocks
+        )
         self._leases.open(request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
         self._node.activity.begin(request_id)  # until its stream and its lease end
         try:
@@ -164,7 +168,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     def _on_first_token(self, prefill: _Prefill, output: TokenOutput) -> None:
         prefill.first_tokens.append(output)
-        if len(prefill.first_tokens) < prefill.request.sampling_params.n:
+        if len(prefill.first_tokens) < prefill.request.sampling.n:
             return
         assert prefill.prompt is not None
         event = pb.PrefillFinished(
@@ -199,8 +203,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         if prefill is None:
             receiver.discard()
             return
-        for entry in prefill.request.sources:
-            receiver.offer(source_from_wire(entry.source), entry.num_blocks)
+        for source, num_blocks in prefill.sources:
+            receiver.offer(source, num_blocks)
         receiver.end()
         reception = self._run_reception(admission.request_id, prefill, receiver)
         prefill.reception = asyncio.get_running_loop().create_task(reception)
