@@ -181,12 +181,16 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         if _can_start(first_tokens, choices=decode.request.choices, vocab_size=self._node.identity.vocab_size):
             decode.first_tokens.set_result(first_tokens)
         else:
-            self._node.engine_thread.post(lambda engine: engine.abort(start.request_id))
-            self._fail(start.request_id, KVRelayError("the first tokens are not those of the request's outputs"))
+            self._give_up(start.request_id, KVRelayError("the first tokens are not those of the request's outputs"))
 
     def _abort(self, request_id: str) -> None:
         if self._forget(request_id):
             self._node.engine_thread.post(lambda engine: engine.abort(request_id))
+
+    def _give_up(self, request_id: str, error: KVRelayError) -> None:
+        """Ends a request that the engine may still have with an error."""
+        self._node.engine_thread.post(lambda engine: engine.abort(request_id))
+        self._fail(request_id, error)
 
     def _fail(self, request_id: str, error: KVRelayError) -> None:
         """Ends a request with an error. The engine holds nothing for it any more, or was told to abort it."""
@@ -226,18 +230,11 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         is_local = decode.request.role is KVRole.LOCAL
         if is_local:
             receiver.end()
-        decode.reception = asyncio.get_running_loop().create_task(self._run_reception(decode, receiver, admission))
-        decode.reception.add_done_callback(partial(self._on_reception_over, admission.request_id, receiver))
+        reception = self._run_reception(decode, receiver, admission)
+        decode.reception = receiver.start(reception, partial(self._give_up, admission.request_id))
         if not is_local:
             admitted = pb.Admitted(num_cached_tokens=admission.num_cached_tokens)
             decode.stream.send(pb.DecodeEvent(request_id=admission.request_id, admitted=admitted))
-
-    def _on_reception_over(self, request_id: str, receiver: Receiver, reception: "asyncio.Task[None]") -> None:
-        receiver.discard()
-        if not reception.cancelled() and (error := reception.exception()) is not None:
-            _logger.error("request %s: receiving its KV failed", request_id, exc_info=error)
-            self._node.engine_thread.post(lambda engine: engine.abort(request_id))
-            self._fail(request_id, KVRelayError("internal error"))
 
     def _on_missing(self, request_id: str, num_tokens: int) -> None:
         decode = self._active.get(request_id)

@@ -17,7 +17,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from functools import partial
 
 import grpc
 
@@ -207,19 +206,11 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             receiver.offer(source, num_blocks)
         receiver.end()
         reception = self._run_reception(admission.request_id, prefill, receiver)
-        prefill.reception = asyncio.get_running_loop().create_task(reception)
-        prefill.reception.add_done_callback(partial(_on_reception_over, prefill, receiver))
+        prefill.reception = receiver.start(reception, prefill.events.put_nowait)
 
     async def _run_reception(self, request_id: str, prefill: _Prefill, receiver: Receiver) -> None:
         prefill.fetches = await receiver.run()
         self._node.engine_thread.post(lambda engine: engine.start(request_id))
-
-
-def _on_reception_over(prefill: _Prefill, receiver: Receiver, reception: "asyncio.Task[None]") -> None:
-    receiver.discard()
-    if not reception.cancelled() and (error := reception.exception()) is not None:
-        _logger.error("request %s: receiving its KV failed", prefill.request.request_id, exc_info=error)
-        prefill.events.put_nowait(KVRelayError("internal error"))
 
 
 def _lease_seconds(ttl_ms: int) -> float:

@@ -7,11 +7,12 @@ stream, whose end makes the node cancel `run`.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kv_connector.base import FetchOutcome, KVConnector
-from kvrelay.core.errors import KVError
+from kvrelay.core.errors import KVError, KVRelayError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import FetchReport
 from kvrelay.engine.engine_thread import EngineThread
@@ -39,7 +40,7 @@ class ReceptionContext:
 
 class Receiver:
     """The reception of one request: `offer` and `announce` say what is available, `end` that nothing more will come;
-    `run` fetches.
+    `run` fetches, in a task that `start` makes.
 
     `on_missing` gets the number of missing tokens when the announcing source has ended and no known source has them.
     `ends_at`: when the request ends, in loop time. A fetch takes at most half of what is left until then, so that the
@@ -94,9 +95,18 @@ class Receiver:
             block_ids = [block.block_id for block in self._missing]
             self._context.engine_thread.post(lambda engine: engine.unpin(block_ids))
 
+    def start(
+        self, reception: Coroutine[None, None, None], on_failure: Callable[[KVRelayError], None]
+    ) -> "asyncio.Task[None]":
+        """Starts a task of `reception`, which awaits `run`. However the task ends, the blocks are unpinned then; if it
+        fails, `on_failure` gets the error for the client."""
+        task = asyncio.get_running_loop().create_task(reception)
+        task.add_done_callback(partial(self._on_over, on_failure))
+        return task
+
     async def run(self) -> FetchReport:
         """Fetches until every block is here or no source is left; returns what was received. May be cancelled. Unpins
-        the blocks in any case once it has begun; whoever runs it as a task calls `discard` when that task is done."""
+        the blocks in any case once it has begun."""
         try:
             while not self._ladder.is_complete:
                 if (ask := self._ladder.next()) is not None:
@@ -109,6 +119,12 @@ class Receiver:
             self.discard()
         arrived = self._missing[: self._ladder.num_leading]
         return self._ladder.report(sum(block.num_tokens for block in arrived))
+
+    def _on_over(self, on_failure: Callable[[KVRelayError], None], task: "asyncio.Task[None]") -> None:
+        self.discard()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.error("request %s: receiving its KV failed", self._request_id, exc_info=error)
+            on_failure(KVRelayError("internal error"))
 
     async def _wait_for_more(self) -> None:
         if self._quiet:
