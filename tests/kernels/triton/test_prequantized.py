@@ -1,5 +1,7 @@
 """Matrix products of 4 and 8 bits against weights that were dequantised by hand, in both published layouts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
@@ -7,15 +9,7 @@ from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_prequantized import prequantized_matmul
 from torch import Tensor
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 holds column AWQ_ORDER[i] of its eight
-
-
-def pack_columns(codes: Tensor, bits: Bits, order: tuple[int, ...] | None = None) -> Tensor:
-    """`[rows, columns]` of 0 to 2^bits - 1 to int32 `[rows, columns / (32 / bits)]`."""
-    per_word = 32 // bits
-    words = codes.view(codes.shape[0], -1, per_word)[:, :, list(order or range(per_word))].long()
-    packed = (words << (torch.arange(per_word) * bits)).sum(-1)
-    return packed.to(torch.int32)  # wraps around, as the format does
+from tests.kernels.prequantized import random_layer
 
 
 def make_weight(
@@ -28,22 +22,13 @@ def make_weight(
     bits: Bits = 4,
     shuffled: bool = False,
 ) -> tuple[PrequantizedWeight, Tensor]:
-    """A random layer and its dequantised weights, `[num_inputs, num_outputs]` float32."""
-    codes = torch.randint(0, 2**bits, (num_inputs, num_outputs))
-    num_groups = num_inputs // group_size
-    zeros = torch.randint(1, 2**bits + int(form is PrequantizedFormat.GPTQ), (num_groups, num_outputs))
-    scales = ((torch.rand(num_groups, num_outputs) * 0.02 + 0.001) / 2 ** (bits - 4)).to(dtype)
-    groups = torch.arange(num_inputs) // group_size
-    if shuffled:
-        groups = groups[torch.randperm(num_inputs)]
-    exact = (codes - zeros[groups]).float() * scales.float()[groups]
-    if form is PrequantizedFormat.AWQ:
-        packed, packed_zeros = pack_columns(codes, bits, AWQ_ORDER), pack_columns(zeros, bits, AWQ_ORDER)
-    else:
-        packed = pack_columns(codes.T.contiguous(), bits).T.contiguous()
-        packed_zeros = pack_columns(zeros - int(form is PrequantizedFormat.GPTQ), bits)
-    group_of_input = groups.to(torch.int32) if shuffled else None
-    return PrequantizedWeight(form, packed, packed_zeros, scales, group_size, group_of_input, bits), exact
+    """A layer with scales of `dtype`, and its dequantised weights, `[num_inputs, num_outputs]` float32."""
+    seed = 1 if shuffled else None
+    layer = random_layer(form, num_inputs, num_outputs, group_size, bits=bits, order_seed=seed, spread=0.05)
+    weight = layer.weight(group_size, shuffled=shuffled)
+    weight = replace(weight, scales=weight.scales.to(dtype))
+    steps = torch.from_numpy(layer.codes - layer.zeros[layer.group_of_input])
+    return weight, steps.float() * weight.scales[torch.from_numpy(layer.group_of_input)].float()
 
 
 def check(x: Tensor, weight: PrequantizedWeight, exact: Tensor, bias: Tensor | None = None) -> None:
