@@ -244,7 +244,8 @@ def _explain(details: ErrorDetails, fields: Mapping[str, FieldInfo]) -> str:
     if name not in fields:
         return problem
     got = "" if _is_secret(fields[name].annotation) else f", got {details['input']!r}"
-    remedy = _SERVICE_LINK if str(details["input"]).startswith("tcp://") else _remedy(name, fields[name])
+    is_service_link = fields[name].annotation is int and str(details["input"]).startswith("tcp://")
+    remedy = _SERVICE_LINK if is_service_link else _remedy(name, fields[name])
     return f"{_argument(name, fields[name])}: {problem}{got}\n  {remedy}"
 
 

@@ -109,9 +109,8 @@ class PreparedEngine:
 
     def _runner(self, kv_pool: Tensor, threads: StepThreads) -> Runner:
         if self.device.type != "cpu":
-            from kvrelay.engine.gpu.startup import (
-                gpu_runner,
-            )  # it imports Triton, which need not be installed elsewhere
+            # Not above: it imports Triton, which need not be installed where there is no GPU.
+            from kvrelay.engine.gpu.startup import gpu_runner
 
             return gpu_runner(self.options, self.loaded, kv_pool, self.size.max_model_len)
         config = self.loaded.config
