@@ -168,6 +168,8 @@ class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
         self.renewed: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
         self.released: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
         self.release_failures: list[KVRelayError] = []
+        self.renewal_failures: list[KVRelayError] = []
+        self.forgotten: set[str] = set()  # leases of which the node says that it does not know them
 
     def attach(self, server: grpc.aio.Server) -> None:
         super().attach(server)
@@ -189,8 +191,12 @@ class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
     async def RenewLeases(
         self, request: prefill_node_pb2.RenewLeasesRequest, context: object
     ) -> prefill_node_pb2.RenewLeasesResponse:
+        if self.renewal_failures:
+            raise self.renewal_failures.pop()
         self.renewed.put_nowait(tuple(request.lease_ids))
-        return prefill_node_pb2.RenewLeasesResponse()
+        return prefill_node_pb2.RenewLeasesResponse(
+            unknown_lease_ids=[lease_id for lease_id in request.lease_ids if lease_id in self.forgotten]
+        )
 
     async def ReleaseLeases(
         self, request: prefill_node_pb2.ReleaseLeasesRequest, context: object

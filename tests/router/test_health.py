@@ -14,7 +14,7 @@ from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from router.nodes.node import NodeState
 from router.request import RoutedRequest
-from tests.router.routed import collected, take, take_trace
+from tests.router.routed import collected, give_up, take, take_trace
 from tests.router.scripted_nodes import (
     NAMESPACE,
     PATIENCE,
@@ -158,6 +158,44 @@ async def test_an_output_that_ended_without_a_token_of_the_decode_node_clears_no
             await take_trace(events)
         node.outlier.failed(KVRelayError("out of luck"))
         assert node.outlier.is_ejected
+
+
+async def test_an_output_that_ends_clears_the_failures_of_its_decode_node() -> None:
+    async with cluster(num_prefill_nodes=0, silence=30.0) as nodes:
+        [node] = nodes.registry.decode
+        for _ in range(4):
+            node.outlier.failed(KVRelayError("out of luck"))
+        serving = asyncio.create_task(collected(nodes, REQUEST))
+        nodes.decode.tokens((await nodes.decode.admit()).request_id, token(7, finish=FinishReason.STOP))
+        await serving
+        node.outlier.failed(KVRelayError("out of luck"))
+        assert not node.outlier.is_ejected
+
+
+@pytest.mark.parametrize("fails_early", [True, False])
+async def test_a_prefill_that_fails_counts_against_its_node_and_a_first_token_clears_that(fails_early: bool) -> None:
+    async with cluster(silence=30.0) as nodes:
+        [node] = nodes.registry.prefill
+        for _ in range(4):
+            node.outlier.failed(KVRelayError("out of luck"))
+        async with aclosing(nodes.relay.run(REQUEST)) as events:
+            first = asyncio.create_task(take(events))
+            await nodes.decode.admit()
+            call = await soon(nodes.prefill.calls)
+            if not fails_early:
+                call.finish(token(7))
+                assert await first == token(7)
+                first = asyncio.create_task(take(events))
+                await nodes.decode.started()
+            call.end(UnavailableError("died"))
+            await (nodes.decode.aborted() if fails_early else nodes.decode.pull())
+            assert node.outlier.is_ejected is fails_early
+            for _ in range(3):
+                node.outlier.failed(KVRelayError("out of luck"))
+            assert node.outlier.is_ejected is fails_early
+            node.outlier.failed(KVRelayError("out of luck"))
+            assert node.outlier.is_ejected, "the failure after the first token was one of five"
+            await give_up(first)
 
 
 async def test_a_request_that_fits_only_an_ejected_node_goes_there() -> None:

@@ -106,6 +106,7 @@ async def test_missing_blocks_are_prefilled_by_another_node() -> None:
         following, wire_id = await published(nodes, events)
         nodes.decode.kv_missing(wire_id, 10)
         call = await refill_call(nodes, wire_id)
+        assert nodes.registry.prefill[1].num_queued_tokens == 10
         nodes.decode.kv_missing(wire_id, 10)  # asked again meanwhile: the answer is on its way
         call.publish(2)
         pull = await nodes.decode.pull()
@@ -113,6 +114,7 @@ async def test_missing_blocks_are_prefilled_by_another_node() -> None:
         call.finish(token(7), num_cached_tokens=4)  # the client has it already
         call.publish(3)
         assert (await nodes.decode.pull()).num_blocks == 3
+        assert nodes.registry.prefill[1].num_queued_tokens == 0
         call.end()
         assert (await nodes.decode.pull()).ended
         assert nodes.prefill.released.empty()
@@ -145,6 +147,25 @@ async def test_a_request_that_ends_before_its_refill_counts_what_that_was_to_com
         assert trace.kv == KVOrigins(num_refill_blocks=3, num_refilled_tokens=10)
         assert await soon(nodes.prefills[1].released) == ("second",)
         assert_idle(nodes)
+
+
+async def test_a_refill_whose_blocks_have_arrived_ends_with_its_first_token() -> None:
+    """The request goes on, without it."""
+    async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        following, wire_id = await published(nodes, events)
+        nodes.decode.kv_missing(wire_id, 10)
+        call = await refill_call(nodes, wire_id)
+        call.publish(3)
+        await nodes.decode.pull()
+        nodes.decode.kv_ready(wire_id, fetched=10, fetches=fetched(("prefill-1", 3)))
+        assert await soon(nodes.prefill.released) == ("lease",)
+        assert nodes.prefills[1].released.empty()
+        call.finish(token(7), num_cached_tokens=4)
+        assert await soon(nodes.prefills[1].released) == ("second",)
+        assert nodes.decode.commands.empty()
+        nodes.decode.tokens(wire_id, LAST)
+        assert await following == LAST
+        assert (await take_trace(events)).kv == KVOrigins(num_refill_blocks=3, num_refilled_tokens=6)
 
 
 async def test_a_refill_is_asked_for_blocks_only() -> None:
@@ -191,6 +212,7 @@ async def test_a_refill_that_fails_leaves_the_rest_to_the_decode_node() -> None:
         call.end(UnavailableError("died"))
         pull = await nodes.decode.pull()
         assert (pull.source.node_id, pull.ended, pull.final) == (second.node_id, True, False)
+        assert [node.num_queued_tokens for node in nodes.registry.prefill] == [0, 0, 0]
         nodes.decode.kv_missing(wire_id, 6)
         assert (await nodes.decode.pull()).final, "one refill per attempt"
         nodes.decode.kv_ready(wire_id, fetched=4, recomputed=6, fetches=fetched((second.node_id, 1)))

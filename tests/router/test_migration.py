@@ -37,6 +37,7 @@ async def test_a_lost_decode_node_is_replaced_by_one_that_is_given_all_tokens() 
             assert (asked.num_prior_output_tokens, asked.first_choice_index) == (3, 0)
             assert asked.request_id != wire_id
             assert asked.sampling_params == call.request.sampling_params, "the bounds are those of the whole output"
+            assert asked.timeout_ms < call.request.timeout_ms, "what is left of the request's time"
         again.accept("again")
         again.finish(token(10), num_cached_tokens=12)
         again.end()
@@ -53,6 +54,22 @@ async def test_a_lost_decode_node_is_replaced_by_one_that_is_given_all_tokens() 
         assert nodes.metric("replayed_tokens_total") == 13
         assert nodes.metric("recomputed_tokens_total", cause="migration") == 1
         assert_idle(nodes)
+
+
+async def test_the_prefill_node_of_a_trace_is_the_one_of_the_first_token() -> None:
+    """The decode node that goes on after a loss prefills by itself, because no other node lives."""
+    async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        await begun(nodes, events, token(7))
+        await nodes.prefill.stop()
+        await until(lambda: nodes.registry.prefill[0].state is NodeState.LOST)
+        nodes.decode.end_stream()
+        next_event = asyncio.create_task(take(events))
+        admit = await nodes.decodes[1].admit()
+        assert admit.local_prefill
+        say(nodes.decodes[1], admit.request_id, token(8, finish=FinishReason.STOP))
+        assert await next_event == token(8, finish=FinishReason.STOP)
+        trace = await take_trace(events)
+        assert (trace.prefill_node, trace.decode_node) == ("prefill-0", "decode-1")
 
 
 async def test_a_decode_node_that_answers_unavailable_is_lost_too() -> None:
@@ -127,6 +144,39 @@ async def test_only_unfinished_outputs_go_on_each_under_its_index() -> None:
         assert_idle(nodes)
 
 
+async def test_outputs_that_are_placed_alone_keep_their_index_and_end_alone() -> None:
+    """The index is part of what a node draws its random numbers from."""
+    async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(a_request(n=2))) as events:
+        await begun(nodes, events, token(10), token(20, index=1))
+        nodes.decode.end_stream()
+        next_event = asyncio.create_task(take(events))
+        admits = [await nodes.decodes[1].admit() for _ in range(2)]
+        calls = [await soon(nodes.prefill.calls) for _ in range(2)]
+        for asked in (admits, [call.request for call in calls]):
+            found = {request.first_choice_index: tuple(request.prompt_token_ids) for request in asked}
+            assert found == {0: (*PROMPT, 10), 1: (*PROMPT, 20)}
+        nodes.relay.finish("r", 0)
+        assert await nodes.decodes[1].aborted() == admits[0].request_id, "nobody waits for the rest of it"
+        await calls[0].over.wait()
+        calls[1].finish(token(21, index=1, finish=FinishReason.STOP))
+        assert await next_event == token(21, index=1, finish=FinishReason.STOP)
+        await take_trace(events)
+
+
+async def test_outputs_without_a_token_are_placed_alone_once_another_one_has_ended() -> None:
+    """Placed together, outputs have consecutive indices."""
+    async with cluster(num_decode_nodes=2, local_prefill_max_tokens=64) as nodes:
+        async with aclosing(nodes.relay.run(a_request(n=3))) as events:
+            first = asyncio.create_task(take(events))
+            say(nodes.decode, (await nodes.decode.admit()).request_id, token(20, index=1, finish=FinishReason.STOP))
+            await first
+            nodes.decode.end_stream()
+            next_event = asyncio.create_task(take(events))
+            admits = [await nodes.decodes[1].admit() for _ in range(2)]
+            assert [(admit.first_choice_index, admit.sampling_params.n) for admit in admits] == [(0, 1), (2, 1)]
+            await give_up(next_event)
+
+
 async def test_prompt_logprobs_are_not_computed_twice() -> None:
     request = a_request()
     request = replace(request, sampling=replace(request.sampling, prompt_logprobs=0))
@@ -184,6 +234,19 @@ async def test_another_prefill_node_is_tried_before_the_decode_node_prefills() -
         trace = await take_trace(events)
         assert (trace.prefill_node, trace.num_migrations) == (None, 2)
         assert nodes.metric("request_migrations_total", cause="prefill_node_lost") == 2
+
+
+async def test_a_prefill_node_that_was_lost_is_no_last_resort() -> None:
+    """A decode node that was lost is one, if no other lives."""
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.end(UnavailableError("out of luck"))
+        assert await nodes.decode.aborted() == wire_id
+        nodes.decode.failed((await nodes.decode.admit()).request_id, grpc.StatusCode.UNAVAILABLE, "crashed")
+        admit = await nodes.decode.admit()
+        assert admit.local_prefill
+        say(nodes.decode, admit.request_id, token(7, finish=FinishReason.STOP))
+        assert await first == token(7, finish=FinishReason.STOP)
 
 
 async def test_a_decode_node_that_comes_back_is_used_again_when_no_other_lives() -> None:

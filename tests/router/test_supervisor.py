@@ -16,6 +16,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.v1 import decode_node_pb2
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
 from tests.router.routed import a_request, assert_idle, give_up, opened, take, take_trace
 from tests.router.scripted_nodes import cluster, soon, token
@@ -79,6 +80,31 @@ async def test_choices_interleave_under_their_index() -> None:
         nodes.decode.tokens(wire_id, token(18, index=1, finish=FinishReason.LENGTH))
         assert await take(events) == token(18, index=1, finish=FinishReason.LENGTH)
         await take_trace(events)
+
+
+async def test_an_output_that_has_ended_does_not_hide_one_that_goes_on() -> None:
+    """The node is told to abort the one that the client leaves."""
+    async with cluster(local_prefill_max_tokens=64) as nodes:
+        events = nodes.relay.run(a_request(n=2))
+        first = asyncio.create_task(take(events))
+        wire_id = (await nodes.decode.admit()).request_id
+        nodes.decode.tokens(wire_id, token(7, finish=FinishReason.STOP))
+        assert await first == token(7, finish=FinishReason.STOP)
+        await events.aclose()
+        assert await nodes.decode.aborted() == wire_id
+
+
+async def test_a_lease_is_kept_until_the_first_token_though_the_decode_node_needs_no_block() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        nodes.decode.kv_ready(wire_id, fetched=0)
+        nodes.decode.kv_missing(wire_id, 5)  # only to see that what came before it was taken
+        assert (await nodes.decode.pull()).final
+        call.finish(token(7, finish=FinishReason.STOP))
+        await first
+        assert nodes.prefill.released.empty()
+        await take_trace(events)
+        assert await soon(nodes.prefill.released) == ("lease",)
 
 
 async def test_closing_aborts_both_legs() -> None:
@@ -170,11 +196,12 @@ async def test_a_prefill_that_fails_after_its_first_token_leaves_the_rest_to_the
         assert (trace.num_computed_tokens, trace.num_transferred_blocks) == (10, 2)
 
 
-async def test_a_refusal_by_the_prefill_node_is_not_tried_elsewhere() -> None:
+@pytest.mark.parametrize("error", [InvalidRequestError("too long", field="prompt"), DeadlineError("too long")])
+async def test_a_failure_that_another_prefill_node_would_repeat_is_not_tried_elsewhere(error: KVRelayError) -> None:
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first, call, wire_id = await opened(nodes, events)
-        call.end(InvalidRequestError("too long", field="prompt"))
-        with pytest.raises(InvalidRequestError, match="too long"):
+        call.end(error)
+        with pytest.raises(type(error), match="too long"):
             await first
         assert await nodes.decode.aborted() == wire_id
         assert_idle(nodes)
@@ -213,6 +240,24 @@ async def test_a_failure_at_the_decode_node_keeps_its_class() -> None:
             await first
         await call.over.wait()
         assert nodes.decode.commands.empty()  # it knows already
+
+
+async def test_a_decode_node_of_a_newer_protocol_is_understood_as_far_as_possible() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, _, wire_id = await opened(nodes, events)
+        nodes.decode.send(decode_node_pb2.DecodeEvent(request_id=wire_id))  # a kind that is not known here
+        failed = decode_node_pb2.DecodeFailed(code=grpc.StatusCode.INVALID_ARGUMENT.value[0], message="no", field="n")
+        nodes.decode.send(decode_node_pb2.DecodeEvent(request_id=wire_id, failed=failed))
+        with pytest.raises(InvalidRequestError) as refused:
+            await first
+        assert refused.value.field == "n"
+        second = asyncio.create_task(take(nodes.relay.run(a_request())))
+        failed = decode_node_pb2.DecodeFailed(code=77, message="with a code that is not known here")
+        nodes.decode.send(
+            decode_node_pb2.DecodeEvent(request_id=(await nodes.decode.admit()).request_id, failed=failed)
+        )
+        with pytest.raises(KVRelayError, match="UNKNOWN: with a code"):
+            await second
 
 
 async def test_the_deadline_of_a_request_ends_both_legs() -> None:
@@ -256,9 +301,12 @@ async def test_a_short_prompt_is_prefilled_where_it_is_decoded() -> None:
         first = asyncio.create_task(take(events))
         admit = await nodes.decode.admit()
         assert admit.local_prefill
-        nodes.decode.tokens(admit.request_id, TokenOutput(0, (7, 8), finish_reason=FinishReason.LENGTH))
-        assert (await first) == TokenOutput(0, (7, 8), finish_reason=FinishReason.LENGTH)
+        nodes.decode.tokens(admit.request_id, TokenOutput(0, (7, 8)))
+        assert (await first) == TokenOutput(0, (7, 8))
+        nodes.decode.tokens(admit.request_id, token(9, finish=FinishReason.LENGTH))
+        assert await take(events) == token(9, finish=FinishReason.LENGTH)
         trace = await take_trace(events)
+        assert trace.ttft_seconds < trace.e2e_seconds
         assert (trace.prefill_node, trace.num_computed_tokens, trace.num_transferred_blocks) == (None, 10, 0)
         assert nodes.prefill.calls.empty() and nodes.decode.commands.empty()
 
@@ -278,18 +326,6 @@ async def test_requests_share_one_stream_and_are_bounded_in_number() -> None:
             await tasks[1]
         assert not tasks[0].done() and nodes.decode.num_streams == 1
         await give_up(tasks[0])
-
-
-async def test_closing_the_relay_fails_what_still_runs() -> None:
-    async with cluster() as nodes:
-        first, _, wire_id = await opened(nodes, nodes.relay.run(a_request()))
-        await nodes.relay.close(timeout=0.0)
-        with pytest.raises(UnavailableError, match="stopping"):
-            await first
-        with pytest.raises(UnavailableError, match="stopping"):
-            await anext(nodes.relay.run(a_request()))
-        assert_idle(nodes)
-        assert wire_id.startswith("r.")
 
 
 async def test_a_client_that_takes_nothing_holds_no_node_beyond_the_deadline() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -24,9 +25,15 @@ from tests.router.scripted_nodes import (
 
 
 async def none_lives(nodes: Cluster) -> None:
-    """Returns once no decode node is live, and their requests wait for one."""
+    """Returns once no decode node is live, and their requests wait for one, after they have looked in vain again."""
     await until(lambda: not nodes.registry.can_serve())
-    await until(lambda: all(share.wait for run in nodes.relay._running.values() for share in run._shares))
+    a_while = asyncio.get_running_loop().time() + 5.0  # further away than the longest wait before looking again
+
+    def all_wait() -> bool:
+        shares = [share for run in nodes.relay._running.values() for share in run._shares]
+        return all(share.wait is not None and share.wait.when() > a_while for share in shares)
+
+    await until(all_wait)
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
@@ -44,6 +51,31 @@ async def test_a_request_waits_for_a_decode_node_while_none_lives(epoch: int) ->
         assert await next_event == token(8, finish=FinishReason.STOP)
         assert (await take_trace(events)).num_migrations == 1
         assert_idle(nodes)
+
+
+async def test_a_request_that_waited_is_not_placed_again_when_more_nodes_come() -> None:
+    """Nor does the end of its wait, if that comes in the same moment as the node, end it."""
+    async with cluster(num_decode_nodes=2, num_prefill_nodes=0) as nodes:
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            first = asyncio.create_task(take(events))
+            say(nodes.decode, (await nodes.decode.admit()).request_id, token(7))
+            assert await first == token(7)
+            next_event = asyncio.create_task(take(events))
+            await nodes.decodes[1].stop()
+            await until(lambda: nodes.registry.decode[1].state is NodeState.LOST)
+            await nodes.decode.stop()
+            await none_lives(nodes)
+            run = nodes.relay._running["r"]
+            [share] = run._shares
+            await nodes.decode.start_again(epoch=2)
+            admit = await nodes.decode.admit()
+            run._inbox.put_nowait(partial(run._on_waited, share))
+            await nodes.decodes[1].start_again(epoch=2)
+            await until(lambda: nodes.registry.decode[1].state is NodeState.LIVE)
+            say(nodes.decode, admit.request_id, token(8, finish=FinishReason.STOP))
+            assert await next_event == token(8, finish=FinishReason.STOP)
+            assert (await take_trace(events)).num_migrations == 1
+            assert nodes.decode.commands.empty() and nodes.decodes[1].commands.empty()
 
 
 async def test_every_output_waits_for_a_node_on_its_own() -> None:

@@ -1,0 +1,60 @@
+"""The end of the relay and of a request: who is waited for, who is told, and that nothing is left."""
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from kvrelay.core.errors import UnavailableError
+from kvrelay.core.outputs import FinishReason, TokenOutput
+from tests.router.routed import a_request, assert_idle, collected, opened, take_trace
+from tests.router.scripted_nodes import cluster, soon, token
+
+
+async def test_closing_the_relay_fails_what_still_runs() -> None:
+    async with cluster() as nodes:
+        first, call, wire_id = await opened(nodes, nodes.relay.run(a_request()))
+        call.publish(1)
+        await nodes.decode.pull()  # so that the lease is known
+        await nodes.relay.close(timeout=0.0)
+        assert nodes.prefill.released.get_nowait() == ("lease",), "the process may end now"
+        left = {task.get_name() for task in asyncio.all_tasks()}
+        assert not [name for name in left if name.startswith(("lease-", "release ", "prefill ", "decode stream "))]
+        with pytest.raises(UnavailableError, match="stopping"):
+            await first
+        with pytest.raises(UnavailableError, match="stopping"):
+            nodes.relay.served_model()
+        with pytest.raises(UnavailableError, match="stopping"):
+            await anext(nodes.relay.run(a_request()))
+        assert_idle(nodes)
+        assert wire_id.startswith("r.")
+
+
+async def test_closing_the_relay_waits_for_the_last_request() -> None:
+    async with cluster(local_prefill_max_tokens=64) as nodes:
+        running = [asyncio.create_task(collected(nodes, a_request(f"r{number}"))) for number in range(2)]
+        short, long = [(await nodes.decode.admit()).request_id for _ in running]
+        nodes.decode.tokens(short, token(7, finish=FinishReason.STOP))
+        await running[0]
+        closing = asyncio.create_task(nodes.relay.close(timeout=60.0))
+        nodes.decode.tokens(long, token(8))
+        nodes.decode.tokens(long, token(9, finish=FinishReason.STOP))
+        assert [event for event in await running[1] if isinstance(event, TokenOutput)][1].token_ids == (9,)
+        await closing
+
+
+async def test_a_request_that_has_ended_is_forgotten() -> None:
+    """Nothing that outlives it may keep its tokens: neither the timer of its deadline nor a node's client."""
+    async with cluster() as nodes:
+        events = nodes.relay.run(a_request(timeout=600.0))
+        first, call, _ = await opened(nodes, events)
+        forgotten = weakref.ref(nodes.relay._running["r"])
+        call.finish(token(7, finish=FinishReason.LENGTH))
+        call.end()
+        await first
+        await take_trace(events)
+        del events, first
+        await soon(nodes.prefill.released)
+        gc.collect()
+        assert forgotten() is None

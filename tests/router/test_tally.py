@@ -1,0 +1,79 @@
+"""What a request's trace says of computed and cached tokens, from what nodes report."""
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.core.node_report import FetchReport
+from kvrelay.core.sampling_params import SamplingParams
+from router.relay.recovery_metrics import RecoveryMetrics
+from router.relay.tally import Tally
+from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
+from tests.manual_clock import ManualClock
+from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE
+
+PROMPT = tuple(range(100, 110))
+FETCHED = FetchReport(num_tokens=4, fetched=(("prefill-1", 1),), num_missing=2)
+
+
+def make() -> tuple[Tally, ManualClock, CollectorRegistry]:
+    request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0)
+    clock, collectors = ManualClock(), CollectorRegistry()
+    return Tally(request, BLOCK_SIZE, clock, RecoveryMetrics("m", collectors)), clock, collectors
+
+
+def placed(*outputs: int, is_replay: bool = False) -> NodeRequest:
+    """Returns a placement with the output tokens that the client has already."""
+    sampling = SamplingParams(seed=1)
+    return NodeRequest((*PROMPT, *outputs), sampling, NAMESPACE, 0, b"", len(outputs), 0, is_replay=is_replay)
+
+
+def trace(tally: Tally) -> RequestTrace:
+    return tally.trace(prefill_node="prefill-0", decode_node="decode-0")
+
+
+def test_what_the_prefilling_node_held_or_fetched_is_cached() -> None:
+    for reader in ("prefill", "decode"):
+        tally, _, collectors = make()
+        tally.computed(placed(), num_cached_tokens=4, fetches=FETCHED, reader=reader)
+        found = trace(tally)
+        assert (found.num_computed_tokens, found.num_cached_tokens, found.num_transferred_blocks) == (2, 8, 1)
+        assert found.kv == KVOrigins(num_holder_blocks=1)
+        labels = {"model_name": "m", "reader": reader}
+        assert collectors.get_sample_value("kvrelay:kv_ladder_blocks_total", {**labels, "rung": "holder"}) == 1
+        assert collectors.get_sample_value("kvrelay:kv_ladder_failures_total", {**labels, "cause": "missing"}) == 2
+
+
+def test_what_a_refill_fetched_is_not_computed_again() -> None:
+    tally, _, _ = make()
+    tally.computed(placed(), num_cached_tokens=4)
+    tally.refilled(placed(), num_cached_tokens=4, fetches=FETCHED)
+    found = trace(tally)
+    assert found.kv == KVOrigins(num_holder_blocks=1, num_refilled_tokens=2)
+    assert (found.num_computed_tokens, found.num_transferred_blocks) == (8, 1)
+
+
+def test_what_a_replay_costs_is_no_part_of_the_prompt() -> None:
+    tally, clock, _ = make()
+    clock.seconds += 1.0
+    tally.accepted()
+    clock.seconds += 2.0
+    tally.computed(placed(), num_cached_tokens=8)
+    tally.first_token()
+    clock.seconds += 4.0
+    tally.decode_ready(placed(), num_recomputed_tokens=0, fetches=FETCHED, rungs={})
+    clock.seconds += 8.0
+    replay = placed(7, 8, is_replay=True)
+    tally.computed(replay, num_cached_tokens=9)
+    tally.refilled(replay, num_cached_tokens=7, fetches=FetchReport())
+    tally.decode_ready(replay, num_recomputed_tokens=6, fetches=FetchReport(), rungs={})
+    found = trace(tally)
+    assert (found.num_computed_tokens, found.num_cached_tokens) == (2, 8)
+    assert (found.queue_seconds, found.ttft_seconds, found.handover_seconds, found.e2e_seconds) == (1.0, 3.0, 4.0, 15.0)
+    kv = found.kv
+    assert (kv.num_replayed_tokens, kv.num_refilled_tokens, kv.num_recomputed_tokens) == (3, 5, 6)
+
+
+def test_reports_that_cannot_be_true_make_no_count_negative() -> None:
+    tally, _, _ = make()
+    tally.computed(placed(is_replay=True), num_cached_tokens=14)
+    found = trace(tally)
+    assert (found.num_computed_tokens, found.num_cached_tokens, found.kv.num_replayed_tokens) == (0, 10, 0)
