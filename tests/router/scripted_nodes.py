@@ -50,6 +50,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.endpoint = f"endpoint-{node_id}"
         self.max_model_len = 4096
         self.max_num_seqs = 8
+        self.vocab_size = 1000
         self.updates: asyncio.Queue[node_pb2.WatchResponse] = asyncio.Queue()
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
@@ -112,7 +113,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
             connector=self.connector,
             max_model_len=self.max_model_len,
             num_blocks=1000,
-            vocab_size=1000,
+            vocab_size=self.vocab_size,
             max_num_seqs=self.max_num_seqs,
         )
 
@@ -308,7 +309,7 @@ class Cluster:
 
 @asynccontextmanager
 async def registered(
-    *nodes: ScriptedNode, late: ScriptedNode | None = None, silence: float = 5.0
+    *nodes: ScriptedNode, late: ScriptedNode | None = None, silence: float = 5.0, timeout: float = PATIENCE
 ) -> AsyncIterator[Registry]:
     """Starts a registry of these nodes, without waiting for any of them. `late` has an address but does not answer
     yet."""
@@ -321,7 +322,7 @@ async def registered(
             await late.stop()
         prefill = [node.address for node in everyone if isinstance(node, ScriptedPrefill)]
         decode = [node.address for node in everyone if isinstance(node, ScriptedDecode)]
-        registry = Registry(prefill, decode, KVIndex(1000), timeout=PATIENCE, silence=silence)
+        registry = Registry(prefill, decode, KVIndex(1000), timeout=timeout, silence=silence)
         stack.push_async_callback(registry.close)
         registry.start()
         yield registry

@@ -56,3 +56,10 @@ def test_nodes_that_are_gone_for_good_keep_nobody_out() -> None:
 
 def test_without_a_voter_nobody_is_elected() -> None:
     assert elect([node("never", 4, heard_at=None)], difference, now=NOW) is None
+
+
+def test_a_node_of_another_kind_than_it_is_listed_for_has_no_vote() -> None:
+    wrong = node("wrong", 4)
+    wrong.role = NodeRole.PREFILL
+    assert winner(wrong, node("right", 8)) == "right"
+    assert elect([wrong], difference, now=NOW) is None

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from kvrelay.core.block_hash import BlockHash
+from router.nodes import kv_index
 from router.nodes.kv_index import KVIndex
 
 
@@ -78,6 +79,10 @@ def test_a_dropped_node_is_forgotten_at_once_and_swept_by_and_by() -> None:
         index.removed("nobody", [])
     assert len(index) == 10
     index.check_integrity()
+    for _ in range(100):  # restarts
+        index.drop("b")
+        index.stored("b", chain[:10])
+    assert max(index._bits.values()) < 1 << 8, "bits are used again"
 
 
 def test_the_bound_holds_and_the_oldest_go_first() -> None:
@@ -92,6 +97,41 @@ def test_the_bound_holds_and_the_oldest_go_first() -> None:
     assert index.leading(names(1)) == {"a": 1}
 
 
+@pytest.mark.usefixtures("num_swept_per_call")
+def test_a_sweep_does_not_change_which_names_are_the_oldest() -> None:
+    index = KVIndex(5)
+    for number in (1, 2, 3, 4):
+        index.stored("a", names(number))
+    index.stored("dropped", names(1))  # not the oldest any more
+    index.drop("dropped")
+    index.leading(names(2))
+    index.stored("a", names(5, 6))
+    assert [index.leading(names(number)) for number in range(1, 7)] == [
+        {"a": 1},
+        {"a": 1},
+        {},
+        {"a": 1},
+        {"a": 1},
+        {"a": 1},
+    ]
+
+
+def test_a_name_that_is_stored_again_is_not_the_oldest_any_more() -> None:
+    index = KVIndex(3)
+    for number in (1, 2, 3, 1, 4):
+        index.stored("a", names(number))
+    assert index.leading(names(1)) == {"a": 1}
+    assert index.leading(names(2)) == {}
+
+
+def test_of_a_chain_that_was_looked_up_the_end_goes_first() -> None:
+    index = KVIndex(3)
+    index.stored("a", names(1, 2, 3))
+    index.leading(names(1, 2, 3))
+    index.stored("a", names(4))
+    assert index.leading(names(1, 2, 3)) == {"a": 2}
+
+
 def test_of_a_chain_that_is_too_long_the_beginning_stays() -> None:
     index = KVIndex(10)
     chain = names(*range(1, 31))
@@ -99,6 +139,13 @@ def test_of_a_chain_that_is_too_long_the_beginning_stays() -> None:
     assert index.leading(chain) == {"a": 10}
 
 
+@pytest.fixture(params=[1, 3, 512])
+def num_swept_per_call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a sweep take one call or many, during which other nodes are dropped."""
+    monkeypatch.setattr(kv_index, "_SWEPT_PER_CALL", request.param)
+
+
+@pytest.mark.usefixtures("num_swept_per_call")
 @pytest.mark.parametrize("seed", range(5))
 def test_any_order_of_events_agrees_with_the_model(seed: int) -> None:
     rng = random.Random(seed)
@@ -120,9 +167,10 @@ def test_any_order_of_events_agrees_with_the_model(seed: int) -> None:
         else:
             asked = names(*range(1, rng.randrange(2, 14)))
             assert index.leading(asked) == naive_leading(holdings, asked)
-    index.check_integrity()
+        index.check_integrity()
 
 
+@pytest.mark.usefixtures("num_swept_per_call")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_small_index_never_claims_what_is_not_held(seed: int) -> None:
     rng = random.Random(seed)
@@ -131,9 +179,13 @@ def test_a_small_index_never_claims_what_is_not_held(seed: int) -> None:
     for _ in range(1000):
         node_id = rng.choice(["a", "b"])
         chosen = names(*(rng.randrange(1, 20) for _ in range(3)))
-        if rng.random() < 0.6:
+        action = rng.random()
+        if action < 0.6:
             index.stored(node_id, chosen)
             holdings[node_id].update(chosen)
+        elif action < 0.65:
+            index.drop(node_id)
+            holdings[node_id].clear()
         else:
             index.removed(node_id, chosen)
             holdings[node_id].difference_update(chosen)

@@ -9,7 +9,7 @@ from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
 from router.nodes.node_metrics import NodeMetrics
 from router.nodes.registry import Registry
-from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, cluster, until
+from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, cluster, registered, until
 
 
 async def test_everything_of_a_node_is_in_the_metrics() -> None:
@@ -44,6 +44,24 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
         assert value("node_ejections_total") == 0
         age = value("node_heartbeat_age_seconds")
         assert age is not None and age >= 0
+        load = node_pb2.NodeLoad(num_leases=3, num_free_blocks=750, num_blocks=1000)
+        nodes.prefill.updates.put_nowait(node_pb2.WatchResponse(epoch=1, load=load))
+        await until(lambda: nodes.registry.prefill[0].load.num_leases == 3)
+        assert value("kv_cache_usage_perc") == 0.25
+        assert value("node_leases_ended_total", how="released") == 7, "kept: a message without counters says nothing"
+
+
+async def test_a_node_at_another_address_goes_on_with_the_series_of_its_id() -> None:
+    """Its old address is known still, and listed before."""
+    old, new = ScriptedDecode("same"), ScriptedDecode("same")
+    async with registered(old, late=new) as registry:
+        await until(lambda: registry.decode[0].state is NodeState.LIVE)
+        await old.stop()
+        await until(lambda: registry.decode[0].state is NodeState.LOST)
+        await new.start()
+        await until(lambda: registry.decode[1].state is NodeState.LIVE)
+        up = next(family for family in NodeMetrics(registry).collect() if family.name == "kvrelay:node_up")
+        assert {sample.labels["node"]: sample.value for sample in up.samples} == {"same": 1, old.address: 0}
 
 
 async def test_two_addresses_of_one_id_are_two_series() -> None:

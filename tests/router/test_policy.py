@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from router.policy import (
+    MAX_SOURCES,
     Candidates,
     DecodeCandidate,
     LeastLoaded,
@@ -64,6 +65,24 @@ def test_least_loaded_takes_the_shortest_queues() -> None:
     )
     placement = LeastLoaded().choose(facts(), nodes)
     assert (placement.prefill, placement.decode) == ("p1", "d1")
+
+
+def test_of_decode_nodes_with_as_many_sequences_the_least_loaded_has_more_free_blocks() -> None:
+    nodes = candidates(prefill("p"), decode("d0", free=10), decode("d1", free=11))
+    assert LeastLoaded().choose(facts(), nodes).decode == "d1"
+
+
+def test_of_nodes_that_cost_the_same_the_one_that_holds_more_wins() -> None:
+    """160 tokens are moved for the cost of computing 16."""
+    nodes = candidates(prefill("p0"), prefill("p1", held=10, queued=16), decode("d"))
+    assert [PrefixAware(0).choose(facts(number=number), nodes).prefill for number in range(2)] == ["p1", "p1"]
+
+
+def test_a_decode_node_needs_room_for_the_outputs_too_and_no_queue_before_them() -> None:
+    full = candidates(prefill("p"), decode("d0", free=10), decode("d1", free=11))
+    assert PrefixAware(0).choose(facts(160), full).decode == "d1"
+    queue = candidates(prefill("p"), decode("d0", queued=100), decode("d1"))
+    assert PrefixAware(0).choose(facts(160), queue).decode == "d1"
 
 
 def test_a_prefix_outweighs_a_short_queue_but_not_a_long_one() -> None:
@@ -142,6 +161,18 @@ def test_sources_hold_more_than_the_chosen_node_best_first() -> None:
     assert placement.prefill == "p0"
     # 1000 tokens are 62 full blocks and a partial one, which is computed in any case.
     assert placement.sources == (SourceHint("d0", 62), SourceHint("p1", 30))
+
+
+def test_the_partial_tail_of_another_is_no_reason_to_fetch() -> None:
+    nodes = candidates(prefill("p0", held=62), decode("d0", held=63))
+    assert PrefixAware(0).choose(facts(1000), nodes).sources == ()
+
+
+def test_no_more_than_the_best_few_sources_are_named() -> None:
+    holders = [prefill(f"p{number}", held=number, queued=10**6) for number in range(1, MAX_SOURCES + 3)]
+    placement = PrefixAware(0).choose(facts(), candidates(prefill("p0"), *holders, decode("d")))
+    assert [hint.num_blocks for hint in placement.sources] == [6, 5, 4, 3]
+    assert placement.sources == placement.decode_sources
 
 
 def test_a_placement_is_a_pure_choice_among_the_candidates() -> None:

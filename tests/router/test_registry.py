@@ -9,6 +9,7 @@ import pytest
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, UnavailableError
 from kvrelay.core.node_report import NodeRole
+from kvrelay.v1 import node_pb2
 from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
 from router.nodes.registry import Registry
@@ -38,11 +39,14 @@ async def test_live_nodes_are_described_and_their_events_reach_the_index() -> No
         decode.update(1, stored=[A])
         await until(lambda: registry.index.leading([A, B]) == {"prefill-0": 2, "decode-0": 1})
         assert registry.prefill[0].load.num_queued_tokens == 5
+        heard_at = registry.prefill[0].heard_at
         prefill.update(2, removed=[B])
         await until(lambda: registry.index.leading([A, B]) == {"prefill-0": 1, "decode-0": 1})
         prefill.update(3, reset=True, stored=[C])
         await until(lambda: registry.index.leading([C]) == {"prefill-0": 1})
         assert registry.index.leading([A]) == {"decode-0": 1}
+        assert heard_at is not None and registry.prefill[0].heard_at is not None
+        assert registry.prefill[0].heard_at > heard_at
 
 
 async def test_without_a_decode_node_nothing_is_served() -> None:
@@ -88,6 +92,60 @@ async def test_a_new_epoch_forgets_what_the_old_one_held() -> None:
         assert registry.index.leading([A]) == {}
 
 
+async def test_a_node_that_comes_back_under_another_id_takes_no_blocks_along() -> None:
+    decode = ScriptedDecode("old")
+    async with registered(decode) as registry:
+        decode.update(7, stored=[A])
+        await until(lambda: registry.index.leading([A]) == {"old": 1})
+        await decode.stop()
+        decode.node_id = "new"
+        await decode.start_again(epoch=2)
+        await until(lambda: registry.decode[0].name.startswith("new") and registry.can_serve())
+        assert registry.index.leading([A]) == {}
+
+
+async def test_a_snapshot_that_broke_off_is_asked_for_again_from_its_beginning() -> None:
+    decode = ScriptedDecode()
+    async with registered(decode) as registry:
+        assert await registry.wait_settled(PATIENCE)
+        await soon(decode.watch_requests)
+        decode.updates.put_nowait(node_pb2.WatchResponse(epoch=1, sequence=9, reset=True, stored=[A]))
+        await until(lambda: registry.index.leading([A]) == {"decode-0": 1})
+        await decode.stop()
+        await decode.start()
+        request = await soon(decode.watch_requests)
+        assert (request.epoch, request.after_sequence) == (0, 0)
+
+
+class MuteDecode(ScriptedDecode):
+    """A node that takes connections and answers nothing."""
+
+    async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_pb2.DescribeResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_a_node_that_does_not_describe_itself_holds_the_others_up_for_a_while_only() -> None:
+    mute, decode = MuteDecode(), ScriptedDecode("decode-1")
+    async with registered(mute, decode, timeout=0.1) as registry:
+        await until(lambda: registry.decode[1].state is NodeState.LIVE)
+        assert registry.decode[0].state is NodeState.CONNECTING
+
+
+async def test_a_majority_that_comes_later_does_not_replace_what_is_live() -> None:
+    nodes = [ScriptedDecode(f"decode-{number}") for number in range(3)]
+    async with registered(*nodes) as registry:
+        assert await registry.wait_settled(PATIENCE)
+        for node in nodes[1:]:
+            await node.stop()
+            node.namespace = replace(NAMESPACE, block_size=32)
+        await until(lambda: [node.state for node in registry.decode[1:]] == [NodeState.LOST] * 2)
+        for node in nodes[1:]:
+            await node.start_again(epoch=2)
+        await until(lambda: [node.state for node in registry.decode[1:]] == [NodeState.REFUSED] * 2)
+        assert registry.served_model().kv_namespace == NAMESPACE
+
+
 async def test_an_epoch_that_changes_within_a_stream_is_asked_about() -> None:
     decode = ScriptedDecode()
     async with registered(decode) as registry:
@@ -124,6 +182,12 @@ async def test_a_node_with_another_connector_is_refused(caplog: pytest.LogCaptur
     decode, stranger = ScriptedDecode(), ScriptedDecode("decode-1")
     stranger.connector = "redis"
     await refused(decode, stranger, "connector is redis, not in_process", caplog)
+
+
+async def test_a_node_with_another_vocabulary_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    decode, stranger = ScriptedDecode(), ScriptedDecode("decode-1")
+    stranger.vocab_size = 999
+    await refused(decode, stranger, "vocabulary size is 999, not 1000", caplog)
 
 
 async def test_nodes_that_share_one_of_their_connectors_fit() -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
 from router.nodes.silence import Silence
+from tests.simulation.virtual_loop import VirtualLoop
 
 PATIENCE = 10.0
 
@@ -32,3 +34,27 @@ async def test_a_loop_that_was_held_up_blames_nobody() -> None:
         for _ in range(3):
             await asyncio.sleep(0)  # timers that were due run now
         silence.broken()
+
+
+def test_the_limit_is_kept_to_the_tick_and_no_timer_is_left() -> None:
+    async def main() -> list[dict[str, Any]]:
+        loop = asyncio.get_running_loop()
+        failures: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda loop, context: failures.append(context))
+        async with Silence(10.0):
+            await asyncio.sleep(9.9)
+        await asyncio.sleep(100.0)  # for timers that were left
+        began = loop.time()
+        with pytest.raises(TimeoutError):
+            async with Silence(10.0) as silence:
+                await asyncio.sleep(9.9)
+                silence.broken()
+                await asyncio.sleep(1000.0)
+        assert loop.time() - began == pytest.approx(19.0, abs=1.0)
+        return failures
+
+    loop = VirtualLoop()
+    try:
+        assert loop.run_until_complete(main()) == []
+    finally:
+        loop.close()
