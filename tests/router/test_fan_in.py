@@ -14,11 +14,13 @@ class Source:
         self._num_items = num_items
         self._error = error
         self.closed = False
+        self.num_taken = 0
 
     async def items(self) -> AsyncGenerator[int, None]:
         try:
             for i in range(self._num_items):
                 await asyncio.sleep(0)
+                self.num_taken += 1
                 yield i
             if self._error is not None:
                 raise self._error
@@ -44,12 +46,14 @@ async def test_the_first_failure_ends_the_others() -> None:
     assert all(source.closed for source in sources)
 
 
-async def test_closing_while_the_queue_is_full_leaves_no_task() -> None:
-    sources = [Source(10**9), Source(10**9)]
+@pytest.mark.parametrize("num_sources", [1, 2])
+async def test_closing_while_the_queue_is_full_leaves_no_task(num_sources: int) -> None:
+    sources = [Source(10**9) for _ in range(num_sources)]
     before = asyncio.all_tasks()
     async with aclosing(merged([source.items() for source in sources])) as items:
         await anext(items)
         for _ in range(QUEUE_ITEMS * 4):  # far more turns of the loop than the queue has places
             await asyncio.sleep(0)
+        assert sum(source.num_taken for source in sources) <= QUEUE_ITEMS + 2 * num_sources, "the sources wait"
     assert all(source.closed for source in sources)
     assert asyncio.all_tasks() == before

@@ -165,6 +165,8 @@ async def test_prompts_may_be_token_ids(gateway: Gateway, relay: ScriptedRelay) 
     await gateway.post("/v1/completions", {**COMPLETION, "prompt": [5, 6, 7]})
     await gateway.post("/v1/completions", {**COMPLETION, "prompt": [[8], [9, 10]]})
     assert {request.prompt_token_ids for request in relay.requests} == {(5, 6, 7), (8,), (9, 10)}
+    answer = (await gateway.post("/v1/completions", {**COMPLETION, "prompt": [0, 1], "echo": True})).json()
+    assert answer["choices"][0]["text"] == f"<s></s>{REPLY}", "special tokens are part of the prompt"
 
 
 async def test_stop_strings_end_the_request_on_its_nodes(gateway: Gateway, relay: ScriptedRelay) -> None:
@@ -190,6 +192,24 @@ async def test_completion_logprobs_and_prompt_logprobs(gateway: Gateway, relay: 
     assert logprobs["text_offset"][0] == 0
     assert choice["prompt_logprobs"][0] is None
     assert len(choice["prompt_logprobs"]) == len(relay.requests[0].prompt_token_ids)
+    streamed = (await gateway.events("/v1/completions", {**COMPLETION, "logprobs": 2}))[:-1]
+    found = [event["choices"][0]["logprobs"] for event in streamed]
+    assert [token for shown in found if shown for token in shown["tokens"]] == logprobs["tokens"], "without text, too"
+
+
+async def test_prompt_logprobs_and_cached_tokens_of_several_prompts(gateway: Gateway, relay: ScriptedRelay) -> None:
+    body = {**COMPLETION, "prompt": [[5, 6], [7, 8, 9]], "n": 2, "prompt_logprobs": 1}
+    answer = (await gateway.post("/v1/completions", body)).json()
+    ids = [next(map(int, entry)) for choice in answer["choices"] for entry in choice["prompt_logprobs"][1:]]
+    assert ids == [6, 6, 8, 9, 8, 9]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+
+
+async def test_the_stop_reason_is_a_token_only_if_the_client_asked_for_it(gateway: Gateway) -> None:
+    """OpenAI's clients know nothing of the model's own end token, which is 1 here."""
+    for asked, reason in (({}, None), ({"stop_token_ids": [1]}, 1)):
+        choice = (await gateway.post("/v1/completions", COMPLETION | asked)).json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
 
 
 async def test_vllms_extra_fields_reach_the_request(gateway: Gateway, relay: ScriptedRelay) -> None:
@@ -206,6 +226,9 @@ async def test_vllms_extra_fields_reach_the_request(gateway: Gateway, relay: Scr
         "logit_bias": {"7": 2},
         "seed": -1,
         "temperature": 0,
+        "top_p": 0.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": 0.75,
         "somebody_elses_field": 1,
     }
     assert (await gateway.post("/v1/completions", {**COMPLETION, **extras})).status_code == 200
@@ -214,7 +237,33 @@ async def test_vllms_extra_fields_reach_the_request(gateway: Gateway, relay: Scr
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty, sampling.min_tokens) == (0, 0.1, 1.1, 2)
     assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.skip_special_tokens) == ((9,), True, False)
     assert (sampling.logit_bias, sampling.seed, sampling.temperature) == (((7, 2.0),), 2**64 - 1, 0.0)
+    assert (sampling.top_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25, 0.75)
     assert (request.priority, request.cache_salt) == (3, b"tenant")
+    relay.requests.clear()
+    bare = {**COMPLETION, "add_special_tokens": False, "seed": 2**64 - 1, "best_of": 1}
+    assert (await gateway.post("/v1/completions", bare)).status_code == 200
+    assert relay.requests[0].prompt_token_ids == request.prompt_token_ids[1:]
+    assert relay.requests[0].sampling.seed == 2**64 - 1
+
+
+async def test_the_extra_fields_of_a_chat_reach_the_request(gateway: Gateway, relay: ScriptedRelay) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    body = {
+        "messages": [{"role": "developer", "content": parts}],
+        "add_generation_prompt": False,
+        "priority": 3,
+        "cache_salt": "tenant",
+        "max_tokens": 5,
+        "max_completion_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+    assert (await gateway.post("/v1/chat/completions", {**CHAT, **body})).status_code == 200
+    [request] = relay.requests
+    rendered = relay.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    assert rendered == "<system>one\ntwo\n"
+    assert (request.priority, request.cache_salt) == (3, b"tenant")
+    assert (request.sampling.max_tokens, request.sampling.logprobs) == (5, 20)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -282,9 +331,12 @@ async def test_an_error_in_the_middle_of_a_stream_is_its_last_event(gateway: Gat
     assert last["error"]["message"] == "internal error"
 
 
-async def test_an_unexpected_failure_does_not_show_its_message(gateway: Gateway, relay: ScriptedRelay) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_unexpected_failure_does_not_show_its_message(
+    gateway: Gateway, relay: ScriptedRelay, stream: bool
+) -> None:
     relay.fail_with = ZeroDivisionError("secret")
-    response = await gateway.post("/v1/completions", COMPLETION)
+    response = await gateway.post("/v1/completions", COMPLETION | {"stream": stream})
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "internal error"
     assert response.headers["x-request-id"]
@@ -292,7 +344,9 @@ async def test_an_unexpected_failure_does_not_show_its_message(gateway: Gateway,
 
 async def test_unknown_paths_wrong_methods_and_model_cards_are_answered(gateway: Gateway, relay: ScriptedRelay) -> None:
     assert (await gateway.http.get("/nowhere")).json()["error"]["message"] == "Not Found: GET /nowhere"
-    assert (await gateway.http.get("/v1/completions")).status_code == 405
+    wrong = await gateway.http.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["message"] == "Method Not Allowed: GET /v1/completions"
     assert (await gateway.http.get("/version")).json() == {"version": "1.2.3"}
     assert (await gateway.http.get(f"/v1/models/{MODEL}")).json()["max_model_len"] == MAX_MODEL_LEN
     assert (await gateway.http.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
@@ -326,25 +380,3 @@ async def test_token_ids_are_counted_before_they_are_looked_at(gateway: Gateway,
     assert refused.status_code == 400
     too_long = f"the prompt has {MAX_MODEL_LEN + 1} tokens"
     assert (too_long in refused.json()["error"]["message"]) is (len(prompt) != 3)
-
-
-async def test_metrics_count_requests_by_ending_tokens_and_latencies(tokenizer: Tokenizer) -> None:
-    async with serving(ScriptedRelay(tokenizer)) as gateway:
-        await gateway.post("/v1/completions", COMPLETION)
-        await gateway.post("/v1/completions", COMPLETION | {"max_tokens": 2})
-        await gateway.post("/v1/completions", COMPLETION | {"max_tokens": 0})
-        text = (await gateway.http.get("/metrics")).text
-    num_reply_tokens = len(await tokenizer.encode(REPLY, add_special_tokens=False)) + 1
-    label = f'model_name="{MODEL}"'
-    for line in (
-        f'kvrelay:request_success_total{{finished_reason="stop",{label}}} 1.0',
-        f'kvrelay:request_success_total{{finished_reason="length",{label}}} 1.0',
-        f'kvrelay:request_errors_total{{code="INVALID_ARGUMENT",{label}}} 1.0',
-        f"kvrelay:generation_tokens_total{{{label}}} {num_reply_tokens + 2}.0",
-        f"kvrelay:prompt_tokens_cached_total{{{label}}} 4.0",
-        f"kvrelay:num_requests_running{{{label}}} 0.0",
-        f"kvrelay:time_to_first_token_seconds_count{{{label}}} 2.0",
-        f"kvrelay:e2e_request_latency_seconds_count{{{label}}} 2.0",
-        f"kvrelay:inter_token_latency_seconds_count{{{label}}} {num_reply_tokens}.0",
-    ):
-        assert line in text

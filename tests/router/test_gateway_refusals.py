@@ -7,6 +7,8 @@ import socket
 
 import pytest
 
+from router.edge.http_protocol import MAX_HEAD_BYTES
+from router.edge.openai_schema import MAX_PROMPTS
 from tests.router.edge_parts import MAX_MODEL_LEN
 from tests.router.gateway_client import CHAT, COMPLETION, Gateway
 
@@ -48,6 +50,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whol
         ({"suffix": "end"}, "suffix"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"best_of": 3}, "best_of"),
+        ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"bad_words": ["capital"]}, "bad_words"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
@@ -74,6 +77,10 @@ async def test_a_bad_completion_request_names_its_field(
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 128 * MAX_MODEL_LEN}]}, "messages"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": [{"role": "assistant", "content": "I begin"}]}, "messages"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"functions": [{}]}, "functions"),
@@ -106,6 +113,20 @@ async def expect_refusal(gateway: Gateway, path: str, body: dict[str, object], p
 async def test_harmless_values_of_unsupported_fields_are_accepted(gateway: Gateway) -> None:
     body = {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": None}
     assert (await gateway.post("/v1/chat/completions", {**body, "bad_words": [], "best_of": 1})).status_code == 200
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/vnd.api+json"])
+async def test_every_name_of_json_is_understood(gateway: Gateway, content_type: str) -> None:
+    body, headers = json.dumps(COMPLETION), {"content-type": content_type}
+    assert (await gateway.http.post("/v1/completions", content=body, headers=headers)).status_code == 200
+
+
+async def test_as_many_prompts_and_bytes_as_are_allowed_are_answered(gateway: Gateway) -> None:
+    body = json.dumps(COMPLETION | {"prompt": ["x"] * MAX_PROMPTS, "max_tokens": 1}).encode()
+    headers = {"content-type": "application/json"}
+    for missing, status in ((0, 200), (-1, 413)):
+        data = body.ljust((1 << 20) - missing)
+        assert (await gateway.http.post("/v1/completions", content=data, headers=headers)).status_code == status
 
 
 @pytest.mark.parametrize(
@@ -222,14 +243,32 @@ async def test_a_wish_to_upgrade_is_ignored_and_the_body_read(
 
 async def test_many_wishes_to_upgrade_may_come_at_once(gateway: Gateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    writer.write(b"GET /livez HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n" * 1000)
+    writer.write(
+        b"GET /livez HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\nx-more: %s\r\n\r\n" % (b"x" * 100) * 1000
+    )
     for _ in range(1000):
         assert (await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 20)).startswith(b"HTTP/1.1 200")
     writer.close()
 
 
-async def test_a_body_may_come_in_small_chunks(gateway: Gateway) -> None:
+async def test_a_connection_may_bring_more_heads_than_one_request_may_have(gateway: Gateway) -> None:
+    """The last one is endless, and is refused as the first one of a connection would be, whatever came before it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     body = json.dumps(COMPLETION | {"user": "x" * 100_000}).encode()
+    writer.write(HEAD + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+    assert (await asyncio.wait_for(reader.readuntil(b'"kvrelay":{'), 20)).startswith(b"HTTP/1.1 200")
+    await reader.readuntil(b"}}")
+    for _ in range(3):
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\nx-long: %s\r\n\r\n" % (b"x" * 40_000))
+        assert (await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 20)).startswith(b"HTTP/1.1 200")
+    writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\nx-long: %s" % (b"x" * MAX_HEAD_BYTES))
+    assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 400")
+    writer.close()
+
+
+async def test_a_body_may_come_in_small_chunks(gateway: Gateway) -> None:
+    """All their sizes together are more than a head may have."""
+    body = json.dumps(COMPLETION | {"user": "x" * 900_000}).encode()
     chunks = b"".join(b"10\r\n%s\r\n" % body[i : i + 16].ljust(16) for i in range(0, len(body), 16))
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")

@@ -13,7 +13,7 @@ from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, KVErr
 from kvrelay.core.rpc import ErrorInterceptor, channel_options, error_from_rpc, serve_insecure, server_options
 from kvrelay.core.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
-from router.edge.grpc_service import RouterService
+from router.edge.grpc_service import MAX_REQUEST_ID_CHARS, RouterService
 from router.edge.outputs import Edge
 from router.edge.validation import MAX_MESSAGES
 from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, counted, make_edge
@@ -60,6 +60,7 @@ async def test_a_streamed_generation_has_every_chunk_and_ends_with_usage_and_tra
     assert last.usage.completion_tokens == sum(len(o.token_ids) for m in chunks for o in m.outputs)
     assert last.usage.cached_tokens == 2
     assert (last.trace.prefill_node, last.trace.decode_node) == ("prefill-0", "decode-0")
+    assert (last.trace.queue_seconds, last.trace.ttft_seconds, last.trace.e2e_seconds) == (0.001, 0.002, 0.003)
     assert (last.trace.kv.num_holder_blocks, last.trace.kv.num_recomputed_tokens) == (1, 3)
     assert {message.request_id for message in messages} == {relay.requests[0].request_id}
 
@@ -70,6 +71,10 @@ async def test_a_unary_generation_merges_the_chunks_of_each_output(stub: Stub) -
     assert [output.stop_reason for output in response.outputs] == ["capital"] * 2
     assert len(response.prompt_logprobs) == response.usage.prompt_tokens - 1
     assert response.model == MODEL
+    whole = await stub.Generate(prompt(n=2, logprobs=1, stop=["capital"], include_stop_str_in_output=True))
+    for output in whole.outputs:
+        assert output.text == "Paris is the capital"
+        assert len(output.logprobs) == len(output.token_ids) == whole.usage.completion_tokens // 2 > 1
 
 
 async def test_overloaded_and_unavailable_errors_say_when_to_retry(stub: Stub, relay: ScriptedRelay) -> None:
@@ -141,6 +146,10 @@ async def test_tokenize_and_detokenize_are_inverse_and_the_model_is_listed(stub:
     request.skip_special_tokens = True
     assert (await stub.Detokenize(request)).text == "hello 你好"
     assert (await stub.Detokenize(router_pb2.DetokenizeRequest())).text == ""
+    full = router_pb2.DetokenizeRequest(token_ids=[tokenized.token_ids[1]] * MAX_MODEL_LEN)
+    assert len((await stub.Detokenize(full)).text) >= MAX_MODEL_LEN
+    bare = await stub.Tokenize(router_pb2.TokenizeRequest(text="hello 你好", add_special_tokens=False))
+    assert bare.token_ids == tokenized.token_ids[1:]
     models = (await stub.ListModels(router_pb2.ListModelsRequest())).models
     assert [(model.id, model.max_model_len) for model in models] == [(MODEL, MAX_MODEL_LEN)]
 
@@ -153,6 +162,7 @@ async def test_tokenize_and_detokenize_are_inverse_and_the_model_is_listed(stub:
         (router_pb2.GenerateRequest(prompt_token_ids=router_pb2.TokenIds()), "prompt"),
         (router_pb2.GenerateRequest(prompt_token_ids=router_pb2.TokenIds(ids=[2**32 - 1])), "prompt"),
         (router_pb2.GenerateRequest(prompt="x", max_tokens=-1), "max_tokens"),
+        (router_pb2.GenerateRequest(prompt="x", max_tokens=0), "max_tokens"),
         (router_pb2.GenerateRequest(prompt="x", top_k=-5), "top_k"),
         (router_pb2.GenerateRequest(prompt="x", n=0), "n"),
         (router_pb2.GenerateRequest(prompt="x", request_id="i" * 1000), "request_id"),
@@ -174,6 +184,12 @@ async def test_bad_input_names_its_field_and_the_next_request_works(
     assert isinstance(error, InvalidRequestError)
     assert error.field == field
     assert (await stub.Generate(prompt())).outputs[0].text == REPLY
+
+
+async def test_a_token_id_outside_the_vocabulary_is_not_detokenized(stub: Stub, relay: ScriptedRelay) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="outside the vocabulary") as caught:
+        await stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=[5, relay.tokenizer.vocab_size]))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_an_unknown_model_has_an_error_of_its_own(stub: Stub) -> None:
@@ -228,3 +244,7 @@ async def test_abort_ends_a_running_request_and_ids_are_unique_while_they_run(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert isinstance(error_from_rpc(caught.value), CancelledByPeerError)
+    relay.reset()
+    assert (await stub.Generate(prompt(request_id="mine"))).request_id == "mine", "an id is free again"
+    longest = "i" * MAX_REQUEST_ID_CHARS
+    assert (await stub.Generate(prompt(request_id=longest))).request_id == longest

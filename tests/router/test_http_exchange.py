@@ -4,15 +4,17 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator
 
+import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from router.edge.http_exchange import EventStream
+from router.edge.http_exchange import EventStream, until_disconnect
 from tests.router.edge_parts import http_server
 
 PATIENCE = 10.0
 
 
-async def test_a_client_that_takes_nothing_counts_as_disconnected() -> None:
+@pytest.mark.parametrize("num_wanted", [1, 3])
+async def test_a_client_that_takes_nothing_counts_as_disconnected(num_wanted: int) -> None:
     closed = asyncio.Event()
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -31,12 +33,25 @@ async def test_a_client_that_takes_nothing_counts_as_disconnected() -> None:
     async def send(message: Message) -> None:
         nonlocal num_taken
         num_taken += 1
-        if num_taken > 3:
+        if num_taken > num_wanted:
             await asyncio.Event().wait()
 
     async with asyncio.timeout(PATIENCE):
         await EventStream(events(), write_timeout=0.01)({"type": "http"}, receive, send)
-    assert closed.is_set() and num_taken == 4
+    assert closed.is_set() and num_taken == num_wanted + 1
+
+
+async def test_when_work_has_ended_nobody_waits_for_a_disconnect() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def work() -> str:
+        return "done"
+
+    before = asyncio.all_tasks()
+    assert await until_disconnect(receive, work()) == "done"
+    assert asyncio.all_tasks() == before
 
 
 async def test_the_connection_of_a_client_that_takes_nothing_is_dropped_with_what_it_buffers() -> None:

@@ -1,4 +1,4 @@
-"""docs/metrics.md names what a router serves at `/metrics`, and nothing else."""
+"""What a router serves at `/metrics`: docs/metrics.md names it, and nothing else, and requests are counted there."""
 
 import asyncio
 import re
@@ -6,8 +6,11 @@ from pathlib import Path
 
 import httpx
 
+from kvrelay.text.tokenizer import Tokenizer
 from router.app import serve
 from router.settings import RouterSettings
+from tests.router.edge_parts import MODEL, ScriptedRelay
+from tests.router.gateway_client import CHAT, COMPLETION, REPLY, serving
 from tests.router.scripted_nodes import PATIENCE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -24,3 +27,29 @@ async def test_the_page_names_every_family_and_no_other(tokenizer_directory: Pat
     families = set(re.findall(r"^# TYPE (\S+)", scraped, re.MULTILINE))
     named = set(re.findall(r"kvrelay:\w+", PAGE.read_text(encoding="utf-8")))
     assert named == {name for name in families if not name.endswith("_created")}
+
+
+async def test_metrics_count_requests_by_ending_tokens_and_latencies(tokenizer: Tokenizer) -> None:
+    async with serving(ScriptedRelay(tokenizer)) as gateway:
+        await gateway.post("/v1/completions", COMPLETION)
+        await gateway.post("/v1/completions", COMPLETION | {"max_tokens": 2})
+        await gateway.post("/v1/completions", COMPLETION | {"max_tokens": 0})
+        await gateway.post("/v1/chat/completions", CHAT | {"tools": [{}]})
+        text = (await gateway.http.get("/metrics")).text
+    num_prompt_tokens = len(await tokenizer.encode("The capital", add_special_tokens=True))
+    num_reply_tokens = len(await tokenizer.encode(REPLY, add_special_tokens=False)) + 1
+    label = f'model_name="{MODEL}"'
+    for line in (
+        f'kvrelay:request_success_total{{finished_reason="stop",{label}}} 1.0',
+        f'kvrelay:request_success_total{{finished_reason="length",{label}}} 1.0',
+        f'kvrelay:request_errors_total{{code="INVALID_ARGUMENT",{label}}} 2.0',
+        f"kvrelay:prompt_tokens_total{{{label}}} {2 * num_prompt_tokens}.0",
+        f"kvrelay:generation_tokens_total{{{label}}} {num_reply_tokens + 2}.0",
+        f"kvrelay:prompt_tokens_cached_total{{{label}}} 4.0",
+        f"kvrelay:num_requests_running{{{label}}} 0.0",
+        f"kvrelay:time_to_first_token_seconds_count{{{label}}} 2.0",
+        f"kvrelay:e2e_request_latency_seconds_count{{{label}}} 2.0",
+        f"kvrelay:inter_token_latency_seconds_count{{{label}}} {num_reply_tokens}.0",
+    ):
+        assert line in text
+    assert 'finished_reason="abort"' not in text

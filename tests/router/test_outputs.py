@@ -1,16 +1,18 @@
 """Choices that end at different times, and what is counted, however a request ends."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import pytest
 
-from kvrelay.core.errors import KVError, KVRelayError, UnavailableError
+from kvrelay.core.errors import InvalidRequestError, KVError, KVRelayError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.choice import TextChunk
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from router.edge.validation import ClientRequest, TextPrompt
 from router.request import RequestEvent, RequestTrace, RoutedRequest
 from tests.router.edge_parts import ScriptedRelay, counted, make_edge
 
@@ -123,3 +125,29 @@ def test_a_failure_before_admission_is_counted_whatever_it_is(tokenizer: Tokeniz
             raise error
     assert counted(edge, "request_errors_total", code="UNAVAILABLE") == 1
     assert counted(edge, "request_errors_total", code="INTERNAL") == 1
+
+
+@dataclass
+class CountingRelay(ScriptedRelay):
+    """A relay that notes what it is asked about its capacity."""
+
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
+        self.asked.append((num_admitting, num_wanted))
+
+
+async def test_requests_that_are_being_tokenised_count_until_they_are_admitted_or_refused(tokenizer: Tokenizer) -> None:
+    relay = CountingRelay(tokenizer)
+    edge = make_edge(relay)
+    long = ClientRequest(
+        TextPrompt("x" * (LONG_TEXT_CHARS + 1)), SamplingParams()
+    )  # tokenised in a thread, and too long
+    refused = asyncio.create_task(edge.admit({"a": long, "b": long}))
+    await asyncio.sleep(0)
+    short = ClientRequest(TextPrompt("x"), SamplingParams())
+    assert len(await edge.admit({"c": short})) == 1
+    with pytest.raises(InvalidRequestError):
+        await refused
+    assert len(await edge.admit({"d": short, "e": short})) == 2
+    assert relay.asked == [(0, 2), (2, 1), (0, 2)]

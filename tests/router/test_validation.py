@@ -9,7 +9,14 @@ import pytest
 from kvrelay.core.errors import InvalidRequestError, UnavailableError, UnknownModelError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import Tokenizer
-from router.edge.validation import ChatPrompt, ClientRequest, RequestValidator, TextPrompt, TokenPrompt
+from router.edge.validation import (
+    MAX_CACHE_SALT_CHARS,
+    ChatPrompt,
+    ClientRequest,
+    RequestValidator,
+    TextPrompt,
+    TokenPrompt,
+)
 from router.request import RoutedRequest
 from tests.router.edge_parts import MAX_MODEL_LEN, MAX_NUM_SEQS, MODEL, ScriptedRelay
 from tests.text.tiny_tokenizer import write_tokenizer
@@ -64,6 +71,17 @@ async def test_what_the_client_gave_is_kept(relay: ScriptedRelay) -> None:
     assert (request.sampling.seed, request.sampling.max_tokens) == (7, 5)
     assert request.sampling.top_k == relay.tokenizer.vocab_size
     assert (request.priority, request.cache_salt, request.timeout) == (-3, b"tenant", 2.5)
+    longest = ClientRequest(
+        TEXT,
+        SamplingParams(min_tokens=5),
+        max_tokens=5,
+        priority=2**31 - 1,
+        cache_salt="s" * MAX_CACHE_SALT_CHARS,
+        timeout=100.0,
+    )
+    request = await routed(relay, longest)
+    assert (request.sampling.min_tokens, request.priority) == (5, 2**31 - 1)
+    assert request.timeout == 60.0, "a client's own time only shortens it"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +107,9 @@ async def test_what_the_client_gave_is_kept(relay: ScriptedRelay) -> None:
         (ClientRequest(TEXT, SamplingParams(logit_bias=((10**9, 1.0),))), "logit_bias", ["vocabulary"]),
         (ClientRequest(TEXT, SamplingParams(stop=("",))), "stop", ["1 to"]),
         (ClientRequest(TEXT, SamplingParams(), priority=2**31), "priority", ["32 bits"]),
+        (ClientRequest(TEXT, SamplingParams(), priority=-(2**31) - 1), "priority", ["32 bits"]),
         (ClientRequest(TEXT, SamplingParams(), cache_salt=""), "cache_salt", ["1 to"]),
+        (ClientRequest(TEXT, SamplingParams(), cache_salt="s" * (MAX_CACHE_SALT_CHARS + 1)), "cache_salt", ["1 to"]),
         (ClientRequest(TEXT, SamplingParams(), model="gpt-5"), "model", ["gpt-5", MODEL]),
     ],
 )
@@ -101,6 +121,15 @@ async def test_a_refusal_names_its_field(
     for word in words:
         assert word in str(error)
     assert not relay.requests
+
+
+async def test_the_first_token_id_behind_the_vocabulary_is_refused(relay: ScriptedRelay) -> None:
+    for token_id, is_known in ((relay.tokenizer.vocab_size - 1, True), (relay.tokenizer.vocab_size, False)):
+        client = ClientRequest(TokenPrompt([5, token_id]), SamplingParams())
+        if is_known:
+            assert (await routed(relay, client)).prompt_token_ids == (5, token_id)
+        else:
+            assert str(token_id) in str(await refused(relay, client))
 
 
 async def test_an_unknown_model_has_its_own_type(relay: ScriptedRelay) -> None:
