@@ -254,3 +254,10 @@ def test_a_secret_that_is_not_valid_yaml_is_not_printed(
     message = failure(capsys, "m", "--config", str(path))
     assert "is not valid YAML at line" in message
     assert "hunter2" not in message
+
+
+def test_a_secret_that_is_wrong_is_not_printed_either(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("redis_url: [redis://:hunter2@host]\n")
+    text = failure(capsys, "m", "--config", str(path))
+    assert "--redis-url: Input should be a valid string" in text and "hunter2" not in text

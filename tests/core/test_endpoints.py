@@ -18,6 +18,7 @@ def test_encoded_endpoints_parse_to_the_same() -> None:
     "text",
     [
         *("", "ucx=1", "host=;ucx=1", "host=0123456789abcdeg", "host=0123456789abcdef;", "host=0123456789abcdef;ucx"),
+        "host=0123456789abcdef0;ucx=1",
         "host=0123456789abcdef;ucx=1;ucx=2",
         "host=0123456789abcdef;ucx=a b",
         "host=0123456789abcdef;ucx=" + "x" * 2000,

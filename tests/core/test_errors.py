@@ -65,4 +65,9 @@ def test_every_grpc_code_becomes_an_error_of_ours(code: grpc.StatusCode) -> None
     error = error_from_grpc(code, "what happened")
     assert isinstance(error, KVRelayError)
     assert "what happened" in str(error)
-    assert isinstance(errors.InvalidRequestError("x", field="n").field, str)
+
+
+def test_only_an_invalid_request_has_a_field_and_only_a_peer_of_ours_knows_models() -> None:
+    refused = error_from_grpc(grpc.StatusCode.INVALID_ARGUMENT, "what happened", field="n")
+    assert isinstance(refused, errors.InvalidRequestError) and refused.field == "n"
+    assert type(error_from_grpc(grpc.StatusCode.NOT_FOUND, "no such method")) is KVRelayError

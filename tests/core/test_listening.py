@@ -12,6 +12,17 @@ def test_a_free_port_is_bound_and_left_free_by_a_check() -> None:
     with bound_socket("127.0.0.1", 0, flag="--port") as bound:
         port = bound.getsockname()[1]
     check_port("127.0.0.1", port, flag="--port")
+    with socket.socket() as other:  # which does not share a port, as ours would
+        other.bind(("127.0.0.1", port))
+
+
+def test_a_port_whose_last_connections_are_still_being_closed_is_free() -> None:
+    """As after a restart."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server.accept()[0].close()  # the side that closes first keeps the port for a minute
+            assert client.recv(1) == b""
     check_port("127.0.0.1", port, flag="--port")
 
 

@@ -48,5 +48,6 @@ def test_a_process_that_configures_twice_logs_each_record_once(capsys: pytest.Ca
     configure_logging("router", "info")
     configure_logging("router", "error")
     logging.getLogger("kvrelay").error("once")
-    logging.getLogger("kvrelay").warning("not at this level")
+    for name in ("kvrelay", "httpx"):
+        logging.getLogger(name).warning("not at this level")
     assert capsys.readouterr().err.count("\n") == 1

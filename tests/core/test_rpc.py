@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -23,6 +25,7 @@ from kvrelay.core.errors import (
     UnknownModelError,
 )
 from kvrelay.core.rpc import (
+    DETAILS_KEY,
     WHOLE_SERVER,
     ErrorInterceptor,
     add_health_and_reflection,
@@ -96,6 +99,14 @@ async def serving(servicer: FailingRouter) -> AsyncIterator[grpc.aio.Channel]:
 
 def router_stub(channel: grpc.aio.Channel) -> "router_pb2_grpc.RouterAsyncStub":
     return router_pb2_grpc.RouterStub(channel)  # type: ignore[return-value]
+
+
+def foreign_details() -> bytes:
+    """Returns the details of an error of another system, whose reason has the name of one of ours."""
+    status = status_pb2.Status(details=[AnyMessage()])
+    status.details[0].Pack(error_details_pb2.ErrorInfo(reason="OVERLOADED", domain="somebody.else"))
+    encoded: bytes = status.SerializeToString()
+    return encoded
 
 
 async def raised_by_generate(error: Exception) -> tuple[grpc.aio.AioRpcError, KVRelayError]:
@@ -182,6 +193,24 @@ async def test_health_says_serving_and_reflection_lists_the_service() -> None:
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         reply = await call.read()
         assert "kvrelay.v1.Router" in {service.name for service in reply.list_services_response.service}
+
+
+async def test_a_request_that_is_no_message_of_the_method_is_the_client_s_fault() -> None:
+    async with serving(FailingRouter(None)) as channel:
+        call: Any = channel.unary_unary("/kvrelay.v1.Router/Generate")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"\xff")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("details", [b"\xff\xff", foreign_details()], ids=["garbled", "of another domain"])
+def test_details_that_are_not_ours_do_not_hide_the_code(details: bytes) -> None:
+    """Such as those of a proxy."""
+    trailing = grpc.aio.Metadata((DETAILS_KEY, details))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, details=None)
+    found = error_from_rpc(error)
+    assert type(found) is UnavailableError
+    assert str(found) == "UNAVAILABLE"
 
 
 async def test_an_unknown_method_is_unimplemented() -> None:

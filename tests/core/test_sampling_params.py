@@ -1,6 +1,7 @@
-"""What SamplingParams accepts from a caller in Python. The ranges of its values are tested at the edge, as requests."""
+"""What SamplingParams accepts from a caller in Python: types, ranges, and numbers of entries."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,15 @@ import pytest
 
 from kvrelay import SamplingParams
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.sampling_params import MAX_SEED, MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES, MIN_SEED
+from kvrelay.core.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_STRING_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_TOKEN_ENTRIES,
+    MIN_SEED,
+)
 
 
 def test_one_stop_string_is_not_taken_apart() -> None:
@@ -66,6 +75,46 @@ def test_a_value_of_the_wrong_type_is_refused_by_the_name_of_its_field(field: st
     with pytest.raises(InvalidRequestError, match=f"{field} must be") as refused:
         SamplingParams(**{field: value}).validate(vocab_size=100)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "beyond"),
+    [
+        ("n", (1, MAX_N), (0, MAX_N + 1)),
+        ("max_tokens", (1, 10**9), (0, -1)),
+        ("min_tokens", (0, 16), (-1, 17)),
+        ("temperature", (0.0, 100.0), (-0.1, 100.1)),
+        ("top_k", (-1, 10**9), (-2,)),
+        ("top_p", (0.001, 1.0), (0.0, 1.001)),
+        ("min_p", (0.0, 1.0), (-0.001, 1.001)),
+        ("repetition_penalty", (0.001, 1e300), (0.0, math.inf, math.nan)),
+        ("presence_penalty", (-2.0, 2.0), (-2.001, 2.001)),
+        ("frequency_penalty", (-2.0, 2.0), (-2.001, 2.001)),
+        ("logit_bias", ({99: 100.0}, {0: -100.0}), ({100: 1.0}, {-1: 1.0}, {5: 100.1}, {5: -100.1})),
+        ("stop_token_ids", ([0, 99],), ([100], [-1])),
+        ("stop", ("a", "a" * MAX_STOP_STRING_LENGTH), ("", "a" * (MAX_STOP_STRING_LENGTH + 1))),
+        ("seed", (MIN_SEED, MAX_SEED), (MIN_SEED - 1, MAX_SEED + 1)),
+        ("logprobs", (0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
+        ("prompt_logprobs", (0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
+    ],
+)
+def test_the_ends_of_a_range_are_taken_and_what_is_beyond_them_is_refused(
+    field: str, values: Sequence[Any], beyond: Sequence[Any]
+) -> None:
+    for value in values:
+        SamplingParams(**{field: value}).validate(vocab_size=100)
+    for value in beyond:
+        with pytest.raises(InvalidRequestError) as refused:
+            SamplingParams(**{field: value}).validate(vocab_size=100)
+        assert refused.value.field == field
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_no_more_log_probabilities_are_asked_for_than_there_are_tokens(field: str) -> None:
+    values: dict[str, Any] = {field: 5}
+    SamplingParams(**values).validate(vocab_size=5)
+    with pytest.raises(InvalidRequestError, match=field):
+        SamplingParams(**values).validate(vocab_size=4)
 
 
 @pytest.mark.parametrize("field", ["n", "temperature", "repetition_penalty", "seed", "logprobs", "prompt_logprobs"])

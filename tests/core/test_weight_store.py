@@ -108,6 +108,15 @@ def test_a_store_that_cannot_be_opened_again_is_refused(monkeypatch: pytest.Monk
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+def test_a_turn_that_failed_is_over(store: WeightStore) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ZeroDivisionError), store.turn(lambda: None):
+        raise ZeroDivisionError
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    with store.turn(lambda: pytest.fail("nobody has a turn")):
+        pass
+
+
 def test_what_was_left_unfinished_is_given_back(store: WeightStore) -> None:
     with store.turn(lambda: None):
         store.clear()

@@ -2,10 +2,13 @@
 
 from dataclasses import fields
 
+import pytest
+
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import ConnectorCounters, FetchReport, NodeDescription, NodeLoad, NodeRole, NodeStats
-from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import (
     description_from_wire,
     description_to_wire,
@@ -15,6 +18,8 @@ from kvrelay.core.wire import (
     load_to_wire,
     output_from_wire,
     output_to_wire,
+    sampling_from_wire,
+    sampling_to_wire,
     stats_from_wire,
     stats_to_wire,
 )
@@ -39,6 +44,39 @@ def test_every_finish_reason_survives_the_wire() -> None:
     for reason in (None, *FinishReason):
         output = TokenOutput(1, (5, 6), finish_reason=reason)
         assert output_from_wire(output_to_wire(output)) == output
+
+
+def test_tokens_survive_the_wire_with_their_log_probabilities_and_stop_token() -> None:
+    logprobs = (TokenLogprobs(5, -0.5, 3, ((7, -0.125), (8, -0.25))), TokenLogprobs(0, -1.0, 1))
+    for stop_token_id in (None, 0, 6):
+        output = TokenOutput(1, (5, 0), logprobs, FinishReason.STOP, stop_token_id)
+        assert output_from_wire(output_to_wire(output)) == output
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 3])
+def test_what_nodes_need_of_sampling_parameters_survives_the_wire(logprobs: int | None) -> None:
+    params = SamplingParams(
+        n=2,
+        max_tokens=3,
+        min_tokens=1,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.25,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=0.75,
+        frequency_penalty=-0.75,
+        logit_bias=((5, 1.5), (6, -2.0)),
+        stop_token_ids=(7, 8),
+        ignore_eos=True,
+        seed=2**64 - 1,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs,
+    )
+    assert sampling_from_wire(sampling_to_wire(params)) == params
+    changed = {field.name for field in fields(SamplingParams) if getattr(params, field.name) != field.default}
+    only_the_router_s = {"stop", "include_stop_str_in_output", "skip_special_tokens"}
+    assert changed | only_the_router_s | {"logprobs", "prompt_logprobs"} == {f.name for f in fields(SamplingParams)}
 
 
 def test_an_unknown_finish_reason_ends_the_output_as_an_error() -> None:

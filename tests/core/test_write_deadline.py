@@ -15,10 +15,21 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine under virtual time, in which sleeping takes no real time."""
+    """Runs a coroutine under virtual time, in which sleeping takes no real time. No timer may fail or be left."""
+
+    async def checked() -> T:
+        loop = asyncio.get_running_loop()
+        failures: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, context: failures.append(context))
+        try:
+            return await main
+        finally:
+            assert failures == []
+            assert [timer for timer in vars(loop)["_scheduled"] if not timer.cancelled()] == []
+
     loop = VirtualLoop()
     try:
-        return loop.run_until_complete(main)
+        return loop.run_until_complete(checked())
     finally:
         loop.close()
 
@@ -61,6 +72,53 @@ def test_a_cancellation_from_outside_is_not_taken_for_an_expired_deadline() -> N
         assert both.cancelled() or isinstance(both.exception(), CancelledByPeerError)
 
     run(main())
+
+
+def test_a_cancellation_after_an_expired_deadline_is_one() -> None:
+    async def write() -> None:
+        with closing(WriteDeadline(10.0)) as deadline:
+            with pytest.raises(CancelledByPeerError), deadline:
+                await asyncio.sleep(1000.0)
+            with deadline:
+                await asyncio.sleep(1000.0)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(write())
+        await asyncio.sleep(15.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+    run(main())
+
+
+def test_a_deadline_expires_in_a_task_that_has_survived_a_cancellation() -> None:
+    async def write() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(1000.0)
+        with closing(WriteDeadline(10.0)) as deadline, deadline:
+            await asyncio.sleep(1000.0)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(write())
+        await asyncio.sleep(5.0)
+        task.cancel()
+        with pytest.raises(CancelledByPeerError):
+            await task
+
+    run(main())
+
+
+def test_an_error_with_which_a_write_answers_its_cancellation_passes() -> None:
+    async def write() -> None:
+        with closing(WriteDeadline(10.0)) as deadline, deadline:
+            try:
+                await asyncio.sleep(1000.0)
+            except asyncio.CancelledError:
+                raise ConnectionResetError from None
+
+    with pytest.raises(ConnectionResetError):
+        run(write())
 
 
 def test_an_error_of_the_write_passes() -> None:

@@ -21,3 +21,38 @@ def test_the_text_behind_a_prompt_is_that_of_its_tokens() -> None:
     assert chunk.text_offsets == (0, len(" world"))
     stopped = Choice(tokenizer, SamplingParams(stop=(" world",)), (1, 1)).consume(output)
     assert (stopped.text, stopped.stop_reason) == ("", " world")
+
+
+async def ids(tokenizer: Tokenizer, *texts: str) -> list[int]:
+    """Returns the tokens of texts that are one token each."""
+    return [token_id for text in texts for token_id in await tokenizer.encode(text, add_special_tokens=False)]
+
+
+async def test_what_comes_after_a_stop_string_is_not_the_choice_s_whatever_ended_it(tokenizer: Tokenizer) -> None:
+    token_ids = await ids(tokenizer, *"abcd")
+    assert len(token_ids) == 4
+    logprobs = tuple(TokenLogprobs(token_id, -0.5, 1, ()) for token_id in token_ids)
+    for reason, stop_token_id in ((FinishReason.LENGTH, None), (FinishReason.STOP, token_ids[-1])):
+        choice = Choice(tokenizer, SamplingParams(stop=("b",)), ())
+        chunk = choice.consume(TokenOutput(0, tuple(token_ids), logprobs, reason, stop_token_id))
+        assert (chunk.text, chunk.finish_reason, chunk.stop_reason) == ("a", FinishReason.STOP, "b")
+        assert (chunk.token_ids, chunk.logprobs) == (tuple(token_ids[:2]), logprobs[:2])
+        assert choice.finished and not choice.ended_early
+
+
+async def test_a_stop_string_of_the_last_token_that_must_come_is_text(tokenizer: Tokenizer) -> None:
+    token_ids = await ids(tokenizer, *"bbb")
+    choice = Choice(tokenizer, SamplingParams(stop=("b",), min_tokens=2), ())
+    chunk = choice.consume(TokenOutput(0, tuple(token_ids)))
+    assert (chunk.text, chunk.token_ids, choice.ended_early) == ("bb", tuple(token_ids), True)
+
+
+async def test_what_was_held_back_comes_with_the_end(tokenizer: Tokenizer) -> None:
+    """An incomplete character, and the beginning of a stop string."""
+    whole = await ids(tokenizer, "你")
+    assert len(whole) == 3
+    for stop, token_ids, text in (((), whole[:2], "\ufffd"), (("bc",), await ids(tokenizer, "b"), "b")):
+        choice = Choice(tokenizer, SamplingParams(stop=stop), ())
+        assert choice.consume(TokenOutput(0, tuple(token_ids))).text == ""
+        last = choice.consume(TokenOutput(0, (), finish_reason=FinishReason.LENGTH))
+        assert (last.text, last.finish_reason) == (text, FinishReason.LENGTH)

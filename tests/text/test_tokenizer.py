@@ -1,11 +1,15 @@
 """The tokenizer of a model directory: long texts, the bytes of tokens, and directories without one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from tests.text.tiny_tokenizer import sentencepiece_like, write_tokenizer
 
 
 async def test_long_text_is_encoded_like_short_text(tokenizer: Tokenizer) -> None:
@@ -20,6 +24,31 @@ async def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
     assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == text
     assert tokenizer.token_text(1) == "</s>"
     assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_bytes_of_a_sentencepiece_tokenizer_join_to_the_text_with_its_first_space() -> None:
+    wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like())  # type: ignore[no-untyped-call]
+    tokenizer = Tokenizer(wrapped)
+    token_ids = [1, 2, *(5 + byte for byte in "你J".encode()), 3, 4, 5 + 256]
+    assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == " hello world你Jlo </s>"
+
+
+def test_prompts_are_neither_cut_nor_filled_up_whatever_the_checkpoint_says(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path)
+    saved = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    saved.enable_truncation(4)
+    saved.enable_padding(length=4)
+    saved.save(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer.load(str(directory))
+    for text in ("hello world, this is a test", "a"):
+        token_ids = tokenizer.encode_now(text, add_special_tokens=False)
+        assert tokenizer.decode(token_ids, skip_special_tokens=False) == text
+
+
+def test_a_developer_is_the_system_of_a_template(tokenizer: Tokenizer) -> None:
+    messages = [{"role": role, "content": "be brief"} for role in ("developer", "user")]
+    assert tokenizer.render_chat(messages) == "<system>be brief\n<user>be brief\n<assistant>"
+    assert messages[0]["role"] == "developer"
 
 
 def test_a_directory_without_a_tokenizer_is_a_model_load_error(tmp_path: Path) -> None:
