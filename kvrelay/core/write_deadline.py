@@ -30,6 +30,7 @@ class WriteDeadline:
 
     def __enter__(self) -> None:
         self._due = self._loop.time() + self._seconds
+        self._cancelling = self._task.cancelling()
         if self._timer is None:
             self._timer = self._loop.call_at(self._due, self._look)
 
@@ -54,5 +55,4 @@ class WriteDeadline:
             self._timer = self._loop.call_at(self._due, self._look)
             return
         self._expired = True
-        self._cancelling = self._task.cancelling()
         self._task.cancel()
