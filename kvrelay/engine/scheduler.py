@@ -237,8 +237,11 @@ class Scheduler:
     def _fits(self, sequence: Sequence) -> bool:
         """Tells whether there are blocks for all tokens that a waiting sequence lacks. Begun without them, it would be
         preempted and begin again, for as long as leases hold the blocks."""
+        return self._num_blocks_for_missing(sequence) <= self._pool.num_free
+
+    def _num_blocks_for_missing(self, sequence: Sequence) -> int:
         shared, num_new = self._blocks_to_take(sequence, sequence.num_missing_tokens)
-        return len(shared) + num_new <= self._pool.num_free
+        return len(shared) + num_new
 
     def _has_room_for(self, sequence: Sequence) -> bool:
         used = sum(other.width for other in self.running) + sum(other.width for other in self.receiving)
@@ -310,10 +313,13 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
 
     def _take_given_blocks(self, sequence: Sequence) -> bool:
-        """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few."""
+        """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few, or would then have
+        too few for the later chunks of running prompts, which would be preempted."""
         self._take_cached_blocks(sequence)
-        num_blocks = -(-sequence.num_given_tokens // self.config.block_size)
-        blocks = self._pool.allocate(num_blocks - len(sequence.block_table))
+        num_new = -(-sequence.num_given_tokens // self.config.block_size) - len(sequence.block_table)
+        prompts = (other for other in self.running if other.num_missing_tokens > 1)
+        num_spare = self._pool.num_free - sum(map(self._num_blocks_for_missing, prompts))
+        blocks = self._pool.allocate(num_new) if num_new <= num_spare else None
         if blocks is None:
             self._free_blocks(sequence)
             return False

@@ -90,26 +90,28 @@ def test_a_lease_keeps_published_blocks_until_it_is_released() -> None:
 
 
 def test_a_preempted_prefill_gives_up_what_its_lease_keeps() -> None:
-    """Otherwise the request and the one it made room for would wait for each other's blocks for ever."""
-    other, harness = Harness(publish=True), Harness(num_blocks=12, publish=True, max_num_batched_tokens=16)
+    """Otherwise the request and one that goes before it would wait for each other's blocks for ever."""
+    other = Harness(publish=True)
+    harness = Harness(num_blocks=12, publish=True, max_num_batched_tokens=16, policy="priority")
     first, second = prompt_of(64), prompt_of(64, 1)
     produce(other, "x", second)
+    harness.engine.add(request("decoding", prompt_of(30, 2), 12))
+    harness.step()
     harness.engine.add(request("first", first, role=KVRole.PRODUCE))
-    harness.step()
-    harness.engine.add(replace(request("second", second, role=KVRole.PRODUCE), receive=True))
-    harness.step()
+    while harness.engine.load().num_preemptions == 0:
+        assert harness.step()
+    harness.engine.add(replace(request("second", second, role=KVRole.PRODUCE, priority=-1), receive=True))
+    harness.run()
     move(other, harness, harness.admission("second"))
     harness.engine.start("second")
     harness.run()
-    harness.run()  # once what was pinned to be published is free
-    assert harness.engine.load().num_preemptions > 0
-    assert harness.tokens["first", 0] == expected_output(first, 1)
-    harness.engine.release_lease("first")
-    harness.run()
     assert harness.tokens["second", 0] == expected_output(second, 1)
-    told = [count for result in harness.results for request_id, count in result.progress if request_id == "second"]
-    assert told == sorted(set(told)) and told[-1] == 8
     harness.engine.release_lease("second")
+    harness.run()
+    assert harness.tokens["first", 0] == expected_output(first, 1)
+    told = [count for result in harness.results for request_id, count in result.progress if request_id == "first"]
+    assert told == sorted(set(told)) and told[-1] == 8
+    harness.engine.release_lease("first")
     harness.engine.check_idle()
 
 
@@ -184,6 +186,24 @@ def test_a_request_gets_the_room_that_it_lacks_before_one_that_came_later(roles:
         for admission in result.admissions:
             harness.engine.unpin([block.block_id for block in admission.missing])
     harness.engine.check_idle()
+
+
+def test_a_request_whose_kv_arrives_takes_no_block_that_a_prompt_under_way_needs() -> None:
+    """Else the prompt would be preempted before its last chunk and begin again."""
+    prefill, decode = Harness(publish=True), Harness(num_blocks=12, max_num_batched_tokens=16)
+    decode.engine.add(request("long", prompt_of(64), 4))
+    decode.step()
+    arriving = prompt_of(40, 1)
+    produce(prefill, "arriving", arriving)
+    decode.engine.add(request("arriving", arriving, 8, role=KVRole.CONSUME))
+    decode.run()
+    assert decode.finish_order == ["long"]
+    move(prefill, decode, decode.admission("arriving"))
+    decode.engine.start("arriving", first_tokens(prefill, "arriving"))
+    decode.run()
+    assert decode.finish_order == ["long", "arriving"]
+    assert decode.engine.load().num_preemptions == 0
+    decode.engine.check_idle()
 
 
 def test_a_lease_that_ends_early_keeps_nothing_and_silences_nothing() -> None:
