@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.engine.request import Admission
@@ -15,12 +16,13 @@ _NUM_BLOCKS = 16
 
 
 class LadderConnector(InProcessConnector):
-    """The reader's connector. Fetches from a node in `hung` end only with their timeout; those without a source read
-    from `store`. `fetches` records every fetch, in order."""
+    """The reader's connector. Fetches from a node in `hung` end only with their timeout, those from a node in `broken`
+    raise; those without a source read from `store`. `fetches` records every fetch, in order."""
 
     def __init__(self, hub: InProcessHub) -> None:
         super().__init__(hub)
         self.hung: set[str] = set()
+        self.broken: set[str] = set()
         self.store: KVSource | None = None
         self.fetches: list[tuple[str, int]] = []  # node id or "" and number of blocks
         self.timeouts: list[float] = []
@@ -28,6 +30,8 @@ class LadderConnector(InProcessConnector):
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         self.fetches.append(("" if source is None else source.node_id, len(blocks)))
         self.timeouts.append(timeout)
+        if source is not None and source.node_id in self.broken:
+            raise KVError("told to fail")
         if source is not None and source.node_id in self.hung:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):

@@ -45,6 +45,7 @@ def test_only_fetches_from_holders_that_announced_nothing_are_guesses() -> None:
     ask = ladder.next()
     assert ask is not None and ask.is_guess
     ladder.announce(P, 2)
+    ladder.offer(P, 2)
     ask = ladder.next()
     assert ask is not None and (ask.source, ask.is_guess) == (P, False)
     settle(ladder, MISSING, MISSING)
@@ -72,6 +73,8 @@ def test_a_source_that_could_not_be_reached_is_not_asked_again() -> None:
     settle(ladder, FAILED, FAILED, FAILED)
     ladder.ask_store()
     assert ladder.next() is None
+    ladder.offer(P, 3)
+    assert ladder.next() is None, "nor when it is named again"
     restarted = KVSource("p", 2, "at-p")
     ladder.announce(restarted, 2)
     assert next_ask(ladder) == (restarted, (0, 1))
@@ -88,7 +91,7 @@ def test_missing_blocks_are_requested_again_after_an_announcement_and_refused_on
 
 
 def test_a_source_that_sends_several_bad_blocks_is_not_asked_again() -> None:
-    ladder = Ladder(6)
+    ladder = Ladder(7)
     ladder.announce(P, 6)
     ladder.offer(H, 6)
     settle(ladder, REFUSED, REFUSED, FETCHED, FETCHED, FETCHED, MISSING)
@@ -97,9 +100,11 @@ def test_a_source_that_sends_several_bad_blocks_is_not_asked_again() -> None:
     ladder.announce(P, 6)
     assert next_ask(ladder) == (P, (5,))
     settle(ladder, REFUSED)
-    ladder.announce(P, 6)
+    ladder.announce(P, 7)
     ladder.announce(KVSource("late", 1, "at-late"), 6)
     assert next_ask(ladder) == (KVSource("late", 1, "at-late"), (5,))
+    settle(ladder, FETCHED)
+    assert next_ask(ladder) == (None, (6,)), "the third one from P was one too many"
 
 
 def test_the_store_is_not_asked_for_blocks_that_are_still_being_computed() -> None:
@@ -110,6 +115,23 @@ def test_the_store_is_not_asked_for_blocks_that_are_still_being_computed() -> No
     assert ladder.next() is None
     ladder.ask_store()
     assert next_ask(ladder) == (None, (1, 2))
+
+
+def test_an_announcement_takes_nothing_back() -> None:
+    ladder = Ladder(3)
+    ladder.offer(P, 3)
+    ladder.ask_store()
+    ladder.announce(P, 1)
+    assert next_ask(ladder) == (P, (0, 1, 2)), "it was known to hold them before"
+    settle(ladder, FAILED, FAILED, FAILED)
+    assert next_ask(ladder) == (None, (0, 1, 2))
+
+
+def test_only_what_a_store_lacks_is_no_failure() -> None:
+    ladder = Ladder(3)
+    ladder.ask_store()
+    settle(ladder, MISSING, REFUSED, FAILED)
+    assert ladder.report(0) == FetchReport(0, num_refused=1, num_failed=1)
 
 
 def test_a_source_without_an_endpoint_is_the_store() -> None:

@@ -15,7 +15,12 @@ def test_release_is_idempotent_and_takes_unknown_ids() -> None:
     leases.release(["a", "b"])
     leases.release(["a"])
     assert ended == ["a"]
-    assert len(leases) == 0
+    assert len(leases) == 0 and leases.counts.released == 1
+    leases.open("c", 10)
+    leases.end_early("c")
+    leases.end_early("c")
+    assert ended == ["a", "c"]
+    assert (leases.counts.released, leases.counts.ended_early) == (1, 1)
 
 
 def test_leases_that_are_not_renewed_expire() -> None:

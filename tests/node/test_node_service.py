@@ -5,11 +5,16 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, cast
 
+import pytest
+
 from decode_node.service import DecodeService
 from kv_connector.header import Mismatch
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.node_report import NodeRole
+from kvrelay.node import node_service
 from kvrelay.node.node_service import NodeService
 from kvrelay.v1 import node_pb2
+from tests.manual_clock import ManualClock
 from tests.node.fake_node import make_node, serving
 
 PATIENCE = 10.0
@@ -21,7 +26,7 @@ async def test_an_idle_node_sends_one_message_per_heartbeat() -> None:
     node.connector.stats.bytes_fetched = 4096
     node.lease_counts.expired = 3
     async with serving(DecodeService, node):
-        service = NodeService(node, NodeRole.DECODE, heartbeat=0.01)
+        service = NodeService(node, NodeRole.DECODE, heartbeat=0.01, clock=ManualClock())
         watch = cast(AsyncGenerator[node_pb2.WatchResponse, None], service.Watch(node_pb2.WatchRequest(), cast(Any, 0)))
         async with aclosing(watch) as messages, asyncio.timeout(PATIENCE):
             first = await anext(messages)
@@ -29,8 +34,38 @@ async def test_an_idle_node_sends_one_message_per_heartbeat() -> None:
             for _ in range(3):
                 message = await anext(messages)
                 assert message.HasField("load") and not message.reset
+                assert not message.HasField("stats"), "its time has not come again"
     assert first.stats.num_leases_expired == 3
     [connector] = first.stats.connectors
     assert connector.connector == "in_process"
     assert connector.counters["bytes_fetched"] == 4096
     assert connector.refused["digest"] == 2
+
+
+async def test_watchers_are_told_at_once_that_a_node_drains() -> None:
+    async with serving(DecodeService, node := make_node()):
+        service = NodeService(node, NodeRole.DECODE, heartbeat=3600.0)
+        watch = cast(AsyncGenerator[node_pb2.WatchResponse, None], service.Watch(node_pb2.WatchRequest(), cast(Any, 0)))
+        async with aclosing(watch) as messages, asyncio.timeout(PATIENCE):
+            assert not (await anext(messages)).draining
+            await node.drain()
+            assert (await anext(messages)).draining
+
+
+@pytest.mark.parametrize(("num_names", "sizes"), [(0, [0]), (3, [3]), (7, [3, 3, 1])])
+async def test_a_long_snapshot_is_split_and_counts_only_when_its_last_part_is_there(
+    monkeypatch: pytest.MonkeyPatch, num_names: int, sizes: list[int]
+) -> None:
+    """Only the first part has the watcher forget what it knew; only after the last one does it continue from there."""
+    monkeypatch.setattr(node_service, "_NAMES_PER_MESSAGE", 3)
+    names = [BlockHash(bytes([number]) * 32) for number in range(num_names)]
+    async with serving(DecodeService, node := make_node()):
+        node.event_log.append(names, [], node.event_log.load)
+        service = NodeService(node, NodeRole.DECODE)
+        watch = cast(AsyncGenerator[node_pb2.WatchResponse, None], service.Watch(node_pb2.WatchRequest(), cast(Any, 0)))
+        async with aclosing(watch) as messages, asyncio.timeout(PATIENCE):
+            parts = [await anext(messages) for _ in sizes]
+    assert [len(part.stored) for part in parts] == sizes
+    assert sorted(name for part in parts for name in part.stored) == names
+    assert [part.reset for part in parts] == [True] + [False] * (len(sizes) - 1)
+    assert [part.sequence for part in parts] == [0] * (len(sizes) - 1) + [min(num_names, 1)]

@@ -83,6 +83,18 @@ async def test_an_unforeseen_error_is_reported_and_still_unpins() -> None:
     assert unpinned == [0, 1, 2]
 
 
+async def test_closing_publishes_nothing_more_and_unpins_what_waits() -> None:
+    connector, unpinned = HangingConnector(), list[int]()
+    publisher = Publisher(connector, unpinned.extend)
+    publisher.start(lambda error: pytest.fail(str(error)))
+    publisher.enqueue(BLOCKS[:1])
+    await asyncio.sleep(0)
+    publisher.enqueue(BLOCKS[1:])
+    await publisher.close()
+    assert connector.calls == [[0]]
+    assert unpinned == [0, 1, 2]
+
+
 async def test_a_node_whose_publisher_has_failed_counts_as_crashed() -> None:
     """Otherwise blocks would stay pinned until none can be allocated."""
     node = make_node()

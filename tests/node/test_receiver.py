@@ -40,13 +40,19 @@ class Reception:
         async with asyncio.timeout(PATIENCE):
             report = await self.receiver.run()
         computed = await self.node.engine_thread.call(lambda engine: engine._sequences["r"][0].num_computed_tokens)
-        assert computed == report.num_tokens, "what is reported was delivered"
+        assert computed == self.admission.num_cached_tokens + report.num_tokens, "what is reported was delivered"
         memory = self.connector._require().pool.buffer.memory
         num_blocks = sum(count for _, count in report.fetched)
         for index, block in enumerate(self.admission.missing[:num_blocks]):
             start = block.block_id * LAYOUT.block_bytes
             assert bytes(memory[start : start + LAYOUT.block_bytes]) == content(index)
         return report
+
+    async def told(self, *missing: int) -> None:
+        """Returns when the router was told of these numbers of missing tokens."""
+        async with asyncio.timeout(PATIENCE):
+            while self.missing != list(missing):
+                await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -56,12 +62,17 @@ async def reception(
     fetch_timeout: float = PATIENCE,
     absences: Absences | None = None,
     time_left: float | None = None,
+    num_here: int = 0,
 ) -> AsyncIterator[Reception]:
+    """Makes a reception of the blocks behind the first `num_here`, which the node has computed before."""
     hub = InProcessHub()
     connector = LadderConnector(hub)
     admissions: asyncio.Queue[Admission] = asyncio.Queue()
+    over = asyncio.Event()  # `before` is
 
     def on_result(result: StepResult) -> None:
+        if result.outputs:
+            over.set()
         for admission in result.admissions:
             admissions.put_nowait(admission)
 
@@ -72,12 +83,15 @@ async def reception(
         p, h, store = (Holder(hub, node_id) for node_id in ("p", "h", "store"))
         for holder in (p, h, store):
             stack.push_async_callback(holder.close)
-        sampling = SamplingParams(max_tokens=3, seed=0)
-        request = EngineRequest("r", PROMPT, sampling, role=KVRole.CONSUME, receive=True)
+        before = EngineRequest("before", PROMPT[: num_here * BLOCK_SIZE + 1], SamplingParams(max_tokens=1, seed=0))
+        request = EngineRequest("r", PROMPT, SamplingParams(max_tokens=3, seed=0), role=KVRole.CONSUME, receive=True)
+        if num_here:
+            await node.engine_thread.call(lambda engine: engine.add(before))
+            await over.wait()
         await node.engine_thread.call(lambda engine: engine.add(request))
         async with asyncio.timeout(PATIENCE):
             admission = await admissions.get()
-        assert len(admission.missing) == NUM_BLOCKS
+        assert len(admission.missing) == NUM_BLOCKS - num_here
         missing: list[int] = []
         receiver = Receiver(
             ReceptionContext(
@@ -106,13 +120,32 @@ async def test_every_block_comes_from_the_source_that_announces_it() -> None:
         assert case.connector.fetches == [("p", 5)] and case.missing == []
 
 
+async def test_sources_are_asked_for_what_they_have_behind_the_blocks_that_were_here_before() -> None:
+    """They count the blocks of the whole prompt. Those that are not published yet are not requested."""
+    async with reception(num_here=2) as case:
+        await case.h.hold(case.admission, 1)
+        await case.p.hold(case.admission, 3)
+        case.receiver.offer(case.h.source, 3)
+        task = asyncio.create_task(case.run())
+        while not case.connector.fetches:
+            await asyncio.sleep(0)
+        case.receiver.announce(case.p.source, 4)
+        while len(case.connector.fetches) < 2:
+            await asyncio.sleep(0)
+        case.receiver.announce(case.p.source, 5, ended=True)
+        assert await task == FetchReport(21, (("h", 1), ("p", 2)))
+        assert case.connector.fetches == [("h", 1), ("p", 1), ("p", 1)]
+
+
 async def test_holders_are_asked_before_anything_is_announced() -> None:
     async with reception() as case:
         await case.h.hold(case.admission, 3)
         await case.p.hold(case.admission, 5)
-        case.receiver.offer(case.h.source, 3)
         task = asyncio.create_task(case.run())
+        await asyncio.sleep(0)
+        case.receiver.offer(case.h.source, 3)
         while case.connector.fetches != [("h", 3)]:
+            assert not task.done(), "nobody was asked"
             await asyncio.sleep(0)
         case.receiver.announce(case.p.source, 5)
         assert (await task).fetched == (("h", 3), ("p", 2))
@@ -168,7 +201,14 @@ async def test_a_fetch_takes_at_most_half_of_the_time_that_the_request_has_left(
             await case.run()
             [timeout] = case.connector.timeouts
             assert least <= timeout <= most
+    async with reception(time_left=-1.0) as case:
+        case.receiver.announce(case.p.source, 5)
+        case.receiver.end()
+        await case.run()
+        assert set(case.connector.timeouts) == {0.0}, "it has ended already"
     assert ends_at(0) is None
+    now, end = asyncio.get_running_loop().time(), ends_at(1500)
+    assert end is not None and now + 1.5 <= end < now + 2.5
 
 
 async def test_blocks_that_a_holder_lacks_are_remembered() -> None:
@@ -176,6 +216,7 @@ async def test_blocks_that_a_holder_lacks_are_remembered() -> None:
     async with reception(absences=absences) as case:
         await case.h.hold(case.admission, 5)
         case.h.lose(1, 3)
+        case.h.corrupt(2)
         case.receiver.offer(case.h.source, 5)
         case.receiver.end()
         assert (await case.run()).fetched == (("h", 1),)
@@ -193,6 +234,21 @@ async def test_a_holder_that_is_gone_is_asked_once() -> None:
         report = await case.run()
         assert report == FetchReport(37, (("h", 5),), num_failed=5)
         assert case.connector.fetches == [("p", 5), ("h", 5)]
+
+
+async def test_a_holder_whose_fetches_raise_is_asked_once() -> None:
+    async with reception() as case:
+        case.connector.broken = {"p"}
+        await case.h.hold(case.admission, 5)
+        case.receiver.offer(case.h.source, 3)
+        case.receiver.announce(case.p.source, 3)
+        task = asyncio.create_task(case.run())
+        while len(case.connector.fetches) < 2:
+            await asyncio.sleep(0)
+        case.receiver.announce(case.p.source, 5)
+        case.receiver.announce(case.h.source, 5)
+        assert await task == FetchReport(37, (("h", 5),), num_failed=3)
+        assert case.connector.fetches == [("p", 3), ("h", 3), ("h", 2)]
 
 
 async def test_a_holder_that_hangs_costs_one_timeout() -> None:
@@ -216,6 +272,29 @@ async def test_blocks_that_no_holder_has_come_from_the_store() -> None:
         case.receiver.announce(case.p.source, 5)
         report = await case.run()
         assert report.fetched == (("", 2), ("p", 3)) and case.missing == []
+
+
+async def test_the_store_is_asked_for_what_a_source_that_ended_has_not_announced() -> None:
+    async with reception() as case:
+        await case.p.hold(case.admission, 2)
+        await case.store.hold(case.admission, 4)
+        case.connector.store = case.store.source
+        case.receiver.announce(case.p.source, 2, ended=True)
+        task = asyncio.create_task(case.run())
+        await case.told(5)
+        case.receiver.end()
+        assert (await task).fetched == (("p", 2), ("", 2))
+
+
+async def test_a_holder_that_is_named_while_blocks_are_missing_is_asked_and_the_router_is_not_told_again() -> None:
+    async with reception(patience=0.02) as case:
+        await case.h.hold(case.admission, 3)
+        case.receiver.announce(case.p.source, 0, ended=True)
+        task = asyncio.create_task(case.run())
+        await case.told(37)
+        case.receiver.offer(case.h.source, 3)
+        assert (await task).fetched == (("h", 3),)
+        assert case.missing == [37]
 
 
 async def test_missing_blocks_are_reported_once_and_may_come_from_another_source() -> None:
