@@ -84,7 +84,8 @@ class Harness:
                 if item.output.finish_reason is not None:
                     self.finished[key] = item.output.finish_reason
                     self.finish_order.append(item.request_id)
-            self.engine.unpin([block.block_id for block in result.named])
+            if result.named:
+                self.engine.unpin([block.block_id for block in result.named])
         return busy
 
     def run(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
-from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.outputs import FinishReason
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import SchedulerOutput
@@ -23,83 +23,6 @@ def test_tokens_are_right_for_every_prompt_length(length: int) -> None:
     harness.run()
     assert harness.tokens["a", 0] == expected_output(prompt_of(length), 8)
     assert harness.finished["a", 0] is FinishReason.LENGTH
-    harness.engine.check_idle()
-
-
-def test_chunks_respect_the_token_budget_and_decodes_are_not_starved() -> None:
-    harness = Harness(max_num_batched_tokens=16)
-    harness.engine.add(request("long", prompt_of(100), 4))
-    harness.step()
-    harness.engine.add(request("short", prompt_of(5, 1), 12))
-    harness.run()
-    assert harness.runner.largest_step <= 16
-    assert harness.tokens["short", 0] == expected_output(prompt_of(5, 1), 12)
-    assert harness.tokens["long", 0] == expected_output(prompt_of(100), 4)
-    harness.engine.check_idle()
-
-
-@pytest.mark.parametrize(("num_decodes", "largest_mixed"), [(1, 20), (4, 20), (8, 24)])
-def test_beside_decodes_a_prompt_gets_a_smaller_chunk(num_decodes: int, largest_mixed: int) -> None:
-    """The prompt proceeds however many sequences decode. Once none does, its chunks are as large as a step may be."""
-    harness = Harness(max_num_batched_tokens=48, max_num_mixed_tokens=20)
-    for index in range(num_decodes):
-        harness.engine.add(request(f"decode {index}", prompt_of(4, index), 6))
-    harness.step()
-    harness.engine.add(request("long", prompt_of(300), 1))
-    sizes: dict[bool, list[int]] = {True: [], False: []}  # by whether somebody decodes
-    while len(harness.finished) <= num_decodes:
-        decoding = len(harness.finished) < num_decodes
-        sizes[decoding].append(harness.count_step())
-    assert sizes[True] == [largest_mixed] * 5
-    assert set(sizes[False][:-1]) == {48}
-    assert harness.tokens["long", 0] == expected_output(prompt_of(300), 1)
-    harness.engine.check_idle()
-
-
-@pytest.mark.parametrize(
-    ("num_decodes", "length", "chunks"),
-    [
-        (2, 10, [10]),
-        (2, 16, [16]),
-        (2, 24, [16, 8]),
-        (2, 80, [20, 20, 20, 20]),
-        (2, 170, [38, 38, 38, 38, 18]),
-        (17, 40, [17, 17, 6]),
-    ],
-)
-def test_beside_decodes_a_prompt_takes_four_steps_at_least_unless_it_is_short(
-    num_decodes: int, length: int, chunks: list[int]
-) -> None:
-    """A prompt is short if it has few tokens, or not many more than there are decodes."""
-    harness = Harness(max_num_seqs=20, max_num_batched_tokens=64, max_num_mixed_tokens=40)
-    for index in range(num_decodes):
-        harness.engine.add(request(f"decode {index}", prompt_of(3, index), 12))
-    harness.step()
-    harness.engine.add(request("prompt", prompt_of(length, 7), 2))
-    sizes: list[int] = []
-    while "prompt" not in {request_id for request_id, _ in harness.tokens}:
-        sizes.append(harness.count_step() - num_decodes)
-    assert sizes == chunks
-    harness.run()
-    assert harness.tokens["prompt", 0] == expected_output(prompt_of(length, 7), 2)
-    harness.engine.check_idle()
-
-
-def test_beside_decodes_chunks_do_not_grow_with_the_number_of_prompts_that_wait() -> None:
-    harness = Harness(max_num_batched_tokens=64, max_num_mixed_tokens=40)
-    harness.engine.add(request("decode", prompt_of(3), 30))
-    harness.step()
-    prompts = {f"prompt {index}": prompt_of(80, index + 1) for index in range(3)}
-    for request_id, prompt in prompts.items():
-        harness.engine.add(request(request_id, prompt, 1))
-    sizes: list[int] = []
-    while len(harness.finished) < len(prompts):
-        sizes.append(harness.count_step() - 1)
-    assert sizes == [20] * 12
-    assert list(harness.finished)[:3] == [(request_id, 0) for request_id in prompts]
-    harness.run()
-    for request_id, prompt in prompts.items():
-        assert harness.tokens[request_id, 0] == expected_output(prompt, 1)
     harness.engine.check_idle()
 
 
@@ -173,8 +96,11 @@ def test_parallel_outputs_share_the_prompt_and_copy_on_write() -> None:
     harness = Harness()
     prompt = prompt_of(20)
     harness.engine.add(request("a", prompt, 10, n=3))
-    harness.run()
+    most_used = 0
+    while harness.step():
+        most_used = max(most_used, harness.engine.pool.num_blocks - harness.engine.pool.num_free)
     assert harness.runner.num_computed_tokens == 20 + 3 * 9
+    assert most_used == 2 + 3 * 2, "the two full blocks are there once"
     for index in range(3):
         assert harness.tokens["a", index] == expected_output(prompt, 10, choice_index=index)
     harness.engine.check_idle()
@@ -189,6 +115,37 @@ def test_parallel_outputs_survive_preemption() -> None:
     for i in range(3):
         for index in range(2):
             assert harness.tokens[str(i), index] == expected_output(prompt_of(11, i), 20, choice_index=index)
+    harness.engine.check_idle()
+
+
+@pytest.mark.parametrize("role", [KVRole.LOCAL, KVRole.CONSUME])
+def test_no_more_sequences_run_than_may(role: KVRole) -> None:
+    """Outputs that are still to branch count, and so do requests whose KV arrives. As many as may do run."""
+    harness = Harness(max_num_seqs=4)
+    for number, max_tokens in enumerate((6, 2, 6)):
+        harness.engine.add(request(str(number), [number], max_tokens, n=2, role=role if number == 0 else KVRole.LOCAL))
+    most = 0
+    while harness.step():
+        most = max(most, harness.engine.load().num_requests_running)
+    if role is KVRole.LOCAL:
+        assert most == 4
+        assert harness.finish_order == ["1", "1", "0", "0", "2", "2"]
+        assert harness.engine.load().num_steps == 8, "the third one began when the second had ended"
+        return
+    assert most == 3, "the first one waits for its KV, in one sequence"
+    assert harness.finish_order == ["1", "1", "2", "2"]
+    harness.engine.abort("0")
+    harness.engine.unpin([block.block_id for block in harness.admission("0").missing])
+    harness.engine.check_idle()
+
+
+def test_no_output_becomes_longer_than_a_sequence_may_be() -> None:
+    harness = Harness(num_blocks=4)
+    harness.engine.add(request("a", prompt_of(10), 100, n=2))
+    harness.run()
+    for index in range(2):
+        assert harness.tokens["a", index] == expected_output(prompt_of(10), 22, choice_index=index)
+    assert set(harness.finished.values()) == {FinishReason.LENGTH}
     harness.engine.check_idle()
 
 
@@ -210,10 +167,15 @@ def test_stop_tokens_end_a_sequence_unless_ignored() -> None:
     harness.engine.add(request("a", prompt, 8))
     ignoring = request("b", prompt, 8)
     harness.engine.add(replace(ignoring, sampling=replace(ignoring.sampling, ignore_eos=True)))
+    stopping = replace(ignoring.sampling, ignore_eos=True, stop_token_ids=(expected_output(prompt, 5)[4],))
+    harness.engine.add(replace(request("c", prompt, 8), sampling=stopping))
     harness.run()
     assert harness.tokens["a", 0] == expected_output(prompt, 3)
     assert harness.finished["a", 0] is FinishReason.STOP
     assert harness.tokens["b", 0] == expected_output(prompt, 8)
+    assert harness.tokens["c", 0] == expected_output(prompt, 5)
+    stops = {item.request_id: item.output.stop_token_id for result in harness.results for item in result.outputs}
+    assert stops == {"a": eos, "b": None, "c": expected_output(prompt, 5)[4]}
 
 
 def test_prompt_logprobs_cover_the_whole_prompt_despite_cache_and_chunks() -> None:
@@ -227,22 +189,6 @@ def test_prompt_logprobs_cover_the_whole_prompt_despite_cache_and_chunks() -> No
     found = next(p.prompt_logprobs for r in harness.results for p in r.prompts if p.request_id == "b")
     assert [entry.token_id for entry in found] == prompt[1:]
     harness.engine.check_idle()
-
-
-def test_more_decodes_than_a_step_may_compute_take_the_oldest_first() -> None:
-    harness = Harness(max_num_seqs=8, max_num_batched_tokens=4)
-    ids = [str(i) for i in range(8)]
-    for i, request_id in enumerate(ids):
-        harness.engine.add(request(request_id, [i], 4, role=KVRole.CONSUME))
-    harness.step()
-    for i, request_id in enumerate(ids):
-        [block] = harness.admission(request_id).missing
-        harness.runner.pool[block.block_id][0] = i
-        harness.engine.deliver(request_id, 1)
-        harness.engine.unpin([block.block_id])
-        harness.engine.start(request_id, [TokenOutput(0, (5,))])
-    harness.run()
-    assert harness.finish_order == ids
 
 
 def test_aborts_in_every_state_leave_nothing() -> None:
@@ -279,6 +225,19 @@ def test_a_request_that_can_never_run_is_refused(bad: EngineRequest, field: str)
     with pytest.raises(InvalidRequestError) as error:
         harness.engine.add(bad)
     assert error.value.field == field
+    harness.engine.check_idle()
+
+
+@pytest.mark.parametrize("role", [KVRole.LOCAL, KVRole.PRODUCE])
+def test_a_request_of_the_same_id_is_refused_until_the_first_one_and_its_lease_are_over(role: KVRole) -> None:
+    harness = Harness(publish=True)
+    for _ in range(2):
+        harness.engine.add(request("a", prompt_of(20), 2, role=role))
+        for _ in range(1 + (role is KVRole.PRODUCE)):
+            with pytest.raises(InvalidRequestError, match="running already"):
+                harness.engine.add(request("a", prompt_of(20), 2, role=role))
+            harness.run()
+        harness.engine.release_lease("a")
     harness.engine.check_idle()
 
 

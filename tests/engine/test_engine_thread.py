@@ -11,6 +11,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.engine import engine_thread
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, should_yield_cores
@@ -85,6 +86,86 @@ async def test_an_answer_never_overtakes_the_results_before_it() -> None:
             assert num_told >= num_made
         await thread.stop(PATIENCE)
     assert not crashes
+
+
+async def test_an_answer_does_not_overtake_the_last_result_though_the_next_step_takes_long() -> None:
+    held: list[HeldAt] = []
+
+    def hold(inner: Runner) -> HeldAt:
+        held.append(HeldAt(inner, (2, 3)))
+        return held[0]
+
+    harness, crashes, results = Harness(wrap=hold), list[BaseException](), list[StepResult]()
+    thread = EngineThread(harness.engine, asyncio.get_running_loop(), on_result=results.append, on_crash=crashes.append)
+    thread.start()
+    async with asyncio.timeout(PATIENCE):
+        await thread.call(lambda engine: engine.add(request("a", prompt_of(5), 5)))
+        [(at_second, on_from_second), (_, on_from_third)] = held[0].gates.values()
+        await asyncio.to_thread(at_second.wait, PATIENCE)
+        answer = thread.submit(lambda engine: engine.load().num_steps)
+        on_from_second.set()
+        assert await answer == 2
+        assert sum(len(result.outputs) for result in results) == 2
+        on_from_third.set()
+        await thread.stop(PATIENCE)
+    assert not crashes
+
+
+async def test_an_engine_with_nothing_to_do_tells_at_once_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode node hears that there is room for a request, although nothing is computed."""
+    monkeypatch.setattr(engine_thread, "_IDLE_WAIT_SECONDS", 3600.0)
+    admitted = asyncio.Event()
+
+    def on_result(result: StepResult) -> None:
+        if result.admissions:
+            admitted.set()
+
+    thread = EngineThread(
+        Harness().engine, asyncio.get_running_loop(), on_result=on_result, on_crash=lambda error: None
+    )
+    thread.start()
+    async with asyncio.timeout(PATIENCE):
+        thread.post(lambda engine: engine.add(request("a", prompt_of(5), role=KVRole.CONSUME)))
+        await admitted.wait()
+        await thread.stop(PATIENCE)
+
+
+async def test_a_stop_is_not_missed_while_the_cores_are_left_to_a_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "_FIRST_TOKEN_SECONDS", 3600.0)
+    begun = asyncio.Event()
+    with threads_kept():
+        harness = Harness(threads=StepThreads(CoreShare(2)))
+        thread = EngineThread(
+            harness.engine,
+            asyncio.get_running_loop(),
+            on_result=lambda result: begun.set(),
+            on_crash=lambda error: None,
+        )
+        harness.engine.add(request("a", prompt_of(5), 400))
+        thread.start()
+        async with asyncio.timeout(PATIENCE):
+            await begun.wait()
+            await thread.stop(PATIENCE / 2)
+    assert not thread.is_alive
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_answer_that_nobody_waits_for_any_more_is_dropped(fails: bool) -> None:
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    thread = make(asyncio.Event())
+
+    def answer(engine: Engine) -> None:
+        if fails:
+            raise ValueError
+
+    call = thread.submit(answer)
+    call.cancel()
+    thread.start()
+    async with asyncio.timeout(PATIENCE):
+        await thread.call(lambda engine: None)  # is answered after it
+        await thread.stop(PATIENCE)
+    assert not errors
 
 
 async def test_a_message_that_follows_from_another_waits_for_a_step() -> None:

@@ -1,7 +1,9 @@
-"""Blocks that a step needs are let go of when it cannot be launched."""
+"""A step that cannot be launched leaves no block pinned, and the step before it as good as it was."""
 
 import pytest
 
+from kvrelay.core.errors import KVRelayError
+from kvrelay.core.outputs import FinishReason
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.runner import LaunchedStep, Runner
 from tests.engine.fake_runner import expected_output
@@ -38,4 +40,26 @@ def test_an_interrupt_leaves_no_block_pinned(run_ahead: bool) -> None:
     harness.run()
     expected = [expected_output(prompt_of(21), 8, choice_index=index) for index in range(4)]
     assert [harness.tokens["again", index] for index in range(4)] == expected
+    harness.engine.check_idle()
+
+
+def test_an_output_that_ends_in_the_step_before_one_that_fails_has_ended_well() -> None:
+    launches: list[SchedulerOutput] = []
+
+    class FailingAtSecond:
+        def __init__(self, inner: Runner) -> None:
+            self._inner = inner
+
+        def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+            launches.append(plan)
+            if len(launches) == 2:
+                raise KVRelayError("launched")
+            return self._inner.launch(plan)
+
+    prompt = prompt_of(5)
+    harness = Harness(eos=expected_output(prompt, 1), run_ahead=True, wrap=FailingAtSecond)
+    harness.engine.add(request("a", prompt, 8))
+    harness.run()
+    assert harness.finished == {("a", 0): FinishReason.STOP}
+    assert len(launches) == 2 and not any(result.failures for result in harness.results)
     harness.engine.check_idle()

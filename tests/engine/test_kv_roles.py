@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.engine.request import KVRole
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import BLOCK_SIZE, Harness, first_tokens, move, prompt_of, request
@@ -36,6 +36,22 @@ def test_prefill_here_and_decode_there_recomputes_no_token(length: int, n: int) 
     decode.engine.check_idle()
 
 
+def test_an_output_that_ended_with_its_first_token_does_not_continue() -> None:
+    prefill, decode = Harness(publish=True), Harness(publish=True)
+    prompt = prompt_of(20)
+    produce(prefill, "a", prompt, 2)
+    decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME, n=2))
+    decode.step()
+    move(prefill, decode, decode.admission("a"))
+    prefill.engine.release_lease("a")
+    going_on, ended = first_tokens(prefill, "a")
+    decode.engine.start("a", [going_on, replace(ended, finish_reason=FinishReason.STOP)])
+    decode.run()
+    assert set(decode.tokens) == {("a", 0)}
+    assert [*going_on.token_ids, *decode.tokens["a", 0]] == expected_output(prompt, 8)
+    decode.engine.check_idle()
+
+
 def test_what_does_not_arrive_is_computed_by_the_decode_engine() -> None:
     prefill, decode = Harness(publish=True), Harness(publish=True)
     prompt = prompt_of(50)
@@ -52,6 +68,7 @@ def test_what_does_not_arrive_is_computed_by_the_decode_engine() -> None:
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_the_last_blocks_can_be_fetched_before_the_first_token_is_sampled(*, is_aborted: bool) -> None:
+    """Nor does the first token wait for what others compute."""
     harness = Harness(publish=True)
     harness.engine.add(request("a", prompt_of(50), role=KVRole.PRODUCE))
     assert harness.step()
@@ -59,7 +76,8 @@ def test_the_last_blocks_can_be_fetched_before_the_first_token_is_sampled(*, is_
     assert (written.progress, len(written.named), written.outputs) == ((("a", 7),), 7, ())
     if is_aborted:
         harness.engine.abort("a")
-    assert harness.step()
+    harness.engine.add(request("other", prompt_of(50, 1), 1))
+    assert harness.count_step() == 0
     sampled = harness.results[-1]
     assert (len(sampled.outputs), sampled.progress, sampled.named) == (not is_aborted, (), ())
     harness.run()
@@ -72,6 +90,10 @@ def test_progress_counts_published_blocks_chunk_by_chunk() -> None:
     produce(harness, "a", prompt_of(50))
     progress = [count for result in harness.results for _, count in result.progress]
     assert progress == [2, 4, 6, 7]  # the partial tail counts as one
+    harness.results.clear()
+    harness.engine.add(request("b", prompt_of(50, 1)))
+    harness.run()
+    assert not any(result.progress for result in harness.results), "nobody waits for blocks of this one"
     harness.engine.release_lease("a")
     harness.engine.check_idle()
 
@@ -223,29 +245,61 @@ def test_deliver_and_start_after_an_abort_are_ignored() -> None:
     admission = harness.admission("a")
     harness.engine.abort("a")
     assert harness.engine.pool.num_free < harness.engine.pool.num_blocks, "a transfer may still write to these blocks"
+    harness.engine.add(request("a", prompt_of(20), 2))  # another one of that id
     harness.engine.deliver("a", 3)
     harness.engine.start("a", [TokenOutput(0, (5,))])
     harness.engine.unpin([block.block_id for block in admission.missing])
     harness.run()
-    assert not harness.tokens
+    assert harness.tokens == {("a", 0): expected_output(prompt_of(20), 2)}
     harness.engine.check_idle()
 
 
-def test_a_prefill_engine_takes_what_others_hold() -> None:
+@pytest.mark.parametrize("length", [60, 64])
+def test_a_prefill_engine_takes_what_others_hold(length: int) -> None:
     other, prefill = Harness(publish=True), Harness(publish=True)
-    prompt = prompt_of(64)
+    prompt = prompt_of(length)
     produce(other, "x", prompt)
     prefill.engine.add(replace(request("a", prompt, 8, role=KVRole.PRODUCE), receive=True))
     prefill.step()
     admission = prefill.admission("a")
     assert len(admission.missing) == 7, "the last block is computed here for its logits"
     move(other, prefill, admission)
+    prefill.step()
+    assert prefill.results[-1].progress == (("a", 7),), "who waits for these blocks need not wait for the last one"
     prefill.engine.start("a")
     prefill.run()
-    assert prefill.runner.num_computed_tokens == 8
+    assert prefill.runner.num_computed_tokens == length - 56
+    assert [prompt.num_cached_tokens for result in prefill.results for prompt in result.prompts] == [0]
     assert list(prefill.tokens["a", 0]) == expected_output(prompt, 1)
     prefill.engine.release_lease("a")
     prefill.engine.check_idle()
+
+
+def test_a_request_that_waits_for_blocks_holds_none_of_those_it_has_found() -> None:
+    harness = Harness(num_blocks=12)
+    harness.engine.add(request("before", prompt_of(20), 50))
+    for _ in range(8):
+        harness.step()
+    harness.engine.add(request("found", [*prompt_of(20), *prompt_of(64, 1)], role=KVRole.CONSUME))
+    for _ in range(3):
+        harness.step()
+    assert harness.engine.load().num_requests_waiting == 1
+    harness.engine.abort("found")
+    harness.engine.abort("before")
+    harness.engine.check_idle()
+
+
+def test_hits_are_offered_once_however_long_the_rest_of_the_prompt_is() -> None:
+    harness = Harness(publish=True, publish_hits=True, max_num_batched_tokens=16)
+    produce(harness, "first", prompt_of(40))
+    harness.results.clear()
+    produce(harness, "again", [*prompt_of(40), *prompt_of(60, 1)])
+    assert sum(bool(result.progress) for result in harness.results) > 2
+    names = [block.block_hash for result in harness.results for block in result.named]
+    assert len(names) == len(set(names)) == 13
+    for lease in ("first", "again"):
+        harness.engine.release_lease(lease)
+    harness.engine.check_idle()
 
 
 @pytest.mark.parametrize("publish_hits", [False, True])

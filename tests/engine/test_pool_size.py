@@ -37,3 +37,11 @@ def test_an_explicit_length_that_does_not_fit_says_what_to_do() -> None:
         size_pool(EngineOptions("m", max_model_len=200, num_blocks=10), LAYOUT, model_limit=4096, free_bytes=GIB)
     with pytest.raises(ConfigurationError, match="lower it to 4096"):
         size_pool(EngineOptions("m", max_model_len=5000), LAYOUT, model_limit=4096, free_bytes=GIB)
+
+
+def test_a_length_that_fills_the_whole_pool_is_allowed() -> None:
+    num_blocks = LAYOUT.num_blocks_for(160)
+    length = num_blocks * LAYOUT.block_size
+    options = EngineOptions("m", max_model_len=length, num_blocks=num_blocks)
+    size = size_pool(options, LAYOUT, model_limit=4096, free_bytes=GIB)
+    assert (size.num_blocks, size.max_model_len) == (num_blocks, length)

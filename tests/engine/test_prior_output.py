@@ -130,7 +130,7 @@ def test_bounds_and_end_tokens_hold_for_the_whole_output() -> None:
 
 
 def test_prompt_logprobs_are_of_the_prompt_alone() -> None:
-    harness = Harness(max_num_batched_tokens=6)
+    harness = Harness(max_num_batched_tokens=5)  # so that a chunk has tokens of both
     asked = resumed("a", 5)
     harness.engine.add(replace(asked, sampling=replace(asked.sampling, prompt_logprobs=0)))
     harness.run()

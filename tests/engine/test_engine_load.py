@@ -1,0 +1,77 @@
+"""What an engine says of its load, and that it says so when nothing else has happened."""
+
+import pytest
+
+from kvrelay.engine.plan import SchedulerOutput
+from kvrelay.engine.request import KVRole
+from kvrelay.engine.runner import LaunchedStep, Runner
+from tests.engine.harness import Harness, prompt_of, request
+from tests.manual_clock import ManualClock
+
+
+def test_requests_and_tokens_are_counted_in_every_state() -> None:
+    harness = Harness(num_blocks=16, max_num_batched_tokens=16, publish=True)
+    harness.engine.add(request("decoding", prompt_of(8), 50))
+    harness.step()
+    harness.engine.add(request("receiving", prompt_of(30, 1), role=KVRole.CONSUME))
+    harness.engine.add(request("computing", prompt_of(40, 2), 5))
+    harness.step()
+    harness.engine.add(request("reserving", prompt_of(80, 3), role=KVRole.CONSUME))
+    harness.engine.add(request("waiting", prompt_of(90, 4)))
+    harness.step()
+    load = harness.engine.load()
+    assert (load.num_requests_running, load.num_requests_decoding, load.num_requests_waiting) == (3, 1, 2)
+    assert load.num_queued_tokens == 40 - 2 * 15 + 80 + 90
+    assert load.num_free_blocks == 16 - 2 - 4 - 4
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_changes_of_the_load_alone_are_reported(run_ahead: bool) -> None:
+    """The router would else believe that a node is as full as it last was."""
+    harness = Harness(num_blocks=8, publish=True, run_ahead=run_ahead)
+    harness.engine.add(request("a", prompt_of(40), role=KVRole.PRODUCE))
+    harness.run()
+    assert harness.results[-1].load.num_free_blocks == 3
+    harness.engine.add(request("waiting", prompt_of(40, 1), role=KVRole.CONSUME))
+    harness.run()
+    assert harness.results[-1].load.num_requests_waiting == 1
+    harness.engine.abort("waiting")
+    harness.run()
+    assert harness.results[-1].load.num_requests_waiting == 0
+    harness.engine.release_lease("a")
+    harness.run()
+    load = harness.results[-1].load
+    assert (load.num_free_blocks, load.num_leases) == (8, 0)
+    harness.engine.add(request("receiving", prompt_of(40, 1), role=KVRole.CONSUME))
+    harness.run()
+    harness.engine.abort("receiving")
+    harness.run()
+    harness.engine.unpin([block.block_id for block in harness.admission("receiving").missing])
+    harness.run()
+    assert harness.results[-1].load.num_free_blocks == 8
+    harness.engine.check_idle()
+
+
+class SecondAStep:
+    """A runner whose steps take a second each."""
+
+    def __init__(self, inner: Runner, clock: ManualClock) -> None:
+        self._inner = inner
+        self._clock = clock
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        self._clock.seconds += 1.0
+        return self._inner.launch(plan)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_time_in_which_two_steps_are_under_way_counts_once(run_ahead: bool) -> None:
+    clock = ManualClock()
+    harness = Harness(
+        max_num_batched_tokens=16, run_ahead=run_ahead, wrap=lambda runner: SecondAStep(runner, clock), clock=clock
+    )
+    began = clock.now()
+    harness.engine.add(request("a", prompt_of(64), 1))
+    harness.run()
+    load = harness.engine.load()
+    assert (load.num_prefilled_tokens, load.prefill_seconds) == (64, clock.now() - began)
