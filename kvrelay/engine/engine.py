@@ -263,10 +263,9 @@ class Engine:
     def _finish_given(self, sequence: Sequence, result: SequenceResult) -> None:
         """Reports the prompt and the first new token of every output, sampled from the last given token's logits."""
         request = sequence.request
-        if not sequence.prompt_reported:
-            sequence.prompt_reported = True
-            logprobs = tuple(sequence.prompt_logprobs)
-            self._changes.prompts.append(PromptOutput(request.request_id, sequence.num_cached_tokens, logprobs))
+        sequence.prompt_reported = True
+        logprobs = tuple(sequence.prompt_logprobs)
+        self._changes.prompts.append(PromptOutput(request.request_id, sequence.num_cached_tokens, logprobs))
         if request.role is KVRole.PRODUCE:
             self._name_given(sequence)
         unfinished = []

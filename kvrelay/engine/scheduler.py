@@ -309,8 +309,7 @@ class Scheduler:
         sequence.block_table = found
         sequence.num_named_blocks = len(found)
         sequence.num_computed_tokens = len(found) * self.config.block_size
-        if not sequence.prompt_reported:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+        sequence.num_cached_tokens = sequence.num_computed_tokens
 
     def _take_given_blocks(self, sequence: Sequence) -> bool:
         """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few, or would then have
@@ -331,8 +330,7 @@ class Scheduler:
         sequence.block_table = []
         sequence.num_named_blocks = 0
         sequence.num_computed_tokens = 0
-        if not sequence.prompt_reported:
-            sequence.prompt_logprobs.clear()
+        sequence.prompt_logprobs.clear()
 
 
 def _entry(sequence: Sequence, count: int) -> ScheduledSequence:

@@ -193,7 +193,6 @@ class Sequence:
         )
         sibling.token_ids = self.token_ids.copy()
         sibling.num_computed_tokens = self.num_computed_tokens
-        sibling.num_cached_tokens = self.num_cached_tokens
         sibling.block_table = self.block_table.copy()
         sibling.num_named_blocks = self.num_named_blocks
         sibling.prompt_reported = True
