@@ -9,6 +9,7 @@ from decode_node.service import DecodeService
 from kv_connector.base import FetchResult, HostConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
@@ -33,6 +34,16 @@ class BrokenConnector(InProcessConnector):
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         raise RuntimeError("no such case")
+
+
+class FailingRunner(FakeRunner):
+    """A runner that can carry out no step."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE)
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        raise KVRelayError("the logits are not finite")
 
 
 class GatedRunner(FakeRunner):

@@ -1,9 +1,6 @@
 """A decode node between its router and its engine: commands in any order, and nothing held afterwards."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import Any, cast
 
 import grpc
 import pytest
@@ -11,71 +8,21 @@ import pytest
 from decode_node.service import DecodeService
 from kv_connector.in_process import InProcessHub
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.rpc import Context
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.wire import output_to_wire, sampling_to_wire
 from kvrelay.engine.request import StepResult
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 from tests.engine.fake_runner import VOCAB_SIZE, expected_output
-from tests.node.fake_node import BLOCK_SIZE, NUM_BLOCKS, BrokenConnector, GatedRunner, make_node, serving
-
-PROMPT = list(range(100, 120))
-NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
-PATIENCE = 10.0
-
-
-def admit(request_id: str, *, n: int = 1, local_prefill: bool = False) -> pb.DecodeCommand:
-    sampling = sampling_to_wire(SamplingParams(n=n, max_tokens=3, temperature=0.0, seed=0))
-    message = pb.Admit(request_id=request_id, prompt_token_ids=PROMPT, sampling_params=sampling)
-    message.local_prefill = local_prefill
-    return pb.DecodeCommand(admit=message)
-
-
-def start(request_id: str, outputs: Sequence[TokenOutput]) -> pb.DecodeCommand:
-    return pb.DecodeCommand(start=pb.Start(request_id=request_id, first_tokens=map(output_to_wire, outputs)))
-
-
-class Router:
-    """The router's end of the stream."""
-
-    def __init__(self, service: DecodeService) -> None:
-        self._commands: asyncio.Queue[pb.DecodeCommand | asyncio.Event] = asyncio.Queue()
-        self._events: asyncio.Queue[pb.DecodeEvent] = asyncio.Queue()
-        self._task = asyncio.create_task(self._run(service))
-
-    def send(self, *commands: pb.DecodeCommand) -> None:
-        for command in commands:
-            self._commands.put_nowait(command)
-
-    async def all_taken(self) -> None:
-        """Returns when the node has handled everything sent so far."""
-        taken = asyncio.Event()
-        self._commands.put_nowait(taken)
-        async with asyncio.timeout(PATIENCE):
-            await taken.wait()
-
-    async def event(self) -> pb.DecodeEvent:
-        async with asyncio.timeout(PATIENCE):
-            return await self._events.get()
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self, service: DecodeService) -> None:
-        async with aclosing(cast(Any, service.Serve(self._outgoing(), NO_CONTEXT))) as updates:
-            async for update in updates:
-                for event in update.events:
-                    self._events.put_nowait(event)
-
-    async def _outgoing(self) -> AsyncIterator[pb.DecodeCommand]:
-        while True:
-            command = await self._commands.get()
-            if isinstance(command, asyncio.Event):
-                command.set()
-            else:
-                yield command
+from tests.node.fake_node import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    BrokenConnector,
+    FailingRunner,
+    GatedRunner,
+    make_node,
+    serving,
+)
+from tests.node.holders import LadderConnector
+from tests.node.router_end import PATIENCE, PROMPT, Router, admit, start
 
 
 async def test_commands_do_not_wait_for_the_step_under_way() -> None:
@@ -91,9 +38,123 @@ async def test_commands_do_not_wait_for_the_step_under_way() -> None:
             event = await router.event()
             if event.tokens.finish_reason:
                 finished.add(event.request_id)
+        assert not service._active and not service._streams[0].request_ids
         await router.close()
         await node.check_idle()
     assert finished == set(ids)
+
+
+async def test_a_node_drains_until_its_requests_are_over_and_takes_no_new_one() -> None:
+    runner = GatedRunner()
+    async with serving(DecodeService, node := make_node(runner)) as service:
+        router = Router(service)
+        router.send(admit("a", local_prefill=True))
+        await router.all_taken()
+        draining = asyncio.create_task(node.drain())
+        await asyncio.sleep(0)
+        router.send(admit("late", local_prefill=True))
+        refused = await router.event()
+        assert refused.failed.code == grpc.StatusCode.UNAVAILABLE.value[0] and refused.request_id == "late"
+        assert not draining.done()
+        runner.gate.set()
+        while not (await router.event()).tokens.finish_reason:
+            pass
+        async with asyncio.timeout(PATIENCE):
+            await draining
+        await router.close()
+        await node.check_idle()
+
+
+@pytest.mark.parametrize("ends", ["router", "commands", "service"])
+async def test_a_stream_that_ends_takes_its_requests_with_it_and_leaves_nothing(ends: str) -> None:
+    """The router is gone, it sends no more commands, or the node ends."""
+    async with serving(DecodeService, node := make_node()) as service:
+        router = Router(service)
+        router.send(admit("a"), admit("b"))
+        assert {(await router.event()).request_id for _ in range(2)} == {"a", "b"}
+        match ends:
+            case "router":
+                await router.close()
+            case "commands":
+                router.end_commands()
+            case "service":
+                await service.close()
+        async with asyncio.timeout(PATIENCE):
+            await router.ended()
+            while node.activity or service._streams:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the cancelled tasks end
+        await asyncio.sleep(0)  # and tell
+        assert not service._active
+        assert not [task for task in asyncio.all_tasks() if "DecodeService" in repr(task.get_coro())]
+        await node.check_idle()
+
+
+async def test_what_a_router_says_twice_counts_once() -> None:
+    first, *rest = expected_output(PROMPT, 3)
+    async with serving(DecodeService, node := make_node()) as service:
+        router = Router(service)
+        final = pb.DecodeCommand(pull=pb.Pull(request_id="a", final=True))
+        begin = start("a", [TokenOutput(0, (first,))])
+        router.send(admit("a"), admit("a"), begin, begin, final, final)
+        tokens: list[int] = []
+        while len(tokens) < 2:
+            event = await router.event()
+            assert not event.HasField("failed"), event
+            tokens += event.tokens.token_ids
+        assert tokens == rest
+        await router.close()
+        await node.check_idle()
+
+
+async def test_a_request_is_over_when_the_outputs_are_that_had_not_ended_with_their_first_token() -> None:
+    first, *rest = expected_output(PROMPT, 3, choice_index=1)
+    async with serving(DecodeService, node := make_node()) as service:
+        router = Router(service)
+        ended = TokenOutput(0, (5,), finish_reason=FinishReason.STOP)
+        final = pb.DecodeCommand(pull=pb.Pull(request_id="a", final=True))
+        router.send(admit("a", n=2), start("a", [ended, TokenOutput(1, (first,))]), final)
+        tokens: list[int] = []
+        while len(tokens) < 2:
+            tokens += (await router.event()).tokens.token_ids
+        assert tokens == rest
+        assert not service._active and not node.activity
+        await router.close()
+        await node.check_idle()
+
+
+async def test_a_step_that_fails_ends_its_requests() -> None:
+    async with serving(DecodeService, node := make_node(FailingRunner())) as service:
+        router = Router(service)
+        router.send(admit("a", local_prefill=True))
+        event = await router.event()
+        assert "not finite" in event.failed.message
+        assert not service._active and not node.activity
+        await router.close()
+        await node.check_idle()
+
+
+async def test_a_prompt_is_computed_here_when_its_holder_has_hung_for_its_share_of_the_time_left() -> None:
+    """Its log-probabilities are reported although none but those of its own tokens were asked for."""
+    connector = LadderConnector(InProcessHub())
+    connector.hung = {"h"}
+    async with serving(DecodeService, node := make_node(connector=connector)) as service:
+        router = Router(service)
+        fetched, computed = admit("fetched", local_prefill=True), admit("computed", local_prefill=True)
+        fetched.admit.timeout_ms = 100
+        source = common_pb2.KVSource(node_id="h", epoch=1, endpoint="h")
+        fetched.admit.sources.add(source=source, num_blocks=2)
+        computed.admit.sampling_params.prompt_logprobs = 0
+        for command in (fetched, computed):
+            router.send(command)
+            events: list[pb.DecodeEvent] = []
+            while not events or not events[-1].tokens.finish_reason:
+                events.append(await router.event())
+            assert [token for event in events for token in event.tokens.token_ids] == expected_output(PROMPT, 3)
+            assert any(event.HasField("prompt_logprobs") for event in events) == (command is computed)
+        assert len(connector.fetches) == 2 and connector.timeouts[0] <= 0.05, "the store is asked, too"
+        await router.close()
+        await node.check_idle()
 
 
 async def test_an_abort_before_the_reception_has_begun_unpins_its_blocks() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -12,11 +13,14 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError, UnavailableEr
 from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
+from kvrelay.engine.request import StepResult
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import prefill_node_pb2 as pb
 from prefill_node.service import PrefillService
 from tests.engine.fake_runner import expected_output
-from tests.node.fake_node import BrokenConnector, GatedRunner, make_node, serving
+from tests.manual_clock import ManualClock
+from tests.node.fake_node import BrokenConnector, FailingRunner, GatedRunner, make_node, serving
+from tests.node.holders import LadderConnector
 
 PROMPT = list(range(100, 120))
 NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
@@ -51,6 +55,8 @@ async def test_a_stream_whose_lease_has_ended_early_still_ends() -> None:
         async with aclosing(prefill(service, "a")) as events:
             assert (await anext(events)).HasField("accepted")
             await release(service, "a")
+            with pytest.raises(InvalidRequestError, match="running already"):
+                await anext(prefill(service, "a"))
             runner.gate.set()
             rest = [event async for event in events]
         assert max(event.progress.num_published_blocks for event in rest) == 3
@@ -135,6 +141,133 @@ async def test_the_oldest_lease_ends_when_requests_wait_and_nothing_runs() -> No
             rest = [event async for event in events]
         assert sum(event.HasField("finished") for event in rest) == 1
         await release(service, "b")
+        await node.check_idle()
+
+
+async def test_no_lease_ends_early_unless_nothing_else_lets_those_who_wait_proceed() -> None:
+    """That is, unless requests wait, none runs and no step is made; and none whose stream is under way."""
+    runner = GatedRunner()
+    runner.gate.set()
+    async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
+        async with aclosing(prefill(service, "a")) as events:
+            async for _ in events:
+                pass
+        idle = node.event_log.load
+        stalled = replace(idle, num_requests_waiting=1)
+        for sweeps in (
+            [idle] * 3,
+            [replace(stalled, num_requests_running=1)] * 3,
+            [replace(stalled, num_steps=idle.num_steps + number) for number in range(1, 4)],
+        ):
+            for load in sweeps:
+                node.event_log.append([], [], load)
+                service._leases.sweep()
+        assert list(service._leases) == ["a"]
+        node.event_log.append([], [], sweeps[-1])
+        service._leases.sweep()
+        assert not service._leases and service._leases.counts.ended_early == 1
+        runner.gate.clear()
+        async with aclosing(prefill(service, "b", PROMPT[:10])) as events:
+            assert (await anext(events)).HasField("accepted")
+            node.event_log.append([], [], stalled)
+            for _ in range(3):
+                service._leases.sweep()
+            assert list(service._leases) == ["b"]
+            runner.gate.set()
+        await release(service, "b")
+        await node.check_idle()
+
+
+@pytest.mark.parametrize("fetching", [False, True])
+async def test_a_stream_that_is_given_up_before_its_first_token_leaves_nothing(fetching: bool) -> None:
+    """While it is computed, or while a holder of its first blocks does not answer."""
+    connector, runner = LadderConnector(InProcessHub()), GatedRunner()
+    connector.hung = {"h"}
+    async with serving(PrefillService, node := make_node(runner, connector)) as service, asyncio.timeout(PATIENCE):
+        request = prefill_request("a", PROMPT)
+        if fetching:
+            request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
+        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+            assert (await anext(events)).HasField("accepted")
+            while fetching and not connector.fetches:
+                await asyncio.sleep(0)
+        assert not service._leases and not node.activity
+        runner.gate.set()
+        await asyncio.sleep(0)  # the cancelled reception ends
+        await asyncio.sleep(0)  # and tells
+        await node.check_idle()
+
+
+async def test_a_reception_that_is_cancelled_before_it_has_begun_unpins_its_blocks() -> None:
+    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
+        cancelled = asyncio.Event()
+        handle = node._handler
+
+        def cancel_at_once(result: StepResult) -> None:
+            handle(result)
+            if result.admissions:
+                reception = service._active["a"].reception
+                assert reception is not None
+                reception.cancel()
+                cancelled.set()
+
+        node._handler = cancel_at_once
+        request = prefill_request("a", PROMPT)
+        request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
+        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+            assert (await anext(events)).HasField("accepted")
+            await cancelled.wait()
+        await node.check_idle()
+
+
+async def test_a_holder_that_hangs_takes_no_more_than_its_share_of_the_time_left() -> None:
+    connector = LadderConnector(InProcessHub())
+    connector.hung = {"h"}
+    async with serving(PrefillService, node := make_node(connector=connector)) as service, asyncio.timeout(PATIENCE):
+        request = prefill_request("a", PROMPT)
+        request.timeout_ms = 100
+        request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
+        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+            assert sum([event.HasField("finished") async for event in events]) == 1
+        assert connector.timeouts[0] <= 0.05
+        await release(service, "a")
+        await node.check_idle()
+
+
+async def test_a_draining_node_takes_no_new_request() -> None:
+    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
+        await node.drain()
+        with pytest.raises(UnavailableError, match="is draining"):
+            await anext(prefill(service, "a"))
+        assert not service._leases and not node.activity
+
+
+async def test_a_step_that_fails_ends_its_requests_stream_and_lease() -> None:
+    async with serving(PrefillService, node := make_node(FailingRunner())) as service, asyncio.timeout(PATIENCE):
+        async with aclosing(prefill(service, "a")) as events:
+            assert (await anext(events)).HasField("accepted")
+            with pytest.raises(KVRelayError, match="not finite"):
+                await anext(events)
+        assert not service._leases and not node.activity
+        await node.check_idle()
+
+
+async def test_a_lease_lasts_ten_minutes_at_most_unless_it_is_renewed() -> None:
+    """A router that asks for more may be gone before it releases the lease."""
+    clock = ManualClock()
+    node = make_node()
+    async with serving(lambda node: PrefillService(node, clock=clock), node) as service, asyncio.timeout(PATIENCE):
+        request = prefill_request("a", PROMPT)
+        request.lease_ttl_ms = 3_600_000
+        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+            async for _ in events:
+                pass
+        clock.seconds += 599.0
+        await service.RenewLeases(pb.RenewLeasesRequest(lease_ids=["a"], ttl_ms=3_600_000), NO_CONTEXT)
+        for seconds, left in ((599.0, ["a"]), (2.0, [])):
+            clock.seconds += seconds
+            service._leases.sweep()
+            assert list(service._leases) == left
         await node.check_idle()
 
 

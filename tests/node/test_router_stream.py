@@ -1,6 +1,11 @@
 """One message to a router has one event per output, and a request's events in the order in which they were sent."""
 
+import asyncio
+
+import grpc
+
 from decode_node.router_stream import RouterStream
+from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.wire import output_from_wire
 from kvrelay.v1 import decode_node_pb2 as pb
@@ -37,6 +42,38 @@ async def test_tokens_never_overtake_another_event() -> None:
     stream.send(pb.DecodeEvent(request_id="a", kv_missing=pb.KVMissing(num_missing_tokens=16)))
     stream.send_output("a", TokenOutput(0, (6,)))
     assert [event.WhichOneof("event") for event in await events_of(stream)] == ["tokens", "kv_missing", "tokens"]
+
+
+async def test_what_is_sent_while_the_last_message_is_written_is_delivered_before_the_end() -> None:
+    stream = RouterStream()
+    stream.send_output("a", TokenOutput(0, (5,)))
+    stream.close()
+    tokens: list[list[int]] = []
+    async with asyncio.timeout(10.0):
+        async for update in stream.updates():
+            if not tokens:
+                stream.send_output("a", TokenOutput(0, (6,)))
+            tokens += [list(event.tokens.token_ids) for event in update.events]
+    assert tokens == [[5], [6]]
+
+
+async def test_closing_a_stream_ends_it_without_another_message() -> None:
+    stream = RouterStream()
+    reading = asyncio.ensure_future(anext(aiter(stream.updates()), None))
+    await asyncio.sleep(0)
+    stream.close()
+    assert await asyncio.wait_for(reading, 10.0) is None
+
+
+async def test_a_failure_has_its_code_and_the_field_that_is_wrong() -> None:
+    stream = RouterStream()
+    stream.send_failure("a", InvalidRequestError("no", field="prompt"))
+    stream.send_failure("b", UnavailableError("not now"))
+    found = [(event.failed.code, event.failed.field, event.failed.message) for event in await events_of(stream)]
+    assert found == [
+        (grpc.StatusCode.INVALID_ARGUMENT.value[0], "prompt", "no"),
+        (grpc.StatusCode.UNAVAILABLE.value[0], "", "not now"),
+    ]
 
 
 async def test_a_message_that_has_left_is_not_added_to() -> None:

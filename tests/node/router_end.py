@@ -1,0 +1,81 @@
+"""A router's end of its stream to a decode node, and the commands that it sends."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+from decode_node.service import DecodeService
+from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.rpc import Context
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.wire import output_to_wire, sampling_to_wire
+from kvrelay.v1 import decode_node_pb2 as pb
+
+PROMPT = list(range(100, 120))
+PATIENCE = 10.0
+
+_NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
+
+
+def admit(request_id: str, *, n: int = 1, local_prefill: bool = False) -> pb.DecodeCommand:
+    sampling = sampling_to_wire(SamplingParams(n=n, max_tokens=3, temperature=0.0, seed=0))
+    message = pb.Admit(request_id=request_id, prompt_token_ids=PROMPT, sampling_params=sampling)
+    message.local_prefill = local_prefill
+    return pb.DecodeCommand(admit=message)
+
+
+def start(request_id: str, outputs: Sequence[TokenOutput]) -> pb.DecodeCommand:
+    return pb.DecodeCommand(start=pb.Start(request_id=request_id, first_tokens=map(output_to_wire, outputs)))
+
+
+class Router:
+    """The router's end of the stream."""
+
+    def __init__(self, service: DecodeService) -> None:
+        self._commands: asyncio.Queue[pb.DecodeCommand | asyncio.Event | None] = asyncio.Queue()
+        self._events: asyncio.Queue[pb.DecodeEvent] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run(service))
+
+    def send(self, *commands: pb.DecodeCommand) -> None:
+        for command in commands:
+            self._commands.put_nowait(command)
+
+    async def all_taken(self) -> None:
+        """Returns when the node has handled everything sent so far."""
+        taken = asyncio.Event()
+        self._commands.put_nowait(taken)
+        async with asyncio.timeout(PATIENCE):
+            await taken.wait()
+
+    async def event(self) -> pb.DecodeEvent:
+        async with asyncio.timeout(PATIENCE):
+            return await self._events.get()
+
+    def end_commands(self) -> None:
+        """Has the node hear that no more commands come."""
+        self._commands.put_nowait(None)
+
+    async def ended(self) -> None:
+        """Returns when the node has ended the stream, or `close` has."""
+        await asyncio.wait([self._task])
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, service: DecodeService) -> None:
+        async with aclosing(cast(Any, service.Serve(self._outgoing(), _NO_CONTEXT))) as updates:
+            async for update in updates:
+                for event in update.events:
+                    self._events.put_nowait(event)
+
+    async def _outgoing(self) -> AsyncIterator[pb.DecodeCommand]:
+        while True:
+            command = await self._commands.get()
+            if command is None:
+                return
+            if isinstance(command, asyncio.Event):
+                command.set()
+            else:
+                yield command
