@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.simulation.scenario import run_seed
+from tests.simulation.seeds import run_seed
 
 
 def main(arguments: list[str]) -> int:

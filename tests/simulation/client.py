@@ -1,4 +1,4 @@
-"""Clients: what they request, how they behave, and which ends are allowed.
+"""Clients: what they request, how they behave, and which ends are allowed. The real edge admits their requests.
 
 Invariant: the tokens a client was given are a beginning of the right ones, and it was told of at most one ending.
 """
@@ -9,19 +9,24 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
+from typing import TYPE_CHECKING, cast
 
 from kvrelay.core.errors import (
     CancelledByPeerError,
     DeadlineError,
+    InvalidRequestError,
     KVRelayError,
     UnavailableError,
 )
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
+from router.edge.validation import ClientRequest, RequestValidator, TokenPrompt
 from router.relay.relay import ClusterRelay
-from router.request import PromptLogprobs, RequestTrace, RoutedRequest
-from tests.simulation.cluster import BLOCK_SIZE
-from tests.simulation.oracle import VOCAB_SIZE, ExpectedOutput, expected_output
+from router.request import PromptLogprobs, RequestTrace, RoutedRequest, ServedModel
+from tests.simulation.node_config import BLOCK_SIZE
+from tests.simulation.oracle import ExpectedOutput, expected_output
+
+if TYPE_CHECKING:
+    from kvrelay.text.tokenizer import Tokenizer
 
 LONG_TIMEOUT = 240.0  # longer than any fault lasts
 LONG_WAIT = 120.0  # longer than no node of a kind lives
@@ -37,11 +42,13 @@ class Behaviour(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a client does. After `enough` tokens it acts as its `behaviour` says. Times are in seconds."""
+    """What a client does. It asks the router of that index. After `enough` tokens it acts as its `behaviour` says.
+    Times are in seconds."""
 
     request: RoutedRequest
     behaviour: Behaviour
     arrives_at: float
+    router: int = 0
     enough: int = 0
     disappears_after: float = 0.0
     longest_pause: float = 0.0  # of a client that reads slowly
@@ -52,7 +59,6 @@ class Client:
     """One request. `excuses`: texts that an UnavailableError may have. `report` is called with each violation."""
 
     plan: Plan
-    max_model_len: int
     excuses: tuple[str, ...]
     report: Callable[[str], None]
     trace: Callable[[str], None]
@@ -84,7 +90,23 @@ class Client:
         except KVRelayError as error:
             self._on_error(error, loop.time() - started)
 
+    async def _admitted(self, relay: ClusterRelay) -> bool:
+        """Asks the edge to admit the request. Returns False if it is more than the live nodes serve."""
+        request = self.plan.request
+        try:
+            admitted = await _validator(relay).routed(_as_asked(request), self.name)
+        except InvalidRequestError as error:
+            if _is_served(request, relay.served_model()):
+                self.report(f"{self.name}: refused with {error!r}")
+            self._ended("refused")
+            return False
+        if admitted != request:
+            self.report(f"{self.name}: admitted as {admitted}")
+        return True
+
     async def _read(self, relay: ClusterRelay) -> None:
+        if not await self._admitted(relay):
+            return
         async with aclosing(relay.run(self.plan.request)) as events:
             async for event in events:
                 match event:
@@ -148,7 +170,13 @@ class Client:
     def _on_trace(self, trace: RequestTrace) -> None:
         self._ended("complete")
         self.num_migrations = trace.num_migrations
-        if trace.num_cached_tokens + trace.num_computed_tokens != len(self.plan.request.prompt_token_ids):
+        num_prompt_tokens = len(self.plan.request.prompt_token_ids)
+        if (
+            trace.num_cached_tokens + trace.num_computed_tokens != num_prompt_tokens
+            or min(trace.num_cached_tokens, trace.num_computed_tokens) < 0
+            or trace.num_prompt_blocks != -(-num_prompt_tokens // BLOCK_SIZE)
+            or not 0.0 <= trace.queue_seconds <= trace.ttft_seconds <= trace.e2e_seconds
+        ):
             self.report(f"{self.name}: the trace does not add up: {trace}")
 
     def _on_error(self, error: KVRelayError, elapsed: float) -> None:
@@ -184,7 +212,7 @@ class Client:
         if calm and self.ending == UnavailableError.__name__:
             self.report(f"{self.name}: ended with {self.ending} though nothing went wrong")
         for index in range(request.sampling.n):
-            expected = expected_output(request.prompt_token_ids, request.sampling, index, self.max_model_len)
+            expected = expected_output(request.prompt_token_ids, request.sampling, index)
             self._check_output(index, expected)
 
     def _check_output(self, index: int, expected: ExpectedOutput) -> None:
@@ -201,49 +229,24 @@ class Client:
             self.report(f"{self.name}: output {index} is {found} {self._finished.get(index)}, not {expected}")
 
 
-def draw_plans(random: Random, num_requests: int, max_model_len: int, *, arrival_seconds: float) -> list[Plan]:
-    """Draws requests with shared prefixes, most of them from patient clients."""
-    conversations = [_draw_tokens(random, random.randrange(1, 12 * BLOCK_SIZE)) for _ in range(3)]
-    return [
-        _draw_plan(random, f"r{number}", conversations, max_model_len, arrival_seconds)
-        for number in range(num_requests)
-    ]
+def _validator(relay: ClusterRelay) -> RequestValidator:
+    no_text = cast("Tokenizer", None)  # prompts are tokens
+    return RequestValidator(relay, no_text, "simulated", default_timeout=LONG_TIMEOUT)
 
 
-def _draw_plan(
-    random: Random, name: str, conversations: list[tuple[int, ...]], max_model_len: int, arrival_seconds: float
-) -> Plan:
-    behaviours = [*[Behaviour.PATIENT] * 8, *Behaviour]
-    shared = random.choice(conversations)
-    prompt = (*shared[: random.randrange(len(shared) + 1)], *_draw_tokens(random, random.randrange(1, 2 * BLOCK_SIZE)))
-    prompt = prompt[: max_model_len // 2]
-    is_hurried = random.random() < 0.1
-    max_tokens = random.randrange(1, min(31, max_model_len - len(prompt)) + 1)
-    sampling = SamplingParams(
-        n=random.choice((1, 1, 1, 1, 2, 3)),
-        max_tokens=max_tokens,
-        seed=random.getrandbits(32),
-        ignore_eos=random.random() < 0.7,
-        stop_token_ids=(random.randrange(VOCAB_SIZE),) if random.random() < 0.3 else (),
-        logprobs=1 if random.random() < 0.2 else None,
-        prompt_logprobs=1 if random.random() < 0.1 else None,
-    )
-    request = RoutedRequest(
-        name,
-        prompt,
-        sampling,
-        cache_salt=b"salt" if random.random() < 0.1 else b"",
-        timeout=random.uniform(0.05, 3.0) if is_hurried else LONG_TIMEOUT,
-    )
-    return Plan(
-        request,
-        random.choice(behaviours),
-        arrives_at=random.uniform(0.0, arrival_seconds),
-        enough=random.randrange(0, max_tokens + 1),
-        disappears_after=random.expovariate(2.0),
-        longest_pause=random.uniform(0.0, 0.5) if random.random() < 0.1 else 0.0,
+def _as_asked(request: RoutedRequest) -> ClientRequest:
+    """Returns the request as a client writes it. The edge makes the same of it again."""
+    return ClientRequest(
+        TokenPrompt(request.prompt_token_ids),
+        request.sampling,
+        max_tokens=request.sampling.max_tokens,
+        priority=request.priority,
+        cache_salt=request.cache_salt.decode() or None,
+        timeout=request.timeout,
     )
 
 
-def _draw_tokens(random: Random, count: int) -> tuple[int, ...]:
-    return tuple(random.randrange(1, VOCAB_SIZE) for _ in range(count))
+def _is_served(request: RoutedRequest, model: ServedModel) -> bool:
+    """Tells whether every live node can serve the request."""
+    num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+    return num_tokens <= model.max_model_len and request.sampling.n <= model.max_num_seqs

@@ -15,61 +15,50 @@ from typing import Any, TypeVar, cast
 import grpc
 from prometheus_client import CollectorRegistry
 
-from decode_node.service import DecodeService
-from kv_connector.faulty import DamagingCopy, FaultyConnector
-from kv_connector.in_process import InProcessConnector, InProcessHub
-from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.engine import Engine
-from kvrelay.engine.scheduler import SchedulerConfig
-from kvrelay.node.node import Node, NodeIdentity
-from kvrelay.node.node_service import NodeService
-from kvrelay.v1 import node_pb2_grpc
-from prefill_node.service import PrefillService
+from kv_connector.faulty import DamagingCopy
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import make_policy
 from router.relay.limits import RelayLimits
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
-from tests.engine.late_runner import LateRunner, WatchedPool
-from tests.simulation.engine import DigestRunner, VirtualEngineThread
 from tests.simulation.faults import Faults
 from tests.simulation.network import Network
-from tests.simulation.oracle import EOS_TOKEN_ID, SLOT_BYTES, VOCAB_SIZE
+from tests.simulation.node_config import NodeConfig, draw_node_config
 from tests.simulation.rpc import Channel, Server
-from tests.simulation.virtual_loop import Process, VirtualLoop
+from tests.simulation.running_node import NodeMaker, RunningNode
+from tests.simulation.store import Store
+from tests.simulation.transports import SAME_HOST, Transports
+from tests.simulation.virtual_loop import Process, VirtualClock, VirtualLoop
 
 T = TypeVar("T")
 
-BLOCK_SIZE = 4
-LAYOUT = KVLayout(num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=SLOT_BYTES // 8, dtype="float32")
 _MAX_CONCURRENT_REQUESTS = 1024  # more than any scenario has
-NAMESPACE = KVNamespace(b"simulated", LAYOUT.dtype, LAYOUT.layout_id, BLOCK_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """The size and the settings of a cluster. `damage`: probability that a copied payload loses a bit. `run_ahead`:
-    engines plan the next step while the device has not begun the one before. Times are in seconds."""
+    """The size and the settings of a cluster. `node`: the settings that nodes usually have; with the probability
+    `variety` one has others, every time it starts. `lease_ttls`: one for each router. `connectors`: the tiers of a node
+    in the order of asking; nodes are on `num_hosts` hosts in turn. `damage`: probability that a copied payload loses a
+    bit. Times are in seconds."""
 
     num_prefill_nodes: int = 2
     num_decode_nodes: int = 2
-    num_blocks: int = 64
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 16
+    node: NodeConfig = field(default_factory=NodeConfig)
+    variety: float = 0.0
     policy: str = "prefix_aware"
     local_prefill_max_tokens: int = 0
     max_attempts: int = 10
     node_wait: float = 120.0
-    lease_ttl: float = 6.0
+    lease_ttls: tuple[float, ...] = (6.0,)
     node_timeout: float = 2.0
     node_silence: float = 5.0
-    fetch_timeout: float = 3.0
     longest_step: float = 0.02
-    stream_interval: float = 0.01
+    connectors: tuple[str, ...] = (SAME_HOST,)
+    num_hosts: int = 1
+    store_ttl: int = 3600
     damage: float = 0.0
-    run_ahead: bool = False
 
     @property
     def prefill_addresses(self) -> list[str]:
@@ -80,29 +69,8 @@ class ClusterConfig:
         return [f"decode-{index}" for index in range(self.num_decode_nodes)]
 
     @property
-    def max_model_len(self) -> int:
-        return min(128, self.num_blocks * BLOCK_SIZE)
-
-
-class VirtualClock:
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-
-@dataclass(slots=True)
-class RunningNode:
-    """One life of a node: a process, and everything that runs in it."""
-
-    address: str
-    process: Process
-    node: Node
-    service: PrefillService | DecodeService
-    server: Server
-    connector: FaultyConnector
-
-    @property
-    def name(self) -> str:
-        return self.node.identity.node_id
+    def router_names(self) -> list[str]:
+        return [f"router-{index}" for index in range(len(self.lease_ttls))]
 
 
 @dataclass(slots=True)
@@ -114,8 +82,8 @@ class Router:
 
 @dataclass(slots=True)
 class Cluster:
-    """A running cluster. `nodes` are those that live, by address. `failures` are errors of the code under test,
-    whatever else happens."""
+    """A running cluster. `nodes` are those that live, by address; `routers` by name. `failures` are errors of the code
+    under test, whatever else happens."""
 
     loop: VirtualLoop
     config: ClusterConfig
@@ -124,34 +92,39 @@ class Cluster:
     trace: Callable[[str], None]
     failures: list[str] = field(default_factory=list)
     nodes: dict[str, RunningNode] = field(default_factory=dict)
+    routers: dict[str, Router] = field(default_factory=dict)
     dead: list[Process] = field(default_factory=list)
     network: Network = field(init=False)
     copy: DamagingCopy = field(init=False)
-    _hub: InProcessHub = field(default_factory=InProcessHub)
+    store: Store = field(init=False)
+    _transports: Transports = field(init=False)
+    _maker: NodeMaker = field(init=False)
     _servers: dict[str, Server] = field(default_factory=dict)
     _num_starts: int = 0
-    _router: Router | None = None
 
     def __post_init__(self) -> None:
         self.network = Network(self.faults, self.trace)
         self.copy = DamagingCopy(Random(self.random.getrandbits(64)), probability=self.config.damage)
+        self.store = Store(Random(self.random.getrandbits(64)), self.faults.delay)
+        self._transports = Transports(
+            self.store, self.faults, self.copy, VirtualClock(), self._is_silent, self.config.store_ttl
+        )
+        self._maker = NodeMaker(self.network, self.random, self.config.longest_step, self._engine_crashed)
 
     # -- life ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def router(self) -> Router:
-        assert self._router is not None
-        return self._router
 
     async def start(self) -> None:
         for address in (*self.config.prefill_addresses, *self.config.decode_addresses):
             self.start_node(address)
-        self.start_router()
-        await process_task(self.router.process, self.router.registry.wait_settled(30.0))
+        for name in self.config.router_names:
+            self.start_router(name)
+        for router in self.routers.values():
+            await process_task(router.process, router.registry.wait_settled(30.0))
 
-    def start_router(self) -> None:
-        process = Process("router")
-        self._router = process.run(self._make_router, process)
+    def start_router(self, name: str) -> None:
+        process = Process(name)
+        lease_ttl = self.config.lease_ttls[self.config.router_names.index(name)]
+        self.routers[name] = process.run(self._make_router, process, lease_ttl)
 
     def start_node(self, address: str) -> None:
         """Starts a node again at the same address, with a new epoch."""
@@ -167,15 +140,16 @@ class Cluster:
         del self._servers[address]
         running.process.kill()
         self.dead.append(running.process)
-        await running.connector.close()  # the system takes its memory away
+        await running.transport.lose_memory()
         self.network.died(running.process)
 
-    def kill_router(self) -> None:
-        self.trace("the router is killed")
-        self.router.process.kill()
-        self.dead.append(self.router.process)
-        self.network.died(self.router.process)
-        self.start_router()
+    def kill_router(self, name: str) -> None:
+        router = self.routers[name]
+        self.trace(f"{name} is killed")
+        router.process.kill()
+        self.dead.append(router.process)
+        self.network.died(router.process)
+        self.start_router(name)
 
     def pause(self, process: Process, seconds: float) -> None:
         if process.is_paused or process.is_dead:
@@ -194,15 +168,15 @@ class Cluster:
 
     async def close(self) -> None:
         """Ends everything in an orderly way."""
-        router = self.router
-        await process_task(router.process, router.relay.close(timeout=5.0))
-        await process_task(router.process, router.registry.close())
+        for router in self.routers.values():
+            await process_task(router.process, router.relay.close(timeout=5.0))
+            await process_task(router.process, router.registry.close())
         for running in list(self.nodes.values()):
             await process_task(running.process, self._stop_node(running, 1.0))
 
     # -- making --------------------------------------------------------------------------------------------------------
 
-    def _make_router(self, process: Process) -> Router:
+    def _make_router(self, process: Process, lease_ttl: float) -> Router:
         config = self.config
         registry = Registry(
             config.prefill_addresses,
@@ -219,7 +193,7 @@ class Cluster:
             max_concurrent_requests=_MAX_CONCURRENT_REQUESTS,
             max_attempts=config.max_attempts,
             node_wait=config.node_wait,
-            lease_ttl=config.lease_ttl,
+            lease_ttl=lease_ttl,
             node_timeout=config.node_timeout,
         )
         relay = ClusterRelay(
@@ -232,62 +206,33 @@ class Cluster:
         )
         return Router(process, registry, relay)
 
-    def _max_model_len(self, address: str) -> int:
-        """Returns the length that a node starts with. Those that come back may take only half, except the first of
-        their kind, so that whatever has begun can end."""
-        is_start = self._num_starts <= len(self.config.prefill_addresses) + len(self.config.decode_addresses)
-        if is_start or address.endswith("-0") or self.random.random() < 0.7:
-            return self.config.max_model_len
-        return self.config.max_model_len // 2
-
     def _make_node(self, address: str, process: Process) -> RunningNode:
         self._num_starts += 1
-        epoch = self.random.getrandbits(62) << 1 | 1
-        node_id = address if self.random.random() < 0.5 else f"{address}.{self._num_starts}"
-        inner = InProcessConnector(self._hub, clock=VirtualClock(), copy=self.copy)
-        connector = FaultyConnector(inner, self.faults)
-        buffer = connector.allocate(LAYOUT, self.config.num_blocks, node_id=node_id, epoch=epoch)
-        config = SchedulerConfig(
-            BLOCK_SIZE,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=self._max_model_len(address),
-        )
-        runner = DigestRunner(buffer.memory, BLOCK_SIZE)
-        late = LateRunner(runner)
-        engine = Engine(
+        role, _, number = address.partition("-")
+        config, connectors = self.config.node, self.config.connectors
+        if self.random.random() < self.config.variety:
+            # The first of its kind takes whatever the others do, so that whatever has begun can end.
+            config = draw_node_config(self.random, config, serves_all=number == "0")
+            connectors = connectors[self.random.randrange(len(connectors)) :]  # all have the last one
+        return self._maker.make(
             config,
-            late if self.config.run_ahead else runner,
-            WatchedPool(self.config.num_blocks, late, on_evict=connector.retract),
-            NAMESPACE,
-            eos_token_ids=(EOS_TOKEN_ID,),
-            publish=True,
-            run_ahead=self.config.run_ahead,
-            clock=VirtualClock(),
+            address,
+            process,
+            partial(self._transports.connect, connectors, f"host-{int(number) % self.config.num_hosts}"),
+            node_id=address if self.random.random() < 0.5 else f"{address}.{self._num_starts}",
+            is_prefill=role == "prefill",
         )
-        node = Node(
-            NodeIdentity(node_id, epoch, "simulated", NAMESPACE, LAYOUT.block_bytes, VOCAB_SIZE),
-            engine,
-            connector,
-            fetch_timeout=self.config.fetch_timeout,
-            make_engine_thread=partial(
-                VirtualEngineThread,
-                context=process.context,
-                step_seconds=lambda: self.random.uniform(0.002, self.config.longest_step),
-                on_failure=lambda error: self.failures.append(f"the engine of {address} crashed: {error!r}"),
-                stream_interval=self.config.stream_interval,
-            ),
+
+    def _engine_crashed(self, address: str, error: BaseException) -> None:
+        self.failures.append(f"the engine of {address} crashed: {error!r}")
+
+    def _is_silent(self, endpoint: str) -> bool:
+        """Tells whether the node with this endpoint is stopped or cut off, and answers no peer."""
+        return any(
+            running.process.is_paused or self.network.is_cut_off(running.address)
+            for running in self.nodes.values()
+            if endpoint in (connector.endpoint for connector in running.transport.memory)
         )
-        service: PrefillService | DecodeService
-        is_prefill = address in self.config.prefill_addresses
-        service = PrefillService(node, clock=VirtualClock()) if is_prefill else DecodeService(node)
-        server = Server(process, self.network)
-        service.attach(cast("grpc.aio.Server", server))
-        node_pb2_grpc.add_NodeServicer_to_server(
-            NodeService(node, service.role, clock=VirtualClock()), cast("grpc.aio.Server", server)
-        )
-        service.start()
-        return RunningNode(address, process, node, service, server, connector)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

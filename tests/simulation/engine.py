@@ -5,9 +5,10 @@ make it. Right KV of other tokens makes it sample other tokens, which the client
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.engine import Engine
@@ -15,6 +16,7 @@ from kvrelay.engine.engine_thread import EngineThread, Message
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.request import StepResult
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
+from kvrelay.engine.sampling.seen_tokens import SeenTokens
 from tests.engine.finished_step import FinishedStep
 from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, slots_of, tokens_in
 
@@ -23,26 +25,42 @@ class WrongKVError(AssertionError):
     """A sequence was about to be continued from wrong KV."""
 
 
-class DigestRunner:
-    """Implements Runner over the pool's `memory`: block i has `block_size` slots of SLOT_BYTES, from the first byte."""
+class SamplingStep:
+    """A launched step whose KV is written, and that samples when it is collected."""
 
-    def __init__(self, memory: memoryview, block_size: int) -> None:
+    only_samples = True
+
+    def __init__(self, sample: Callable[[], ModelRunnerOutput]) -> None:
+        self.collect = sample
+
+
+class DigestRunner:
+    """Implements Runner over the pool's `memory`: block i has `block_size` slots of SLOT_BYTES, from the first byte.
+    With `samples_later`, a step is left with only its sampling to do when it is launched, as on a CPU."""
+
+    def __init__(self, memory: memoryview, block_size: int, *, samples_later: bool = False) -> None:
+        self._samples_later = samples_later
         self.num_computed_tokens = 0
         self._memory = memory
         self._block_size = block_size
         self._block_bytes = block_size * SLOT_BYTES
         self._last_sampled: list[int] = []
 
-    def launch(self, plan: SchedulerOutput) -> FinishedStep:
+    def launch(self, plan: SchedulerOutput) -> FinishedStep | SamplingStep:
         entries = [self._resolved(entry) for entry in plan.scheduled]
         for source, target in plan.copies:
             self._memory[self._block(target)] = self._memory[self._block(source)]
         for entry in entries:
             self._write(entry)
         self.num_computed_tokens += plan.num_scheduled_tokens
+        if self._samples_later:
+            return SamplingStep(partial(self._sample_all, entries))
+        return FinishedStep(self._sample_all(entries))
+
+    def _sample_all(self, entries: Sequence[ScheduledSequence]) -> ModelRunnerOutput:
         results = tuple(self._sample(entry) for entry in entries)
         self._last_sampled = [token.token_id for result in results for token in result.sampled]
-        return FinishedStep(ModelRunnerOutput(results))
+        return ModelRunnerOutput(results)
 
     def _resolved(self, entry: ScheduledSequence) -> ScheduledSequence:
         """Fills in the token that was unknown when the step was planned, from the samples of the step before."""
@@ -74,7 +92,9 @@ class DigestRunner:
             raise WrongKVError(
                 f"KV of token {wrong} of {num_tokens} in block {entry.block_table[wrong // self._block_size]}"
             )
-        token_id = sample(found, row.params, row.choice_index)
+        token_id = sample(
+            found, row.params, row.choice_index, num_output_tokens=row.num_output_tokens, seen=_counts(row.seen)
+        )
         logprobs = None if row.params.logprobs is None else TokenLogprobs(token_id, -1.0, 1)
         return SampledToken(token_id, logprobs)
 
@@ -88,6 +108,11 @@ class DigestRunner:
 
     def _read(self, entry: ScheduledSequence, position: int) -> bytes:
         return bytes(self._memory[self._slot(entry, position)])
+
+
+def _counts(seen: SeenTokens | None) -> dict[int, int] | None:
+    """Returns what penalties read, as the oracle has it."""
+    return None if seen is None else dict(zip(seen.token_ids.tolist(), seen.output_counts.tolist(), strict=True))
 
 
 class VirtualEngineThread(EngineThread):

@@ -1,31 +1,42 @@
-"""What must hold when every request has ended and nothing goes wrong any more: nothing is left of any request."""
+"""What must hold when every request has ended and nothing goes wrong any more: nothing is left of any request, and what
+nodes keep for later requests is right."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from kv_connector.header import HEADER_BYTES
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.node_report import NodeLoad
 from prefill_node.service import PrefillService
-from tests.simulation.cluster import Cluster, RunningNode, process_task
+from tests.simulation.cluster import Cluster, Router, process_task
+from tests.simulation.running_node import LAYOUT, RunningNode
 from tests.simulation.virtual_loop import describe_task
 
 _SETTLE_SECONDS = 60.0  # leases that nobody releases expire, connections that hang break, routers find nodes again
 _LOOK_SECONDS = 1.0
 
 
-async def wait_clean(cluster: Cluster) -> None:
-    """Waits until nothing is left; reports what is left if that takes too long."""
+async def wait_clean(cluster: Cluster, kv: Mapping[BlockHash, bytes]) -> None:
+    """Waits until nothing is left; reports what is left if that takes too long. `kv`: what the names of blocks stand
+    for."""
     loop = asyncio.get_running_loop()
-    end = loop.time() + cluster.config.lease_ttl + _SETTLE_SECONDS
+    end = loop.time() + max(cluster.config.lease_ttls) + _SETTLE_SECONDS
     while left := await _left(cluster):
         if loop.time() >= end:
             cluster.failures.extend(left)
             return
         await asyncio.sleep(_LOOK_SECONDS)
+    for running in cluster.nodes.values():
+        cluster.failures.extend(_wrong_blocks(running, kv))
+    cluster.failures.extend(_wrong_values(cluster.store.values, kv))
 
 
 async def _left(cluster: Cluster) -> list[str]:
     left = [finding for running in cluster.nodes.values() for finding in await _left_at_node(running)]
-    return [*left, *_left_at_router(cluster)]
+    for name, router in cluster.routers.items():
+        left += _left_at_router(name, router, cluster.nodes)
+    return left
 
 
 async def _left_at_node(running: RunningNode) -> list[str]:
@@ -37,7 +48,7 @@ async def _left_at_node(running: RunningNode) -> list[str]:
         add(str(error), True)
     add("requests in its service", running.service._active)
     add("activity", len(running.node.activity))
-    add("transfers", running.connector.num_under_way)
+    add("transfers", running.transport.num_under_way)
     add("a crash", running.node.crashed.is_set())
     if isinstance(running.service, PrefillService):
         add("leases", len(running.service._leases))
@@ -46,10 +57,10 @@ async def _left_at_node(running: RunningNode) -> list[str]:
     return left
 
 
-def _left_at_router(cluster: Cluster) -> list[str]:
+def _left_at_router(name: str, router: Router, nodes: Mapping[str, RunningNode]) -> list[str]:
     left: list[str] = []
-    add = _adder(left, "the router")
-    relay, registry = cluster.router.relay, cluster.router.registry
+    add = _adder(left, name)
+    relay, registry = router.relay, router.registry
     add("requests", relay._running)
     for address, prefill in relay._prefill_clients.items():
         add(f"held leases at {address}", prefill._held)
@@ -61,14 +72,49 @@ def _left_at_router(cluster: Cluster) -> list[str]:
         add(f"queued tokens at {handle.address}", handle.num_queued_tokens)
         add(f"sequences at {handle.address}", handle.num_sequences)
         add(f"{handle.address} as {handle.state.value}", handle.state.value != "live")
+        add(f"{handle.address} as busy: {handle.load}", not _is_idle(handle.load))
     index = registry.index
     index.check_integrity()
-    for running in cluster.nodes.values():
+    for running in nodes.values():
         held = set(running.node.event_log.since(None).stored)
         bit = index._bits.get(running.name, 0)
         known = {name for names in (index._holders, index._unswept) for name, mask in names.items() if mask & bit}
         add(f"{len(known ^ held)} names of {running.name} wrong in the index", known != held)
     return left
+
+
+def _is_idle(load: NodeLoad) -> bool:
+    requests = load.num_requests_running + load.num_requests_decoding + load.num_requests_waiting
+    return requests + load.num_queued_tokens + load.num_leases == 0 and load.num_free_blocks == load.num_blocks
+
+
+def _wrong_blocks(running: RunningNode, kv: Mapping[BlockHash, bytes]) -> list[str]:
+    """Returns what is wrong with the cached blocks of an idle node, and with what its connector offers of them."""
+    pool = running.engine.pool
+    names = {block_id: name for block_id in range(pool.num_blocks) if (name := pool.hash_of(block_id)) is not None}
+    held = set(running.node.event_log.since(None).stored)
+    wrong = [] if held == set(names.values()) else [f"{running.address} tells of other blocks than it holds"]
+    for block_id, name in names.items():
+        content = running.memory[block_id * LAYOUT.block_bytes : (block_id + 1) * LAYOUT.block_bytes]
+        if not _is_right(content, kv.get(name)):
+            wrong.append(f"block {block_id} of {running.address} is not what its name says")
+    for connector in running.transport.memory:
+        shared = connector._require()
+        if any(names.get(block_id) != header.block_hash for block_id, header in shared.headers.items()):
+            wrong.append(f"{running.address} offers blocks over {connector.name} that have lost their content")
+    return wrong
+
+
+def _wrong_values(values: Mapping[str, bytes], kv: Mapping[BlockHash, bytes]) -> list[str]:
+    return [
+        f"the store's {key} is not what its name says"
+        for key, value in values.items()
+        if not _is_right(value[HEADER_BYTES:], kv.get(BlockHash(bytes.fromhex(key.rpartition(":")[2]))))
+    ]
+
+
+def _is_right(content: bytes | memoryview, expected: bytes | None) -> bool:
+    return expected is not None and bytes(content[: len(expected)]) == expected
 
 
 def left_tasks(cluster: Cluster) -> list[str]:

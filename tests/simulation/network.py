@@ -103,6 +103,9 @@ class Network:
         for connection in self._of(address):
             connection.break_("the connection was reset")
 
+    def is_cut_off(self, address: str) -> bool:
+        return address in self._cut_off
+
     def _of(self, address: str) -> "list[Connection]":
         return [connection for connection in self.connections if connection.address == address]
 

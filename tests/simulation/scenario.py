@@ -1,6 +1,6 @@
-"""One run: a cluster, clients and disasters, all drawn from a seed, and the checks at its end.
+"""One run: a cluster, clients and disasters, and the checks at its end.
 
-Invariant: the same seed gives the same run, event by event.
+Invariant: the same scenario, faults and `random` give the same run, event by event.
 """
 
 import asyncio
@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
-from tests.simulation.client import LONG_WAIT, Behaviour, Client, Plan, draw_plans
+from tests.simulation.client import LONG_WAIT, Behaviour, Client, Plan
 from tests.simulation.cluster import Cluster, ClusterConfig, process_task
-from tests.simulation.faults import CALM, Faults, SeededFaults, draw_rates
+from tests.simulation.faults import Faults
 from tests.simulation.invariants import left_tasks, wait_clean
+from tests.simulation.ledger import kv_by_name
+from tests.simulation.store import StoreState
 from tests.simulation.virtual_loop import StuckError, VirtualLoop, run_virtual
 
-_ARRIVAL_SECONDS = 6.0
-_FAULT_SECONDS = 20.0  # after this nothing goes wrong any more
+FAULT_SECONDS = 20.0  # after this nothing goes wrong any more
 _LONGEST_RUN_SECONDS = 900.0
 
 
 class Disaster(Enum):
-    """What happens to a node or to the router."""
+    """What happens to a node, to a router or to the store."""
 
     KILL = "kill"  # and start it again at the same address
     PAUSE = "pause"
@@ -33,16 +34,28 @@ class Disaster(Enum):
     CUT = "cut"  # its connections are reset
     PAUSE_ROUTER = "pause_router"
     KILL_ROUTER = "kill_router"  # its clients with it
+    STORE_DOWN = "store_down"
+    STORE_HANGS = "store_hangs"
+    STORE_FULL = "store_full"
+    STORE_EVICTS = "store_evicts"
+
+
+STORE_DISASTERS = {
+    Disaster.STORE_DOWN: StoreState.DOWN,
+    Disaster.STORE_HANGS: StoreState.HANGS,
+    Disaster.STORE_FULL: StoreState.FULL,
+    Disaster.STORE_EVICTS: StoreState.UP,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """A disaster at a time. `at` counts from when the router knows every node; `seconds` is how long the disaster lasts
-    or the node is down. Times are in seconds."""
+    """A disaster at a time. `at` counts from when the routers know every node; `address` is that of a node, or a
+    router's name; `seconds` is how long the disaster lasts or the node is down. Times are in seconds."""
 
     at: float
     disaster: Disaster
-    address: str
+    address: str = ""
     seconds: float = 1.0
     drain_seconds: float = 3.0
 
@@ -62,22 +75,6 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     events: list[str] = field(default_factory=list)
-
-
-def run_seed(seed: int, *, traced: bool = False) -> Outcome:
-    """Draws the scenario of a seed, and runs it."""
-    random = Random(seed)
-    rates = draw_rates(random)
-    scenario = _draw_scenario(
-        random,
-        damage=rates.damage,
-        is_calm=rates == CALM,
-        run_ahead=seed % 2 == 1,
-        node_wait=1.0 if seed % 4 == 0 else LONG_WAIT,
-    )
-    longest_delay = random.choice((0.001, 0.005, 0.05))
-    faults = SeededFaults(Random(random.getrandbits(64)), rates, longest_delay=longest_delay)
-    return run_scenario(scenario, faults, random, traced=traced)
 
 
 def run_scenario(scenario: Scenario, faults: Faults, random: Random, *, traced: bool = False) -> Outcome:
@@ -130,7 +127,7 @@ class _Run:
         await self._until_ended()
         cluster.faults.stop()
         cluster.copy.probability = 0.0
-        await wait_clean(cluster)
+        await wait_clean(cluster, kv_by_name(plan.request for plan in self._scenario.plans))
         await cluster.close()
         cluster.failures.extend(left_tasks(cluster))
         self._count()
@@ -138,16 +135,16 @@ class _Run:
     def _start_clients(self) -> None:
         cluster = self._cluster
         for plan in self._scenario.plans:
+            router = cluster.routers[cluster.config.router_names[plan.router]]
             client = Client(
                 plan,
-                cluster.config.max_model_len,
                 self._excuses(),
                 cluster.failures.append,
                 cluster.trace,
                 Random(self._random.getrandbits(64)),
             )
             self._clients.append(client)
-            self._tasks.append(process_task(cluster.router.process, client.run(cluster.router.relay)))
+            self._tasks.append(process_task(router.process, client.run(router.relay)))
 
     def _excuses(self) -> tuple[str, ...]:
         """Returns what a request may fail with. The loss of a node alone is no reason for a request that has begun,
@@ -162,7 +159,7 @@ class _Run:
     async def _until_ended(self) -> None:
         """Waits for every client of a live router. Faults go on for as long as they may."""
         tasks = [task for task in self._tasks if task not in self._lost_tasks()]
-        pause = asyncio.create_task(asyncio.sleep(max(0.0, _FAULT_SECONDS - self._cluster.loop.time())))
+        pause = asyncio.create_task(asyncio.sleep(max(0.0, FAULT_SECONDS - self._cluster.loop.time())))
         await asyncio.wait({pause, asyncio.ensure_future(_all(tasks))}, return_when=asyncio.FIRST_COMPLETED)
         pause.cancel()
         self._cluster.faults.stop()
@@ -181,15 +178,16 @@ class _Run:
     async def _disappear(self, client: Client, task: "asyncio.Task[None]") -> None:
         if client.plan.behaviour is Behaviour.DISAPPEARS:
             await asyncio.sleep(client.plan.arrives_at + client.plan.disappears_after)
-            task.get_loop().call_soon(task.cancel, context=self._cluster.router.process.context)
+            name = self._cluster.config.router_names[client.plan.router]
+            task.get_loop().call_soon(task.cancel, context=self._cluster.routers[name].process.context)
 
     # -- disasters -----------------------------------------------------------------------------------------------------
 
     async def _strike(self, strike: Strike) -> None:
-        """Strikes a node, unless it has not come back from an earlier strike."""
+        """Strikes a node, unless it has not come back from an earlier strike, a router or the store."""
         cluster, address = self._cluster, strike.address
         await asyncio.sleep(strike.at)
-        if address not in cluster.nodes:
+        if strike.disaster not in STORE_DISASTERS and address not in (*cluster.nodes, *cluster.routers):
             return
         self._num_disasters += 1
         self._outcome.counts[strike.disaster.value] += 1
@@ -208,9 +206,22 @@ class _Run:
             case Disaster.CUT:
                 cluster.network.cut(address)
             case Disaster.PAUSE_ROUTER:
-                cluster.pause(cluster.router.process, strike.seconds)
+                cluster.pause(cluster.routers[address].process, strike.seconds)
             case Disaster.KILL_ROUTER:
-                cluster.kill_router()
+                cluster.kill_router(address)
+            case disaster:
+                await self._strike_store(STORE_DISASTERS[disaster], strike.seconds)
+
+    async def _strike_store(self, state: StoreState, seconds: float) -> None:
+        store = self._cluster.store
+        if state is StoreState.UP:
+            self._cluster.trace("the store evicts")
+            store.evict()
+            return
+        self._cluster.trace(f"the store is {state.value} for {seconds} s")
+        store.state = state
+        await asyncio.sleep(seconds)
+        store.state = StoreState.UP
 
     async def _restart(self, strike: Strike) -> None:
         await asyncio.sleep(strike.seconds)
@@ -221,7 +232,7 @@ class _Run:
         counts["runs"] += 1
         counts["faults"] += cluster.faults.num_injected
         counts["disasters"] += self._num_disasters
-        counts["run_ahead"] += self._scenario.config.run_ahead
+        counts["run_ahead"] += self._scenario.config.node.run_ahead
         counts["damaged"] += cluster.copy.num_damaged
         for client in self._clients:
             counts["requests"] += 1
@@ -239,46 +250,6 @@ class _LogTrace(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._trace(f"{record.levelname.lower()} {record.name}: {record.getMessage()}")
-
-
-def _draw_scenario(random: Random, *, damage: float, is_calm: bool, run_ahead: bool, node_wait: float) -> Scenario:
-    num_prefill, num_decode = random.choice(((2, 2), (2, 2), (1, 1), (1, 1), (1, 2), (0, 2)))
-    config = ClusterConfig(
-        num_prefill_nodes=num_prefill,
-        num_decode_nodes=num_decode,
-        num_blocks=random.choice((12, 20, 32, 64)),
-        max_num_seqs=random.choice((3, 4, 16)),
-        max_num_batched_tokens=random.choice((8, 16, 64)),
-        policy=random.choice(("round_robin", "least_loaded", "prefix_aware", "prefix_aware")),
-        local_prefill_max_tokens=random.choice((0, 8)),
-        max_attempts=random.choice((3, 10)),
-        node_wait=node_wait,
-        longest_step=random.choice((0.005, 0.02, 0.1)),
-        stream_interval=random.choice((0.0, 0.008, 0.05)),
-        damage=damage,
-        run_ahead=run_ahead,
-    )
-    plans = draw_plans(random, random.randrange(4, 13), config.max_model_len, arrival_seconds=_ARRIVAL_SECONDS)
-    if is_calm:
-        return Scenario(config, tuple(plans))
-    disasters = [*list(Disaster)[:-1], Disaster.KILL]
-    if random.random() < 0.1:
-        disasters += [Disaster.KILL_ROUTER] * len(disasters)
-    addresses = [*config.prefill_addresses, *config.decode_addresses]
-    strikes = (_draw_strike(random, disasters, addresses) for _ in range(random.randrange(0, 6)))
-    return Scenario(config, tuple(plans), tuple(strikes))
-
-
-def _draw_strike(random: Random, disasters: Sequence[Disaster], addresses: Sequence[str]) -> Strike:
-    disaster = random.choice(disasters)
-    restarts = disaster in (Disaster.KILL, Disaster.DRAIN)
-    return Strike(
-        at=random.uniform(0.0, _ARRIVAL_SECONDS + 4.0),
-        disaster=disaster,
-        address=random.choice(addresses),
-        seconds=random.choice((0.0, 0.05, 0.5, 3.0) if restarts else (0.1, 1.0, 8.0, 20.0)),
-        drain_seconds=random.choice((0.0, 0.2, 3.0)),
-    )
 
 
 async def _all(tasks: "Sequence[asyncio.Task[None]]") -> None:

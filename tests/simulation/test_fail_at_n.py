@@ -11,15 +11,16 @@ from kv_connector.faulty import ConnectorFault
 from kvrelay.core.sampling_params import SamplingParams
 from router.request import RoutedRequest
 from tests.simulation.client import LONG_TIMEOUT, Behaviour, Plan
-from tests.simulation.cluster import BLOCK_SIZE, ClusterConfig
+from tests.simulation.cluster import ClusterConfig
 from tests.simulation.faults import NthFault
 from tests.simulation.network import Fate, Message
+from tests.simulation.node_config import BLOCK_SIZE, NodeConfig
 from tests.simulation.scenario import Scenario, run_scenario
 
 _MOST_CALLS = 400
 _PROMPT = tuple(range(1, 5 * BLOCK_SIZE + 3))  # five blocks and a tail
 _GREEDY = SamplingParams(max_tokens=2 * BLOCK_SIZE, seed=1, ignore_eos=True)
-_CONFIG = ClusterConfig(policy="round_robin", max_num_batched_tokens=8)  # three chunks
+_CONFIG = ClusterConfig(policy="round_robin", node=NodeConfig(max_num_batched_tokens=8))  # three chunks
 
 
 def _plan(name: str, sampling: SamplingParams, *, prompt: tuple[int, ...] = _PROMPT, arrives_at: float = 0.0) -> Plan:

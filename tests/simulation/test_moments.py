@@ -9,8 +9,9 @@ import pytest
 from kvrelay.core.sampling_params import SamplingParams
 from router.request import RoutedRequest
 from tests.simulation.client import LONG_TIMEOUT, Behaviour, Plan
-from tests.simulation.cluster import BLOCK_SIZE, ClusterConfig
+from tests.simulation.cluster import ClusterConfig
 from tests.simulation.faults import NthFault
+from tests.simulation.node_config import BLOCK_SIZE, NodeConfig
 from tests.simulation.scenario import Disaster, Scenario, Strike, run_scenario
 
 _MOMENTS = [number * 0.005 for number in range(36)]
@@ -19,7 +20,7 @@ _PLAN = Plan(
     RoutedRequest("r", tuple(range(1, 5 * BLOCK_SIZE + 3)), _SAMPLING, timeout=LONG_TIMEOUT), Behaviour.PATIENT, 0.0
 )
 # Round robin takes the first of each kind; three chunks of prompt.
-_CONFIG = ClusterConfig(policy="round_robin", max_num_batched_tokens=8, longest_step=0.01)
+_CONFIG = ClusterConfig(policy="round_robin", node=NodeConfig(max_num_batched_tokens=8), longest_step=0.01)
 
 
 @pytest.mark.parametrize("address", ["prefill-0", "decode-0"])

@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,23 @@ import pytest
 
 from kv_connector.faulty import DamagingCopy
 from kv_connector.pool import Rows, copy_payload
+from kv_connector.tiered import TieredConnector
 from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.wire import sampling_from_wire
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.loop_calls import LoopCalls
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.node import convert
 from kvrelay.node.receiver import Receiver
 from prefill_node.leases import LeaseTable
 from router.relay.attempt import Attempt
 from router.relay.decode_client import DecodeSession
 from router.relay.prefill_client import PrefillClient
 from router.relay.supervisor import RequestSupervisor
-from tests.simulation.scenario import run_seed
+from tests.simulation.seeds import run_seed
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_SEEDS = 200
@@ -43,15 +48,19 @@ def test_seeds_run_clean_and_are_not_empty() -> None:
     counts = {what: int(number) for number, what in (entry.split() for entry in summary.split(": ")[1].split(", "))}
     assert counts["runs"] == NUM_SEEDS
     assert counts["complete"] > counts["requests"] / 2
-    happened = ("migrations", "damaged", "faults", "kill", "drain", "pause", "partition", "cut", "kill_router", "left")
+    happened = (
+        *("migrations", "damaged", "faults", "left", "refused"),
+        *("kill", "drain", "pause", "partition", "cut", "pause_router", "kill_router"),
+        *("store_down", "store_hangs", "store_full", "store_evicts"),
+    )
     assert counts["run_ahead"] == NUM_SEEDS / 2
     assert all(counts[what] > 0 for what in happened)
 
 
 def test_a_seed_replays_event_by_event() -> None:
     """The run is the same alone and after another one."""
-    alone = _simulate("--seed", "13", "--trace").splitlines()[:-1]  # the last line is the verdict
-    behind = _simulate("--seeds", "12:14", "--trace").splitlines()[:-1]  # here it has the seconds it took
+    alone = _simulate("--seed", "27", "--trace").splitlines()[:-1]  # the last line is the verdict
+    behind = _simulate("--seeds", "26:28", "--trace").splitlines()[:-1]  # here it has the seconds it took
     assert len(alone) > 100
     assert behind[-len(alone) :] == alone
     assert len(behind) > len(alone)
@@ -100,7 +109,7 @@ def _names_too_early(engine: Engine, request_id: str, num_blocks: int) -> None:
     _deliver(engine, request_id, num_blocks + 1)
 
 
-def _names_other_tokens_alike(sequence: Sequence, num_blocks: int) -> list[BlockHash]:
+def _names_other_tokens_alike(sequence: EngineSequence, num_blocks: int) -> list[BlockHash]:
     size = sequence.block_size
     alike = [token_id // 32 for token_id in sequence.token_ids[: num_blocks * size]]
     return list(block_hashes(sequence._root, alike, size))
@@ -118,6 +127,14 @@ def _hears_of_no_node(supervisor: RequestSupervisor) -> None:
     """Lets requests wait on although a node is live."""
 
 
+def _offers_for_ever(connector: TieredConnector[Any], block_ids: Sequence[int]) -> None:
+    """Leaves headers of blocks that lose their content."""
+
+
+def _loses_a_parameter(message: Any) -> SamplingParams:
+    return replace(sampling_from_wire(message), frequency_penalty=0.0)
+
+
 def _forgets_what_waited(calls: LoopCalls) -> None:
     calls._timer = None
     calls._calls.clear()
@@ -126,11 +143,11 @@ def _forgets_what_waited(calls: LoopCalls) -> None:
 _deliver = Engine.deliver
 _remember = RequestSupervisor._remember
 
-PLANTED: list[tuple[type, str, Callable[..., Any], str]] = [
+PLANTED: list[tuple[object, str, Callable[..., Any], str]] = [
     (DamagingCopy, "__call__", _trusts_what_arrives, "WrongKVError"),
     (LoopCalls, "_interval_over", _forgets_what_waited, "output 0 is"),
     (Engine, "deliver", _names_too_early, "WrongKVError"),
-    (Sequence, "block_hashes", _names_other_tokens_alike, "output 0 is"),
+    (EngineSequence, "block_hashes", _names_other_tokens_alike, "output 0 is"),
     (RequestSupervisor, "_remember", _forgets_a_token, "output 0 is"),
     (RequestSupervisor, "on_decode_node_live", _hears_of_no_node, "no decode node came"),
     (PrefillClient, "release", _forgets_to_release, "leases"),
@@ -138,12 +155,14 @@ PLANTED: list[tuple[type, str, Callable[..., Any], str]] = [
     (Receiver, "discard", _keeps_blocks_pinned, "are still held"),
     (DecodeSession, "close", _does_not_abort, "requests left"),
     (Attempt, "_uncharge", _keeps_the_charge, "queued tokens"),
+    (TieredConnector, "retract", _offers_for_ever, "offers blocks"),
+    (convert, "sampling_from_wire", _loses_a_parameter, "output 0 is"),
 ]
 
 
 @pytest.mark.parametrize(("owner", "name", "planted", "symptom"), PLANTED, ids=[entry[2].__name__ for entry in PLANTED])
 def test_planted_faults_are_found(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, planted: Callable[..., Any], symptom: str
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, planted: Callable[..., Any], symptom: str
 ) -> None:
     monkeypatch.setattr(owner, name, planted)
     for seed in range(_MOST_SEEDS_TO_FIND):

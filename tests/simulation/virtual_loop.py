@@ -79,6 +79,11 @@ class Process:
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
+class VirtualClock:
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """The loop. `errors`: what its exception handler was called with."""
 

@@ -1,0 +1,97 @@
+"""How the nodes of a cluster exchange blocks: through the memory of their host, over the network, or through a store.
+
+The tiers and the connector of the store are the real ones. The `in_process` connector stands for those that read the
+pool of a peer, under their names. Invariant: over the network nothing comes from a peer that is stopped or cut off.
+"""
+
+import asyncio
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kv_connector.base import FetchOutcome, FetchResult, HostConnector
+from kv_connector.faulty import ConnectorFaults, DamagingCopy, FaultyConnector
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kv_connector.tiered import TieredConnector
+from kvrelay.core.clock import Clock
+from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
+from kvrelay.node.prefill_rate import PrefillRate
+from tests.simulation.store import Store
+
+SAME_HOST, ANY_HOST, STORE = "shared_memory", "ucx", "redis"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTransport:
+    """What a node exchanges blocks through: `tiers` is its connector, `parts` are what that consists of. Through
+    `memory` others read its pool."""
+
+    tiers: TieredConnector[HostConnector]
+    parts: tuple[FaultyConnector, ...]
+    memory: tuple[InProcessConnector, ...]
+
+    @property
+    def num_under_way(self) -> int:
+        return sum(part.num_under_way for part in self.parts)
+
+    async def lose_memory(self) -> None:
+        """Takes the pool away, because the process has ended without closing it."""
+        for connector in reversed(self.memory):  # the first one owns it
+            await connector.close()
+
+
+@dataclass(slots=True)
+class Transports:
+    """The hosts, the network and the store of a cluster. `is_silent` tells whether nothing comes from the node with an
+    endpoint now."""
+
+    store: Store
+    faults: ConnectorFaults
+    copy: DamagingCopy
+    clock: Clock
+    is_silent: Callable[[str], bool]
+    store_ttl: int
+    _hubs: dict[str, InProcessHub] = field(default_factory=lambda: defaultdict(InProcessHub))
+
+    def connect(self, names: Sequence[str], host: str, prefill_rate: PrefillRate) -> NodeTransport:
+        """Makes the connector of a node on a host, not allocated yet. `names`: of the tiers, in the order of asking."""
+        parts: list[FaultyConnector] = []
+        memory: list[InProcessConnector] = []
+        for name in names:
+            if name == STORE:
+                parts.append(FaultyConnector(self.store.connector(self.clock, ttl_seconds=self.store_ttl), self.faults))
+                continue
+            reader = self._reader(name, host)
+            memory.append(reader)
+            parts.append(FaultyConnector(reader, self.faults))
+        tiers = TieredConnector(
+            parts,
+            recompute_seconds=prefill_rate.seconds,
+            clock=self.clock,
+            host=hashlib.sha256(host.encode()).hexdigest()[:16],
+        )
+        return NodeTransport(tiers, tuple(parts), tuple(memory))
+
+    def _reader(self, name: str, host: str) -> InProcessConnector:
+        if name == SAME_HOST:
+            reader = InProcessConnector(self._hubs[host], clock=self.clock, copy=self.copy)
+        else:
+            reader = _OverNetwork(self._hubs[ANY_HOST], self.is_silent, self.clock, self.copy)
+        reader.name = name
+        return reader
+
+
+class _OverNetwork(InProcessConnector):
+    """Reads the pools of any host, as long as their processes answer."""
+
+    def __init__(self, hub: InProcessHub, is_silent: Callable[[str], bool], clock: Clock, copy: DamagingCopy) -> None:
+        super().__init__(hub, clock=clock, copy=copy)
+        self._is_silent = is_silent
+
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+        if source is not None and self._is_silent(source.endpoint):
+            await asyncio.sleep(timeout)
+            return FetchResult((FetchOutcome.FAILED,) * len(blocks))
+        return await super().fetch(source, blocks, timeout=timeout)
