@@ -16,20 +16,22 @@ from kvrelay.core.errors import (
     DeadlineError,
     InvalidRequestError,
     KVRelayError,
+    OverloadedError,
     UnavailableError,
 )
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from router.edge.validation import ClientRequest, RequestValidator, TokenPrompt
 from router.relay.relay import ClusterRelay
 from router.request import PromptLogprobs, RequestTrace, RoutedRequest, ServedModel
+from tests.simulation.engine import STEP_FAILED
 from tests.simulation.node_config import BLOCK_SIZE
 from tests.simulation.oracle import ExpectedOutput, expected_output
 
 if TYPE_CHECKING:
     from kvrelay.text.tokenizer import Tokenizer
 
-LONG_TIMEOUT = 240.0  # longer than any fault lasts
-LONG_WAIT = 120.0  # longer than no node of a kind lives
+LONG_TIMEOUT = 100.0  # more than twice what the slowest request has taken
+LONG_WAIT = 60.0  # longer than no node of a kind lives
 
 
 class Behaviour(Enum):
@@ -91,10 +93,16 @@ class Client:
             self._on_error(error, loop.time() - started)
 
     async def _admitted(self, relay: ClusterRelay) -> bool:
-        """Asks the edge to admit the request. Returns False if it is more than the live nodes serve."""
+        """Asks the edge to admit the request. Returns False if it is refused, for a good reason."""
         request = self.plan.request
         try:
+            relay.check_capacity()
             admitted = await _validator(relay).routed(_as_asked(request), self.name)
+        except OverloadedError as error:
+            if len(relay._running) < relay._limits.max_concurrent_requests:
+                self.report(f"{self.name}: refused with {error!r}")
+            self._ended("overloaded")
+            return False
         except InvalidRequestError as error:
             if _is_served(request, relay.served_model()):
                 self.report(f"{self.name}: refused with {error!r}")
@@ -186,6 +194,8 @@ class Client:
             case CancelledByPeerError() if self.plan.behaviour is Behaviour.ABORTS:
                 return
             case DeadlineError() if LONG_TIMEOUT > self.plan.request.timeout <= elapsed + 1e-6:
+                return
+            case KVRelayError() if str(error) == STEP_FAILED:
                 return
             case UnavailableError() if any(excuse in str(error) for excuse in self.excuses):
                 return

@@ -33,8 +33,6 @@ from tests.simulation.virtual_loop import Process, VirtualClock, VirtualLoop
 
 T = TypeVar("T")
 
-_MAX_CONCURRENT_REQUESTS = 1024  # more than any scenario has
-
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
@@ -49,6 +47,8 @@ class ClusterConfig:
     variety: float = 0.0
     policy: str = "prefix_aware"
     local_prefill_max_tokens: int = 0
+    kv_index_capacity: int = 10_000
+    max_concurrent_requests: int = 1024
     max_attempts: int = 10
     node_wait: float = 120.0
     lease_ttls: tuple[float, ...] = (6.0,)
@@ -109,7 +109,7 @@ class Cluster:
         self._transports = Transports(
             self.store, self.faults, self.copy, VirtualClock(), self._is_silent, self.config.store_ttl
         )
-        self._maker = NodeMaker(self.network, self.random, self.config.longest_step, self._engine_crashed)
+        self._maker = NodeMaker(self.network, self.faults, self.random, self.config.longest_step, self._engine_crashed)
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Cluster:
         registry = Registry(
             config.prefill_addresses,
             config.decode_addresses,
-            KVIndex(capacity=10_000),
+            KVIndex(config.kv_index_capacity),
             timeout=config.node_timeout,
             silence=config.node_silence,
             clock=VirtualClock(),
@@ -190,7 +190,7 @@ class Cluster:
         )
         registry.start()
         limits = RelayLimits(
-            max_concurrent_requests=_MAX_CONCURRENT_REQUESTS,
+            max_concurrent_requests=config.max_concurrent_requests,
             max_attempts=config.max_attempts,
             node_wait=config.node_wait,
             lease_ttl=lease_ttl,

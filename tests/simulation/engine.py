@@ -10,15 +10,19 @@ from contextvars import Context
 from dataclasses import replace
 from functools import partial
 
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, Message
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.request import StepResult
+from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
 from tests.engine.finished_step import FinishedStep
 from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, slots_of, tokens_in
+
+STEP_FAILED = "injected: a step has failed"
 
 
 class WrongKVError(AssertionError):
@@ -108,6 +112,32 @@ class DigestRunner:
 
     def _read(self, entry: ScheduledSequence, position: int) -> bytes:
         return bytes(self._memory[self._slot(entry, position)])
+
+
+class FailingRunner:
+    """A runner that fails some steps of `inner` when they are launched or, unless they are launched ahead of others,
+    when they are collected."""
+
+    def __init__(self, inner: Runner, fails: Callable[[], bool], *, run_ahead: bool) -> None:
+        self._inner = inner
+        self._fails = fails
+        self._run_ahead = run_ahead
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        if self._fails():
+            raise KVRelayError(STEP_FAILED)
+        step = self._inner.launch(plan)
+        return step if self._run_ahead or not self._fails() else FailingStep(step.only_samples)
+
+
+class FailingStep:
+    """A launched step that has no result."""
+
+    def __init__(self, only_samples: bool) -> None:
+        self.only_samples = only_samples
+
+    def collect(self) -> ModelRunnerOutput:
+        raise KVRelayError(STEP_FAILED)
 
 
 def _counts(seen: SeenTokens | None) -> dict[int, int] | None:

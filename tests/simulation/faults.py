@@ -17,7 +17,7 @@ _STALL_DELAYS = (0.05, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """Probabilities per message or call. `slow` is that of a message that takes much longer than usual."""
+    """Probabilities per message, call or step. `slow` is that of a message that takes much longer than usual."""
 
     message: float = 0.0
     duplicate: float = 0.0
@@ -25,6 +25,7 @@ class FaultRates:
     connector: float = 0.0
     damage: float = 0.0
     late_notice: float = 0.0
+    step: float = 0.0
 
 
 CALM = FaultRates()
@@ -32,11 +33,11 @@ CALM = FaultRates()
 
 class SeededFaults:
     """Implements NetworkFaults and ConnectorFaults by chance. `num_injected` counts all faults that can end a call
-    badly; `loses_messages` says whether the network has some of them."""
+    badly; `ends_attempts` says whether some of them end attempts of requests, which are bounded."""
 
     def __init__(self, random: Random, rates: FaultRates, *, longest_delay: float = 0.005) -> None:
         self.num_injected = 0
-        self.loses_messages = rates.message > 0
+        self.ends_attempts = rates.message > 0 or rates.step > 0
         self._random = random
         self._rates = rates
         self._longest_delay = longest_delay
@@ -65,6 +66,12 @@ class SeededFaults:
             return self._random.uniform(0.0, _NOTICE_SECONDS)
         return self.delay()
 
+    def step_fails(self) -> bool:
+        """Tells whether a device fails to carry out the next step."""
+        fails = self._random.random() < self._rates.step
+        self.num_injected += fails
+        return fails
+
     def plan(self, method: str) -> CallPlan:
         fault = None
         if self._random.random() < self._rates.connector:
@@ -89,7 +96,7 @@ class NthFault:
     ) -> None:
         assert number == 0 or earlier < number
         self.num_injected = 0
-        self.loses_messages = fate is not None
+        self.ends_attempts = fate is not None
         self.where = ""
         self._number = number
         self._earlier = earlier
@@ -112,6 +119,9 @@ class NthFault:
 
     def notice(self) -> float:
         return self.delay()
+
+    def step_fails(self) -> bool:
+        return False
 
     def plan(self, method: str) -> CallPlan:
         if self._connector is None or not self._is_next(method):
@@ -142,6 +152,7 @@ def draw_rates(random: Random) -> FaultRates:
         connector=_draw(random, (0.0, 0.1, 0.5)),
         damage=_draw(random, (0.0, 0.1, 0.5)),
         late_notice=_draw(random, (0.0, 0.3)),
+        step=_draw(random, (0.0, 0.0, 0.0, 0.01)),
     )
 
 

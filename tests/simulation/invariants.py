@@ -75,11 +75,13 @@ def _left_at_router(name: str, router: Router, nodes: Mapping[str, RunningNode])
         add(f"{handle.address} as busy: {handle.load}", not _is_idle(handle.load))
     index = registry.index
     index.check_integrity()
+    forgets = index._capacity < sum(running.engine.pool.num_blocks for running in nodes.values())
     for running in nodes.values():
         held = set(running.node.event_log.since(None).stored)
         bit = index._bits.get(running.name, 0)
         known = {name for names in (index._holders, index._unswept) for name, mask in names.items() if mask & bit}
-        add(f"{len(known ^ held)} names of {running.name} wrong in the index", known != held)
+        wrong = known - held if forgets else known ^ held
+        add(f"{len(wrong)} names of {running.name} wrong in the index", wrong)
     return left
 
 

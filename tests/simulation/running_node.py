@@ -19,7 +19,8 @@ from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.v1 import node_pb2_grpc
 from prefill_node.service import PrefillService
 from tests.engine.late_runner import LateRunner, WatchedPool
-from tests.simulation.engine import DigestRunner, VirtualEngineThread
+from tests.simulation.engine import DigestRunner, FailingRunner, VirtualEngineThread
+from tests.simulation.faults import Faults
 from tests.simulation.network import Network
 from tests.simulation.node_config import BLOCK_SIZE, NodeConfig
 from tests.simulation.oracle import EOS_TOKEN_ID, SLOT_BYTES, VOCAB_SIZE
@@ -55,6 +56,7 @@ class NodeMaker:
     steps take at most `longest_step` seconds."""
 
     network: Network
+    faults: Faults
     random: Random
     longest_step: float
     on_failure: Callable[[str, BaseException], None]
@@ -75,7 +77,7 @@ class NodeMaker:
         transport = connect(prefill_rate)
         connector = transport.tiers
         buffer = connector.allocate(LAYOUT, config.num_blocks, node_id=node_id, epoch=epoch)
-        engine = _make_engine(config, transport, buffer.memory)
+        engine = _make_engine(config, transport, buffer.memory, self.faults)
         node = Node(
             NodeIdentity(node_id, epoch, "simulated", NAMESPACE, LAYOUT.block_bytes, VOCAB_SIZE),
             engine,
@@ -101,7 +103,7 @@ class NodeMaker:
         return RunningNode(address, process, node, engine, service, server, transport, buffer.memory)
 
 
-def _make_engine(config: NodeConfig, transport: NodeTransport, memory: memoryview) -> Engine:
+def _make_engine(config: NodeConfig, transport: NodeTransport, memory: memoryview, faults: Faults) -> Engine:
     runner = DigestRunner(memory, BLOCK_SIZE, samples_later=config.samples_later)
     late = LateRunner(runner)
     return Engine(
@@ -113,7 +115,7 @@ def _make_engine(config: NodeConfig, transport: NodeTransport, memory: memoryvie
             max_model_len=config.longest,
             policy=config.policy,
         ),
-        late if config.run_ahead else runner,
+        FailingRunner(late if config.run_ahead else runner, faults.step_fails, run_ahead=config.run_ahead),
         WatchedPool(config.num_blocks, late, on_evict=transport.tiers.retract),
         NAMESPACE,
         eos_token_ids=(EOS_TOKEN_ID,),

@@ -49,7 +49,7 @@ def test_seeds_run_clean_and_are_not_empty() -> None:
     assert counts["runs"] == NUM_SEEDS
     assert counts["complete"] > counts["requests"] / 2
     happened = (
-        *("migrations", "damaged", "faults", "left", "refused"),
+        *("migrations", "damaged", "faults", "left", "refused", "overloaded", "KVRelayError"),
         *("kill", "drain", "pause", "partition", "cut", "pause_router", "kill_router"),
         *("store_down", "store_hangs", "store_full", "store_evicts"),
     )
