@@ -118,13 +118,15 @@ class Network:
 
 
 class Connection:
-    """A connection between one channel and one server, which carries any number of calls."""
+    """A connection between one channel and one server, which carries any number of calls. Until `client_knows` that it
+    is broken, the client sends its calls over it, in vain."""
 
     def __init__(self, network: Network, client: Process, server: Process, address: str) -> None:
         self.client = client
         self.server = server
         self.address = address
         self.broken = False
+        self.client_knows = False
         self._network = network
         self._blocked = False
         self._held: list[Callable[[], None]] = []
@@ -173,7 +175,7 @@ class Connection:
         self._network.connections.remove(self)
         calls, self._calls = list(self._calls), {}
         self._held.clear()
-        self._break_calls(calls, reason)
+        self._break_calls(calls, reason, then=partial(self._noticed, reason))
 
     def block(self) -> None:
         """Holds up all messages until `unblock`. They are not lost unless the connection breaks meanwhile."""
@@ -219,10 +221,17 @@ class Connection:
         if self._calls.pop(call, None) is not None:
             self._break_calls([call], "the stream was reset")
 
-    def _break_calls(self, calls: list[CallEnds], reason: str) -> None:
+    def _noticed(self, reason: str) -> None:
+        """Ends the calls that the client has sent since the connection broke."""
+        self.client_knows = True
+        for call in self._calls:
+            call.lost_at_client(reason)
+
+    def _break_calls(self, calls: list[CallEnds], reason: str, *, then: Callable[[], None] = lambda: None) -> None:
         def at_client() -> None:
             for call in calls:
                 call.lost_at_client(reason)
+            then()
 
         def at_server() -> None:
             for call in calls:

@@ -209,7 +209,8 @@ class Call:
             return
         self.connection.open(self)
         server = channel.server()
-        self.connection.send(self, "open", to_server=True, deliver=lambda: server.open(self, request))
+        if server is not None:  # else the connection is broken
+            self.connection.send(self, "open", to_server=True, deliver=lambda: server.open(self, request))
 
     # -- as grpc.aio's -------------------------------------------------------------------------------------------------
 
@@ -342,12 +343,14 @@ class Channel:
         self._address = address
         self._connection: Connection | None = None
 
-    def server(self) -> Server:
-        return self._servers[self._address]
+    def server(self) -> Server | None:
+        return self._servers.get(self._address)
 
     def connection(self) -> Connection | None:
-        """Returns None if no server listens there."""
-        server = self._servers.get(self._address)
+        """Returns None if no server listens there. A broken connection is used until this end knows of it."""
+        if self._connection is not None and self._connection.broken and not self._connection.client_knows:
+            return self._connection
+        server = self.server()
         if server is None:
             return None
         if self._connection is None or self._connection.broken:
