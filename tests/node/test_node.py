@@ -6,14 +6,10 @@ from collections.abc import Sequence
 import pytest
 
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kvrelay.core.errors import KVRelayError
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest, StepResult
-from kvrelay.engine.runner import LaunchedStep
-from tests.engine.fake_runner import FakeRunner
-from tests.node.fake_node import BLOCK_SIZE, NUM_BLOCKS, make_node
+from tests.node.fake_node import BLOCK_SIZE, FailingRunner, make_node
 
 
 class NotingConnector(InProcessConnector):
@@ -58,16 +54,6 @@ async def test_tokens_are_sent_before_watchers_and_the_publisher_run() -> None:
     assert sorted(order) == ["published", "sent", "watched"]
 
 
-class FailingRunner(FakeRunner):
-    """A runner whose every step fails."""
-
-    def __init__(self) -> None:
-        super().__init__(NUM_BLOCKS, BLOCK_SIZE)
-
-    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
-        raise KVRelayError("the model returned logits that are not finite")
-
-
 async def test_the_log_names_a_request_that_a_step_has_failed(caplog: pytest.LogCaptureFixture) -> None:
     node = make_node(FailingRunner())
     failed = asyncio.Event()
@@ -78,4 +64,4 @@ async def test_the_log_names_a_request_that_a_step_has_failed(caplog: pytest.Log
         await failed.wait()
     await node.check_idle()
     await node.close()
-    assert "request a failed: the model returned logits that are not finite" in caplog.text
+    assert "request a failed: the logits are not finite" in caplog.text
