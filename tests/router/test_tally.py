@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.core.node_report import FetchReport
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
 from kvrelay.core.sampling_params import SamplingParams
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.tally import Tally
@@ -44,7 +44,7 @@ def test_what_the_prefilling_node_held_or_fetched_is_cached() -> None:
 
 def test_what_a_refill_fetched_is_not_computed_again() -> None:
     tally, _, _ = make()
-    tally.computed(placed(), num_cached_tokens=4)
+    tally.computed(placed(), num_cached_tokens=4, fetches=NOTHING_FETCHED)
     tally.refilled(placed(), num_cached_tokens=4, fetches=FETCHED)
     found = trace(tally)
     assert found.kv == KVOrigins(num_holder_blocks=1, num_refilled_tokens=2)
@@ -56,15 +56,15 @@ def test_what_a_replay_costs_is_no_part_of_the_prompt() -> None:
     clock.seconds += 1.0
     tally.accepted()
     clock.seconds += 2.0
-    tally.computed(placed(), num_cached_tokens=8)
+    tally.computed(placed(), num_cached_tokens=8, fetches=NOTHING_FETCHED)
     tally.first_token()
     clock.seconds += 4.0
     tally.decode_ready(placed(), num_recomputed_tokens=0, fetches=FETCHED, rungs={})
     clock.seconds += 8.0
     replay = placed(7, 8, is_replay=True)
-    tally.computed(replay, num_cached_tokens=9)
-    tally.refilled(replay, num_cached_tokens=7, fetches=FetchReport())
-    tally.decode_ready(replay, num_recomputed_tokens=6, fetches=FetchReport(), rungs={})
+    tally.computed(replay, num_cached_tokens=9, fetches=NOTHING_FETCHED)
+    tally.refilled(replay, num_cached_tokens=7, fetches=NOTHING_FETCHED)
+    tally.decode_ready(replay, num_recomputed_tokens=6, fetches=NOTHING_FETCHED, rungs={})
     found = trace(tally)
     assert (found.num_computed_tokens, found.num_cached_tokens) == (2, 8)
     assert (found.queue_seconds, found.ttft_seconds, found.handover_seconds, found.e2e_seconds) == (1.0, 3.0, 4.0, 15.0)
@@ -74,6 +74,6 @@ def test_what_a_replay_costs_is_no_part_of_the_prompt() -> None:
 
 def test_reports_that_cannot_be_true_make_no_count_negative() -> None:
     tally, _, _ = make()
-    tally.computed(placed(is_replay=True), num_cached_tokens=14)
+    tally.computed(placed(is_replay=True), num_cached_tokens=14, fetches=NOTHING_FETCHED)
     found = trace(tally)
     assert (found.num_computed_tokens, found.num_cached_tokens, found.kv.num_replayed_tokens) == (0, 10, 0)
