@@ -45,8 +45,8 @@ class RouterOptions(ProcessSettings):
     max_attempts: int = Field(
         default=3,
         ge=0,
-        description="How often an output is placed again, with the tokens it has, when a node that serves it is lost; "
-        "a new token starts the count again. Beyond that its request fails.",
+        description="How many prefill or decode nodes an output may lose at the same point. Each time it is placed "
+        "again with the tokens it has; beyond that its request fails, since it may be what ends the nodes.",
     )
     node_wait: float = Field(
         default=120.0,

@@ -48,18 +48,26 @@ _logger = logging.getLogger(__name__)
 ClientEvent = TokenOutput | PromptLogprobs
 
 
-class LossCause(Enum):
-    DECODE_NODE = "decode_node_lost"
-    PREFILL_NODE = "prefill_node_lost"  # before its first token; after that the request goes on without it
+class Loss(Enum):
+    """How an attempt lost a node. Losses of a prefill node after its first token are none: the request goes on."""
+
+    PREFILLING = "prefill node before its first token"
+    WAITING = "decode node before the prefill node's first token"
+    DECODING = "decode node that had the first token or was to compute it"
+
+    @property
+    def cause(self) -> str:
+        """The label in metrics."""
+        return "prefill_node_lost" if self is Loss.PREFILLING else "decode_node_lost"
 
 
 class NodeLostError(UnavailableError):
     """An attempt failed because of one node; another attempt without this node may succeed."""
 
-    def __init__(self, source: KVSource, cause: LossCause, error: KVRelayError) -> None:
+    def __init__(self, source: KVSource, loss: Loss, error: KVRelayError) -> None:
         super().__init__(str(error))
         self.source = source
-        self.cause = cause
+        self.loss = loss
 
 
 class PlaceRefill(Protocol):
@@ -188,7 +196,8 @@ class Attempt:
             case DecodeFailed(error):
                 self._decode.node.outlier.failed(error)
                 if isinstance(error, UnavailableError):
-                    raise NodeLostError(self._decode.source, LossCause.DECODE_NODE, error)
+                    loss = Loss.DECODING if self._has_first_tokens or self._prefill is None else Loss.WAITING
+                    raise NodeLostError(self._decode.source, loss, error)
                 raise error
         return ()
 
@@ -285,7 +294,7 @@ class Attempt:
         self._prefill.node.outlier.failed(error)
         if isinstance(error, InvalidRequestError | DeadlineError):
             return error
-        return NodeLostError(self._prefill.source, LossCause.PREFILL_NODE, error)
+        return NodeLostError(self._prefill.source, Loss.PREFILLING, error)
 
     def _pull(self, *, ended: bool) -> None:
         assert self._prefill is not None and self._session is not None

@@ -9,8 +9,9 @@ request here:
 4. If no such decode node is live, the nodes that the request has lost are tried as well, after a wait that grows: a
    broken stream does not always mean that the node has ended.
 5. If no decode node is live at all, the request waits for the next one, at most `node_wait` seconds from the loss.
-6. If that wait is over, or an output was placed again `max_attempts` times without a new token, the request ends with
-   UnavailableError.
+6. If that wait is over, or an output has lost more than `max_attempts` nodes in the same way (`Loss`) without getting
+   past the point where it lost them, the request ends with UnavailableError: it may be what ends the nodes. A node that
+   is tried again has not ended, and does not count.
 7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
 A token is a function of the seed, the output index and all tokens before it, never of the node that samples it. So the
@@ -26,7 +27,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from collections.abc import Set as AbstractSet
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from typing import Protocol
@@ -36,8 +37,9 @@ from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
-from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
+from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, Loss, NodeLostError
 from router.relay.limits import RelayLimits
+from router.relay.prefill_client import PrefillFinished
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
 from router.request import NodeRequest, PromptLogprobs, RequestEvent, RoutedRequest
@@ -64,22 +66,29 @@ class Place(Protocol):
 
 @dataclass(slots=True)
 class _Share:
-    """Outputs that are placed together. `num_attempts` counts the placements beyond the first since their last token.
+    """Outputs that are placed together. `losses`: the nodes they have lost in each way since they last got past it.
     `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `wait`: the timer that ends their
     wait for a node."""
 
     choices: tuple[int, ...]
     backoff: Backoff
-    num_attempts: int = 0
+    losses: set[tuple[Loss, KVSource]] = field(default_factory=set)
     lost: NodeLostError | None = None
     lost_at: float = 0.0
     attempt: Attempt | None = None
     wait: asyncio.TimerHandle | None = None
 
-    def has_new_tokens(self) -> None:
-        """Starts the count of placements and the waits anew, because the last placement has brought tokens."""
-        self.num_attempts = 0
-        self.backoff.reset()
+    def has_new_tokens(self, *, are_first: bool) -> None:
+        """Forgets the losses that these tokens show to be no fault of the request. `are_first`: a prefill node has
+        sampled them, which does not show that a decode node survives the request."""
+        if are_first:
+            self.losses = {(loss, node) for loss, node in self.losses if loss is Loss.DECODING}
+        else:
+            self.losses.clear()
+            self.backoff.reset()
+
+    def num_losses(self, loss: Loss) -> int:
+        return sum(other is loss for other, _ in self.losses)
 
     def stop_waiting(self) -> None:
         if self.wait is not None:
@@ -172,7 +181,7 @@ class RequestSupervisor:
             return ()
         for output in events:
             self._remember(attempt, output)
-            share.has_new_tokens()
+            share.has_new_tokens(are_first=isinstance(event, PrefillFinished))
         if not attempt.unfinished:
             attempt.close()
         return events
@@ -221,9 +230,12 @@ class RequestSupervisor:
         _logger.warning("request %s: lost %s: %s", self._wire_id, lost.source.node_id, lost)
         attempt.close()
         self._lost.add(lost.source)
+        share.losses.add((lost.loss, lost.source))
+        if (count := share.num_losses(lost.loss)) > self._max_attempts:
+            raise UnavailableError(f"given up after {count} losses of a {lost.loss.value}: {lost}") from lost
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
-            again = _Share(choices, copy(share.backoff), share.num_attempts, lost, self._clock.now())
+            again = _Share(choices, copy(share.backoff), set(share.losses), lost, self._clock.now())
             self._shares.append(again)
             self._migrate(again, last_resort=False)
 
@@ -234,12 +246,9 @@ class RequestSupervisor:
         return [(choice,) for choice in choices]
 
     def _migrate(self, share: _Share, *, last_resort: bool) -> None:
-        """Places a share again, or lets it wait for a node. Raises UnavailableError after `max_attempts` placements."""
-        lost = share.lost
-        assert lost is not None
+        """Places a share again, or lets it wait for a node."""
+        assert share.lost is not None
         share.stop_waiting()
-        if share.num_attempts >= self._max_attempts:
-            raise UnavailableError(f"given up after {share.num_attempts} more placements: {lost}") from lost
         node_request = self._node_request(share.choices, is_replay=True)
         try:
             placement = self._place.place(node_request, lost=self._lost, last_resort=last_resort)
@@ -250,8 +259,8 @@ class RequestSupervisor:
         _logger.info(
             "request %s: outputs %s go on at %s", self._wire_id, share.choices, placement.decode.source.node_id
         )
-        share.num_attempts += 1
-        self._tally.migrated(node_request, lost.cause.value)
+        share.losses = {(loss, node) for loss, node in share.losses if node != placement.decode.source}
+        self._tally.migrated(node_request, share.lost.loss.cause)
         self._start(share, node_request, placement)
 
     def _wait(self, share: _Share, *, none_lives: bool) -> asyncio.TimerHandle:
