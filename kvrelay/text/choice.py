@@ -38,7 +38,7 @@ class Choice:
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._sampling = sampling
         self._detokenizer = Detokenizer(
-            tokenizer.backend,
+            tokenizer,
             prompt_token_ids=prompt_token_ids,
             stop=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,

@@ -7,13 +7,8 @@ stop string is held back.
 
 from collections.abc import Sequence
 
-import tokenizers
-from tokenizers.decoders import DecodeStream
-
-# Tokens of context for a new decoding stream: some decoders treat the first token differently.
-_RESUME_TOKENS = 8
-# Among as many last tokens of a prompt, one that is text by itself is looked for.
-_PROMPT_TOKENS = 32
+from kvrelay.text.text_stream import text_stream
+from kvrelay.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
@@ -24,14 +19,14 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: tokenizers.Tokenizer,
+        tokenizer: Tokenizer,
         *,
         prompt_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        self._text = TextStream(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._text = text_stream(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._held = ""
@@ -76,61 +71,6 @@ class Detokenizer:
             return known[: end if self._include_stop else end - len(self.stopped_by)]
         self._held = known[split:]
         return known[:split]
-
-
-class TextStream:
-    """Incremental decoding without stop strings: all pieces together are what the tokens add to the text of the prompt.
-    That is `tokenizer.decode` of them, with the space in front that some decoders drop at the beginning of a text."""
-
-    __slots__ = ("_num_context_chars", "_skip_special_tokens", "_stream", "_token_ids", "_tokenizer", "num_chars")
-
-    def __init__(
-        self, tokenizer: tokenizers.Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._token_ids, self._num_context_chars = self._context(prompt_token_ids)
-        self._stream = DecodeStream(ids=self._token_ids, skip_special_tokens=skip_special_tokens)
-        self.num_chars = 0
-
-    def push(self, token_id: int) -> str:
-        self._token_ids.append(token_id)
-        try:
-            text = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # when later bytes change how earlier ones decode, the library raises no narrower class
-            return self._resume()
-        if text is None:
-            return ""
-        self.num_chars += len(text)
-        return text
-
-    def flush(self) -> str:
-        return self._advance_to(self._decode_all())
-
-    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], int]:
-        """Returns the last of the prompt's tokens that is text by itself, and the length of its text. The bytes of an
-        incomplete character are none: they stay the prompt's, and what completes them is U+FFFD, as it is alone."""
-        for token_id in reversed(prompt_token_ids[-_PROMPT_TOKENS:]):
-            text = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special_tokens)
-            if text and "\ufffd" not in text:
-                return [token_id], len(text)
-        return [], 0
-
-    def _resume(self) -> str:
-        """Continues from the decoding of all tokens. Only byte-fallback tokens that form no character lead here."""
-        self._stream = DecodeStream(
-            ids=self._token_ids[-_RESUME_TOKENS:], skip_special_tokens=self._skip_special_tokens
-        )
-        return self._advance_to(self._decode_all().rstrip("\ufffd"))
-
-    def _decode_all(self) -> str:
-        text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
-        return text[self._num_context_chars :]
-
-    def _advance_to(self, whole: str) -> str:
-        text = whole[self.num_chars :]
-        self.num_chars += len(text)
-        return text
 
 
 def _first_beginning(stop: str, text: str) -> int:

@@ -39,8 +39,12 @@ class Tokenizer:
         backend.no_padding()
         self.backend: tokenizers.Tokenizer = backend
         self._hf = hf_tokenizer
-        self._added = {token_id: str(token) for token_id, token in backend.get_added_tokens_decoder().items()}
-        self._byte_of_char = _byte_alphabet() if _is_byte_level(backend) else None
+        added = backend.get_added_tokens_decoder()
+        self._added_token_ids = frozenset(added)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        decoders = _decoder_types(backend)
+        self._byte_of_char = _byte_alphabet() if "ByteLevel" in decoders else None
+        self.decodes_bytes = decoders == ["ByteLevel"]  # a text is the bytes of its tokens
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 
@@ -114,15 +118,14 @@ class Tokenizer:
         return found
 
     def _make_token_bytes(self, token_id: int) -> bytes:
-        added = self._added.get(token_id)
-        if added is not None:
-            return added.encode()
         piece = self.backend.id_to_token(token_id)
         if piece is None:
             return b""
-        if self._byte_of_char is not None:
+        if self._byte_of_char is not None:  # for added tokens, too, as the library decodes them
             if all(char in self._byte_of_char for char in piece):
                 return bytes(self._byte_of_char[char] for char in piece)
+            return piece.encode()
+        if token_id in self._added_token_ids:
             return piece.encode()
         if match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
@@ -162,11 +165,12 @@ def _named_class(path: Path) -> str | None:
     return settings.get("tokenizer_class") if isinstance(settings, dict) else None
 
 
-def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
+    """Returns the names of the decoders that the tokenizer applies one after the other."""
     if backend.decoder is None:
-        return False
+        return []
     state = json.loads(backend.decoder.__getstate__())
-    return any(decoder["type"] == "ByteLevel" for decoder in state.get("decoders", [state]))
+    return [decoder["type"] for decoder in state.get("decoders", [state])]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,9 +1,5 @@
 """The text, offsets and stop strings of one output."""
 
-from typing import Any
-
-from transformers import PreTrainedTokenizerFast
-
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.choice import Choice
@@ -12,8 +8,7 @@ from tests.text.tiny_tokenizer import sentencepiece_like
 
 
 def test_the_text_behind_a_prompt_is_that_of_its_tokens() -> None:
-    wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like())  # type: ignore[no-untyped-call]
-    tokenizer = Tokenizer(wrapped)
+    tokenizer = sentencepiece_like()
     logprobs = tuple(TokenLogprobs(token_id, -0.5, 1, ()) for token_id in (2, 1))
     output = TokenOutput(0, (2, 1), logprobs, FinishReason.LENGTH)
     chunk = Choice(tokenizer, SamplingParams(), (1, 1)).consume(output)

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import tokenizers
 
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.tokenizer import Tokenizer
@@ -24,7 +23,7 @@ TEXTS = [
 
 
 def run(
-    tokenizer: tokenizers.Tokenizer,
+    tokenizer: Tokenizer,
     token_ids: list[int],
     *,
     prompt: Sequence[int] = (),
@@ -59,27 +58,43 @@ def one_token_per_byte(tokenizer: Tokenizer, text: str) -> list[int]:
 @pytest.mark.parametrize("text", TEXTS)
 async def test_pieces_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     for token_ids in (await tokenizer.encode(text, add_special_tokens=True), one_token_per_byte(tokenizer, text)):
-        pieces, stopped_by = run(tokenizer.backend, token_ids)
+        pieces, stopped_by = run(tokenizer, token_ids)
         assert "".join(pieces) == text
         assert stopped_by is None
 
 
 async def test_a_split_character_comes_when_it_is_complete(tokenizer: Tokenizer) -> None:
-    pieces, _ = run(tokenizer.backend, one_token_per_byte(tokenizer, "a\U0001f389b"))
+    pieces, _ = run(tokenizer, one_token_per_byte(tokenizer, "a\U0001f389b"))
     assert pieces == ["a", "", "", "", "\U0001f389", "b", ""]
 
 
 async def test_an_incomplete_character_at_the_end_is_flushed(tokenizer: Tokenizer) -> None:
     token_ids = one_token_per_byte(tokenizer, "ok 你")[:-1]
-    pieces, _ = run(tokenizer.backend, token_ids)
+    pieces, _ = run(tokenizer, token_ids)
     assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True) == "ok \ufffd"
 
 
 async def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
     token_ids = [0, *await tokenizer.encode("hello", add_special_tokens=False), 1]
     for skip, text in ((True, "hello"), (False, "<s>hello</s>")):
-        detokenizer = Detokenizer(tokenizer.backend, skip_special_tokens=skip)
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
         assert "".join(map(detokenizer.push, token_ids)) + detokenizer.flush() == text
+
+
+def test_bytes_that_are_no_character_come_before_the_next_text() -> None:
+    """The library would decode them all again with each one that follows: thousands of them would take seconds."""
+    tokenizer = sentencepiece_like()
+    for more in ([], [3, 1], [SPECIAL] * 9 + [1]):
+        token_ids = [1, *[5 + 0xE4] * 200, *more]
+        pieces, _ = run(tokenizer, token_ids)
+        assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert len("".join(pieces[:200])) >= 100
+
+
+async def test_what_is_certainly_no_character_comes_at_once(tokenizer: Tokenizer) -> None:
+    of_byte = {tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+    pieces, _ = run(tokenizer, [of_byte[byte] for byte in (b"\xe4", b"\xe4", b"\xbd", b"a")])
+    assert pieces == ["", "\ufffd", "", "\ufffda", ""]
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
@@ -104,17 +119,17 @@ async def test_text_is_cut_at_the_stop_string_that_is_complete_first(
     tokenizer: Tokenizer, text: str, stop: tuple[str, ...], include_stop: bool
 ) -> None:
     for token_ids in (await tokenizer.encode(text, add_special_tokens=False), one_token_per_byte(tokenizer, text)):
-        pieces, stopped_by = run(tokenizer.backend, token_ids, stop=stop, include_stop=include_stop)
+        pieces, stopped_by = run(tokenizer, token_ids, stop=stop, include_stop=include_stop)
         assert ("".join(pieces), stopped_by) == expected(text, stop, include_stop)
 
 
 async def test_only_what_may_become_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
-    pieces, _ = run(tokenizer.backend, one_token_per_byte(tokenizer, "abSTxSTOPz"), stop=("STOP",))
+    pieces, _ = run(tokenizer, one_token_per_byte(tokenizer, "abSTxSTOPz"), stop=("STOP",))
     assert pieces == ["a", "b", "", "", "STx", "", "", "", ""]
 
 
 async def test_without_check_stop_a_stop_string_is_text(tokenizer: Tokenizer) -> None:
-    detokenizer = Detokenizer(tokenizer.backend, stop=("ab",))
+    detokenizer = Detokenizer(tokenizer, stop=("ab",))
     first, *rest = one_token_per_byte(tokenizer, "abab")
     text = detokenizer.push(first, check_stop=False) + detokenizer.push(rest[0], check_stop=False)
     assert text == "ab"
@@ -135,7 +150,7 @@ def test_random_tokens_with_random_stop_strings_are_cut_as_defined(tokenizer: To
             for start in (rng.randrange(len(whole) + 1) for _ in range(rng.randrange(4)))
         )
         include_stop = rng.random() < 0.5
-        pieces, stopped_by = run(tokenizer.backend, token_ids, stop=stop, include_stop=include_stop)
+        pieces, stopped_by = run(tokenizer, token_ids, stop=stop, include_stop=include_stop)
         assert ("".join(pieces), stopped_by) == expected(whole, stop, include_stop)
 
 
@@ -143,7 +158,7 @@ def test_sentencepiece_spaces_and_byte_tokens_decode_to_the_text() -> None:
     tokenizer = sentencepiece_like()
     token_ids = [1, 2, *(5 + byte for byte in "你\U0001f389".encode()), 3, 1]
     pieces, _ = run(tokenizer, token_ids)
-    assert "".join(pieces) == tokenizer.decode(token_ids) == "hello world你\U0001f389lo hello"
+    assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True) == "hello world你\U0001f389lo hello"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -154,7 +169,7 @@ def test_byte_tokens_that_form_no_character_never_fail(seed: int) -> None:
     tokenizer = sentencepiece_like()
     token_ids = [rng.choice([1, 2, 3, 5 + 0x41, 5 + 0xE4, 5 + 0xBD, 5 + 0xA0]) for _ in range(50)]
     pieces, _ = run(tokenizer, token_ids)
-    assert len("".join(pieces)) >= len(tokenizer.decode(token_ids))
+    assert len("".join(pieces)) >= len(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +191,7 @@ def test_the_space_before_the_first_word_is_dropped_only_at_the_beginning_of_a_t
     tokenizer = sentencepiece_like()
     for rest in ([], [1, 3], [5 + 0xE4], [1] * 20):
         pieces, _ = run(tokenizer, [2, *rest], prompt=prompt)
-        assert "".join(pieces) == begins + tokenizer.decode([2, *rest]).removeprefix("world")
+        assert "".join(pieces) == begins + tokenizer.decode([2, *rest], skip_special_tokens=True).removeprefix("world")
     _, stopped_by = run(tokenizer, [2, 1], prompt=prompt, stop=(" world",))
     assert (stopped_by is not None) is begins.startswith(" ")
 
@@ -194,8 +209,8 @@ def test_byte_level_text_does_not_depend_on_the_prompt(tokenizer: Tokenizer, see
     rng = random.Random(seed)
     for _ in range(20):
         prompt, token_ids = ([rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(20))] for _ in range(2))
-        pieces, _ = run(tokenizer.backend, token_ids, prompt=prompt)
+        pieces, _ = run(tokenizer, token_ids, prompt=prompt)
         assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True)
     *prompt, last, end = one_token_per_byte(tokenizer, "a你b")
-    pieces, _ = run(tokenizer.backend, [last, end], prompt=prompt)
+    pieces, _ = run(tokenizer, [last, end], prompt=prompt)
     assert "".join(pieces) == "\ufffdb"

@@ -1,11 +1,9 @@
 """The tokenizer of a model directory: long texts, the bytes of tokens, and directories without one."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
@@ -27,8 +25,7 @@ async def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
 
 
 def test_bytes_of_a_sentencepiece_tokenizer_join_to_the_text_with_its_first_space() -> None:
-    wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like())  # type: ignore[no-untyped-call]
-    tokenizer = Tokenizer(wrapped)
+    tokenizer = sentencepiece_like()
     token_ids = [1, 2, *(5 + byte for byte in "你J".encode()), 3, 4, 5 + 256]
     assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == " hello world你Jlo </s>"
 

@@ -7,6 +7,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from kvrelay.text.tokenizer import Tokenizer
+
 CORPUS = (
     "the quick brown fox jumps over the lazy dog",
     "hello world, this is a test",
@@ -38,7 +40,7 @@ def backend_tokenizer() -> BackendTokenizer:
     return tokenizer
 
 
-def sentencepiece_like() -> BackendTokenizer:
+def sentencepiece_like() -> Tokenizer:
     """Makes a tokenizer with the decoder of Llama 2: spaces are U+2581, unknown characters are byte tokens, and the
     first space is dropped. `</s>` is the last token."""
     pieces = ["<unk>", "\u2581hello", "\u2581world", "lo", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -48,7 +50,7 @@ def sentencepiece_like() -> BackendTokenizer:
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens(["</s>"])
-    return tokenizer
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer))  # type: ignore[no-untyped-call]
 
 
 def write_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:

@@ -1,0 +1,144 @@
+"""Incremental decoding of one output sequence: all pieces together are what its tokens add to the text of the prompt.
+That is `Tokenizer.decode` of them, with the space in front that some decoders drop at the beginning of a text.
+
+With byte-level BPE that is the bytes of the tokens, read as UTF-8. Other decoders look at several tokens at a time, and
+the library's stream knows when what they say of them is certain.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers.decoders import DecodeStream
+
+from kvrelay.text.tokenizer import Tokenizer
+
+# Tokens of context for a new decoding stream: some decoders treat the first token differently.
+_RESUME_TOKENS = 8
+# Among as many last tokens of a prompt, one that is text by itself is looked for.
+_PROMPT_TOKENS = 32
+# So many tokens without text are bytes that form no character, and no later one changes that.
+_MOST_TOKENS_WITHOUT_TEXT = 64
+
+
+class TextStream(Protocol):
+    """The decoding of one sequence: `push` takes each token in order, then `flush` is called once. `num_chars`: of all
+    pieces so far."""
+
+    num_chars: int
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that is now certain."""
+        ...
+
+    def flush(self) -> str:
+        """Returns the rest of the text when the sequence has ended. An incomplete character becomes U+FFFD."""
+        ...
+
+
+def text_stream(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+    if tokenizer.decodes_bytes:
+        return ByteStream(tokenizer, skip_special_tokens=skip_special_tokens)
+    return LibraryStream(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
+
+class ByteStream:
+    """The stream of a tokenizer whose texts are the bytes of their tokens. Bytes of an incomplete character at the end
+    of the prompt stay the prompt's; what completes them is U+FFFD, as it is alone."""
+
+    __slots__ = ("_decoder", "_skipped", "_tokenizer", "num_chars")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.num_chars = 0
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self.num_chars += len(text)
+        return text
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self.num_chars += len(text)
+        return text
+
+
+class LibraryStream:
+    """The stream of any tokenizer, by `tokenizers`' DecodeStream."""
+
+    __slots__ = (
+        "_has_resumed",
+        "_num_context_chars",
+        "_num_without_text",
+        "_skip_special_tokens",
+        "_stream",
+        "_token_ids",
+        "_tokenizer",
+        "num_chars",
+    )
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._token_ids, self._num_context_chars = self._context(prompt_token_ids)
+        self._stream = DecodeStream(ids=self._token_ids, skip_special_tokens=skip_special_tokens)
+        self._num_without_text = 0  # tokens that the stream has got since it last returned text; it decodes all of them
+        self._has_resumed = False
+        self.num_chars = 0
+
+    def push(self, token_id: int) -> str:
+        if not self._may_add_text(token_id):
+            return ""
+        self._token_ids.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer.backend, token_id)
+        except Exception:  # when later bytes change how earlier ones decode, the library raises no narrower class
+            return self._resume(self._decode_all().rstrip("\ufffd"))
+        if text is None:
+            self._num_without_text += 1
+            return self._resume(self._decode_all()) if self._num_without_text == _MOST_TOKENS_WITHOUT_TEXT else ""
+        self._num_without_text = 0
+        if self._has_resumed:  # the stream does not know what of its context was returned
+            self._has_resumed = False
+            return self._advance_to(self._decode_all())
+        self.num_chars += len(text)
+        return text
+
+    def flush(self) -> str:
+        return self._advance_to(self._decode_all())
+
+    def _may_add_text(self, token_id: int) -> bool:
+        if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
+            return False
+        return self._tokenizer.token_bytes(token_id) != b""
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], int]:
+        """Returns the last of the prompt's tokens that is text by itself, and the length of its text. The bytes of an
+        incomplete character are none: they stay the prompt's, and what completes them is U+FFFD, as it is alone."""
+        for token_id in reversed(prompt_token_ids[-_PROMPT_TOKENS:]):
+            text = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special_tokens)
+            if text and "\ufffd" not in text:
+                return [token_id], len(text)
+        return [], 0
+
+    def _resume(self, whole: str) -> str:
+        """Continues after `whole`. Only byte-fallback tokens that form no character lead here."""
+        self._stream = DecodeStream(
+            ids=self._token_ids[-_RESUME_TOKENS:], skip_special_tokens=self._skip_special_tokens
+        )
+        self._num_without_text = 0
+        self._has_resumed = True
+        return self._advance_to(whole)
+
+    def _decode_all(self) -> str:
+        text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
+        return text[self._num_context_chars :]
+
+    def _advance_to(self, whole: str) -> str:
+        text = whole[self.num_chars :]
+        self.num_chars += len(text)
+        return text
