@@ -1,6 +1,6 @@
 """The connector for nodes that share a process, in tests and the simulation. It behaves as those between processes do.
 
-Invariant: a block is reported as fetched only if its generation (see `shared_pool.py`) was the same after the copy.
+Invariant: a block is reported as fetched only if its header was still visible (see `shared_pool.py`) after the copy.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class InProcessConnector:
         shared, self._shared = self._shared, None
         if shared is not None:
             del self._hub.pools[self._endpoint]
-            shared.remove(range(len(shared.generations)))
+            shared.remove(range(shared.pool.num_blocks))
             shared.pool.release()
 
     def _require(self) -> SharedPool[LocalPool]:
@@ -109,12 +109,12 @@ def _read_block(
 ) -> Verdict:
     """Copies a block and returns the verdict. Several blocks may have a name; any good one will do."""
     verdict: Verdict = FetchOutcome.MISSING
-    for block_id, generation, header in peer.find(block.block_hash):
+    for block_id, header in peer.find(block.block_hash):
         mismatch = local.pool.geometry.verify(header, block, epoch=peer.epoch)
         if mismatch is None:
             digest = copy(local.pool.rows[block.block_id], peer.pool.rows[block_id])
             mismatch = header.verify_payload(digest)
-        if peer.generations[block_id] != generation:
+        if not peer.shows(block_id, header):
             continue  # retracted during the copy, without anybody's fault: missing
         if mismatch is None:
             return FetchOutcome.FETCHED

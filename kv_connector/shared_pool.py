@@ -1,7 +1,6 @@
 """A pool and the table of its published blocks, for backends that answer peers from the pool itself.
 
-Invariant: a header is visible only while its block has that content; a reader that overlaps a retraction sees the
-generation change.
+Invariant: a header is visible only while its block has that content, and is never the same object again afterwards.
 """
 
 import threading
@@ -57,10 +56,14 @@ class SharedPool(Generic[PoolT]):
             for block_id in block_ids:
                 self._remove(block_id)
 
-    def find(self, name: BlockHash) -> list[tuple[int, int, BlockHeader]]:
-        """Returns block id, generation and header of every block under this name."""
+    def find(self, name: BlockHash) -> list[tuple[int, BlockHeader]]:
+        """Returns id and header of every block under this name."""
         with self.lock:
-            return [(held, self.generations[held], self.headers[held]) for held in self.holders.get(name, ())]
+            return [(block_id, self.headers[block_id]) for block_id in self.holders.get(name, ())]
+
+    def shows(self, block_id: int, header: BlockHeader) -> bool:
+        """Tells whether a header from `find` has been visible ever since: a copy made meanwhile counts only then."""
+        return self.headers.get(block_id) is header  # an equal one may have come after a retraction
 
     def _holds(self, block: NamedBlock) -> bool:
         held = self.headers.get(block.block_id)

@@ -2,7 +2,7 @@
 
 A reader has one Ask under way on a connection, of at most `blocks_per_ask` blocks, which bounds the bytes in flight;
 UCX serves connections in turn. Nothing is pinned: the engine may retract a block while it is being sent.
-Invariant: a block is reported as SENT only if its generation was the same before the first and after the last byte.
+Invariant: a block is reported as SENT only if its header was visible from before the first byte to after the last.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kv_connector.header import BlockHeader
 from kv_connector.payloads import Payloads
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
@@ -114,7 +115,7 @@ class Holder:
 
     async def _answer(self, link: Link, tag: int) -> None:
         names = await self._next_ask(link, tag)
-        chosen = [self._choose(name) for name in names]
+        chosen = [next(iter(self._shared.find(name)), None) for name in names]
         async with asyncio.timeout(SEND_SECONDS):
             for position, entry in enumerate(chosen):
                 payload = self._absent if entry is None else self._shared.pool.payload(entry[0])
@@ -131,18 +132,7 @@ class Holder:
             await link.wait()
         return decode_ask(ask.tobytes(), blocks_per_ask(self._geometry))
 
-    def _choose(self, name: BlockHash) -> tuple[int, int, bytes] | None:
-        """Returns block id, generation and encoded header of one block under this name; None if there is none."""
-        found = self._shared.find(name)
-        if not found:
-            return None
-        block_id, generation, header = found[0]
-        return block_id, generation, header.encode()
-
-    def _conclude(self, chosen: tuple[int, int, bytes] | None) -> Entry:
+    def _conclude(self, chosen: tuple[int, BlockHeader] | None) -> Entry:
         if chosen is None:
             return Entry(Status.MISSING)
-        block_id, generation, header = chosen
-        if self._shared.generations[block_id] != generation:
-            return Entry(Status.RETRACTED)
-        return Entry(Status.SENT, header)
+        return Entry(Status.SENT, chosen[1].encode()) if self._shared.shows(*chosen) else Entry(Status.RETRACTED)

@@ -82,7 +82,7 @@ async def test_a_byte_flipped_in_a_ucx_reply_changes_no_token(model: Path) -> No
         [ucx] = holder.connector.tiers
         assert isinstance(ucx, UcxConnector)
         shared = ucx._require().shared
-        [(block_id, _, _)] = shared.find(name)
+        [(block_id, _)] = shared.find(name)
         assert isinstance(shared.pool, LocalPool)
         shared.pool.rows[block_id][-1] ^= 1
 
