@@ -73,7 +73,7 @@ class Publisher:
 
     async def _publish(self, blocks: Sequence[NamedBlock]) -> None:
         try:
-            await self._connector.publish(blocks)
+            await self._connector.publish(list(dict.fromkeys(blocks)))  # requests with one prefix offer the same
         except KVError as error:
             _logger.warning("%d blocks are not published: %s", len(blocks), error)
         finally:

@@ -70,6 +70,22 @@ async def test_blocks_that_wait_for_a_slow_store_are_published_together() -> Non
     await publisher.close()
 
 
+async def test_a_block_that_several_requests_offer_is_published_once_and_unpinned_as_often() -> None:
+    """Every request offers the blocks that it has found; a store that lacks them would be sent each as often."""
+    connector, unpinned = HangingConnector(), list[int]()
+    publisher = Publisher(connector, unpinned.extend)
+    publisher.start(lambda error: pytest.fail(str(error)))
+    publisher.enqueue([*BLOCKS[:2], *BLOCKS])
+    await asyncio.sleep(0)
+    publisher.enqueue(BLOCKS[:1])
+    connector.let_go.set()
+    async with asyncio.timeout(PATIENCE):
+        await publisher.drain()
+    assert connector.calls == [[0, 1, 2], [0]]
+    assert unpinned == [0, 1, 0, 1, 2, 0]
+    await publisher.close()
+
+
 async def test_an_unforeseen_error_is_reported_and_still_unpins() -> None:
     unpinned: list[int] = []
     failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
