@@ -10,11 +10,13 @@ import pytest
 import redis
 
 from kv_connector.base import FetchOutcome
+from kv_connector.header import BlockHeader
 from kv_connector.self_test import check_transport
 from kv_connector.settings import RedisSettings
 from kv_connector.store.redis_store import RedisConnector
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import LAYOUT, Node, RedisHarness, blocks, write_and_publish
 from tests.redis_server import RedisServer
 
@@ -48,6 +50,27 @@ async def test_a_value_that_is_no_block_is_refused(redis_server: RedisServer, va
         client.set(harness.key(block), value)
     assert (await peer.connector.fetch(NOWHERE, [block], timeout=5)).outcomes == (FetchOutcome.REFUSED,)
     await peer.connector.close()
+
+
+async def test_a_block_that_is_retracted_while_it_is_read_is_not_stored(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = node(RedisHarness(redis_server.url, "retracted").settings)
+    assert isinstance(owner.connector, RedisConnector)
+    pool = owner.connector._require().pool
+    describe = pool.describe
+
+    def overtaken(block: NamedBlock, epoch: int) -> BlockHeader:
+        if block.block_id == 1:
+            owner.connector.retract([1])
+        return describe(block, epoch)
+
+    monkeypatch.setattr(pool, "describe", overtaken)
+    await write_and_publish(owner, blocks(3))
+    result = await owner.connector.fetch(None, blocks(3), timeout=5)
+    assert result.outcomes == (FetchOutcome.FETCHED, FetchOutcome.MISSING, FetchOutcome.FETCHED)
+    assert owner.connector.stats.lost_unstored == 1
+    await owner.connector.close()
 
 
 async def test_deleting_a_bad_value_does_not_outlast_the_fetch(

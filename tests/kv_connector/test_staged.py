@@ -79,6 +79,28 @@ async def test_a_block_that_changes_while_it_is_copied_is_not_published(pair: Pa
     pair.owner.device.gate.set()
     await publishing
     assert await pair.fetch(2) == (MISSING, FETCHED)
+    assert pair.owner.connector.stats.blocks_published == 1, "not for a moment: the slot may hold bytes of both"
+
+
+async def test_a_copy_that_gives_way_is_missing_before_its_slot_is_written(pair: Pair) -> None:
+    await write_and_publish(pair.owner, blocks(6))
+    pair.owner.device.waiting.clear()
+    pair.owner.device.gate.clear()
+    publishing = asyncio.create_task(pair.owner.connector.publish(moved(blocks(1, tag="new"), 6)))
+    await asyncio.to_thread(pair.owner.device.waiting.wait, 10)
+    assert await pair.fetch(2) == (MISSING, FETCHED)
+    pair.owner.device.gate.set()
+    await publishing
+
+
+async def test_of_two_copies_of_a_block_one_is_kept(pair: Pair) -> None:
+    pair.owner.fill(blocks(1)[0])
+    await asyncio.gather(*(pair.owner.connector.publish(blocks(1)) for _ in range(2)))
+    assert pair.owner.device.num_to_host == 2
+    assert await pair.fetch(1) == (FETCHED,)
+    pair.owner.connector.retract([0])
+    assert await pair.fetch(1) == (MISSING,)
+    assert len(pair.owner.staged._copies._free) == 6
 
 
 class SlowPublisher(InProcessConnector):
