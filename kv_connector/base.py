@@ -79,9 +79,9 @@ class KVConnector(Protocol):
         ...
 
     def retract(self, block_ids: Sequence[int]) -> None:
-        """Withdraws blocks that are about to lose their content. Called from the engine thread, before it writes to
-        them; returns at once. A fetch that overlaps finds the block missing, never wrong. A backend that keeps copies
-        elsewhere does nothing."""
+        """Withdraws blocks that are about to lose their content. Called before anybody writes to them, from the engine
+        thread or the loop, but never for one block from both at a time; returns at once. A fetch or a publication that
+        overlaps leaves the block missing, never wrong. Copies that a backend keeps elsewhere stay."""
         ...
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:

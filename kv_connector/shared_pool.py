@@ -23,8 +23,8 @@ class SharedPool(Generic[PoolT]):
     pool: PoolT
     epoch: int
     headers: dict[int, BlockHeader] = field(default_factory=dict)  # by block id
-    holders: dict[BlockHash, set[int]] = field(default_factory=dict)
-    generations: list[int] = field(init=False)  # per block, grows with every change
+    ids_by_name: dict[BlockHash, set[int]] = field(default_factory=dict)
+    generations: list[int] = field(init=False)  # per block, grows with every change; for publications under way
     lock: threading.Lock = field(default_factory=threading.Lock)  # held for dictionary updates only
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class SharedPool(Generic[PoolT]):
                 return False
             self._remove(block_id)
             self.headers[block_id] = header
-            self.holders.setdefault(header.block_hash, set()).add(block_id)
+            self.ids_by_name.setdefault(header.block_hash, set()).add(block_id)
         return True
 
     def remove(self, block_ids: Sequence[int]) -> None:
@@ -59,7 +59,7 @@ class SharedPool(Generic[PoolT]):
     def find(self, name: BlockHash) -> list[tuple[int, BlockHeader]]:
         """Returns id and header of every block under this name."""
         with self.lock:
-            return [(block_id, self.headers[block_id]) for block_id in self.holders.get(name, ())]
+            return [(block_id, self.headers[block_id]) for block_id in self.ids_by_name.get(name, ())]
 
     def shows(self, block_id: int, header: BlockHeader) -> bool:
         """Tells whether a header from `find` has been visible ever since: a copy made meanwhile counts only then."""
@@ -73,7 +73,7 @@ class SharedPool(Generic[PoolT]):
         self.generations[block_id] += 1
         header = self.headers.pop(block_id, None)
         if header is not None:
-            same_name = self.holders[header.block_hash]
+            same_name = self.ids_by_name[header.block_hash]
             same_name.discard(block_id)
             if not same_name:
-                del self.holders[header.block_hash]
+                del self.ids_by_name[header.block_hash]

@@ -1,8 +1,8 @@
 """Which staging slot holds the copy of which block of a device's pool, and the slots for arriving blocks.
 
 Invariant: a slot is free, claimed by one copy under way, or holds the copy of one block whose content has not changed
-since. A claimed slot is given to nobody else until its block is published or given up: otherwise a name could be
-published over the bytes of another block.
+since. A claimed slot is given to nobody else until its block is published or given up, not even when that is retracted:
+otherwise a name could be published over the bytes of another block.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 Copies, and digests of more than a few blocks, run on one worker thread, in slices, so that neither the event loop nor
 the engine waits for them.
-Invariant: only the worker thread touches peers' mappings. Our slots are filled by `publish`, of which only one call
-runs at a time, and cleared by `retract`, from any thread.
+Invariant: only the worker thread touches peers' mappings. Our slots are filled by `publish` and cleared by `retract`,
+from any thread.
 """
 
 import logging

@@ -34,13 +34,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Open:
-    """The state between `allocate` and `close`."""
+    """The state between `allocate` and `close`. Retractions take no lock: what is sent is a copy, made before the
+    generation was last compared."""
 
     link: RedisLink
     pool: LocalPool
     epoch: int
     backlog: Backlog | None  # only over the pool of another connector
-    generations: list[int] = field(init=False)  # per block, grows when it is retracted; the engine thread writes
+    generations: list[int] = field(init=False)  # per block, grows when it is retracted
 
     def __post_init__(self) -> None:
         self.generations = [0] * self.pool.buffer.num_blocks
