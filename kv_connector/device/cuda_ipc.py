@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.device.memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
@@ -19,7 +18,7 @@ from kv_connector.device.pool import DevicePool
 from kv_connector.pool import Slices
 from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
 from kv_connector.segments.reader import SegmentReader
-from kv_connector.segments.segment import OwnedSegment, PeerSegment, default_directory
+from kv_connector.segments.segment import OwnedSegment, PeerSegment, segment_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict
@@ -61,7 +60,7 @@ class CudaIpcConnector:
 
     def __init__(self, settings: SharedMemorySettings) -> None:
         self.stats = ConnectorStats()
-        self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
+        self._directory = segment_directory(settings)
         self._clock = MonotonicClock()
         self._state: _Open | None = None
 

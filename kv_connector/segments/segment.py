@@ -30,6 +30,7 @@ from kv_connector.geometry import Geometry
 from kv_connector.header import Mismatch
 from kv_connector.pool import Rows
 from kv_connector.segments.slots import SLOT_BYTES, OwnedSlots, PeerSlots
+from kv_connector.settings import SharedMemorySettings
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
@@ -44,8 +45,11 @@ _PREAMBLE = struct.Struct("<8sIIQ16sQQQ")
 _NAME = re.compile(r"kvrelay-[A-Za-z0-9._-]+-[0-9a-f]{16}\.kv")
 
 
-def default_directory() -> Path:
-    """Returns the system's shared memory, or the temporary directory where there is none."""
+def segment_directory(settings: SharedMemorySettings) -> Path:
+    """Returns where segments are created: unless the settings say, in the system's shared memory, or in the temporary
+    directory where there is none."""
+    if settings.directory is not None:
+        return Path(settings.directory)
     shm = Path("/dev/shm")  # noqa: S108 - not a predictable file: created exclusively, below
     return shm if shm.is_dir() else Path(tempfile.gettempdir())
 

@@ -9,14 +9,13 @@ from any thread.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kv_connector.base import FetchResult, PoolBuffer
 from kv_connector.pool import CopyRows, LocalPool, Slices, copy_rows
 from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
 from kv_connector.segments.prefault import Prefault
 from kv_connector.segments.reader import SegmentReader
-from kv_connector.segments.segment import OwnedSegment, PeerSegment, default_directory
+from kv_connector.segments.segment import OwnedSegment, PeerSegment, segment_directory
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict
@@ -68,7 +67,7 @@ class SharedMemoryConnector:
         self.stats = ConnectorStats()
         self._check_interval = check_interval
         self._copy = copy
-        self._directory = Path(settings.directory) if settings.directory is not None else default_directory()
+        self._directory = segment_directory(settings)
         self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
 
