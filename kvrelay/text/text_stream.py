@@ -19,6 +19,8 @@ _RESUME_TOKENS = 8
 _PROMPT_TOKENS = 32
 # So many tokens without text are bytes that form no character, and no later one changes that.
 _MOST_TOKENS_WITHOUT_TEXT = 64
+# A byte of no character: with it, none of the byte-fallback tokens that follow forms one either.
+_NO_CHARACTER = "<0xFF>"
 
 
 class TextStream(Protocol):
@@ -97,10 +99,12 @@ class LibraryStream:
         try:
             text = self._stream.step(self._tokenizer.backend, token_id)
         except Exception:  # when later bytes change how earlier ones decode, the library raises no narrower class
-            return self._resume(self._decode_all().rstrip("\ufffd"))
+            return self._resume(self._token_ids[-_RESUME_TOKENS:], self._decode_all().rstrip("\ufffd"))
         if text is None:
             self._num_without_text += 1
-            return self._resume(self._decode_all()) if self._num_without_text == _MOST_TOKENS_WITHOUT_TEXT else ""
+            if self._num_without_text < _MOST_TOKENS_WITHOUT_TEXT or self._ends_within_character():
+                return ""
+            return self._resume(self._broken_context(), self._decode_all())
         self._num_without_text = 0
         if self._has_resumed:  # the stream does not know what of its context was returned
             self._has_resumed = False
@@ -125,11 +129,23 @@ class LibraryStream:
                 return [token_id], len(text)
         return [], 0
 
-    def _resume(self, whole: str) -> str:
-        """Continues after `whole`. Only byte-fallback tokens that form no character lead here."""
-        self._stream = DecodeStream(
-            ids=self._token_ids[-_RESUME_TOKENS:], skip_special_tokens=self._skip_special_tokens
-        )
+    def _ends_within_character(self) -> bool:
+        """Tells whether the tokens since the last text are characters, of which the last one is not complete."""
+        data = b"".join(map(self._tokenizer.token_bytes, self._token_ids[-self._num_without_text :]))
+        try:
+            return codecs.utf_8_decode(data, "strict", False)[1] < len(data)
+        except UnicodeDecodeError:
+            return False
+
+    def _broken_context(self) -> list[int]:
+        """Returns what stands for bytes that form no character. The last of them do not: they may form some alone."""
+        token_id = self._tokenizer.backend.token_to_id(_NO_CHARACTER)
+        return self._token_ids[-_RESUME_TOKENS:] if token_id is None else [token_id]
+
+    def _resume(self, context: list[int], whole: str) -> str:
+        """Continues after `whole`, of which the new stream gets `context`. Only byte-fallback tokens that form no
+        character lead here."""
+        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
         self._num_without_text = 0
         self._has_resumed = True
         return self._advance_to(whole)

@@ -172,6 +172,24 @@ def test_byte_tokens_that_form_no_character_never_fail(seed: int) -> None:
     assert len("".join(pieces)) >= len(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
+@pytest.mark.parametrize("broken", [b"\xe4" * 64, b"\xff", b"\xe4\xbd\xff", b"\xa0\xe4\xbd"])
+@pytest.mark.parametrize("more", ["", "你好" * 5, "你" * 21, "你" * 22, "abc" * 40, "a你\u00e9\U0001f389" * 40])
+def test_characters_behind_bytes_that_are_none_are_none_and_nothing_is_repeated(broken: bytes, more: str) -> None:
+    """The library reads the bytes of a run together, of which a stream has the last ones only."""
+    tokenizer = sentencepiece_like()
+    token_ids = [1, *(5 + byte for byte in broken + more.encode()), 3, 1, *(5 + byte for byte in "你".encode()), 2]
+    pieces, _ = run(tokenizer, token_ids)
+    assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("count", [21, 22, 43, 100])
+def test_replacement_characters_in_the_output_cost_no_text_behind_them(count: int) -> None:
+    tokenizer = sentencepiece_like()
+    token_ids = [1, *(5 + byte for byte in ("\ufffd" * count).encode()), 3, 1]
+    pieces, _ = run(tokenizer, token_ids)
+    assert "".join(pieces) == "hello" + "\ufffd" * count + "lo hello"
+
+
 @pytest.mark.parametrize(
     ("prompt", "begins"),
     [
