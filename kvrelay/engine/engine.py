@@ -181,14 +181,16 @@ class Engine:
             self._changes.admissions.append(self._admission(sequence))
         if was_in_flight and not self._scheduler.can_run_ahead():
             self.settle()
+        num_preemptions = self._scheduler.num_preemptions
         launched = self._launch(on_layers_begin)
         if launched and not self._run_ahead and self._name_written():
             return self._take_result(), True
         while len(self._in_flight) > int(self._run_ahead and launched):
             self._collect()
+        has_preempted = self._scheduler.num_preemptions > num_preemptions  # whose blocks another may now reserve
         if not (launched or was_in_flight):
             self.threads.rest()
-        return self._take_result(), launched or was_in_flight
+        return self._take_result(), launched or was_in_flight or has_preempted
 
     def settle(self) -> None:
         """Collects the steps in flight. The result of the next `step` includes theirs."""

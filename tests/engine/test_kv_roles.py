@@ -228,6 +228,22 @@ def test_a_request_whose_kv_arrives_takes_no_block_that_a_prompt_under_way_needs
     decode.engine.check_idle()
 
 
+def test_the_blocks_of_a_preempted_request_go_to_a_more_urgent_one_though_nothing_else_happens() -> None:
+    decode = Harness(num_blocks=6, policy="priority")
+    decode.engine.add(request("receiving", prompt_of(24), role=KVRole.CONSUME, priority=0))
+    decode.engine.add(request("running", prompt_of(15, 1), max_tokens=12, priority=2))
+    decode.step()
+    decode.engine.add(request("urgent", prompt_of(9, 2), role=KVRole.CONSUME, priority=1))
+    decode.run()
+    assert len(decode.admission("urgent").missing) == 2
+    for request_id in ("urgent", "receiving"):
+        decode.engine.unpin([block.block_id for block in decode.admission(request_id).missing])
+        decode.engine.abort(request_id)
+    decode.run()
+    assert len(decode.tokens["running", 0]) == 12
+    decode.engine.check_idle()
+
+
 def test_a_lease_that_ends_early_keeps_nothing_and_silences_nothing() -> None:
     harness = Harness(publish=True, max_num_batched_tokens=16)
     harness.engine.add(request("a", prompt_of(50), role=KVRole.PRODUCE))
