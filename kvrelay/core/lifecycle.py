@@ -15,19 +15,25 @@ from collections.abc import Callable
 
 
 class StopSignals:
-    """Two events: `stop` is set by SIGINT, SIGTERM and, for a supervised process, the end of its standard input;
-    `hurry` is set by the second of these."""
+    """Two events: `stop` is set by SIGINT or SIGTERM, `hurry` by the second of them. A supervised process is also asked
+    by the end of its standard input, and hurries only when asked in both ways: systemd, for one, sends a signal to all
+    processes of a service, to which their supervisor adds its own without haste."""
 
     def __init__(self, *, supervised: bool) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
+        self._supervised = supervised
+        self._asked: set[str] = set()
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._ask, "signal")
         if supervised:
-            on_stdin_closed(self._on_signal)
+            on_stdin_closed(lambda: self._ask("standard input"))
 
-    def _on_signal(self) -> None:
-        (self.hurry if self.stop.is_set() else self.stop).set()
+    def _ask(self, how: str) -> None:
+        if self.stop.is_set() and not (self._supervised and how in self._asked):
+            self.hurry.set()
+        self._asked.add(how)
+        self.stop.set()
 
 
 def raise_open_files_limit() -> None:

@@ -1,8 +1,15 @@
-"""What a process does when it begins to serve."""
+"""What a process does when it begins to serve, and what tells it to stop."""
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+
+import pytest
+
+from kvrelay.core.lifecycle import StopSignals
 
 READY = """
 import gc
@@ -19,3 +26,41 @@ def test_what_was_loaded_before_is_never_collected_again() -> None:
     assert json.loads(ready) == {"event": "ready", "role": "test"}
     num_watched, num_kept = map(int, counts.split())
     assert num_watched < 1_000 < 50_000 < num_kept
+
+
+async def signalled(number: int) -> None:
+    """Sends a signal to this process and returns when its handlers have run."""
+    seen = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, seen.set)
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGWINCH)
+    async with asyncio.timeout(10.0):
+        await seen.wait()
+
+
+async def test_the_second_signal_means_haste() -> None:
+    signals = StopSignals(supervised=False)
+    await signalled(signal.SIGTERM)
+    assert signals.stop.is_set() and not signals.hurry.is_set()
+    await signalled(signal.SIGINT)
+    assert signals.hurry.is_set()
+
+
+@pytest.mark.parametrize("signal_first", [True, False])
+async def test_a_supervised_process_hurries_when_it_is_asked_in_both_ways(
+    signal_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a service that is stopped, each process may get the signal twice: of the system, and of its supervisor."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as stdin, os.fdopen(writer, "w") as supervisor:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        signals = StopSignals(supervised=True)
+        if signal_first:
+            await signalled(signal.SIGTERM)
+            await signalled(signal.SIGTERM)
+            assert signals.stop.is_set() and not signals.hurry.is_set()
+        supervisor.close()
+        async with asyncio.timeout(10.0):
+            await (signals.hurry if signal_first else signals.stop).wait()
+            await signalled(signal.SIGTERM)
+            assert signals.hurry.is_set()
