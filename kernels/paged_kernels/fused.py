@@ -4,9 +4,6 @@ torch otherwise.
 Both ways round where transformers' Llama modules round. Inference only: nothing is recorded for autograd.
 """
 
-import importlib
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -21,8 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns the rows of `x` `[num_rows, size]`, normalised by their root mean square in float32, rounded, and
     multiplied by `weight` `[size]`."""
     if x.is_cuda:
-        result: Tensor = _on_gpu().rms_norm(x, weight, eps)
-        return result
+        from paged_kernels import triton_rowwise  # Triton is installed only where GPUs are
+
+        return triton_rowwise.rms_norm(x, weight, eps)
     native = load_extension()
     if native is None or not _fits(x, weight):
         return fused_reference.rms_norm(x, weight, eps)
@@ -34,8 +32,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns `(rms_norm(residual + x), residual + x)`; the arguments, `[num_rows, size]`, stay as they are."""
     if x.is_cuda:
-        normed, total = _on_gpu().add_rms_norm(x, residual, weight, eps)
-        return normed, total
+        from paged_kernels import triton_rowwise
+
+        return triton_rowwise.add_rms_norm(x, residual, weight, eps)
     native = load_extension()
     if native is None or not _fits(x, residual, weight):
         return fused_reference.add_rms_norm(x, residual, weight, eps)
@@ -48,8 +47,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Returns `silu(gate) * up`, `[num_rows, size]`, for `gate_up` `[num_rows, 2 * size]` whose first half is the
     gate."""
     if gate_up.is_cuda:
-        result: Tensor = _on_gpu().silu_mul(gate_up)
-        return result
+        from paged_kernels import triton_rowwise
+
+        return triton_rowwise.silu_mul(gate_up)
     native = load_extension()
     if native is None or not _fits(gate_up):
         return fused_reference.silu_mul(gate_up)
@@ -72,11 +72,6 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         cos, sin = cos.float(), sin.float()
     native.rotary(query, cos, sin, num_threads())
     native.rotary(key, cos, sin, num_threads())
-
-
-def _on_gpu() -> ModuleType:
-    """Imports the Triton kernels when the first GPU tensor shows up, not before."""
-    return importlib.import_module("paged_kernels.triton_rowwise")
 
 
 def _empty_like(x: Tensor) -> Tensor:
