@@ -5,8 +5,9 @@ Raises ValueError for shapes, strides or element types that do not fit, IndexErr
 pool.
 """
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import Buffer
 
 from paged_kernels.base import AttentionMetadata, LastTokens
 
@@ -85,7 +86,11 @@ def uniform(
 def prefer_huge_pages(tensor: Tensor) -> None: ...
 def can_copy_rows() -> bool: ...
 def copy_rows(
-    target: Buffer, target_rows: list[int], source: Buffer, source_rows: list[int], row_bytes: int
+    target: NDArray[np.uint8],
+    target_rows: list[int],
+    source: NDArray[np.uint8],
+    source_rows: list[int],
+    row_bytes: int,
 ) -> bytes: ...
 
 class Projection: ...

@@ -30,8 +30,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     native = load_extension()
     if dtype is not torch.bfloat16 or device.type != "cpu" or native is None:
         return False
-    best: str = native.available_instruction_sets()[0]
-    return best != "portable"
+    return native.available_instruction_sets()[0] != "portable"
 
 
 def empty_weight(num_outputs: int, num_inputs: int, memory: WeightMemory | None = None) -> PackedWeight:

@@ -24,7 +24,7 @@ def choose_copy() -> CopyRows:
         row_bytes = target.shape[1]
         if row_bytes < _SHORTEST_ROW or row_bytes % _STRIPE_BYTES:
             return copy_rows(target, target_rows, source, source_rows)
-        digests: bytes = native.copy_rows(target, list(target_rows), source, list(source_rows), row_bytes)
+        digests = native.copy_rows(target, list(target_rows), source, list(source_rows), row_bytes)
         return [digests[start : start + _DIGEST_BYTES] for start in range(0, len(digests), _DIGEST_BYTES)]
 
     return copy
