@@ -3,10 +3,10 @@
 
 #include <vector>
 
-#include "projection_module.h"
+#include "arguments.h"
 #include "layer_stack.h"
 #include "pool_view.h"
-#include "tensor.h"
+#include "projection_module.h"
 
 namespace nb = nanobind;
 
@@ -45,7 +45,7 @@ class LayerStack {
     layers_.push_back(layer);
   }
 
-  void run(nb::handle hidden, nb::handle residual, std::int64_t first, std::int64_t last, nb::handle cos_object, nb::handle sin_object, nb::handle pool_object, nb::handle metadata,
+  void run(nb::handle hidden, nb::handle residual, std::int64_t first, std::int64_t last, nb::handle cos, nb::handle sin, nb::handle pool_object, nb::handle metadata,
            nb::handle last_tokens, nb::handle key_scales, nb::handle value_scales, int num_threads) const {
     const PoolView pool(pool_object, !key_scales.is_none());
     if (pool.dtype) pool.view.require_element_type(dtype_);
@@ -64,11 +64,14 @@ class LayerStack {
     call.num_kv_heads = num_kv_heads_;
     call.head_dim = head_dim_;
     call.dtype = dtype_;
-    const TensorView input = rows_of(hidden, "hidden", dtype_, -1, hidden_size_);
+    const TensorView input = matrix(hidden, "hidden", dtype_, -1, hidden_size_);
     call.hidden = input.data<void>();
     call.rows = input.shape(0);
-    call.residual = rows_of(residual, "residual", dtype_, call.rows, hidden_size_).data<void>();
-    set_angles(call, cos_object, sin_object);
+    call.residual = matrix(residual, "residual", dtype_, call.rows, hidden_size_).data<void>();
+    const Angles angles(cos, sin, call.rows, head_dim_);
+    call.cos = angles.cos;
+    call.sin = angles.sin;
+    call.angle_stride = angles.stride;
     call.layer_bytes = pool.view.stride(2) * pool.element_bytes;
     set_write(call, pool, metadata.attr("slot_mapping"));
     set_attention(call.attention, pool, call.rows, metadata);
@@ -97,23 +100,9 @@ class LayerStack {
   }
 
   const void* keep_norm(const nb::object& object, const char* name, std::int64_t size) {
-    const void* data = norm_data(object, name, dtype_, size);
+    const void* data = vector_data(object, name, dtype_, size, "a norm has another length than its rows");
     kept_.push_back(object);
     return data;
-  }
-
-  void set_angles(StackCall& call, nb::handle cos_object, nb::handle sin_object) const {
-    const TensorView cos(cos_object, "cos", 2);
-    const TensorView sin(sin_object, "sin", 2);
-    for (const TensorView* angles : {&cos, &sin}) {
-      angles->require_element_type(DType::f32);
-      angles->require_contiguous_from(1);
-      require(angles->shape(0) == call.rows && angles->shape(1) >= head_dim_ / 2, "cos and sin need a row of angles per token");
-    }
-    require(cos.stride(0) == sin.stride(0), "cos and sin differ in strides");
-    call.cos = cos.data<const float>();
-    call.sin = sin.data<const float>();
-    call.angle_stride = cos.stride(0);
   }
 
   void set_write(StackCall& call, const PoolView& pool, nb::handle slot_mapping) const {
@@ -164,7 +153,7 @@ class LayerStack {
   }
 
   const float* scales(nb::handle object, const char* name) const {
-    const TensorView view = rows_of(object, name, DType::f32, static_cast<std::int64_t>(layers_.size()), num_kv_heads_);
+    const TensorView view = matrix(object, name, DType::f32, static_cast<std::int64_t>(layers_.size()), num_kv_heads_);
     return view.data<const float>();
   }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "copy_digest_module.h"
 #include "elementwise.h"
 #include "huge_pages.h"
@@ -41,11 +42,8 @@ struct Pool : PoolView {
 
  private:
   const float* scales(nb::handle object, const char* name) const {
-    const TensorView scale(object, name, 1);
-    scale.require_element_type(DType::f32);
-    scale.require_contiguous_from(0);
-    require(scale.shape(0) == num_kv_heads(), "key_scale and value_scale need one value per KV head of the pool");
-    return scale.data<const float>();
+    const char* misfit = "key_scale and value_scale need one value per KV head of the pool";
+    return static_cast<const float*>(vector_data(object, name, DType::f32, num_kv_heads(), misfit));
   }
 };
 
@@ -133,48 +131,34 @@ void bind_paged_attention(nb::handle output_object, nb::handle query_object, nb:
   paged_attention(call, batch, dtype, num_threads);
 }
 
-// [rows, size] with a contiguous last axis; outputs are contiguous throughout.
-TensorView row_tensor(nb::handle object, const char* name, DType dtype, std::int64_t rows, std::int64_t size, bool is_output) {
-  TensorView view(object, name, 2);
-  view.require_element_type(dtype);
-  view.require_contiguous_from(is_output ? 0 : 1);
-  require(view.shape(0) == rows && view.shape(1) == size, "the tensors' shapes do not fit together");
-  return view;
-}
-
-NormCall norm_call(const TensorView& x, const TensorView& weight, const TensorView& out, float epsilon) {
+NormCall norm_call(const TensorView& x, nb::handle weight, const TensorView& out, float epsilon) {
   x.require_contiguous_from(1);
-  weight.require_element_type(x.element_type());
-  weight.require_contiguous_from(0);
-  require(weight.shape(0) == x.shape(1), "weight has another length than the rows of x");
   NormCall call{};
   call.x = x.data<const void>();
   call.x_stride = x.stride(0);
-  call.weight = weight.data<const void>();
+  call.weight = vector_data(weight, "weight", x.element_type(), x.shape(1), "weight has another length than the rows of x");
   call.out = out.data<void>();
   call.size = x.shape(1);
   call.epsilon = epsilon;
   return call;
 }
 
-void bind_rms_norm(nb::handle out_object, nb::handle x_object, nb::handle weight_object, float epsilon, int num_threads) {
+void bind_rms_norm(nb::handle out_object, nb::handle x_object, nb::handle weight, float epsilon, int num_threads) {
   const TensorView x(x_object, "x", 2);
-  const TensorView weight(weight_object, "weight", 1);
   const DType dtype = x.element_type();
-  const TensorView out = row_tensor(out_object, "out", dtype, x.shape(0), x.shape(1), true);
+  const TensorView out = matrix(out_object, "out", dtype, x.shape(0), x.shape(1));
   const NormCall call = norm_call(x, weight, out, epsilon);
   const nb::gil_scoped_release release;
   rms_norm(call, x.shape(0), dtype, num_threads);
 }
 
 void bind_add_rms_norm(nb::handle out_object, nb::handle residual_out_object, nb::handle x_object, nb::handle residual_object,
-                       nb::handle weight_object, float epsilon, int num_threads) {
+                       nb::handle weight, float epsilon, int num_threads) {
   const TensorView x(x_object, "x", 2);
-  const TensorView weight(weight_object, "weight", 1);
   const DType dtype = x.element_type();
-  const TensorView out = row_tensor(out_object, "out", dtype, x.shape(0), x.shape(1), true);
-  const TensorView residual = row_tensor(residual_object, "residual", dtype, x.shape(0), x.shape(1), false);
-  const TensorView residual_out = row_tensor(residual_out_object, "residual_out", dtype, x.shape(0), x.shape(1), true);
+  const TensorView out = matrix(out_object, "out", dtype, x.shape(0), x.shape(1));
+  const TensorView residual = matrix(residual_object, "residual", dtype, x.shape(0), x.shape(1), 1);
+  const TensorView residual_out = matrix(residual_out_object, "residual_out", dtype, x.shape(0), x.shape(1));
   NormCall call = norm_call(x, weight, out, epsilon);
   call.residual = residual.data<const void>();
   call.residual_stride = residual.stride(0);
@@ -188,29 +172,19 @@ void bind_silu_mul(nb::handle out_object, nb::handle gate_up_object, int num_thr
   const DType dtype = gate_up.element_type();
   gate_up.require_contiguous_from(1);
   require(gate_up.shape(1) % 2 == 0, "gate_up has an odd row length");
-  const TensorView out = row_tensor(out_object, "out", dtype, gate_up.shape(0), gate_up.shape(1) / 2, true);
+  const TensorView out = matrix(out_object, "out", dtype, gate_up.shape(0), gate_up.shape(1) / 2);
   const SiluMulCall call{gate_up.data<const void>(), gate_up.stride(0), out.data<void>(), out.shape(1)};
   const nb::gil_scoped_release release;
   silu_mul(call, gate_up.shape(0), dtype, num_threads);
 }
 
-void bind_rotary(nb::handle x_object, nb::handle cos_object, nb::handle sin_object, int num_threads) {
+void bind_rotary(nb::handle x_object, nb::handle cos, nb::handle sin, int num_threads) {
   const TensorView x(x_object, "x", 3);
   const DType dtype = x.element_type();
   x.require_contiguous_from(2);
   require(x.shape(2) % 2 == 0, "head_dim is odd");
-  const std::int64_t half = x.shape(2) / 2;
-  const TensorView cos(cos_object, "cos", 2);
-  const TensorView sin(sin_object, "sin", 2);
-  for (const TensorView* angles : {&cos, &sin}) {
-    angles->require_element_type(DType::f32);
-    angles->require_contiguous_from(1);
-    require(angles->shape(0) == x.shape(0), "cos and sin need one row per token");
-    require(angles->shape(1) == half || angles->shape(1) == 2 * half, "cos and sin need head_dim or head_dim / 2 columns");
-  }
-  require(cos.stride(0) == sin.stride(0), "cos and sin differ in strides");
-  const RotaryCall call{x.data<void>(),          x.stride(0),   x.stride(1), x.shape(1), cos.data<const float>(),
-                        sin.data<const float>(), cos.stride(0), half};
+  const Angles angles(cos, sin, x.shape(0), x.shape(2));
+  const RotaryCall call{x.data<void>(), x.stride(0), x.stride(1), x.shape(1), angles.cos, angles.sin, angles.stride, x.shape(2) / 2};
   const nb::gil_scoped_release release;
   rotary(call, x.shape(0), dtype, num_threads);
 }

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 
+#include "arguments.h"
 #include "packed_linear.h"
 #include "quantized.h"
 #include "tensor.h"
@@ -14,54 +14,14 @@ namespace nb = nanobind;
 namespace paged {
 namespace {
 
-// Packed weights of `num_outputs` x `num_inputs`, checked against each other; only the sizes of the call are set.
-struct PackedWeight {
-  PackedWeight(nb::handle packed_object, nb::handle scales_object, nb::handle zeros_object, std::int64_t num_outputs, std::int64_t num_inputs)
-      : packed(packed_object, "packed", 2), scales(scales_object, "scales", 3) {
-    const bool has_zeros = !zeros_object.is_none();
-    scales.require_element_type(has_zeros ? DType::f32 : DType::bf16);
-    scales.require_contiguous_from(0);
-    const std::int64_t num_panels = (num_outputs + kPanelOutputs - 1) / kPanelOutputs;
-    require(num_outputs > 0 && num_inputs > 0, "a weight needs outputs and inputs");
-    require(packed.shape(0) == num_panels && scales.shape(0) == num_panels, "packed and scales need a panel for every 16 outputs");
-    require(scales.shape(2) == kPanelOutputs && scales.shape(1) > 0, "scales are not [num_panels, num_groups, 16]");
-    call.num_outputs = num_outputs;
-    call.num_inputs = num_inputs;
-    call.num_groups = scales.shape(1);
-    call.weights = packed.uint8_data();
-    if (!has_zeros) {
-      call.scales = scales.data<const bf16>();
-      return;
-    }
-    zeros.emplace(zeros_object, "zeros", 3);
-    zeros->require_element_type(DType::bf16);
-    zeros->require_contiguous_from(0);
-    for (int i = 0; i < 3; ++i) require(zeros->shape(i) == scales.shape(i), "zeros differ from scales in shape");
-    call.wide_scales = scales.data<const float>();
-    call.zeros = zeros->data<const bf16>();
-  }
-  void set_format(int bits, int group_size) {
-    require(bits == 8 || bits == 4, "bits must be 8 or 4");
-    require(group_size == 32 || group_size == 64 || group_size == 128, "group_size must be 32, 64 or 128");
-    call.bits = bits;
-    call.group_size = group_size;
-    require(call.num_groups == (call.num_inputs + group_size - 1) / group_size, "scales have another number of groups than the inputs");
-    require(packed.shape(1) == call.panel_bytes(), "packed has another number of bytes than the inputs need");
-  }
-
-  TensorView packed;
-  TensorView scales;
-  std::optional<TensorView> zeros;
-  QuantizedCall call{};
-};
-
 void bind_pack_rows(nb::handle packed_object, nb::handle scales_object, nb::handle weight_object, std::int64_t first_output,
                     std::int64_t num_outputs, int bits, int group_size, int num_threads) {
   const TensorView weight(weight_object, "weight", 2);
   weight.require_contiguous_from(1);
   const DType dtype = weight.element_type();
-  PackedWeight target(packed_object, scales_object, nb::none(), num_outputs, weight.shape(1));
-  target.set_format(bits, group_size);
+  const TensorView packed(packed_object, "packed", 2);
+  const TensorView scales(scales_object, "scales", 3);
+  const QuantizedCall target = quantized_call(packed, scales, nb::none(), num_outputs, weight.shape(1), bits, group_size);
   require(first_output >= 0 && first_output + weight.shape(0) <= num_outputs, "the rows do not fit into the packed weight");
   PackCall call{};
   call.weight = weight.data<const void>();
@@ -69,17 +29,17 @@ void bind_pack_rows(nb::handle packed_object, nb::handle scales_object, nb::hand
   call.num_rows = weight.shape(0);
   call.first_output = first_output;
   call.num_inputs = weight.shape(1);
-  call.num_groups = target.call.num_groups;
+  call.num_groups = target.num_groups;
   call.group_size = group_size;
   call.bits = bits;
-  call.packed = target.packed.data<std::uint8_t>();
-  call.scales = target.scales.data<bf16>();
+  call.packed = packed.data<std::uint8_t>();
+  call.scales = scales.data<bf16>();
   const nb::gil_scoped_release release;
   pack_rows(call, dtype, num_threads);
 }
 
 void bind_quantized_matmul(nb::handle out_object, nb::handle x_object, nb::handle packed_object, nb::handle scales_object,
-                           nb::handle zeros_object, nb::handle bias_object, int bits, int group_size, int num_threads) {
+                           nb::handle zeros, nb::handle bias, int bits, int group_size, int num_threads) {
   const TensorView x(x_object, "x", 2);
   const DType dtype = x.element_type();
   x.require_contiguous_from(1);
@@ -87,16 +47,10 @@ void bind_quantized_matmul(nb::handle out_object, nb::handle x_object, nb::handl
   out.require_element_type(dtype);
   out.require_contiguous_from(0);
   require(out.shape(0) == x.shape(0), "out and x differ in rows");
-  PackedWeight weight(packed_object, scales_object, zeros_object, out.shape(1), x.shape(1));
-  weight.set_format(bits, group_size);
-  QuantizedCall call = weight.call;
-  if (!bias_object.is_none()) {
-    const TensorView bias(bias_object, "bias", 1);
-    bias.require_element_type(dtype);
-    bias.require_contiguous_from(0);
-    require(bias.shape(0) == out.shape(1), "bias has another length than the outputs");
-    call.bias = bias.data<const void>();
-  }
+  const TensorView packed(packed_object, "packed", 2);
+  const TensorView scales(scales_object, "scales", 3);
+  QuantizedCall call = quantized_call(packed, scales, zeros, out.shape(1), x.shape(1), bits, group_size);
+  call.bias = bias_data(bias, dtype, out.shape(1));
   call.num_rows = x.shape(0);
   call.x = x.data<const void>();
   call.x_stride = x.stride(0);
@@ -105,31 +59,17 @@ void bind_quantized_matmul(nb::handle out_object, nb::handle x_object, nb::handl
   quantized_matmul(call, dtype, num_threads);
 }
 
-void bind_dequantize(nb::handle out_object, nb::handle packed_object, nb::handle scales_object, nb::handle zeros_object, int bits,
+void bind_dequantize(nb::handle out_object, nb::handle packed_object, nb::handle scales_object, nb::handle zeros, int bits,
                      int group_size, int num_threads) {
   const TensorView out(out_object, "out", 2);
   out.require_contiguous_from(0);
   const DType dtype = out.element_type();
-  PackedWeight weight(packed_object, scales_object, zeros_object, out.shape(0), out.shape(1));
-  weight.set_format(bits, group_size);
-  QuantizedCall call = weight.call;
+  const TensorView packed(packed_object, "packed", 2);
+  const TensorView scales(scales_object, "scales", 3);
+  QuantizedCall call = quantized_call(packed, scales, zeros, out.shape(0), out.shape(1), bits, group_size);
   call.out = out.data<void>();
   const nb::gil_scoped_release release;
   dequantize(call, dtype, num_threads);
-}
-
-// Weights of `num_outputs` x `num_inputs` in packed_linear.h's order, checked against those sizes; nothing else of the call is set.
-PackedCall packed_call(const TensorView& packed, std::int64_t num_outputs, std::int64_t num_inputs) {
-  packed.require_element_type(DType::bf16);
-  packed.require_contiguous_from(0);
-  require(num_outputs > 0 && num_inputs > 0, "a weight needs outputs and inputs");
-  PackedCall call{};
-  call.packed = packed.data<const bf16>();
-  call.num_outputs = num_outputs;
-  call.num_inputs = num_inputs;
-  require(packed.shape(0) == (num_outputs + kPackedOutputs - 1) / kPackedOutputs, "packed needs a panel for every 32 outputs");
-  require(packed.shape(1) == call.padded_inputs() * kPackedOutputs, "packed has another number of weights than the inputs need");
-  return call;
 }
 
 void bind_fill_panels(nb::handle packed_object, nb::handle weight_object, std::int64_t first_output, std::int64_t num_outputs,
@@ -161,7 +101,7 @@ void bind_take_rows(nb::handle out_object, nb::handle packed_object, nb::handle 
   take_rows(call, num_threads);
 }
 
-void bind_packed_matmul(nb::handle out_object, nb::handle x_object, nb::handle packed_object, nb::handle bias_object, int num_threads) {
+void bind_packed_matmul(nb::handle out_object, nb::handle x_object, nb::handle packed_object, nb::handle bias, int num_threads) {
   const TensorView x(x_object, "x", 2);
   const TensorView packed(packed_object, "packed", 2);
   const TensorView out(out_object, "out", 2);
@@ -171,13 +111,7 @@ void bind_packed_matmul(nb::handle out_object, nb::handle x_object, nb::handle p
   out.require_contiguous_from(0);
   require(out.shape(0) == x.shape(0), "out and x differ in rows");
   PackedCall call = packed_call(packed, out.shape(1), x.shape(1));
-  if (!bias_object.is_none()) {
-    const TensorView bias(bias_object, "bias", 1);
-    bias.require_element_type(DType::bf16);
-    bias.require_contiguous_from(0);
-    require(bias.shape(0) == out.shape(1), "bias has another length than the outputs");
-    call.bias = bias.data<const bf16>();
-  }
+  call.bias = static_cast<const bf16*>(bias_data(bias, DType::bf16, out.shape(1)));
   call.num_rows = x.shape(0);
   call.x = x.data<const bf16>();
   call.x_stride = x.stride(0);

@@ -147,7 +147,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         run(x=x[:, :16].contiguous())
     with pytest.raises(ValueError, match="hidden has another element type"):
         run(x=x.float())
-    with pytest.raises(ValueError, match="a row of angles per token"):
+    with pytest.raises(ValueError, match="one row per token"):
         run(angles=angles[:1])
     with pytest.raises(ValueError, match="another number of layers"):
         run(pool=torch.zeros(3, 1, 2, 2, 8, 16, dtype=torch.bfloat16))
