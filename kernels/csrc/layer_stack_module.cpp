@@ -73,8 +73,8 @@ class LayerStack {
     call.sin = angles.sin;
     call.angle_stride = angles.stride;
     call.layer_bytes = pool.view.stride(2) * pool.element_bytes;
-    set_write(call, pool, metadata.attr("slot_mapping"));
-    set_attention(call.attention, pool, call.rows, metadata);
+    call.write = write_call(pool, call.rows, metadata.attr("slot_mapping"));
+    call.attention = batch_attention(pool, call.rows, metadata);
     require(key_scales.is_none() == value_scales.is_none(), "key_scales and value_scales go together");
     if (!key_scales.is_none()) {
       call.write.key_scales = call.attention.call.key_scales = scales(key_scales, "key_scales");
@@ -105,41 +105,20 @@ class LayerStack {
     return data;
   }
 
-  void set_write(StackCall& call, const PoolView& pool, nb::handle slot_mapping) const {
+  WriteCall write_call(const PoolView& pool, std::int64_t num_tokens, nb::handle slot_mapping) const {
     const TensorView slots(slot_mapping, "slot_mapping", 1);
-    require(slots.shape(0) == call.rows, "hidden and slot_mapping differ in tokens");
-    WriteCall& write = call.write;
-    write.pool = pool.layer(0);
-    write.block_stride = pool.view.stride(0) * pool.element_bytes;
-    write.head_stride = pool.view.stride(1) * pool.element_bytes;
-    write.num_tokens = call.rows;
-    write.num_kv_heads = num_kv_heads_;
-    write.num_blocks = pool.num_blocks();
-    write.block_size = pool.block_size();
-    write.row_bytes = head_dim_ * pool.element_bytes;
-    write.slot_mapping = slots.int64_data();
-    write.source = dtype_;
+    require(slots.shape(0) == num_tokens, "hidden and slot_mapping differ in tokens");
+    WriteCall call = pool.write_call(0, slots);
+    call.source = dtype_;
+    return call;
   }
 
   // `metadata` is an AttentionMetadata of paged_kernels.base.
-  void set_attention(BatchAttention& of_batch, const PoolView& pool, std::int64_t num_tokens, nb::handle metadata) const {
-    const TensorView tables(metadata.attr("block_tables"), "block_tables", 2);
-    const TensorView starts(metadata.attr("query_start_loc"), "query_start_loc", 1);
-    const TensorView lens(metadata.attr("seq_lens"), "seq_lens", 1);
-    require(starts.shape(0) == lens.shape(0) + 1 && tables.shape(0) == lens.shape(0), "the metadata differ in sequences");
-    AttentionCall& attention = of_batch.call;
-    attention.pool = pool.layer(0);
-    attention.block_stride = pool.view.stride(0);
-    attention.head_stride = pool.view.stride(1);
-    attention.block_tables = tables.int32_data();
-    attention.table_stride = tables.shape(1);
-    attention.query_start_loc = starts.int32_data();
-    attention.seq_lens = lens.int32_data();
-    attention.num_heads = static_cast<int>(num_heads_);
-    attention.num_kv_heads = static_cast<int>(num_kv_heads_);
-    attention.head_dim = static_cast<int>(head_dim_);
-    attention.block_size = static_cast<int>(pool.block_size());
-    of_batch.batch = {num_tokens, lens.shape(0), pool.num_blocks()};
+  BatchAttention batch_attention(const PoolView& pool, std::int64_t num_tokens, nb::handle metadata) const {
+    const Sequences sequences(metadata.attr("block_tables"), metadata.attr("query_start_loc"), metadata.attr("seq_lens"));
+    AttentionCall call = pool.attention_call(0, sequences);
+    call.num_heads = static_cast<int>(num_heads_);
+    return {call, {num_tokens, sequences.count(), pool.num_blocks()}};
   }
 
   // `last_tokens` is a LastTokens of paged_kernels.base.
@@ -148,8 +127,9 @@ class LayerStack {
     last.rows = rows.int64_data();
     for (std::int64_t i = 0; i < rows.shape(0); ++i)
       require(last.rows[i] < call.rows && last.rows[i] >= 0 && (i == 0 || last.rows[i - 1] < last.rows[i]), "the last tokens are not ascending rows");
-    last.attention = call.attention;
-    set_attention(last.attention, pool, rows.shape(0), last_tokens.attr("metadata"));
+    last.attention = batch_attention(pool, rows.shape(0), last_tokens.attr("metadata"));
+    last.attention.call.key_scales = call.write.key_scales;
+    last.attention.call.value_scales = call.write.value_scales;
   }
 
   const float* scales(nb::handle object, const char* name) const {

@@ -26,17 +26,15 @@ namespace nb = nanobind;
 namespace paged {
 namespace {
 
-// The pool with its layer and that layer's scales chosen.
+// The pool with the scales of a layer.
 struct Pool : PoolView {
-  Pool(nb::handle object, std::int64_t layer, nb::handle key_scale_object, nb::handle value_scale_object)
-      : PoolView(object, !key_scale_object.is_none()), data(PoolView::layer(layer)) {
+  Pool(nb::handle object, nb::handle key_scale_object, nb::handle value_scale_object) : PoolView(object, !key_scale_object.is_none()) {
     require(key_scale_object.is_none() == value_scale_object.is_none(), "key_scale and value_scale go together");
     if (key_scale_object.is_none()) return;
     key_scales = scales(key_scale_object, "key_scale");
     value_scales = scales(value_scale_object, "value_scale");
   }
 
-  char* data;
   const float* key_scales = nullptr;
   const float* value_scales = nullptr;
 
@@ -58,7 +56,7 @@ TensorView token_tensor(nb::handle object, const char* name, const Pool& pool) {
 
 void bind_write_kv(nb::handle key_object, nb::handle value_object, nb::handle pool_object, std::int64_t layer, nb::handle slot_mapping,
                    nb::handle key_scale, nb::handle value_scale, int num_threads) {
-  const Pool pool(pool_object, layer, key_scale, value_scale);
+  const Pool pool(pool_object, key_scale, value_scale);
   const TensorView key = token_tensor(key_object, "key", pool);
   const TensorView value = token_tensor(value_object, "value", pool);
   const TensorView slots(slot_mapping, "slot_mapping", 1);
@@ -67,22 +65,13 @@ void bind_write_kv(nb::handle key_object, nb::handle value_object, nb::handle po
   const DType source = key.element_type();
   value.require_element_type(source);
   const std::int64_t bytes = element_size(source);
-  WriteCall call{};
+  WriteCall call = pool.write_call(layer, slots);
   call.key = key.data<const char>();
   call.key_token_stride = key.stride(0) * bytes;
   call.key_head_stride = key.stride(1) * bytes;
   call.value = value.data<const char>();
   call.value_token_stride = value.stride(0) * bytes;
   call.value_head_stride = value.stride(1) * bytes;
-  call.pool = pool.data;
-  call.block_stride = pool.view.stride(0) * pool.element_bytes;
-  call.head_stride = pool.view.stride(1) * pool.element_bytes;
-  call.num_tokens = slots.shape(0);
-  call.num_kv_heads = pool.num_kv_heads();
-  call.num_blocks = pool.num_blocks();
-  call.block_size = pool.block_size();
-  call.row_bytes = pool.head_dim() * pool.element_bytes;
-  call.slot_mapping = slots.int64_data();
   call.key_scales = pool.key_scales;
   call.value_scales = pool.value_scales;
   call.source = source;
@@ -93,39 +82,26 @@ void bind_write_kv(nb::handle key_object, nb::handle value_object, nb::handle po
 void bind_paged_attention(nb::handle output_object, nb::handle query_object, nb::handle pool_object, std::int64_t layer,
                           nb::handle block_tables, nb::handle query_start_loc, nb::handle seq_lens, float scale, std::int64_t window,
                           nb::handle key_scale, nb::handle value_scale, int num_threads) {
-  const Pool pool(pool_object, layer, key_scale, value_scale);
+  const Pool pool(pool_object, key_scale, value_scale);
   const TensorView query = token_tensor(query_object, "query", pool);
   const TensorView output = token_tensor(output_object, "output", pool);
   output.require_element_type(query.element_type());
-  const TensorView tables(block_tables, "block_tables", 2);
-  const TensorView starts(query_start_loc, "query_start_loc", 1);
-  const TensorView lens(seq_lens, "seq_lens", 1);
+  const Sequences sequences(block_tables, query_start_loc, seq_lens);
   output.require_contiguous_from(0);
   require(output.shape(0) == query.shape(0) && output.shape(1) == query.shape(1), "output and query differ in shape");
   require(query.shape(1) > 0 && query.shape(1) % pool.num_kv_heads() == 0, "query heads are not a multiple of the pool's KV heads");
-  require(starts.shape(0) == lens.shape(0) + 1 && tables.shape(0) == lens.shape(0), "the metadata differ in sequences");
   require(scale > 0.0f, "scale must be positive");
-  AttentionCall call{};
+  AttentionCall call = pool.attention_call(layer, sequences);
   call.query = query.data<const void>();
   call.query_token_stride = query.stride(0);
   call.query_head_stride = query.stride(1);
   call.output = output.data<void>();
-  call.pool = pool.data;
-  call.block_stride = pool.view.stride(0);
-  call.head_stride = pool.view.stride(1);
-  call.block_tables = tables.int32_data();
-  call.table_stride = tables.shape(1);
-  call.query_start_loc = starts.int32_data();
-  call.seq_lens = lens.int32_data();
   call.num_heads = static_cast<int>(query.shape(1));
-  call.num_kv_heads = static_cast<int>(pool.num_kv_heads());
-  call.head_dim = static_cast<int>(pool.head_dim());
-  call.block_size = static_cast<int>(pool.block_size());
   call.scale = scale;
   call.window = window;
   call.key_scales = pool.key_scales;
   call.value_scales = pool.value_scales;
-  const BatchShape batch{query.shape(0), lens.shape(0), pool.num_blocks()};
+  const BatchShape batch{query.shape(0), sequences.count(), pool.num_blocks()};
   const DType dtype = query.element_type();
   const nb::gil_scoped_release release;
   paged_attention(call, batch, dtype, num_threads);

@@ -1,13 +1,28 @@
-// The KV pool of a call from Python: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
+// The KV pool of a call from Python, [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], and what the kernels' calls need of
+// it.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 
 #include "kernel_table.h"
+#include "paged_attention.h"
 #include "tensor.h"
 
 namespace paged {
+
+// The sequences of a batch: block_tables [num_seqs, width], query_start_loc [num_seqs + 1], seq_lens [num_seqs].
+struct Sequences {
+  Sequences(nanobind::handle block_tables, nanobind::handle query_start_loc, nanobind::handle seq_lens)
+      : tables(block_tables, "block_tables", 2), starts(query_start_loc, "query_start_loc", 1), lens(seq_lens, "seq_lens", 1) {
+    require(starts.shape(0) == count() + 1 && tables.shape(0) == count(), "the metadata differ in sequences");
+  }
+  std::int64_t count() const { return lens.shape(0); }
+
+  TensorView tables;
+  TensorView starts;
+  TensorView lens;
+};
 
 // e4m3 (as uint8) exactly where there are scales, which are the caller's to set.
 struct PoolView {
@@ -31,6 +46,37 @@ struct PoolView {
   char* layer(std::int64_t layer) const {
     require(layer >= 0 && layer < num_layers(), "layer is outside the pool");
     return view.data<char>() + layer * view.stride(2) * element_bytes;
+  }
+
+  // Keys, values, their type and scales are the caller's to set.
+  WriteCall write_call(std::int64_t layer, const TensorView& slots) const {
+    WriteCall call{};
+    call.pool = this->layer(layer);
+    call.block_stride = view.stride(0) * element_bytes;
+    call.head_stride = view.stride(1) * element_bytes;
+    call.num_tokens = slots.shape(0);
+    call.num_kv_heads = num_kv_heads();
+    call.num_blocks = num_blocks();
+    call.block_size = block_size();
+    call.row_bytes = head_dim() * element_bytes;
+    call.slot_mapping = slots.int64_data();
+    return call;
+  }
+
+  // Queries, their heads, output, scales, scale and window are the caller's to set.
+  AttentionCall attention_call(std::int64_t layer, const Sequences& sequences) const {
+    AttentionCall call{};
+    call.pool = this->layer(layer);
+    call.block_stride = view.stride(0);
+    call.head_stride = view.stride(1);
+    call.block_tables = sequences.tables.int32_data();
+    call.table_stride = sequences.tables.shape(1);
+    call.query_start_loc = sequences.starts.int32_data();
+    call.seq_lens = sequences.lens.int32_data();
+    call.num_kv_heads = static_cast<int>(num_kv_heads());
+    call.head_dim = static_cast<int>(head_dim());
+    call.block_size = static_cast<int>(block_size());
+    return call;
   }
 
   TensorView view;
