@@ -22,6 +22,7 @@ from bench.gpu.task import Task
 from kv_connector.header import payload_digest
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.gpu.sampler import sampling_tensors
+from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
 
@@ -219,7 +220,7 @@ def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Cas
     logits = torch.randn(sizes.num_tokens, sizes.vocab_size, device=device) * 3
     likely = logits.topk(3).indices.tolist()  # the outputs so far: without penalties they are sampled again
     rows = [
-        SamplingRow(params, 0, 5 + index, 3, seen_tokens(params, ids[1:], ids[:1] * 3))
+        SamplingRow(params, 0, 5 + index, 3, seen_tokens(params, ids[1:], ids[:1] * 3), fixed_edits(params))
         for index, ids in enumerate(likely)
     ]
     tensors = sampling_tensors(rows, (), device)

@@ -299,7 +299,7 @@ class Engine:
     ) -> tuple[FinishReason | None, int | None]:
         sampling = sequence.request.sampling
         ended = token_id in self._eos_token_ids and not sampling.ignore_eos
-        if ended or token_id in sampling.stop_token_ids:
+        if ended or token_id in sequence.fixed_edits().stop_token_ids:
             return FinishReason.STOP, token_id
         if sequence.num_prompt_tokens + num_output_tokens >= sequence.max_num_tokens:
             return FinishReason.LENGTH, None

@@ -363,4 +363,5 @@ def _sampling_row(sequence: Sequence, choice_index: int) -> SamplingRow:
         position=sequence.num_expected_tokens,
         num_output_tokens=sequence.num_expected_tokens - sequence.num_prompt_tokens,
         seen=sequence.seen_tokens(),
+        fixed=sequence.fixed_edits(),
     )

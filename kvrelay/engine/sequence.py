@@ -9,6 +9,7 @@ from enum import Enum
 from kvrelay.core.block_hash import BlockHash, block_hashes, next_block_hash
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.sampling.fixed_edits import FixedEdits, fixed_edits
 from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
 
@@ -31,6 +32,7 @@ class Sequence:
 
     __slots__ = (
         "_block_hashes",
+        "_fixed",
         "_root",
         "_seen",
         "arrival",
@@ -90,6 +92,7 @@ class Sequence:
         self.prompt_reported = False
         self._root = root
         self._block_hashes: list[BlockHash] = []
+        self._fixed: FixedEdits | None = None
         self._seen: SeenTokens | None = None
 
     @property
@@ -161,6 +164,12 @@ class Sequence:
             self._block_hashes += block_hashes(parent, self.token_ids[num_named * size : num_blocks * size], size)
         return self._block_hashes[:num_blocks]
 
+    def fixed_edits(self) -> FixedEdits:
+        """Returns the biases and stop tokens of the request, as arrays that are built once."""
+        if self._fixed is None:
+            self._fixed = fixed_edits(self.request.sampling)
+        return self._fixed
+
     def seen_tokens(self) -> SeenTokens | None:
         """Returns what penalties read of the known tokens, None if there is no penalty."""
         if self._seen is None:
@@ -198,5 +207,6 @@ class Sequence:
         sibling.prompt_reported = True
         sibling.state = self.state
         sibling._block_hashes = self._block_hashes.copy()
+        sibling._fixed = self._fixed
         sibling._seen = None if self._seen is None else self._seen.copy()
         return sibling

@@ -94,6 +94,8 @@ class FakeRunner:
 
     def _check_row(self, row: SamplingRow, context: list[int]) -> None:
         assert row.position == len(context)
+        assert row.fixed.biased_ids.tolist() == sorted(dict(row.params.biases))
+        assert row.fixed.stop_token_ids == set(row.params.stop_token_ids)
         if reads_tokens(row.params):
             assert row.seen is not None
             counts = Counter(context[len(context) - row.num_output_tokens :])

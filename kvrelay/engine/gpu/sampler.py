@@ -140,29 +140,26 @@ def _edits(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> dict[st
 
 
 def _edits_of(row: SamplingRow, eos_token_ids: Sequence[int]) -> dict[str, Array]:
-    """Returns the edits of one row: first those of the tokens that penalties have seen, which may be thousands and are
-    never looped over, then those of other tokens with a bias or a ban."""
-    params = row.params
-    bias: dict[int, float] = {}
-    for token, amount in params.biases:
-        bias[token] = bias.get(token, 0.0) + amount
-    banned: set[int] = set()
+    """Returns the edits of one row: first those of the tokens that penalties have seen, then those of other tokens with
+    a bias or a ban. There may be very many of each, so that none are looped over."""
+    params, fixed, seen = row.params, row.fixed, row.seen or SeenTokens()
+    banned: list[Array] = []
     if row.num_output_tokens < params.min_tokens:
-        banned.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
-    seen = row.seen or SeenTokens()
-    changed = list(dict.fromkeys((*bias, *banned)))
-    places = seen.places_of(changed)
+        banned = [fixed.stop_ids, np.array([] if params.ignore_eos else [*set(eos_token_ids)], dtype=np.int64)]
+    tokens = seen.token_ids
+    for others in (fixed.biased_ids, *banned):
+        if len(others):
+            tokens = np.concatenate((tokens, others[~np.isin(others, tokens)]))
     num_seen = len(seen.token_ids)
-    tokens = np.zeros(max((num_seen, *(place + 1 for place in places))), dtype=np.int64)
     biases, amounts, flags = np.zeros(len(tokens)), np.zeros(len(tokens)), np.zeros_like(tokens)
-    tokens[:num_seen] = seen.token_ids
     if params.repetition_penalty != 1.0:
         flags[:num_seen] = EDIT_SEEN
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         penalties = params.presence_penalty + params.frequency_penalty * seen.output_counts
         amounts[:num_seen] = np.where(seen.output_counts > 0, penalties, 0.0)
-    for place, token in zip(places, changed, strict=True):
-        tokens[place] = token
-        biases[place] = bias.get(token, 0.0)
-        flags[place] += EDIT_BANNED if token in banned else 0
+    if params.biases:
+        places = np.searchsorted(fixed.biased_ids, tokens).clip(max=len(fixed.biased_ids) - 1)
+        biases = np.where(fixed.biased_ids[places] == tokens, fixed.biases[places], 0.0)
+    if banned:
+        flags += EDIT_BANNED * np.isin(tokens, np.concatenate(banned))
     return {"edit_tokens": tokens, "edit_biases": biases, "edit_amounts": amounts, "edit_flags": flags}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.sampling.fixed_edits import FixedEdits
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -43,14 +44,15 @@ def adjust(
     eos_token_ids: Sequence[int],
     num_output_tokens: int,
     seen: SeenTokens | None,
+    fixed: FixedEdits,
 ) -> Tensor:
-    """Returns a changed copy of one row of logits, `[vocab_size]` float32. `seen` is that of `seen_tokens`."""
+    """Returns a changed copy of one row of logits, `[vocab_size]` float32. `seen` and `fixed` are those of
+    `seen_tokens` and `fixed_edits`."""
     logits = logits.clone()
     if params.biases:
-        token_ids, biases = zip(*params.biases, strict=True)
-        logits.index_add_(0, _ids(token_ids, logits), torch.tensor(biases, dtype=logits.dtype, device=logits.device))
+        logits.index_add_(0, torch.from_numpy(fixed.biased_ids), torch.from_numpy(fixed.biases))
     if num_output_tokens < params.min_tokens:
-        _ban_ends(logits, params, eos_token_ids)
+        _ban_ends(logits, fixed, () if params.ignore_eos else eos_token_ids)
     if seen is not None:
         if params.repetition_penalty != 1.0:
             _penalize_repetition(logits, torch.from_numpy(seen.token_ids), params.repetition_penalty)
@@ -59,12 +61,10 @@ def adjust(
     return logits
 
 
-def _ban_ends(logits: Tensor, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+def _ban_ends(logits: Tensor, fixed: FixedEdits, eos_token_ids: Sequence[int]) -> None:
     """Bans the tokens that would end the output, unless those are all tokens."""
-    ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-    if not ends:
-        return
-    banned = logits.index_fill(0, _ids(ends, logits), -torch.inf)
+    banned = logits.index_fill(0, torch.from_numpy(fixed.stop_ids), -torch.inf)
+    banned[list(eos_token_ids)] = -torch.inf
     if banned.max() > -torch.inf:
         logits.copy_(banned)
 
@@ -84,7 +84,3 @@ def _penalize_presence(logits: Tensor, seen: SeenTokens, params: SamplingParams)
     in_output = seen.output_counts > 0
     amounts = params.presence_penalty + params.frequency_penalty * seen.output_counts[in_output]
     logits[torch.from_numpy(seen.token_ids[in_output])] -= torch.from_numpy(amounts).to(logits.dtype)
-
-
-def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)

@@ -26,6 +26,7 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.record import record
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.sampling.fixed_edits import NO_EDITS, FixedEdits
 from kvrelay.engine.sampling.penalties import adjust, changes_logits
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
@@ -42,7 +43,7 @@ class SamplingRow:
 
     `position` is the index of the new token in its sequence, prompt included. `num_output_tokens` were sampled before
     it. `seen` is that of `seen_tokens`. It belongs to the sequence, which adds nothing to it before this row is
-    sampled.
+    sampled. `fixed` is that of `fixed_edits`.
     """
 
     params: SamplingParams
@@ -50,6 +51,7 @@ class SamplingRow:
     position: int
     num_output_tokens: int
     seen: SeenTokens | None = None
+    fixed: FixedEdits = NO_EDITS
 
 
 @record
@@ -102,6 +104,7 @@ class Sampler:
             eos_token_ids=self.eos_token_ids,
             num_output_tokens=row.num_output_tokens,
             seen=row.seen,
+            fixed=row.fixed,
         )
 
     def _draw(self, scores: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:

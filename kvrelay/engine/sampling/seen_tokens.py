@@ -5,7 +5,6 @@ once, in the order of first appearance, prompt first.
 """
 
 from collections.abc import Iterable
-from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +32,6 @@ class SeenTokens:
     def output_counts(self) -> Integers:
         """Returns how often each of `token_ids` is in the output. Also valid until the next `add`."""
         return self._counts[: len(self._places)]
-
-    def places_of(self, token_ids: Iterable[int]) -> list[int]:
-        """Returns the index of each of these tokens in `token_ids`. Those that have not been seen get the indices after
-        the last one."""
-        unseen = count(len(self._places))
-        return [self._places[one] if one in self._places else next(unseen) for one in token_ids]
 
     def add(self, output_token_ids: Iterable[int]) -> None:
         """Adds the next tokens of the output."""

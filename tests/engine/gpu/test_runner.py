@@ -30,6 +30,7 @@ from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
+from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.penalties import changes_logits, seen_tokens
 from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS, SamplingRow
 
@@ -61,8 +62,8 @@ GREEDY = SamplingRow(SamplingParams(temperature=0.0, seed=0), 0, 41, 1)
 SAMPLED = SamplingParams(
     seed=1, top_p=0.9, top_k=5, min_p=0.1, logprobs=3, repetition_penalty=1.2, logit_bias=((3, 1.0),), min_tokens=9
 )
-LONG = SamplingRow(SAMPLED, 0, 1041, 41, seen_tokens(SAMPLED, range(1000)))  # 16 kB of penalties
-EDITED = SamplingRow(SAMPLED, 0, 41, 1, seen_tokens(SAMPLED, (1, 2, 3), (4, 5)))
+LONG = SamplingRow(SAMPLED, 0, 1041, 41, seen_tokens(SAMPLED, range(1000)), fixed_edits(SAMPLED))  # 16 kB of penalties
+EDITED = SamplingRow(SAMPLED, 0, 41, 1, seen_tokens(SAMPLED, (1, 2, 3), (4, 5)), fixed_edits(SAMPLED))
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.sampler import SampledToken, Sampler, SamplingRow, prompt_logprobs
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
@@ -28,7 +29,8 @@ def make_row(
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
 ) -> SamplingRow:
-    return SamplingRow(params, choice_index, position, len(output), seen_tokens(params, prompt, output))
+    seen = seen_tokens(params, prompt, output)
+    return SamplingRow(params, choice_index, position, len(output), seen, fixed_edits(params))
 
 
 def make_logits(seed: int, num_rows: int = 1, *, vocab_size: int = VOCAB_SIZE, ties: bool = False) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.gpu.sampler import GpuSampler
+from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.penalties import adjust, seen_tokens
 from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
@@ -56,12 +57,6 @@ def test_tokens_are_counted_as_they_come(seed: int) -> None:
             assert_counted(seen, prompt, output)
 
 
-def test_places_of_unseen_tokens_come_last() -> None:
-    seen = SeenTokens((5, 6, 5), (8, 6))
-    assert seen.places_of((9, 8, 3, 5)) == [3, 2, 4, 0]
-    assert SeenTokens().places_of((4, 1)) == [0, 1] and seen.places_of(()) == []
-
-
 def drawn(seed: int, penalties: dict[str, Any]) -> tuple[SamplingParams, list[int], list[int]]:
     """Returns parameters, a prompt and an output whose tokens overlap with the biased and the banned ones."""
     rng = random.Random(seed)
@@ -99,9 +94,10 @@ def test_logits_have_the_bits_of_the_plain_formula(seed: int, penalties: dict[st
     params, prompt, output = drawn(seed, penalties)
     logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
     unpenalised = replace(params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-    before = adjust(logits, unpenalised, eos_token_ids=EOS, num_output_tokens=len(output), seen=None)
+    num, fixed = len(output), fixed_edits(params)
+    before = adjust(logits, unpenalised, eos_token_ids=EOS, num_output_tokens=num, seen=None, fixed=fixed)
     seen = seen_tokens(params, prompt, output)
-    found = adjust(logits, params, eos_token_ids=EOS, num_output_tokens=len(output), seen=seen)
+    found = adjust(logits, params, eos_token_ids=EOS, num_output_tokens=num, seen=seen, fixed=fixed)
     assert torch.equal(found, plainly_penalised(before, params, prompt, output))
 
 
@@ -109,7 +105,7 @@ def test_logits_have_the_bits_of_the_plain_formula(seed: int, penalties: dict[st
 @pytest.mark.parametrize("seed", range(5))
 def test_a_gpu_gets_each_changed_token_once(seed: int, penalties: dict[str, Any]) -> None:
     params, prompt, output = drawn(seed, penalties)
-    row = SamplingRow(params, 0, 0, len(output), seen_tokens(params, prompt, output))
+    row = SamplingRow(params, 0, 0, len(output), seen_tokens(params, prompt, output), fixed_edits(params))
     plain = SamplingRow(SamplingParams(seed=1), 0, 0, 0)
     arrays = GpuSampler(EOS).arrays([plain, row, plain, row])
     starts, tokens, biases, amounts, flags = (

@@ -14,6 +14,7 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.sampling_params import MAX_SEED, SamplingParams
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
 from kvrelay.engine.gpu.sampler import GpuSampler
+from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
 from kvrelay.engine.sampling.sampler import SampledToken, Sampler, SamplingRow
@@ -27,7 +28,8 @@ def make_row(index: int, **fields: Any) -> SamplingRow:
     chooser = random.Random(index)
     prompt = [chooser.randrange(VOCAB_SIZE) for _ in range(200)]
     output = [chooser.randrange(40) for _ in range(30)]
-    return SamplingRow(params, index % 3, 230 + index, len(output), seen_tokens(params, prompt, output))
+    seen = seen_tokens(params, prompt, output)
+    return SamplingRow(params, index % 3, 230 + index, len(output), seen, fixed_edits(params))
 
 
 def make_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
