@@ -32,10 +32,11 @@ class SamplingParams:
     unmodified logits. Randomness is a pure function of (seed, choice index, position); with `seed` None the router
     (or `LLM`) draws one.
 
-    What clients may write in several ways has one form here. A `top_k` of -1 becomes 0, and a negative `seed` the
-    unsigned number of the same 64 bits. `stop` may be one string, and `logit_bias` a mapping from token id to bias or
-    such pairs. Both become tuples, and so does `stop_token_ids`; InvalidRequestError if that is not possible, or if
-    there are too many entries, of which those past the limit are not looked at.
+    What clients may write in several ways has one form here. Numbers of other types, such as numpy's and `Fraction`,
+    become Python's own. A `top_k` of -1 becomes 0, and a negative `seed` the unsigned number of the same 64 bits.
+    `stop` may be one string, and `logit_bias` a mapping from token id to bias or such pairs. Both become tuples, and so
+    does `stop_token_ids`; InvalidRequestError if that is not possible, or if there are too many entries, of which those
+    past the limit are not looked at.
     """
 
     n: int = 1
@@ -59,10 +60,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name in (*_INTEGERS, *_OPTIONAL_INTEGERS, *_NUMBERS):
+            object.__setattr__(self, name, _plain(getattr(self, name), as_float=name in _NUMBERS))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        if isinstance(self.seed, Integral) and MIN_SEED <= self.seed < 0:
-            object.__setattr__(self, "seed", int(self.seed) % 2**64)
+        if isinstance(self.seed, int) and MIN_SEED <= self.seed < 0:
+            object.__setattr__(self, "seed", self.seed % 2**64)
         pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         biases = _tuple("logit_bias", pairs, MAX_TOKEN_ENTRIES, "a mapping from token id to bias")
         object.__setattr__(self, "logit_bias", biases)
@@ -135,6 +138,18 @@ class SamplingParams:
             _check_type("stop_token_ids", item, Integral, "token ids")
         for text in self.stop:
             _check_type("stop", text, str, "a string or several")
+
+
+def _plain(value: object, *, as_float: bool) -> object:
+    """Returns a number as an int or a float, anything else as it is: `validate` refuses that."""
+    if type(value) in (int, float, bool):
+        return value
+    if as_float and isinstance(value, Real):
+        try:
+            return float(value)
+        except OverflowError:
+            return value
+    return int(value) if isinstance(value, Integral) else value
 
 
 def _tuple(name: str, values: Iterable[object], most: int, wanted: str) -> tuple[object, ...]:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,26 @@ def test_a_seed_and_a_top_k_that_is_off_have_one_form() -> None:
 
 
 @pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
+@pytest.mark.parametrize("number", [Fraction(1, 2), np.float16(0.5), np.float32(0.5), np.float64(0.5)], ids=repr)
+def test_numbers_of_other_types_become_floats(field: str, number: Any) -> None:
+    given: dict[str, Any] = {field: number}
+    sampling = SamplingParams(**given)
+    sampling.validate(vocab_size=100)
+    assert type(getattr(sampling, field)) is float and getattr(sampling, field) == 0.5
+
+
+@pytest.mark.parametrize("field", ["n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("number", [np.uint8(9), np.int32(9), np.uint64(9)], ids=repr)
+def test_integers_of_other_types_become_pythons_own(field: str, number: Any) -> None:
+    given: dict[str, Any] = {field: number}
+    sampling = SamplingParams(**given)
+    sampling.validate(vocab_size=100)
+    assert type(getattr(sampling, field)) is int and getattr(sampling, field) == 9
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("max_tokens", None),
@@ -54,6 +76,10 @@ def test_a_seed_and_a_top_k_that_is_off_have_one_form() -> None:
         ("n", True),
         ("temperature", False),
         ("temperature", None),
+        ("temperature", Decimal("0.5")),
+        ("temperature", Fraction(10**400)),
+        ("repetition_penalty", Fraction(10**400)),
+        ("n", np.float64(2.0)),
         ("top_p", "0.9"),
         ("repetition_penalty", None),
         ("stop", [1, 2]),

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from paged_kernels.threads import num_threads, threads_kept
@@ -103,6 +105,19 @@ def test_one_stop_string_may_be_given_as_such(llm: LLM) -> None:
 def test_a_mapping_of_biases_is_applied(llm: LLM) -> None:
     [result] = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, logit_bias={7: 100.0}), progress=False)
     assert set(result.outputs[0].token_ids) == {7}
+
+
+def test_numbers_of_any_type_are_sampled_with(llm: LLM) -> None:
+    plain = SamplingParams(temperature=0.5, top_p=0.5, seed=3, max_tokens=8, logit_bias={7: 1.5})
+    others: dict[str, Any] = {
+        "temperature": Fraction(1, 2),
+        "top_p": np.float16(0.5),
+        "seed": np.uint8(3),
+        "max_tokens": np.uint8(8),
+        "logit_bias": {np.int64(7): Fraction(3, 2)},
+    }
+    [first], [second] = (llm.generate(PROMPTS[0], one, progress=False) for one in (plain, SamplingParams(**others)))
+    assert first.outputs == second.outputs
 
 
 def test_quantised_weights_still_answer_and_name_their_kv_otherwise(llm: LLM) -> None:
