@@ -16,7 +16,7 @@ from kvrelay.text.tokenizer import ChatMessage, Tokenizer
 from router.request import Relay, RoutedRequest, ServedModel
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_PRIORITY = 2**31 - 1
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 MAX_CACHE_SALT_CHARS = 1024
 MAX_MESSAGES = 8192
 Role = Literal["system", "developer", "user", "assistant"]
@@ -87,7 +87,7 @@ class RequestValidator:
         # Checked before the prompt is tokenised, because it costs nothing and does not depend on the prompt.
         sampling = _checked_sampling(client, model)
         token_ids = await self.token_ids(client.prompt, model)
-        if not -MAX_PRIORITY <= client.priority <= MAX_PRIORITY:
+        if not MIN_PRIORITY <= client.priority <= MAX_PRIORITY:
             raise InvalidRequestError(f"priority must fit 32 bits, got {client.priority}", field="priority")
         return RoutedRequest(
             request_id=request_id,

@@ -82,6 +82,8 @@ async def test_what_the_client_gave_is_kept(relay: ScriptedRelay) -> None:
     request = await routed(relay, longest)
     assert (request.sampling.min_tokens, request.priority) == (5, 2**31 - 1)
     assert request.timeout == 60.0, "a client's own time only shortens it"
+    request = await routed(relay, ClientRequest(TEXT, SamplingParams(), priority=-(2**31)))
+    assert request.priority == -(2**31)
 
 
 @pytest.mark.parametrize(
