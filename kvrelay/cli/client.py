@@ -16,7 +16,7 @@ from pydantic_settings import CliPositionalArg
 from kvrelay.core.config import ProcessSettings, Verbatim, load_settings
 from kvrelay.core.option_types import HostPort, Timeout
 from kvrelay.core.rpc import DETAILS_KEY
-from kvrelay.core.sampling_params import MAX_SEED
+from kvrelay.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 ROUTER_SERVICE = "kvrelay.v1.Router"
@@ -39,7 +39,7 @@ class GenerateSettings(ClientSettings):
     max_tokens: int | None = Field(default=128, gt=0, lt=2**63, description="Most tokens to generate.")
     temperature: float | None = Field(default=None, ge=0, description="0 is greedy.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Sample from the likeliest tokens of this mass.")
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="The same seed gives the same text.")
+    seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED, description="The same seed gives the same text.")
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Verbatim()] = Field(
         default=(), description="A text at which the answer ends, as it is; repeatable."
     )
@@ -127,7 +127,7 @@ def _request(settings: GenerateSettings) -> router_pb2.GenerateRequest:
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
-        seed=settings.seed,
+        seed=SamplingParams(seed=settings.seed).seed,  # on the wire it has no sign
         stop=settings.stop,
     )
 

@@ -82,6 +82,12 @@ def test_complete_prints_the_text(running: RunningRouter, capsys: pytest.Capture
     assert not request.HasField("top_p"), "what is not set is the router's to choose"
 
 
+def test_a_negative_seed_is_the_same_as_over_http(running: RunningRouter) -> None:
+    assert client.complete(["hi", "--url", running.url, "--seed", "-1"]) == 0
+    assert client.complete(["hi", "--url", running.url, f"--seed={-(2**63)}"]) == 0
+    assert [request.seed for request in running.router.asked] == [2**64 - 1, 2**63]
+
+
 def test_a_stop_string_is_sent_as_it_is(running: RunningRouter) -> None:
     wanted = ["\n", " the", "Hello, world", ",", '["a"]']
     assert client.complete(["hi", "--url", running.url, *(word for text in wanted for word in ("--stop", text))]) == 0
@@ -137,7 +143,13 @@ def test_an_address_may_have_the_scheme_of_grpc(running: RunningRouter, capsys: 
 
 
 @pytest.mark.parametrize(
-    "argv", [("--seed", "18446744073709551616"), ("--max-tokens", "9223372036854775808"), ("--timeout", "1e10")]
+    "argv",
+    [
+        ("--seed", "18446744073709551616"),
+        ("--seed", "-9223372036854775809"),
+        ("--max-tokens", "9223372036854775808"),
+        ("--timeout", "1e10"),
+    ],
 )
 def test_a_number_that_cannot_be_sent_is_refused(argv: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
