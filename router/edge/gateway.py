@@ -146,7 +146,8 @@ class _Gateway:
         if body.stream:
             events = generation.stream(include_usage=body.include_usage, error_body=_error_body)
             return EventStream(events)
-        return JSONResponse(await until_disconnect(request.receive, generation.whole()))
+        whole = await until_disconnect(request.receive, generation.whole())
+        return Response(whole, media_type="application/json")
 
     def _texts(self, prompts: Sequence[TextPrompt | TokenPrompt]) -> list[str]:
         return [

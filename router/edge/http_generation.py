@@ -19,10 +19,10 @@ from router.edge.openai_format import (
     Usage,
     WholeChoice,
     event,
-    prompt_logprobs_as_json,
     whole_response,
 )
 from router.edge.outputs import Edge, GenerationEvent
+from router.edge.prompt_logprobs import encoded
 from router.request import RequestTrace, RoutedRequest
 
 _logger = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ class HttpGeneration:
         self._stop_token_ids = frozenset(requests[0].sampling.stop_token_ids)
         self._usage = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
 
-    async def whole(self) -> Json:
+    async def whole(self) -> bytes:
+        """Returns the encoded response."""
         choices = [WholeChoice() for _ in range(self._n * len(self._requests))]
         async with aclosing(self._events()) as events:
             async for prompt_index, found in events:
@@ -51,9 +52,9 @@ class HttpGeneration:
                 elif isinstance(found, RequestTrace):
                     self._usage.traces[prompt_index] = found
                 else:
-                    rendered = prompt_logprobs_as_json(self._edge.tokenizer, found.logprobs)
+                    shared = await encoded(self._edge.tokenizer, found.logprobs)
                     for choice in choices[first : first + self._n]:
-                        choice.prompt_logprobs = rendered
+                        choice.prompt_logprobs = shared
         return whole_response(self._shape, self._envelope, choices, self._n, self._usage)
 
     async def stream(

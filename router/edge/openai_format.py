@@ -1,4 +1,4 @@
-"""Responses of the OpenAI API: whole ones as dicts, streamed ones as server-sent events.
+"""Responses of the OpenAI API: whole ones, and streamed ones as server-sent events.
 
 Invariant: events with text are built from strings, without a dict, and what does not change is encoded once per
 request.
@@ -60,7 +60,7 @@ class WholeChoice:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
-    prompt_logprobs: list[Json | None] | None = None
+    prompt_logprobs: bytes | None = None  # encoded, and shared by the choices of a prompt
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -122,10 +122,10 @@ class CompletionFormat:
         text = self._tokenizer.token_text
         return {
             "tokens": [text(entry.token_id) for entry in entries],
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [
                 {
-                    text(token_id): _finite(logprob)
+                    text(token_id): finite(logprob)
                     for token_id, logprob in (*reversed(entry.top), (entry.token_id, entry.logprob))
                 }
                 for entry in entries
@@ -168,7 +168,7 @@ class ChatFormat:
     def _token(self, token_id: int, logprob: float) -> Json:
         return {
             "token": self._tokenizer.token_text(token_id),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 
@@ -231,9 +231,9 @@ class StreamFormatter:
         return event(self._head | {"choices": [choice]})
 
 
-def whole_response(shape: Format, envelope: Envelope, choices: Sequence[WholeChoice], n: int, usage: Usage) -> Json:
+def whole_response(shape: Format, envelope: Envelope, choices: Sequence[WholeChoice], n: int, usage: Usage) -> bytes:
     """Returns the body of a response that is not streamed. `choices` are in order, `n` for each prompt."""
-    rendered = []
+    pieces = [_to_json(envelope.head(shape.object_name))[:-1].encode(), b',"choices":[']
     for index, choice in enumerate(choices):
         body: Json = {
             "index": index,
@@ -242,29 +242,18 @@ def whole_response(shape: Format, envelope: Envelope, choices: Sequence[WholeCho
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        if choice.prompt_logprobs is not None:
-            body["prompt_logprobs"] = choice.prompt_logprobs
-        rendered.append(body)
-    body = envelope.head(shape.object_name) | {"choices": rendered, "usage": usage.as_json()}
+        pieces += [b"," if index else b"", *_extended(body, choice.prompt_logprobs)]
     trace = usage.trace_as_json()
-    return body if trace is None else body | {"kvrelay": trace}
+    rest = {"usage": usage.as_json()} | ({} if trace is None else {"kvrelay": trace})
+    return b"".join((*pieces, b"],", _to_json(rest)[1:].encode()))
 
 
-def prompt_logprobs_as_json(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[Json | None]:
-    """Returns vLLM's form: None for the first prompt token, then a dict from token id to entry for each."""
-
-    def one(token_id: int, logprob: float, rank: int) -> Json:
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
-
-    return [
-        None,
-        *(
-            {str(token_id): one(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, start=1)}
-            | {str(entry.token_id): one(entry.token_id, entry.logprob, entry.rank)}
-            for entry in entries
-        ),
-    ]
+def _extended(body: Json, prompt_logprobs: bytes | None) -> tuple[bytes, ...]:
+    """Returns the JSON of `body` in pieces, without a copy of what is encoded already."""
+    whole = _to_json(body).encode()
+    return (whole,) if prompt_logprobs is None else (whole[:-1], b',"prompt_logprobs":', prompt_logprobs, b"}")
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """Returns the log-probability as JSON can have it."""
     return max(logprob, MIN_LOGPROB)

@@ -5,7 +5,7 @@ import math
 
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.text.tokenizer import Tokenizer
-from router.edge.openai_format import MIN_LOGPROB, ChatFormat, CompletionFormat, prompt_logprobs_as_json
+from router.edge.openai_format import MIN_LOGPROB, ChatFormat, CompletionFormat
 
 
 def test_the_token_itself_is_shown_though_it_is_not_among_the_most_likely(tokenizer: Tokenizer) -> None:
@@ -13,9 +13,6 @@ def test_the_token_itself_is_shown_though_it_is_not_among_the_most_likely(tokeni
     text = tokenizer.token_text
     shown = CompletionFormat(tokenizer).logprobs([entry], [0])["top_logprobs"]
     assert shown == [{text(5): -3.0, text(6): -0.5, text(7): -1.0}]
-    _, prompt = prompt_logprobs_as_json(tokenizer, [entry])
-    assert prompt is not None
-    assert {token_id: found["rank"] for token_id, found in prompt.items()} == {"6": 1, "7": 2, "5": 9}
 
 
 def test_of_tokens_with_the_same_text_the_likelier_one_is_shown(tokenizer: Tokenizer) -> None:
@@ -32,7 +29,6 @@ def test_a_token_that_cannot_occur_has_a_number(tokenizer: Tokenizer) -> None:
     for shown in (
         CompletionFormat(tokenizer).logprobs([entry], [0]),
         ChatFormat(tokenizer).logprobs([entry], [0]),
-        prompt_logprobs_as_json(tokenizer, [entry]),
     ):
         text = json.dumps(shown)
         assert "Infinity" not in text and text.count(str(MIN_LOGPROB)) >= 2

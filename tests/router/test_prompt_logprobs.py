@@ -1,0 +1,61 @@
+"""Log-probabilities of prompts in vLLM's form: what is encoded, how often, and how long the loop waits for it."""
+
+import asyncio
+import json
+import math
+
+from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.text.tokenizer import Tokenizer
+from router.edge.openai_format import (
+    MIN_LOGPROB,
+    CompletionFormat,
+    Envelope,
+    Usage,
+    WholeChoice,
+    whole_response,
+)
+from router.edge.prompt_logprobs import TOKENS_AT_A_TIME, encoded
+
+
+async def test_each_token_but_the_first_has_the_likeliest_and_itself(tokenizer: Tokenizer) -> None:
+    absent = TokenLogprobs(5, -3.0, 9, ((6, -0.5), (7, -1.0)))
+    present = TokenLogprobs(7, -1.0, 2, ((6, -0.5), (7, -1.0)))
+
+    def one(token_id: int, logprob: float, rank: int) -> dict[str, object]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+
+    likely = {"6": one(6, -0.5, 1), "7": one(7, -1.0, 2)}
+    found = json.loads(await encoded(tokenizer, [absent, present]))
+    assert found == [None, {**likely, "5": one(5, -3.0, 9)}, likely]
+    assert json.loads(await encoded(tokenizer, [])) == [None]
+
+
+async def test_a_token_that_cannot_occur_has_a_number(tokenizer: Tokenizer) -> None:
+    """JSON has no infinity."""
+    text = await encoded(tokenizer, [TokenLogprobs(5, -math.inf, 9, ((6, -math.inf),))])
+    assert b"Infinity" not in text and text.count(str(MIN_LOGPROB).encode()) == 2
+
+
+async def test_the_loop_turns_while_a_long_prompt_is_encoded(tokenizer: Tokenizer) -> None:
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    try:
+        await encoded(tokenizer, [TokenLogprobs(5, -1.0, 1)] * (20 * TOKENS_AT_A_TIME))
+    finally:
+        counting.cancel()
+    assert num_turns >= 20
+
+
+def test_what_is_encoded_is_put_into_each_choice_as_it_is(tokenizer: Tokenizer) -> None:
+    shared = b'[null,"as it is" ]'
+    choices = [WholeChoice(text=["a"], prompt_logprobs=shared) for _ in range(3)]
+    body = whole_response(CompletionFormat(tokenizer), Envelope("id", "model", 0), choices, 3, Usage())
+    assert body.count(shared) == 3
+    assert [choice["prompt_logprobs"] for choice in json.loads(body)["choices"]] == [[None, "as it is"]] * 3
