@@ -44,18 +44,16 @@ class HttpGeneration:
     async def whole(self) -> bytes:
         """Returns the encoded response."""
         choices = [WholeChoice() for _ in range(self._n * len(self._requests))]
+        prompt_logprobs: dict[int, bytes] = {}
         async with aclosing(self._events()) as events:
             async for prompt_index, found in events:
-                first = prompt_index * self._n
                 if isinstance(found, TextChunk):
-                    choices[first + found.index].add(found, self._count(found))
+                    choices[prompt_index * self._n + found.index].add(found, self._count(found))
                 elif isinstance(found, RequestTrace):
                     self._usage.traces[prompt_index] = found
                 else:
-                    shared = await encoded(self._edge.tokenizer, found.logprobs)
-                    for choice in choices[first : first + self._n]:
-                        choice.prompt_logprobs = shared
-        return whole_response(self._shape, self._envelope, choices, self._n, self._usage)
+                    prompt_logprobs[prompt_index] = await encoded(self._edge.tokenizer, found.logprobs)
+        return whole_response(self._shape, self._envelope, choices, self._n, self._usage, prompt_logprobs)
 
     async def stream(
         self, *, include_usage: bool, error_body: Callable[[KVRelayError], Json]

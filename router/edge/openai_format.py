@@ -5,7 +5,7 @@ request.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -60,7 +60,6 @@ class WholeChoice:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
-    prompt_logprobs: bytes | None = None  # encoded, and shared by the choices of a prompt
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -77,6 +76,8 @@ class Format(Protocol):
 
     object_name: str
     chunk_object_name: str
+    prompt_logprobs_in_choices: bool
+    """Whether each choice has the log-probabilities of its prompt, or the answer once: as vLLM does it."""
 
     def opening(self, prompt_index: int) -> Json | None:
         """Returns the member of the event with which a streamed choice begins; None if there is no such event."""
@@ -101,6 +102,7 @@ class CompletionFormat:
     """The format of completions. `echoes`: the texts of the prompts, if they are to be repeated before the output."""
 
     object_name = chunk_object_name = "text_completion"
+    prompt_logprobs_in_choices = True
 
     def __init__(self, tokenizer: Tokenizer, *, echoes: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
@@ -139,6 +141,7 @@ class ChatFormat:
 
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
+    prompt_logprobs_in_choices = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -231,8 +234,16 @@ class StreamFormatter:
         return event(self._head | {"choices": [choice]})
 
 
-def whole_response(shape: Format, envelope: Envelope, choices: Sequence[WholeChoice], n: int, usage: Usage) -> bytes:
-    """Returns the body of a response that is not streamed. `choices` are in order, `n` for each prompt."""
+def whole_response(
+    shape: Format,
+    envelope: Envelope,
+    choices: Sequence[WholeChoice],
+    n: int,
+    usage: Usage,
+    prompt_logprobs: Mapping[int, bytes],
+) -> bytes:
+    """Returns the body of a response that is not streamed. `choices` are in order, `n` for each prompt;
+    `prompt_logprobs` are encoded, by prompt, if they were asked for."""
     pieces = [_to_json(envelope.head(shape.object_name))[:-1].encode(), b',"choices":[']
     for index, choice in enumerate(choices):
         body: Json = {
@@ -242,10 +253,12 @@ def whole_response(shape: Format, envelope: Envelope, choices: Sequence[WholeCho
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        pieces += [b"," if index else b"", *_extended(body, choice.prompt_logprobs)]
+        shown = prompt_logprobs.get(index // n) if shape.prompt_logprobs_in_choices else None
+        pieces += [b"," if index else b"", *_extended(body, shown)]
     trace = usage.trace_as_json()
     rest = {"usage": usage.as_json()} | ({} if trace is None else {"kvrelay": trace})
-    return b"".join((*pieces, b"],", _to_json(rest)[1:].encode()))
+    first, *others = _extended(rest, None if shape.prompt_logprobs_in_choices else prompt_logprobs.get(0))
+    return b"".join((*pieces, b"],", first[1:], *others))
 
 
 def _extended(body: Json, prompt_logprobs: bytes | None) -> tuple[bytes, ...]:

@@ -197,6 +197,14 @@ async def test_completion_logprobs_and_prompt_logprobs(gateway: Gateway, relay: 
     assert [token for shown in found if shown for token in shown["tokens"]] == logprobs["tokens"], "without text, too"
 
 
+async def test_prompt_logprobs_of_a_chat_are_in_the_answer_once(gateway: Gateway, relay: ScriptedRelay) -> None:
+    """As in vLLM's chat completions."""
+    answer = (await gateway.post("/v1/chat/completions", {**CHAT, "n": 2, "prompt_logprobs": 1})).json()
+    assert len(answer["prompt_logprobs"]) == len(relay.requests[0].prompt_token_ids)
+    assert len(answer["choices"]) == 2 and not any("prompt_logprobs" in choice for choice in answer["choices"])
+    assert "prompt_logprobs" not in (await gateway.post("/v1/chat/completions", CHAT)).json()
+
+
 async def test_prompt_logprobs_and_cached_tokens_of_several_prompts(gateway: Gateway, relay: ScriptedRelay) -> None:
     body = {**COMPLETION, "prompt": [[5, 6], [7, 8, 9]], "n": 2, "prompt_logprobs": 1}
     answer = (await gateway.post("/v1/completions", body)).json()

@@ -55,7 +55,7 @@ async def test_the_loop_turns_while_a_long_prompt_is_encoded(tokenizer: Tokenize
 
 def test_what_is_encoded_is_put_into_each_choice_as_it_is(tokenizer: Tokenizer) -> None:
     shared = b'[null,"as it is" ]'
-    choices = [WholeChoice(text=["a"], prompt_logprobs=shared) for _ in range(3)]
-    body = whole_response(CompletionFormat(tokenizer), Envelope("id", "model", 0), choices, 3, Usage())
+    choices = [WholeChoice(text=["a"]) for _ in range(3)]
+    body = whole_response(CompletionFormat(tokenizer), Envelope("id", "model", 0), choices, 3, Usage(), {0: shared})
     assert body.count(shared) == 3
     assert [choice["prompt_logprobs"] for choice in json.loads(body)["choices"]] == [[None, "as it is"]] * 3
