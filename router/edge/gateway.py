@@ -25,6 +25,7 @@ from router.edge.http_generation import HttpGeneration
 from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json
 from router.edge.openai_schema import ChatBody, CompletionBody, GenerationBody
 from router.edge.outputs import Edge
+from router.edge.prompt_logprobs import check_size
 from router.edge.validation import ChatPrompt, ClientRequest, TextPrompt, TokenPrompt
 
 _REQUEST_ID = "kvrelay.request_id"
@@ -141,8 +142,11 @@ class _Gateway:
         response_id = f"{kind}-{request.scope[_REQUEST_ID]}"
         ids = [response_id] if len(clients) == 1 else [f"{response_id}-{i}" for i in range(len(clients))]
         routed = await self._edge.admit(dict(zip(ids, clients, strict=True)))
+        shape = make_shape()
+        with self._edge.counting_errors():
+            check_size(routed, num_copies=routed[0].sampling.n if shape.prompt_logprobs_in_choices else 1)
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
-        generation = HttpGeneration(self._edge, routed, make_shape(), envelope)
+        generation = HttpGeneration(self._edge, routed, shape, envelope)
         if body.stream:
             events = generation.stream(include_usage=body.include_usage, error_body=_error_body)
             return EventStream(events)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts as JSON, in vLLM's form.
+"""Log-probabilities of prompts as JSON, in vLLM's form, and how many of them one answer may have.
 
 A prompt may have many thousands of tokens, with 20 others for each. Invariant: the event loop turns after a few of
 them, and all choices share what is encoded.
@@ -8,11 +8,30 @@ import asyncio
 import json
 from collections.abc import Sequence
 
+from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.openai_format import finite
+from router.request import RoutedRequest
 
 TOKENS_AT_A_TIME = 64
+MAX_ENTRIES = 2**20  # of one answer, each of about 70 bytes
+
+
+def check_size(requests: Sequence[RoutedRequest], *, num_copies: int) -> None:
+    """Raises InvalidRequestError if one answer would have too many entries for these requests, which differ only in
+    their prompts. It has those of each prompt `num_copies` times."""
+    num_likeliest = requests[0].sampling.prompt_logprobs
+    if num_likeliest is None:
+        return
+    num_tokens = num_copies * sum(len(request.prompt_token_ids) for request in requests)
+    num_entries = num_tokens * (num_likeliest + 1)
+    if num_entries > MAX_ENTRIES:
+        raise InvalidRequestError(
+            f"prompt_logprobs of {num_likeliest} would make {num_entries} entries in one answer, at most {MAX_ENTRIES} "
+            "are allowed: ask for fewer of them, for fewer prompts at a time, or for an n of 1",
+            field="prompt_logprobs",
+        )
 
 
 async def encoded(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> bytes:

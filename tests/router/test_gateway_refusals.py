@@ -44,6 +44,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whol
         ({"logprobs": 1000}, "logprobs"),
         ({"logprobs": 10**400}, "logprobs"),
         ({"prompt_logprobs": 10**400}, "prompt_logprobs"),
+        ({"prompt": [[5] * 250] * 4, "n": 64, "prompt_logprobs": 20, "max_tokens": 1}, "prompt_logprobs"),
         ({"repetition_penalty": 10**400}, "repetition_penalty"),
         ({"logit_bias": {"the": 1}}, "logit_bias"),
         ({"seed": 2**65}, "seed"),

@@ -4,7 +4,11 @@ import asyncio
 import json
 import math
 
+import pytest
+
+from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.openai_format import (
     MIN_LOGPROB,
@@ -14,7 +18,8 @@ from router.edge.openai_format import (
     WholeChoice,
     whole_response,
 )
-from router.edge.prompt_logprobs import TOKENS_AT_A_TIME, encoded
+from router.edge.prompt_logprobs import MAX_ENTRIES, TOKENS_AT_A_TIME, check_size, encoded
+from router.request import RoutedRequest
 
 
 async def test_each_token_but_the_first_has_the_likeliest_and_itself(tokenizer: Tokenizer) -> None:
@@ -51,6 +56,20 @@ async def test_the_loop_turns_while_a_long_prompt_is_encoded(tokenizer: Tokenize
     finally:
         counting.cancel()
     assert num_turns >= 20
+
+
+@pytest.mark.parametrize(("num_copies", "num_prompts"), [(64, 1), (1, 64), (16, 4)])
+def test_one_answer_has_a_bounded_number_of_entries(num_copies: int, num_prompts: int) -> None:
+    def requests(num_tokens: int, prompt_logprobs: int | None) -> list[RoutedRequest]:
+        sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
+        return [RoutedRequest("r", (5,) * num_tokens, sampling, timeout=60.0)] * num_prompts
+
+    most = MAX_ENTRIES // 64 // 4
+    check_size(requests(most, 3), num_copies=num_copies)
+    check_size(requests(most + 1, None), num_copies=num_copies)
+    with pytest.raises(InvalidRequestError, match="ask for fewer") as refused:
+        check_size(requests(most + 1, 3), num_copies=num_copies)
+    assert refused.value.field == "prompt_logprobs"
 
 
 def test_what_is_encoded_is_put_into_each_choice_as_it_is(tokenizer: Tokenizer) -> None:
