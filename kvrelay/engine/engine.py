@@ -15,6 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.model_limits import room_for_output
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.engine.block_names import BlockNames
@@ -381,16 +382,10 @@ class Engine:
 
     def _check_fits(self, request: EngineRequest) -> None:
         """Raises InvalidRequestError for a request that could not run to its end even if it were alone."""
-        num_given = len(request.given_token_ids)
         if request.request_id in self._sequences or request.request_id in self._leases:
             raise InvalidRequestError(f"request {request.request_id} is running already", field="request_id")
         if not request.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", field="prompt")
-        if num_given >= self.config.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {num_given} tokens; with one output token that is more than max_model_len "
-                f"({self.config.max_model_len})",
-                field="prompt",
-            )
+        room_for_output(len(request.given_token_ids), self.config.max_model_len, field="prompt")
         if request.sampling.n > self.config.max_num_seqs:
             raise InvalidRequestError(f"n is above max_num_seqs ({self.config.max_num_seqs})", field="n")

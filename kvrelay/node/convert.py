@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.model_limits import check_token_ids
 from kvrelay.core.sampling_params import MAX_N
 from kvrelay.core.wire import sampling_from_wire, source_from_wire
 from kvrelay.engine.request import EngineRequest, KVRole
@@ -19,8 +20,7 @@ def engine_request_from_wire(
     given = tuple(message.prompt_token_ids)
     if not message.request_id:
         raise InvalidRequestError("request_id is empty", field="request_id")
-    if given and max(given) >= vocab_size:
-        raise InvalidRequestError(f"token id {max(given)} is outside the vocabulary of {vocab_size}", field="prompt")
+    check_token_ids(given, vocab_size, field="prompt")
     sampling = sampling_from_wire(message.sampling_params)
     sampling.validate(vocab_size=vocab_size)
     num_prior = message.num_prior_output_tokens

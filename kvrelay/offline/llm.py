@@ -4,7 +4,6 @@ Invariant: when `generate` or `chat` has returned or raised, a keyboard interrup
 """
 
 import itertools
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
@@ -13,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.model_limits import check_token_ids, checked_sampling, room_for_output
 from kvrelay.core.option_types import (
     AttentionBackendName,
     BlockSize,
@@ -144,17 +144,9 @@ class LLM:
             raise InvalidRequestError(f"prompt {number} is not valid Unicode", field=field) from error
         if not token_ids:
             raise InvalidRequestError(f"prompt {number} has no tokens", field=field)
-        if len(token_ids) >= self.max_model_len:
-            raise InvalidRequestError(
-                f"prompt {number} has {len(token_ids)} tokens; with one output token that is more than max_model_len "
-                f"({self.max_model_len})",
-                field=field,
-            )
+        room_for_output(len(token_ids), self.max_model_len, field=field, prompt=f"prompt {number}")
         # Texts too: a tokenizer may know more tokens than its model.
-        if wrong := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
-            raise InvalidRequestError(
-                f"prompt {number}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}", field=field
-            )
+        check_token_ids(token_ids, self.vocab_size, field=field, name=f"prompt {number}")
         return token_ids
 
     def _generate(
@@ -178,18 +170,10 @@ class LLM:
         the model's length leaves after the prompt. Raises InvalidRequestError."""
         room = self.max_model_len - num_prompt_tokens
         try:
-            sampling.validate(vocab_size=self.vocab_size)
+            sampling = checked_sampling(sampling, vocab_size=self.vocab_size, max_num_seqs=self._max_num_seqs)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"prompt {number}: {error}", field=error.field) from None
-        if sampling.n > self._max_num_seqs:
-            raise InvalidRequestError(f"prompt {number}: n is above max_num_seqs ({self._max_num_seqs})", field="n")
-        return replace(
-            sampling,
-            max_tokens=min(sampling.max_tokens, room),
-            min_tokens=min(sampling.min_tokens, room),
-            top_k=min(sampling.top_k, self.vocab_size),
-            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-        )
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room), min_tokens=min(sampling.min_tokens, room))
 
     # -- the engine --------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.model_limits import check_token_ids
 from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
@@ -25,7 +26,6 @@ from router.edge.validation import (
     Role,
     TextPrompt,
     TokenPrompt,
-    check_token_ids,
 )
 from router.request import PromptLogprobs, RequestTrace, RoutedRequest
 
@@ -113,7 +113,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                     "tokens",
                     field="token_ids",
                 )
-            check_token_ids(request.token_ids, model, field="token_ids")
+            check_token_ids(request.token_ids, model.vocab_size, field="token_ids")
         text = self._edge.tokenizer.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
         return router_pb2.DetokenizeResponse(text=text)
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.model_limits import room_for_output
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.text.message_content import text_of
-from router.edge.validation import MAX_MESSAGES, Role, room_for_output
+from router.edge.validation import MAX_MESSAGES, Role
 
 _logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ sampling is checked, the seed is drawn. Everything else is an InvalidRequestErro
 does.
 """
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvrelay.core.errors import InvalidRequestError, UnknownModelError
+from kvrelay.core.model_limits import check_token_ids, checked_sampling, room_for_output
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import ChatMessage, Tokenizer
 from router.request import Relay, RoutedRequest, ServedModel
@@ -118,42 +118,23 @@ class RequestValidator:
             token_ids = await self._tokenizer.encode(text, add_special_tokens=False)
         if not token_ids:
             raise InvalidRequestError(f"{field} has no tokens", field=field)
-        check_token_ids(token_ids, model, field=field)  # because a tokenizer may know more tokens than its model
+        check_token_ids(token_ids, model.vocab_size, field=field)  # a tokenizer may know more tokens than its model
         return token_ids
 
     def _timeout(self, timeout: float | None) -> float:
         return self._default_timeout if timeout is None else min(timeout, self._default_timeout)
 
 
-def check_token_ids(token_ids: Sequence[int], model: ServedModel, *, field: str) -> None:
-    """Raises InvalidRequestError naming the first id outside the vocabulary."""
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size)
-        raise InvalidRequestError(
-            f"{field}: token id {wrong} is outside the vocabulary of {model.vocab_size}", field=field
-        )
-
-
 def _checked_sampling(client: ClientRequest, model: ServedModel) -> SamplingParams:
-    sampling = client.sampling
     wanted = client.max_tokens
     if wanted is not None and wanted < 1:
         raise InvalidRequestError(
             f"{client.max_tokens_field} must be at least 1, got {wanted}", field=client.max_tokens_field
         )
-    sampling = replace(
-        sampling,
-        max_tokens=max(model.max_model_len, sampling.min_tokens) if wanted is None else wanted,
-        top_k=min(sampling.top_k, model.vocab_size),
-        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+    most = max(model.max_model_len, client.sampling.min_tokens) if wanted is None else wanted
+    return checked_sampling(
+        replace(client.sampling, max_tokens=most), vocab_size=model.vocab_size, max_num_seqs=model.max_num_seqs
     )
-    sampling.validate(vocab_size=model.vocab_size)
-    if sampling.n > model.max_num_seqs:
-        raise InvalidRequestError(
-            f"n is {sampling.n}, but a node runs at most {model.max_num_seqs} sequences at a time (its max_num_seqs)",
-            field="n",
-        )
-    return sampling
 
 
 def _fitted(
@@ -178,18 +159,6 @@ def _fitted(
             field="min_tokens",
         )
     return replace(sampling, max_tokens=wanted)
-
-
-def room_for_output(num_prompt_tokens: int, max_model_len: int, *, field: str) -> int:
-    """Returns how many tokens are left for the output, at least one. Raises InvalidRequestError if there are none."""
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt_tokens} tokens, but the model's maximum is {max_model_len} tokens of prompt "
-            "and output together",
-            field=field,
-        )
-    return room
 
 
 def _check_chars(text: str, field: str, model: ServedModel) -> None:

@@ -201,7 +201,7 @@ def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
         (["fine", []], GREEDY, "prompt 1 has no tokens"),
         (["fine", "\ud83d"], GREEDY, "prompt 1 is not valid Unicode"),
         (["one", "two"], [GREEDY, replace(GREEDY, top_p=2.0)], "prompt 1: top_p must be in"),
-        (["one", "two"], [GREEDY, replace(GREEDY, n=9)], r"prompt 1: n is above max_num_seqs \(8\)"),
+        (["one", "two"], [GREEDY, replace(GREEDY, n=9)], r"prompt 1: n is 9, but at most 8 .*\(max_num_seqs\)"),
         (["fine", 3.5], GREEDY, "prompt 1 is neither a text nor a list of token ids"),
         (None, GREEDY, "prompts must be a prompt or a list of them, got None"),
         (b"fine", GREEDY, "prompts must be a prompt or a list of them, got b'fine'"),
@@ -210,7 +210,7 @@ def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
         (["one", "two"], [GREEDY, None], "sampling_params must be a SamplingParams or a list of them"),
         ([[5] * 100_000], GREEDY, "prompt 0 has 100000 tokens"),
         (["one", "two"], [GREEDY], "1 sampling_params for 2 prompts"),
-        (["one"], replace(GREEDY, n=9), r"n is above max_num_seqs \(8\)"),
+        (["one"], replace(GREEDY, n=9), r"prompt 0: n is 9, but at most 8 .*\(max_num_seqs\)"),
         (["one"], SamplingParams(max_tokens=None), "max_tokens must be an integer, got None"),  # type: ignore[arg-type]
     ],
 )

@@ -1,0 +1,47 @@
+"""What a model and its engine allow of a request, by whichever way it comes: a router or `LLM`.
+
+Invariant: what passes can run, and everything else is an InvalidRequestError with the field as the caller names it.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.sampling_params import SamplingParams
+
+
+def checked_sampling(sampling: SamplingParams, *, vocab_size: int, max_num_seqs: int) -> SamplingParams:
+    """Returns the parameters with a seed, and with a `top_k` that is at most the vocabulary."""
+    sampling.validate(vocab_size=vocab_size)
+    if sampling.n > max_num_seqs:
+        raise InvalidRequestError(
+            f"n is {sampling.n}, but at most {max_num_seqs} sequences run at a time (max_num_seqs)", field="n"
+        )
+    return replace(
+        sampling,
+        top_k=min(sampling.top_k, vocab_size),
+        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+    )
+
+
+def room_for_output(num_prompt_tokens: int, max_model_len: int, *, field: str, prompt: str = "the prompt") -> int:
+    """Returns how many tokens are left for the output, at least one. `prompt` says which one an error is about."""
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequestError(
+            f"{prompt} has {num_prompt_tokens} tokens, but the model's maximum is {max_model_len} tokens of prompt and "
+            "output together",
+            field=field,
+        )
+    return room
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str, name: str | None = None) -> None:
+    """Raises InvalidRequestError with the first id outside the vocabulary. `name`, which is `field` if not given, says
+    whose it is."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequestError(
+            f"{name or field}: token id {wrong} is outside the vocabulary of {vocab_size}", field=field
+        )

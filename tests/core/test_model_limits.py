@@ -1,0 +1,43 @@
+"""What a model allows of a request, up to its ends, and what an error says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.model_limits import check_token_ids, checked_sampling, room_for_output
+from kvrelay.core.sampling_params import SamplingParams
+
+
+def test_checked_parameters_have_a_seed_and_a_top_k_within_the_vocabulary() -> None:
+    first, second = (checked_sampling(SamplingParams(top_k=500), vocab_size=100, max_num_seqs=8) for _ in range(2))
+    assert first.top_k == 100 and first.seed is not None and first.seed != second.seed
+    given = SamplingParams(n=8, top_k=5, seed=7)
+    assert checked_sampling(given, vocab_size=100, max_num_seqs=8) == given
+
+
+def test_a_prompt_leaves_room_for_one_token_at_least() -> None:
+    assert room_for_output(99, 100, field="prompt") == 1
+
+
+def test_any_id_of_the_vocabulary_is_a_token() -> None:
+    check_token_ids([0, 99], 100, field="prompt")
+    check_token_ids([], 100, field="prompt")
+
+
+@pytest.mark.parametrize(
+    ("check", "field", "message"),
+    [
+        (lambda: checked_sampling(SamplingParams(n=9), vocab_size=5, max_num_seqs=8), "n", "n is 9, but at most 8 "),
+        (lambda: checked_sampling(SamplingParams(top_p=2), vocab_size=5, max_num_seqs=8), "top_p", "top_p must be"),
+        (lambda: room_for_output(100, 100, field="messages"), "messages", "the prompt has 100 tokens, but .* is 100 "),
+        (lambda: room_for_output(7, 7, field="prompts", prompt="prompt 3"), "prompts", "prompt 3 has 7 tokens"),
+        (lambda: check_token_ids([5, 100], 100, field="prompt"), "prompt", "prompt: token id 100 .* of 100"),
+        (lambda: check_token_ids([-1], 9, field="prompts", name="prompt 3"), "prompts", "prompt 3: token id -1"),
+    ],
+)
+def test_a_refusal_names_its_field(check: Callable[[], Any], field: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{message}") as refused:
+        check()
+    assert refused.value.field == field
