@@ -15,6 +15,7 @@ import jinja2
 import tokenizers
 
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
+from kvrelay.core.json_object import read_json_object
 from kvrelay.core.model_directory import resolve_model_directory
 
 # Tokenising more characters than this would keep an event loop waiting for too long.
@@ -54,11 +55,12 @@ class Tokenizer:
         downloading anything. Raises ModelLoadError."""
         directory = resolve_model_directory(model)
         without_file = f"{directory} has no tokenizer.json, and none can be made from what it has"
+        tokenizer_class = _tokenizer_class(directory)
         try:
-            loaded = _tokenizer_class(directory).from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            loaded = tokenizer_class.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the libraries raise nothing narrower
+            for file in sorted(directory.glob("*token*.json")):
+                read_json_object(file)  # names the file if it is the one that is damaged
             if not (directory / "tokenizer.json").is_file():
                 raise ModelLoadError(without_file) from error
             raise ModelLoadError(f"no tokenizer can be loaded from {directory}: {error}") from error
@@ -157,12 +159,9 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def _named_class(path: Path) -> str | None:
-    """Returns the checkpoint's `tokenizer_class`, or None if it cannot be read."""
-    try:
-        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return settings.get("tokenizer_class") if isinstance(settings, dict) else None
+    """Returns the checkpoint's `tokenizer_class`, or None if it names none. Raises ModelLoadError."""
+    settings = path / "tokenizer_config.json"
+    return read_json_object(settings).get("tokenizer_class") if settings.is_file() else None
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:

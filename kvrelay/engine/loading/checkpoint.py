@@ -7,17 +7,20 @@ caller provides. The digest of a file therefore covers exactly what was loaded.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import torch
 import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.json_object import parse_json_object, read_json_object
 from kvrelay.engine.layers.weight_format import Slot
 from kvrelay.engine.loading.staging import Staging
 
@@ -32,6 +35,18 @@ _ITEM_BITS |= {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "
 WEIGHT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGER_DTYPE = "I32"  # packed codes and group indices
 _STORED_DTYPES = WEIGHT_DTYPES | {INTEGER_DTYPE: torch.int32}
+
+_Size = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Entry(BaseModel):
+    """A tensor in a header. torch knows no shape longer than this."""
+
+    model_config = ConfigDict(strict=True)
+
+    dtype: str
+    shape: Annotated[list[_Size], Field(max_length=64)]
+    data_offsets: Annotated[list[_Size], Field(min_length=2, max_length=2)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +209,7 @@ def _read_exactly(stream: BinaryIO, buffer: memoryview, tensor: StoredTensor) ->
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"{index} is not a readable index with a weight_map: {error}") from error
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index}: weight_map must map tensor names to files")
     for name, file_name in weight_map.items():
@@ -215,31 +227,50 @@ def _open_file(path: Path) -> CheckpointFile:
             header_length = int.from_bytes(stream.read(8), "little")
             if size < 8 or not 0 < header_length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise ModelLoadError(f"{path} is not a safetensors file, or is truncated")
-            header = json.loads(stream.read(header_length))
+            header = _header(stream.read(header_length))
     except FileNotFoundError as error:
         raise ModelLoadError(f"the weights file {path} is missing") from error
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
-    return CheckpointFile(path, 8 + header_length, _parse_header(header, path, data_bytes=size - 8 - header_length))
+    tensors = _stored_tensors(header, path, data_bytes=size - 8 - header_length)
+    return CheckpointFile(path, 8 + header_length, tensors)
 
 
-def _parse_header(header: Any, path: Path, *, data_bytes: int) -> tuple[StoredTensor, ...]:
+def _header(text: bytes) -> dict[str, Any]:
+    """Returns the entries of a header. Raises ValueError for one that is no JSON object, or that names a tensor twice,
+    because readers differ in which of the two they take."""
+    try:
+        entries = parse_json_object(text)
+        json.loads(text, object_pairs_hook=_unique)
+    except ValueError as error:
+        raise ValueError(f"its header {error}") from error
+    entries.pop("__metadata__", None)
+    return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"names {twice[0]} twice")
+
+
+def _stored_tensors(header: Mapping[str, Any], path: Path, *, data_bytes: int) -> tuple[StoredTensor, ...]:
     """Returns the tensors of a header. Raises ModelLoadError unless they fill the file's data exactly, each as long as
     its shape says."""
-    if not isinstance(header, dict):
-        raise ModelLoadError(f"{path} is not a safetensors file: its header is not an object")
-    spans = {name: _span(entry, name, path) for name, entry in header.items() if name != "__metadata__"}
+    entries = {name: _entry(entry, name, path) for name, entry in header.items()}
     tensors: list[StoredTensor] = []
     end = 0
-    for name, (begin, following, dtype, shape) in sorted(spans.items(), key=lambda item: item[1][:2]):
-        expected = math.prod(shape) * _ITEM_BITS.get(dtype, 0) // 8
-        if begin != end or following < begin or (dtype in _ITEM_BITS and following - begin != expected):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, following = entry.data_offsets
+        expected = math.prod(entry.shape) * _ITEM_BITS.get(entry.dtype, 0) // 8
+        if begin != end or following < begin or (entry.dtype in _ITEM_BITS and following - begin != expected):
             raise ModelLoadError(
-                f"{path}: tensor {name}: bytes {begin} to {following} do not fit its shape {shape} or its neighbours"
+                f"{path}: tensor {name}: bytes {begin} to {following} do not fit its shape {entry.shape} or its "
+                "neighbours"
             )
-        tensors.append(StoredTensor(name, path, dtype, shape, following - begin))
+        tensors.append(StoredTensor(name, path, entry.dtype, tuple(entry.shape), following - begin))
         end = following
     if end != data_bytes:
         last = f" (the last tensor is {tensors[-1].name})" if tensors else ""
@@ -249,9 +280,12 @@ def _parse_header(header: Any, path: Path, *, data_bytes: int) -> tuple[StoredTe
     return tuple(tensors)
 
 
-def _span(entry: Any, name: str, path: Path) -> tuple[int, int, str, tuple[int, ...]]:
+def _entry(entry: Any, name: str, path: Path) -> _Entry:
     try:
-        begin, end = (int(offset) for offset in entry["data_offsets"])
-        return begin, end, str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelLoadError(f"{path}: tensor {name}: malformed header entry") from error
+        return _Entry.model_validate(entry)
+    except ValidationError as error:
+        details = error.errors()[0]
+        field = ".".join(map(str, details["loc"]))
+        raise ModelLoadError(
+            f"{path}: tensor {name}: malformed header entry: {field + ': ' if field else ''}{details['msg']}"
+        ) from error

@@ -6,7 +6,6 @@ Invariant: every field has the value that it has in a model of AutoModelForCausa
 `tests/engine/loading/test_config_file.py` compares them.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -66,22 +65,8 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 FAMILIES = tuple(_FAMILIES)
+MOST_LAYERS = 2**12
 _DEFAULT_THETA = 10_000.0
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that holds an object. Raises ModelLoadError, which names the file."""
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{path.parent} has no {path.name}: it is not a Hugging Face model directory") from error
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
-    return loaded
 
 
 def complete_config(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
@@ -107,7 +92,7 @@ def _complete_windows(fields: dict[str, Any], path: Path) -> None:
     if not fields["use_sliding_window"]:
         fields["sliding_window"] = None
     layers, first = fields["num_hidden_layers"], fields["max_window_layers"]
-    if fields["layer_types"] is None and isinstance(layers, int):
+    if fields["layer_types"] is None and isinstance(layers, int) and layers <= MOST_LAYERS:
         if not isinstance(first, int):
             raise ModelLoadError(f"{path}: max_window_layers: {first!r} must be an integer")
         is_sliding = [fields["sliding_window"] is not None and layer >= first for layer in range(layers)]

@@ -1,6 +1,7 @@
 """Loads a model from a Hugging Face directory: configuration, weights, and the fingerprint that names its KV.
 
-Everything that can be wrong with the tensors of a checkpoint is found from its headers, before any weights are read.
+Everything that can be wrong with the tensors of a checkpoint is found from its headers, before any memory is taken for
+weights.
 """
 
 import hashlib
@@ -91,11 +92,11 @@ def load_model(
     compute_dtype = _compute_dtype(dtype, config, checkpoint, device)
     length = _model_len(max_model_len, config)
     weights = _weight_format(config, checkpoint, compute_dtype, device, quantization)
+    _check_tensors(_planned_slots(config, attention, weights), checkpoint, config)
     with place_for(weight_store, config, weights, checkpoint) as place:
         weights = replace(weights, memory=place.memory)
         model = DecoderForCausalLM(config, attention, max_model_len=length, weights=weights)
         slots = model.checkpoint_slots()
-        _check_tensors(slots, checkpoint, config)
         if place.digests is None:
             place.digests = _fill(slots, checkpoint, progress)
         del slots
@@ -234,6 +235,12 @@ def _model_len(max_model_len: int | None, config: ModelConfig) -> int:
             f"max_model_len must be between 1 and {config.max_context_length} for this model, got {max_model_len}"
         )
     return max_model_len
+
+
+def _planned_slots(config: ModelConfig, attention: AttentionBackend, weights: WeightFormat) -> dict[str, Slot]:
+    """Returns the slots that the model will have, without memory: their sizes may be wrong and beyond any machine."""
+    planned = replace(weights, device=torch.device("meta"), bits=None)
+    return DecoderForCausalLM(config, attention, max_model_len=1, weights=planned).checkpoint_slots()
 
 
 def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: ModelConfig) -> None:

@@ -65,8 +65,10 @@ def _awq(raw: dict[str, Any], path: Path) -> CheckpointQuantization:
 def _gptq(raw: dict[str, Any], path: Path) -> CheckpointQuantization:
     formats = {form.value: form for form in (PrequantizedFormat.GPTQ, PrequantizedFormat.GPTQ_V2)}
     stored = raw.get("checkpoint_format") or "gptq"
-    if stored not in formats or raw.get("is_marlin_format"):
-        raise _unsupported("checkpoint_format", "marlin" if stored in formats else stored, path)
+    if not isinstance(stored, str) or stored not in formats:
+        raise _unsupported("checkpoint_format", stored, path)
+    if raw.get("is_marlin_format"):
+        raise _unsupported("checkpoint_format", "marlin", path)
     if raw.get("pack_dtype", "int32") != "int32":
         raise _unsupported("pack_dtype", raw["pack_dtype"], path)
     _check_rules(raw.get("dynamic"), path)

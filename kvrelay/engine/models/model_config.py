@@ -4,19 +4,31 @@ Invariant: a `ModelConfig` that exists describes a model that the decoder can ru
 ModelLoadError, which names the field.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.json_object import read_json_object
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, yarn_attention_factor
 from kvrelay.engine.layers.weight_format import CheckpointQuantization
-from kvrelay.engine.loading.config_file import FAMILIES, complete_config, read_json_object
+from kvrelay.engine.loading.config_file import FAMILIES, MOST_LAYERS, complete_config
 from kvrelay.engine.loading.quantization_config import parse_quantization
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+_MOST_POSITIONS = 2**24  # float32, in which rotary angles are computed, counts no further
+# Far above those of any model, and so small that the size of no tensor overflows.
+_MOST_ELEMENTS = 2**20
+_MOST = {
+    "num_hidden_layers": MOST_LAYERS,
+    "head_dim": 2**12,
+    "vocab_size": 2**24,
+    "max_position_embeddings": _MOST_POSITIONS,
+    "sliding_window": 2**31 - 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +66,12 @@ class ModelConfig:
     def max_context_length(self) -> int:
         """Returns the longest context that the rotary embedding allows. If it is stretched, that may be more than
         `max_position_embeddings`."""
+        length: float = self.max_position_embeddings
         if self.rope.kind in (RopeKind.LINEAR, RopeKind.DYNAMIC):
-            return int(self.max_position_embeddings * self.rope.factor)
-        if self.rope.kind is RopeKind.YARN:
-            return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * self.rope.factor))
-        return self.max_position_embeddings
+            length *= self.rope.factor
+        elif self.rope.kind is RopeKind.YARN:
+            length = max(length, self.rope.original_max_position_embeddings * self.rope.factor)
+        return int(min(length, _MOST_POSITIONS))
 
 
 def load_model_config(directory: Path) -> ModelConfig:
@@ -131,8 +144,9 @@ def _convert(
 
 def _positive(parsed: Mapping[str, Any], field: str, path: Path) -> int:
     value = parsed.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelLoadError(f"{path}: {field}: {value!r} must be a positive integer")
+    most = _MOST.get(field, _MOST_ELEMENTS)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ModelLoadError(f"{path}: {field}: {value!r} must be a positive integer of at most {most}")
     return value
 
 
@@ -197,7 +211,7 @@ def _scaled_rope(kind: RopeKind, fields: dict[str, Any], max_position_embeddings
     theta = _number(fields, "rope_theta", path)
     if kind in (RopeKind.LINEAR, RopeKind.DYNAMIC):
         return RopeParameters(kind, theta, max_position_embeddings, factor=_number(fields, "factor", path))
-    trained = int(_number(fields, "original_max_position_embeddings", path))
+    trained = int(_number(fields, "original_max_position_embeddings", path, least=1, most=_MOST_POSITIONS))
     if kind is RopeKind.LLAMA3:
         low, high = _number(fields, "low_freq_factor", path), _number(fields, "high_freq_factor", path)
         if high <= low:
@@ -223,10 +237,13 @@ def _scaled_rope(kind: RopeKind, fields: dict[str, Any], max_position_embeddings
     )
 
 
-def _number(fields: dict[str, Any], field: str, path: Path) -> float:
+def _number(
+    fields: dict[str, Any], field: str, path: Path, *, least: float = 0.0, most: float = sys.float_info.max
+) -> float:
     value = fields.get(field)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ModelLoadError(f"{path}: rope_parameters.{field}: {value!r} must be a positive number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (value > 0 and least <= value <= most):
+        limits = f" between {least} and {most}" if least else ""
+        raise ModelLoadError(f"{path}: rope_parameters.{field}: {value!r} must be a positive number{limits}")
     return float(value)
 
 
@@ -244,7 +261,7 @@ def _eos_token_ids(parsed: Mapping[str, Any], directory: Path) -> tuple[int, ...
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token_id, int) and 0 <= token_id < parsed["vocab_size"] for token_id in ids):
+    if not all(type(token_id) is int and 0 <= token_id < parsed["vocab_size"] for token_id in ids):
         raise ModelLoadError(
             f"{source}: eos_token_id: {value!r} must be token ids below vocab_size {parsed['vocab_size']}"
         )
