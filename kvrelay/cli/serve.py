@@ -28,6 +28,7 @@ from kvrelay.core.core_table import CoreTable
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.lifecycle import on_stdin_closed
 from kvrelay.core.listening import check_port
+from kvrelay.core.option_types import MOST_THREADS
 from kvrelay.node.settings import NodeOptions
 from router.settings import RouterOptions
 
@@ -75,8 +76,8 @@ class ServeSettings(NodeOptions, RouterOptions):
 
     @model_validator(mode="after")
     def _check(self) -> "ServeSettings":
-        if self.threads != "auto" and self.threads < 1:
-            raise ValueError("--threads must be auto or at least 1")
+        if self.threads != "auto" and not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"--threads must be auto or between 1 and {MOST_THREADS}, got {self.threads}")
         return self
 
     @property

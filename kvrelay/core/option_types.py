@@ -28,6 +28,11 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 BlockSize = Annotated[int, Field(ge=8, le=256, multiple_of=8)]
 Count = Annotated[int, Field(ge=0)]
 """0 leaves the choice to kvrelay."""
+MOST_THREADS = 1024
+"""More cores than machines have. OpenMP ends the process if the system cannot start as many threads as it was asked
+for."""
+Threads = Annotated[int, Field(ge=0, le=MOST_THREADS)]
+"""0 leaves the choice to torch."""
 MemoryShare = Annotated[float, Field(ge=0.0, le=0.95)]
 """0 leaves the choice to kvrelay."""
 NodesPerDevice = Annotated[int, Field(ge=1)]

@@ -20,6 +20,7 @@ from kvrelay.core.option_types import (
     NodesPerDevice,
     Quantization,
     SchedulingPolicy,
+    Threads,
 )
 
 _SMALLEST_STEP = 16
@@ -35,7 +36,7 @@ class EngineOptions:
     kv_cache_dtype: KVCacheDType = "auto"
     calculate_kv_scales: bool = False
     quantization: Quantization = "none"
-    threads: Count = 0
+    threads: Threads = 0
     weight_store: FileDescriptor | None = None
     attention_backend: AttentionBackendName = "auto"
     device: DeviceName = "auto"

@@ -22,6 +22,7 @@ from kvrelay.core.option_types import (
     KVCacheDType,
     MemoryShare,
     Quantization,
+    Threads,
 )
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.kv_pool import allocate_pool
@@ -58,7 +59,7 @@ class LLM:
         kv_cache_dtype: KVCacheDType = "auto",
         calculate_kv_scales: bool = False,
         quantization: Quantization = "none",
-        threads: Count = 0,
+        threads: Threads = 0,
         attention_backend: AttentionBackendName = "auto",
         device: DeviceName = "auto",
         enforce_eager: bool = False,

@@ -80,6 +80,16 @@ def test_every_node_inherits_the_store_and_the_table_and_has_its_own_entry() -> 
     assert [command.descriptors for command in commands] == [(7, 9)] * 3
 
 
+@pytest.mark.parametrize("process", [ServeSettings, NodeSettings])
+def test_more_threads_than_any_machine_has_cores_are_refused(
+    process: type[ProcessSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(process, ["m", "--threads", "1000000"], prog="kvrelay")
+    refusal = capsys.readouterr().err
+    assert "--threads" in refusal and "1024" in refusal
+
+
 @pytest.mark.parametrize(("cores", "nodes", "threads", "expected"), [(8, 2, 4, 8), (9, 2, 4, 8), (2, 4, 1, 2)])
 def test_nodes_use_together_what_they_were_given(cores: int, nodes: int, threads: int, expected: int) -> None:
     descriptor = create_core_table(cores, nodes, threads, say=pytest.fail)

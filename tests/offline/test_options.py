@@ -34,6 +34,7 @@ NOT_OFFERED = {
         ("block_size", 264, "less than or equal to 256"),
         ("block_size", 20, "multiple of 8"),
         ("threads", -1, "greater than or equal to 0"),
+        ("threads", 10**6, "less than or equal to 1024"),
         ("threads", "2", "integer"),
         ("num_blocks", 1.5, "integer"),
         ("gpu_memory_utilization", 90, "less than or equal to 0.95"),
