@@ -195,7 +195,8 @@ def flag_of(name: str) -> str:
 
 def _read_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        loaded, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigurationError(f"--config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -204,11 +205,26 @@ def _read_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigurationError(f"--config: {path} must hold settings as `name: value`, not a {type(loaded).__name__}")
+    if isinstance(root, yaml.MappingNode):
+        _refuse_twice(root, path)
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     for name in values:
         if name not in fields or name == "config":
             raise ConfigurationError(f"--config: {path}: there is no setting {name!r}{_nearest(name, fields)}")
     return values
+
+
+def _refuse_twice(root: yaml.MappingNode, path: Path) -> None:
+    """Raises ConfigurationError for a setting that a file has twice, which YAML itself forbids but the library takes,
+    or once with dashes and once with underscores."""
+    lines: dict[str, int] = {}
+    for key, _ in root.value:
+        name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+        if name in lines:
+            raise ConfigurationError(
+                f"--config: {path}: line {line} sets {name!r} again, after line {lines[name]}: remove one of them"
+            )
+        lines[name] = line
 
 
 def _place(error: yaml.YAMLError | UnicodeDecodeError) -> str:
