@@ -41,6 +41,8 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=True), PlainSerializer(_for_js
 class BenchSettings(ProcessSettings):
     """Settings of every command: a server, how prompts are made, how answers are judged, where results go."""
 
+    is_client = True
+
     url: Annotated[str, AfterValidator(_is_url)] = Field(
         default="http://127.0.0.1:8000",
         description="The server: http://host:port (OpenAI-compatible), or grpc://host:port (a kvrelay router).",

@@ -25,6 +25,8 @@ ROUTER_SERVICE = "kvrelay.v1.Router"
 class ClientSettings(ProcessSettings):
     """Settings of every command that asks a router."""
 
+    is_client = True
+
     # With the scheme that `kvrelay bench` needs, or without it.
     url: Annotated[HostPort, BeforeValidator(lambda url: str(url).removeprefix("grpc://"))] = Field(
         default="127.0.0.1:8001", description="gRPC address of the router, host:port."

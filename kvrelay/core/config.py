@@ -14,7 +14,7 @@ from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import Field, SecretStr, ValidationError, model_validator
@@ -24,6 +24,7 @@ from pydantic_settings import (
     BaseSettings,
     CliApp,
     CliSettingsSource,
+    EnvSettingsSource,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -76,6 +77,10 @@ class ProcessSettings(BaseSettings):
         protected_namespaces=(),
     )
 
+    is_client: ClassVar[bool] = False
+    """Whether this is a command that talks to a server. It may be called in the server's shell or pod, where the
+    variable KVRELAY_CONFIG names the server's file, so it takes its own file by `--config` only."""
+
     config: Path | None = Field(
         default=None,
         description="YAML file with any of these settings (log_level: debug). Flags win over variables of the "
@@ -100,6 +105,10 @@ class ProcessSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Returns the sources of settings, highest priority first. pydantic-settings itself puts flags before them."""
+        if cls.is_client and isinstance(env_settings, EnvSettingsSource):
+            env_settings.env_vars = {
+                name: value for name, value in env_settings.env_vars.items() if name != f"{ENV_PREFIX}CONFIG".lower()
+            }
         return init_settings, env_settings, _ConfigFileSource(settings_cls)
 
     @model_validator(mode="before")
@@ -161,7 +170,7 @@ def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _S
     wrong.
     """
     try:
-        _check_environment(os.environ, cls.model_fields)
+        _check_environment(os.environ, [name for name in cls.model_fields if name != "config" or not cls.is_client])
         flags = CliSettingsSource[Any](
             cls,
             cli_prog_name=prog,
@@ -235,7 +244,7 @@ def _place(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     return f" at line {mark.line + 1}, column {mark.column + 1}: a text with special characters has to be in quotes"
 
 
-def _check_environment(environment: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> None:
+def _check_environment(environment: Mapping[str, str], fields: Sequence[str]) -> None:
     """Raises ConfigurationError for a variable whose name is almost that of a setting. What is unknown otherwise, or in
     `_ALIKE`, may belong to another kvrelay process of this shell or pod; a note on standard error mentions it."""
     for variable in sorted(environment):

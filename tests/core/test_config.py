@@ -85,6 +85,27 @@ def test_the_environment_names_the_file(monkeypatch: pytest.MonkeyPatch, config_
 
 
 @pytest.mark.parametrize(
+    ("client", "argv"),
+    [(StatusSettings, []), (ChatSettings, []), (CompleteSettings, ["Once"]), (BENCH_SETTINGS["latency"], [])],
+)
+def test_a_client_leaves_the_file_of_the_environment_to_the_server(
+    client: type[ProcessSettings],
+    argv: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config_file: Path,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("KVRELAY_CONFIG", str(config_file))
+    own = tmp_path / "own.yaml"
+    own.write_text("url: grpc://10.0.0.1:8001")
+    assert load_settings(client, argv, prog="kvrelay").config is None
+    assert "KVRELAY_CONFIG is not a setting of this process" in capsys.readouterr().err
+    settings = load_settings(client, [*argv, "--config", str(own)], prog="kvrelay")
+    assert str(settings.model_dump()["url"]).endswith("10.0.0.1:8001")
+
+
+@pytest.mark.parametrize(
     "argv",
     [("--decode-nodes", "a:1,b:2"), ("--decode-nodes", "a:1", "--decode-nodes", "b:2"), ("--decode-nodes=a:1, b:2",)],
 )
