@@ -1,8 +1,8 @@
 """Settings of the router process."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings
@@ -10,10 +10,16 @@ from kvrelay.core.logs import LogLevel
 from kvrelay.core.option_types import HostPort, Timeout
 
 
+def _is_name(name: str) -> str:
+    if not name.isprintable() or name != name.strip():
+        raise ValueError("must be printable text that neither begins nor ends with a blank")
+    return name
+
+
 class RouterOptions(ProcessSettings):
     """Settings of a router that do not depend on where its nodes are; `kvrelay serve` takes them, too."""
 
-    served_model_name: str | None = Field(
+    served_model_name: Annotated[str, AfterValidator(_is_name)] | None = Field(
         default=None, description="What clients call the model; unset: MODEL as given."
     )
     host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")

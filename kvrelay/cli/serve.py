@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import secrets
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -242,7 +243,8 @@ def _flags(settings: ServeSettings, options: type[ProcessSettings]) -> list[str]
         if isinstance(value, bool):
             flags.append(flag_of(name if value else f"no_{name}"))
         elif value is not None and not isinstance(value, SecretStr):
-            flags += [flag_of(name), str(value)]
+            # A text may begin with a dash, and would be taken for a flag if it stood alone.
+            flags += [f"{flag_of(name)}={value}"] if isinstance(value, str) else [flag_of(name), str(value)]
     return flags
 
 
@@ -256,7 +258,7 @@ def _announce(settings: ServeSettings, ready: ReadyLine) -> None:
     body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16})
     print(
         f"\nkvrelay serves {model} at http://{http}/v1 and gRPC {grpc}. Ctrl-C ends it. Try:\n"
-        f"  curl http://{http}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n",
+        f"  curl http://{http}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n",
         flush=True,
     )
 

@@ -278,6 +278,8 @@ def _explain_flag(message: str, fields: Mapping[str, FieldInfo]) -> str:
     """Returns argparse's message without what pydantic-settings adds, and for an unknown flag with the nearest known
     one."""
     problem = message.removeprefix("error parsing CLI: ")
+    if problem.endswith("expected one argument"):
+        problem += ", written --name=VALUE if it begins with a dash"
     marker = "unrecognized arguments: "
     if marker not in problem:
         return problem

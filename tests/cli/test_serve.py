@@ -1,7 +1,9 @@
 """The commands that `kvrelay serve` would start: roles, threads, flags, and where secrets go. Which signals end it."""
 
 import asyncio
+import json
 import os
+import shlex
 import signal
 import socket
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -14,6 +16,7 @@ from kvrelay.cli.cores import available_cores, thread_environment
 from kvrelay.cli.main import PROCESS_MODULES
 from kvrelay.cli.serve import (
     ServeSettings,
+    _announce,
     _serve,
     at_its_address,
     child_environment,
@@ -162,6 +165,29 @@ def test_router_understands_what_it_is_given() -> None:
     assert (router.policy, router.supervised) == ("round_robin", True)
     assert (router.lease_ttl, router.request_timeout) == (7.5, 90.0)
     assert (router.max_concurrent_requests, router.max_attempts, router.node_wait) == (12, 0, 20.0)
+
+
+@pytest.mark.parametrize("name", ["-x", "--port", "a b", "it's", 'a"b', "a/b", "é"])
+def test_a_model_may_have_an_odd_name(name: str) -> None:
+    command = router_command(settings_of("m", f"--served-model-name={name}"), {}, prefill=[], decode=["d:1"])
+    assert child_settings(RouterSettings, command).served_model_name == name
+
+
+@pytest.mark.parametrize("name", [" ", "a ", "\n", "a\tb", "\x00", "\udcff"])
+@pytest.mark.parametrize("process", [ServeSettings, RouterSettings])
+def test_a_name_that_no_client_could_write_is_refused(
+    process: type[ProcessSettings], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(process, ["m", f"--served-model-name={name}"], prog="kvrelay")
+    assert "--served-model-name: must be printable text" in capsys.readouterr().err
+
+
+def test_the_example_of_a_request_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    addresses = {"http_address": "127.0.0.1:8000", "grpc_address": "127.0.0.1:8001"}
+    _announce(settings_of("m", "--served-model-name", "it's"), {**addresses, "model": "it's"})
+    command = capsys.readouterr().out.partition("  curl ")[2]
+    assert json.loads(shlex.split(command)[-1])["model"] == "it's"
 
 
 def test_what_is_not_set_is_left_to_the_router() -> None:

@@ -176,6 +176,7 @@ def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixt
         (("--wait", "inf"), "--wait: Input should be a finite number, got 'inf'"),
         (("--wait", "nan"), "--wait: Input should be a finite number, got 'nan'"),
         (("--port",), "--port: expected one argument"),
+        (("--redis-url", "-x"), "--redis-url: expected one argument, written --name=VALUE if it begins"),
         (("--prot", "3"), "did you mean --port?"),
         (("--block_siz=3",), "did you mean --block-size?"),
         (("another",), "one argument too many: 'another'"),
