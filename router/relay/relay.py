@@ -16,7 +16,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeDescription, NodeRole
-from router.nodes.node import HeldBlocks, NodeHandle
+from router.nodes.node import HeldBlocks, NodeHandle, NodeState
 from router.nodes.registry import Registry
 from router.policy import (
     Candidates,
@@ -207,6 +207,10 @@ class ClusterRelay:
         if refill is None:
             return None
         return self._prefill_placement(refill.prefill, refill.sources, facts, usable, held)
+
+    def is_live(self, node: KVSource) -> bool:
+        """Implements `Place.is_live`."""
+        return any(known.state is NodeState.LIVE and _source(known) == node for known in self._registry.nodes)
 
     def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
         """Returns the live nodes that are not among the lost ones and can serve the request to its end, by id, prefill

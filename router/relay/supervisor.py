@@ -10,8 +10,8 @@ request here:
    broken stream does not always mean that the node has ended.
 5. If no decode node is live at all, the request waits for the next one, at most `node_wait` seconds from the loss.
 6. If that wait is over, or an output has lost more than `max_attempts` nodes in the same way (`Loss`) without getting
-   past the point where it lost them, the request ends with UnavailableError: it may be what ends the nodes. A node that
-   is tried again has not ended, and does not count.
+   past the point where it lost them, the request ends with UnavailableError: it may be what ends the nodes. Nodes that
+   are live again have not ended, and do not count.
 7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
 A token is a function of the seed, the output index and all tokens before it, never of the node that samples it. So the
@@ -63,6 +63,10 @@ class Place(Protocol):
         waits for in vain; None if the decode node shall compute them."""
         ...
 
+    def is_live(self, node: KVSource) -> bool:
+        """Tells whether a node can be used now, and not another process at its address."""
+        ...
+
 
 @dataclass(slots=True)
 class _Share:
@@ -86,9 +90,6 @@ class _Share:
         else:
             self.losses.clear()
             self.backoff.reset()
-
-    def num_losses(self, loss: Loss) -> int:
-        return sum(other is loss for other, _ in self.losses)
 
     def stop_waiting(self) -> None:
         if self.wait is not None:
@@ -231,7 +232,8 @@ class RequestSupervisor:
         attempt.close()
         self._lost.add(lost.source)
         share.losses.add((lost.loss, lost.source))
-        if (count := share.num_losses(lost.loss)) > self._max_attempts:
+        ended = {node for loss, node in share.losses if loss is lost.loss and not self._place.is_live(node)}
+        if (count := len(ended | {lost.source})) > self._max_attempts:
             raise UnavailableError(f"given up after {count} losses of a {lost.loss.value}: {lost}") from lost
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
@@ -259,7 +261,6 @@ class RequestSupervisor:
         _logger.info(
             "request %s: outputs %s go on at %s", self._wire_id, share.choices, placement.decode.source.node_id
         )
-        share.losses = {(loss, node) for loss, node in share.losses if node != placement.decode.source}
         self._tally.migrated(node_request, share.lost.loss.cause)
         self._start(share, node_request, placement)
 

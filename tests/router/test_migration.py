@@ -273,6 +273,12 @@ async def next_decode(nodes: Cluster) -> ScriptedDecode:
     return next(node for node in nodes.decodes if not node.commands.empty())
 
 
+async def ended(nodes: Cluster, node: ScriptedDecode) -> None:
+    """Ends a node, and returns once the router knows."""
+    await node.stop()
+    await until(lambda: nodes.registry.decode[nodes.decodes.index(node)].state is NodeState.LOST)
+
+
 async def next_prefill(nodes: Cluster) -> PrefillCall:
     await until(lambda: any(not node.calls.empty() for node in nodes.prefills))
     return next(node.calls.get_nowait() for node in nodes.prefills if not node.calls.empty())
@@ -286,7 +292,7 @@ async def test_the_number_of_losses_is_bounded(max_attempts: int) -> None:
             for _ in range(1 + max_attempts):
                 node = await next_decode(nodes)
                 await node.admit()
-                node.end_stream()
+                await ended(nodes, node)
             with pytest.raises(UnavailableError, match=f"after {1 + max_attempts} losses of a decode node that"):
                 await first
         assert_idle(nodes)
@@ -314,7 +320,7 @@ async def test_a_request_that_no_decode_node_survives_ends_though_each_prefill_n
             (await soon(nodes.prefill.calls)).finish(token(7 + number))
             assert await next_event == token(7 + number)
             await node.started()
-            node.end_stream()
+            await ended(nodes, node)
         with pytest.raises(UnavailableError, match="after 2 losses of a decode node that had the first token"):
             await take(events)
         assert_idle(nodes)
