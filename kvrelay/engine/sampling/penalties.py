@@ -63,6 +63,8 @@ def adjust(
 
 def _ban_ends(logits: Tensor, fixed: FixedEdits, eos_token_ids: Sequence[int]) -> None:
     """Bans the tokens that would end the output, unless those are all tokens."""
+    if not fixed.stop_token_ids and not eos_token_ids:
+        return
     banned = logits.index_fill(0, torch.from_numpy(fixed.stop_ids), -torch.inf)
     banned[list(eos_token_ids)] = -torch.inf
     if banned.max() > -torch.inf:
