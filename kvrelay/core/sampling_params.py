@@ -21,6 +21,8 @@ _NUMBERS = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+_ALL_NUMBERS = (*_INTEGERS, *_OPTIONAL_INTEGERS, *_NUMBERS)
+_PLAIN = frozenset((int, float, bool, type(None)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (*_INTEGERS, *_OPTIONAL_INTEGERS, *_NUMBERS):
-            object.__setattr__(self, name, _plain(getattr(self, name), as_float=name in _NUMBERS))
+        for name in _ALL_NUMBERS:
+            value = getattr(self, name)
+            if type(value) not in _PLAIN:
+                object.__setattr__(self, name, _plain(value, as_float=name in _NUMBERS))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         if isinstance(self.seed, int) and MIN_SEED <= self.seed < 0:
@@ -142,8 +146,6 @@ class SamplingParams:
 
 def _plain(value: object, *, as_float: bool) -> object:
     """Returns a number as an int or a float, anything else as it is: `validate` refuses that."""
-    if type(value) in (int, float, bool):
-        return value
     if as_float and isinstance(value, Real):
         try:
             return float(value)
