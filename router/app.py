@@ -32,7 +32,7 @@ from kvrelay.core.rpc import (
     server_options,
     set_serving,
 )
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import end_tasks, first_of
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2_grpc
 from router.edge.gateway import create_app
@@ -121,7 +121,9 @@ async def serve(settings: RouterSettings, stop: asyncio.Event, hurry: asyncio.Ev
                 yield ServedAddresses(
                     http=address_of(settings.host, http_port), grpc=address_of(settings.host, grpc_server.port)
                 )
-            await _finish_requests(relay, settings.stop_timeout, hurry)
+            # Here, where clients can still be answered.
+            await first_of(relay.close(timeout=settings.stop_timeout), hurry.wait())
+            await relay.close(timeout=0)
     finally:
         await relay.close(timeout=0)
         await registry.close()
@@ -152,22 +154,9 @@ def _edge(settings: RouterSettings, relay: ClusterRelay, tokenizer: Tokenizer, c
 
 async def _wait_for_nodes(settings: RouterSettings, registry: Registry, stop: asyncio.Event) -> None:
     """Waits for at most `start_timeout` seconds: a router without nodes still answers, and says what is missing."""
-    settled = asyncio.create_task(registry.wait_settled(settings.start_timeout))
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({settled, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    await end_tasks(settled, stopped)
+    await first_of(registry.wait_settled(settings.start_timeout), stop.wait())
     for node in registry.nodes:
         _logger.info("%s node %s is %s", node.role.value, node.name, node.state.value)
-
-
-async def _finish_requests(relay: ClusterRelay, timeout: float, hurry: asyncio.Event) -> None:
-    """Gives running requests `timeout` seconds to end, but none any more once `hurry` is set, and fails the rest."""
-    closing = asyncio.create_task(relay.close(timeout=timeout))
-    hurried = asyncio.create_task(hurry.wait())
-    done, _ = await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
-    if closing not in done:
-        await relay.close(timeout=0)
-    await end_tasks(closing, hurried)
 
 
 @asynccontextmanager

@@ -1,6 +1,8 @@
-"""Ending the tasks that a component has started on its event loop."""
+"""Ending the tasks that a component has started on its event loop, and waiting for the first of several things."""
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable
 from typing import Any
 
 
@@ -11,3 +13,16 @@ async def end_tasks(*tasks: "asyncio.Task[Any] | None") -> None:
     for task in begun:
         task.cancel()
     await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def first_of(*waits: Awaitable[object]) -> int:
+    """Returns the index of the one that ends first, and cancels the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks.index(next(iter(done)))
+    finally:
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task

@@ -4,10 +4,9 @@ Invariant: it announces nothing after it was told to stop.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import uvloop
 
@@ -16,6 +15,7 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.listening import address_of, check_port
 from kvrelay.core.logs import configure_logging
+from kvrelay.core.tasks import first_of
 from kvrelay.node.node import Node
 from kvrelay.node.server import NodeServer, Service
 from kvrelay.node.settings import NodeSettings
@@ -59,10 +59,10 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
         if not signals.stop.is_set():
             announce_ready(role=role, address=address, node_id=node.identity.node_id)
             _logger.info("%s is ready on %s", node.identity.node_id, address)
-        crashed = await _first(signals.stop.wait(), node.crashed.wait()) == 1
+        crashed = await first_of(signals.stop.wait(), node.crashed.wait()) == 1
         if not crashed:
             _logger.info("draining for at most %g s", settings.drain_timeout)
-            await _first(server.drain(settings.drain_timeout), signals.hurry.wait())
+            await first_of(server.drain(settings.drain_timeout), signals.hurry.wait())
     finally:
         await server.close()
     status = 1 if crashed else 0
@@ -74,20 +74,7 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
 async def _build_unless_stopped(settings: NodeSettings, role: str, stop: asyncio.Event) -> Node:
     """Returns the node, or raises _ThreadLeftError when `stop` is set first."""
     building = asyncio.create_task(build_node(settings, role))
-    await _first(building, stop.wait())
+    await first_of(building, stop.wait())
     if building.cancelled():
         raise _ThreadLeftError("stopped while loading", 0)
     return building.result()
-
-
-async def _first(*waits: Awaitable[object]) -> int:
-    """Returns the index of the one that ends first, and cancels the others."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks.index(next(iter(done)))
-    finally:
-        for task in tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task

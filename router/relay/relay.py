@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from random import Random, SystemRandom
 
@@ -140,10 +140,8 @@ class ClusterRelay:
 
     async def _idle_within(self, timeout: float) -> bool:
         """Waits for at most `timeout` seconds. Returns whether no request runs any more."""
-        if not self._idle.is_set():
-            waiting = asyncio.create_task(self._idle.wait())
-            await asyncio.wait({waiting}, timeout=timeout)
-            waiting.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout)
         return self._idle.is_set()
 
     # -- placement -----------------------------------------------------------------------------------------------------
