@@ -2,11 +2,11 @@
 
 import sys
 
-from kvrelay.core.extras import require_extra
+from kvrelay.core.extras import ENGINE_MODULES, require_extra
 
 
 def run() -> int:
-    require_extra("engine", ("torch", "safetensors"), purpose="a decode node")
+    require_extra("engine", ENGINE_MODULES, purpose="a decode node")
     from decode_node.service import DecodeService
     from kvrelay.node.process import main
 

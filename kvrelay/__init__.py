@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from kvrelay.core.errors import ConfigurationError, InvalidRequestError, KVRelayError, ModelLoadError
+from kvrelay.core.extras import ENGINE_MODULES
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 
@@ -28,7 +29,6 @@ __all__ = [
     "TokenLogprobs",
     "__version__",
 ]
-_EXTRA = ("torch", "safetensors", "tqdm")  # what pyproject.toml's extra `engine` installs
 
 
 def __getattr__(name: str) -> object:
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> object:
     try:
         found: object = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
+        if error.name not in ENGINE_MODULES:
             raise  # a broken package, or a file of the caller that has the name of one
         raise ImportError(f"{name} needs {error.name}: pip install 'kvrelay[engine]'") from error
     return found

@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+ENGINE_MODULES = ("torch", "safetensors", "tqdm")  # what pyproject.toml's extra `engine` installs
+
 
 def require_extra(extra: str, modules: Sequence[str], *, purpose: str) -> None:
     """Ends the process with status 1 and the command that helps if one of `modules` is not installed."""
