@@ -105,11 +105,15 @@ class ProcessSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Returns the sources of settings, highest priority first. pydantic-settings itself puts flags before them."""
-        if cls.is_client and isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = {
-                name: value for name, value in env_settings.env_vars.items() if name != f"{ENV_PREFIX}CONFIG".lower()
-            }
+        assert isinstance(env_settings, EnvSettingsSource)
+        known = {f"{ENV_PREFIX}{name}".lower() for name in cls.names_in_environment()}
+        env_settings.env_vars = {name: value for name, value in env_settings.env_vars.items() if name in known}
         return init_settings, env_settings, _ConfigFileSource(settings_cls)
+
+    @classmethod
+    def names_in_environment(cls) -> list[str]:
+        """Returns the settings that variables may give."""
+        return [name for name in cls.model_fields if name != "config" or not cls.is_client]
 
     @model_validator(mode="before")
     @classmethod
@@ -170,7 +174,7 @@ def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _S
     wrong.
     """
     try:
-        _check_environment(os.environ, [name for name in cls.model_fields if name != "config" or not cls.is_client])
+        _check_environment(os.environ, cls.names_in_environment())
         flags = CliSettingsSource[Any](
             cls,
             cli_prog_name=prog,
