@@ -69,6 +69,19 @@ async def refill_call(nodes: Cluster, wire_id: str) -> PrefillCall:
     return call
 
 
+async def refilled(
+    nodes: Cluster, events: AsyncGenerator[RequestEvent, None]
+) -> "tuple[asyncio.Task[RequestEvent], str, PrefillCall]":
+    """Returns once decode-0 has all blocks from a refill by prefill-1, which has not sampled its first token."""
+    following, wire_id = await published(nodes, events)
+    nodes.decode.kv_missing(wire_id, 10)
+    call = await refill_call(nodes, wire_id)
+    call.publish(3)
+    await nodes.decode.pull()
+    nodes.decode.kv_ready(wire_id, fetched=10, fetches=fetched(("prefill-1", 3)))
+    return following, wire_id, call
+
+
 async def test_the_decode_node_is_told_who_else_holds_what() -> None:
     async with cluster(num_decode_nodes=2) as nodes:
         await holds(nodes, nodes.decodes[1], 2)
@@ -135,12 +148,7 @@ async def test_missing_blocks_are_prefilled_by_another_node() -> None:
 async def test_a_request_that_ends_before_its_refill_counts_what_that_was_to_compute() -> None:
     """A refill publishes its blocks before it samples its first token. A short output may be complete before that."""
     async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
-        following, wire_id = await published(nodes, events)
-        nodes.decode.kv_missing(wire_id, 10)
-        call = await refill_call(nodes, wire_id)
-        call.publish(3)
-        await nodes.decode.pull()
-        nodes.decode.kv_ready(wire_id, fetched=10, fetches=fetched(("prefill-1", 3)))
+        following, wire_id, _ = await refilled(nodes, events)
         nodes.decode.tokens(wire_id, LAST)
         assert await following == LAST
         trace = await take_trace(events)
@@ -152,12 +160,7 @@ async def test_a_request_that_ends_before_its_refill_counts_what_that_was_to_com
 async def test_a_refill_whose_blocks_have_arrived_ends_with_its_first_token() -> None:
     """The request goes on, without it."""
     async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
-        following, wire_id = await published(nodes, events)
-        nodes.decode.kv_missing(wire_id, 10)
-        call = await refill_call(nodes, wire_id)
-        call.publish(3)
-        await nodes.decode.pull()
-        nodes.decode.kv_ready(wire_id, fetched=10, fetches=fetched(("prefill-1", 3)))
+        following, wire_id, call = await refilled(nodes, events)
         assert await soon(nodes.prefill.released) == ("lease",)
         assert nodes.prefills[1].released.empty()
         call.finish(token(7), num_cached_tokens=4)
