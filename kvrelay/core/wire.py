@@ -84,7 +84,8 @@ def logprobs_to_wire(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
         token_id=entry.token_id,
         logprob=entry.logprob,
         rank=entry.rank,
-        top=[common_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+        top_token_ids=[token_id for token_id, _ in entry.top],
+        top_logprobs=[logprob for _, logprob in entry.top],
     )
 
 
@@ -93,7 +94,7 @@ def logprobs_from_wire(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
         token_id=message.token_id,
         logprob=message.logprob,
         rank=message.rank,
-        top=tuple((top.token_id, top.logprob) for top in message.top),
+        top=tuple(zip(message.top_token_ids[:], message.top_logprobs[:], strict=False)),  # copies are read faster
     )
 
 

@@ -146,24 +146,6 @@ class SamplingParams(google.protobuf.message.Message):
 global___SamplingParams = SamplingParams
 
 @typing.final
-class TopLogprob(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TOKEN_ID_FIELD_NUMBER: builtins.int
-    LOGPROB_FIELD_NUMBER: builtins.int
-    token_id: builtins.int
-    logprob: builtins.float
-    def __init__(
-        self,
-        *,
-        token_id: builtins.int = ...,
-        logprob: builtins.float = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "token_id", b"token_id"]) -> None: ...
-
-global___TopLogprob = TopLogprob
-
-@typing.final
 class TokenLogprobs(google.protobuf.message.Message):
     """Log-probabilities at one position, from the unmodified logits (before temperature, penalties and bias)."""
 
@@ -172,22 +154,30 @@ class TokenLogprobs(google.protobuf.message.Message):
     TOKEN_ID_FIELD_NUMBER: builtins.int
     LOGPROB_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
-    TOP_FIELD_NUMBER: builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     token_id: builtins.int
     logprob: builtins.float
     rank: builtins.int
     """1 = the most likely token"""
     @property
-    def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TopLogprob]: ...
+    def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the most likely tokens, best first"""
+
+    @property
+    def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """theirs, in the same order"""
+
     def __init__(
         self,
         *,
         token_id: builtins.int = ...,
         logprob: builtins.float = ...,
         rank: builtins.int = ...,
-        top: collections.abc.Iterable[global___TopLogprob] | None = ...,
+        top_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        top_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "rank", b"rank", "token_id", b"token_id", "top", b"top"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "rank", b"rank", "token_id", b"token_id", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]) -> None: ...
 
 global___TokenLogprobs = TokenLogprobs
 

@@ -18,6 +18,7 @@ from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.text.choice import TextChunk
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.edge.outputs import Edge, GenerationEvent
+from router.edge.prompt_logprobs import check_size
 from router.edge.validation import (
     MAX_MESSAGES,
     ChatPrompt,
@@ -133,6 +134,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
             request_id = _request_id(request.request_id)
             client = _client_request(request, context.time_remaining())
         (routed,) = await self._edge.admit({request_id: client})
+        with self._edge.counting_errors():
+            check_size((routed,), num_copies=1)
         return routed
 
     async def _events(self, routed: RoutedRequest) -> AsyncGenerator[GenerationEvent, None]:

@@ -39,6 +39,7 @@ class ScriptedRelay:
     hang_at: int | None = None
     available: bool = True
     has_capacity: bool = True
+    max_model_len: int = MAX_MODEL_LEN
     requests: list[RoutedRequest] = field(default_factory=list)
     num_running: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,7 +54,7 @@ class ScriptedRelay:
         if not self.available:
             raise UnavailableError("no decode node is known")
         namespace = KVNamespace(b"fingerprint", "float32", "layout", 16)
-        return ServedModel(MAX_MODEL_LEN, MAX_NUM_SEQS, self.tokenizer.vocab_size, namespace)
+        return ServedModel(self.max_model_len, MAX_NUM_SEQS, self.tokenizer.vocab_size, namespace)
 
     def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
         if not self.has_capacity:

@@ -15,6 +15,7 @@ from kvrelay.core.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.edge.grpc_service import MAX_REQUEST_ID_CHARS, RouterService
 from router.edge.outputs import Edge
+from router.edge.prompt_logprobs import MAX_ENTRIES
 from router.edge.validation import MAX_MESSAGES
 from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, counted, make_edge
 
@@ -54,7 +55,7 @@ async def test_a_streamed_generation_has_every_chunk_and_ends_with_usage_and_tra
         assert "".join(output.text for output in outputs) == REPLY
         assert [output.finish_reason for output in outputs][-1] == common_pb2.FINISH_REASON_STOP
         assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
-        assert len(outputs[0].logprobs[0].top) == 2
+        assert len(outputs[0].logprobs[0].top_token_ids) == len(outputs[0].logprobs[0].top_logprobs) == 2
     assert last.model == MODEL
     assert last.usage.prompt_tokens == len(relay.requests[0].prompt_token_ids)
     assert last.usage.completion_tokens == sum(len(o.token_ids) for m in chunks for o in m.outputs)
@@ -100,6 +101,16 @@ async def test_too_many_token_ids_are_refused_without_looking_at_them(stub: Stub
         await stub.Generate(router_pb2.GenerateRequest(prompt_token_ids=ids))
     with pytest.raises(grpc.aio.AioRpcError, match=f"token_ids has {MAX_MODEL_LEN + 1} entries"):
         await stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=ids.ids))
+
+
+async def test_prompt_logprobs_that_no_message_could_hold_are_refused(stub: Stub, relay: ScriptedRelay) -> None:
+    """The node's message with them would break the stream that all its requests share."""
+    relay.max_model_len = 2 * MAX_ENTRIES
+    ids = router_pb2.TokenIds(ids=[5] * (MAX_ENTRIES // 21 + 1))
+    with pytest.raises(grpc.aio.AioRpcError, match="prompt_logprobs of 20 would make") as caught:
+        await stub.Generate(router_pb2.GenerateRequest(prompt_token_ids=ids, prompt_logprobs=20))
+    assert cast(InvalidRequestError, error_from_rpc(caught.value)).field == "prompt_logprobs"
+    assert not relay.requests
 
 
 async def test_every_input_and_field_arrives(stub: Stub, relay: ScriptedRelay) -> None:
