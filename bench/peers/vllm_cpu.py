@@ -28,8 +28,6 @@ _VARIABLES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 
 @dataclass(frozen=True, slots=True)
 class VllmCpu:
-    """`arguments` are further ones of `vllm serve`."""
-
     name: str = "vllm-cpu"
     arguments: tuple[str, ...] = ()
     prompt_format: PromptFormat = "token_ids"

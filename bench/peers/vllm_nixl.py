@@ -31,12 +31,13 @@ _TUNING = {
 class VllmNixl:
     name: str
     is_tuned: bool
+    arguments: tuple[str, ...] = ()
     prompt_format: PromptFormat = "token_ids"
 
     @property
     def setup(self) -> Setup:
         variables = {**_TUNING, "PYTHONPATH": FEW_CORES.name} if self.is_tuned else {}
-        return vllm_setup(variables, "--kv-transfer-config", json.dumps(_TRANSFER))
+        return vllm_setup(variables, "--kv-transfer-config", json.dumps(_TRANSFER), *self.arguments)
 
     def install(self, directory: Path) -> None:
         install_vllm(directory)
@@ -51,7 +52,7 @@ class VllmNixl:
                 port = free_port()
                 urls.append(f"http://127.0.0.1:{port}")
                 transfer = json.dumps(_TRANSFER | {"kv_role": kv_role})
-                command = vllm_command(directory, model, port, "--kv-transfer-config", transfer)
+                command = vllm_command(directory, model, port, "--kv-transfer-config", transfer, *self.arguments)
                 log = directory / f"{self.name}-{role}.log"
                 children.append(stack.enter_context(started(command, log, self._environment(directory))))
             for child, url in zip(children, urls, strict=True):

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench import random_model
-from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, model_of, render
+from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, model_of, render, server_of
 from bench.peers.base import Peer, PeerError, Server
 from bench.peers.compare import Measurement, ratios
 from bench.peers.environment import Environment
@@ -90,9 +90,11 @@ def test_our_worker_does_a_whole_job(tmp_path: Path) -> None:
         ({"peer": "vllm-cpu-nixl", "together": True}, "no server that rests between requests"),
         ({"topology": "1P1D"}, "'1P1D' is no topology: write the prefill and the decode nodes like"),
         ({"topology": "1P+0D"}, "at least one decode node is needed"),
-        ({"peer": "openvino-genai", "topology": "1P+1D"}, "--topology: with openvino-genai, kvrelay runs in process"),
-        ({"peer": "openvino-genai", "serve_arguments": "--x"}, "--serve-arguments: with openvino-genai, kvrelay runs"),
+        ({"peer": "openvino-genai", "topology": "1P+1D"}, "--topology: with openvino-genai, both engines run in"),
+        ({"peer": "openvino-genai", "serve_arguments": "--x"}, "--serve-arguments: with openvino-genai, both"),
+        ({"peer": "openvino-genai", "peer_arguments": "--x"}, "--peer-arguments: with openvino-genai, both engines"),
         ({"serve_arguments": "--model 'x"}, "No closing quotation"),
+        ({"peer_arguments": "--model 'x"}, "No closing quotation"),
         ({"json_file": "/nowhere/result.json"}, "this file cannot be written"),
     ],
 )
@@ -111,6 +113,14 @@ def test_arguments_of_serve_may_hold_commas() -> None:
         ["--prefill-nodes", "0", "--decode-nodes", "2"],
     )
     assert kvrelay.arguments == ("--connector", "shared_memory,redis", "--served-model-name", "a b")
+
+
+@pytest.mark.parametrize("peer", SERVERS)
+def test_further_arguments_of_a_peer_are_named_in_its_result(peer: str) -> None:
+    settings = PeersSettings.model_validate({"peer": peer, "peer_arguments": "--dtype float32"})
+    server = server_of(settings)
+    assert server.name == peer
+    assert set(SERVERS[peer].setup.options) < set(server.setup.options) >= {"--dtype", "float32"}
 
 
 def test_other_sources_of_llama_cpp_are_another_installation(tmp_path: Path) -> None:
