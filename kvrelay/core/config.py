@@ -40,6 +40,10 @@ _TIMEOUTS_ALIKE = ("start_timeout", "stop_timeout", "step_timeout")
 _LOADS_ALIKE = ("concurrency", "concurrencies", "request_rate", "request_rates", "long_output_len")
 _ALIKE = frozenset((*_TIMEOUTS_ALIKE, *_LOADS_ALIKE))
 
+# Settings that servers and clients both have, but not in the same sense: a server's file has settings that no client
+# knows, and its model is a folder, which it may serve under another name.
+_OF_SERVERS = ("config", "model")
+
 _SERVICE_LINK = (
     "Kubernetes gives every pod such a variable, KVRELAY_PORT, for a Service called kvrelay: "
     "set `enableServiceLinks: false` in the pod, or call the Service otherwise"
@@ -78,8 +82,8 @@ class ProcessSettings(BaseSettings):
     )
 
     is_client: ClassVar[bool] = False
-    """Whether this is a command that talks to a server. It may be called in the server's shell or pod, where the
-    variable KVRELAY_CONFIG names the server's file, so it takes its own file by `--config` only."""
+    """Whether this is a command that talks to a server. It may be called in the server's shell or pod, so it leaves the
+    variables in `_OF_SERVERS` to the server."""
 
     config: Path | None = Field(
         default=None,
@@ -113,7 +117,7 @@ class ProcessSettings(BaseSettings):
     @classmethod
     def names_in_environment(cls) -> list[str]:
         """Returns the settings that variables may give."""
-        return [name for name in cls.model_fields if name != "config" or not cls.is_client]
+        return [name for name in cls.model_fields if not (cls.is_client and name in _OF_SERVERS)]
 
     @model_validator(mode="before")
     @classmethod

@@ -105,6 +105,16 @@ def test_a_client_leaves_the_file_of_the_environment_to_the_server(
     assert str(settings.model_dump()["url"]).endswith("10.0.0.1:8001")
 
 
+@pytest.mark.parametrize(("client", "argv"), [(CompleteSettings, ["Once"]), (BENCH_SETTINGS["latency"], [])])
+def test_a_client_leaves_the_folder_of_the_model_to_the_server(
+    client: type[ProcessSettings], argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVRELAY_MODEL", "/models/tiny")
+    assert load_settings(client, argv, prog="kvrelay").model_dump()["model"] == ""
+    assert "KVRELAY_MODEL is not a setting of this process" in capsys.readouterr().err
+    assert load_settings(client, [*argv, "--model", "tiny"], prog="kvrelay").model_dump()["model"] == "tiny"
+
+
 @pytest.mark.parametrize(
     "argv",
     [("--decode-nodes", "a:1,b:2"), ("--decode-nodes", "a:1", "--decode-nodes", "b:2"), ("--decode-nodes=a:1, b:2",)],
