@@ -200,7 +200,8 @@ async def test_an_output_that_began_elsewhere_continues_under_its_index() -> Non
                 event = await router.event()
                 assert not event.HasField("failed"), event
                 if event.HasField("kv_ready"):
-                    assert event.kv_ready.num_cached_tokens + event.kv_ready.num_recomputed_tokens == len(PROMPT) + 1
+                    num_given = len(PROMPT) + 1
+                    assert event.kv_ready.num_recomputed_tokens == num_given % BLOCK_SIZE, "all but full blocks"
                 if event.HasField("tokens"):
                     assert event.tokens.index == 5
                     tokens += event.tokens.token_ids
