@@ -43,7 +43,7 @@ class HttpGeneration:
 
     async def whole(self) -> bytes:
         """Returns the encoded response."""
-        choices = [WholeChoice() for _ in range(self._n * len(self._requests))]
+        choices = [WholeChoice(self._shape) for _ in range(self._n * len(self._requests))]
         prompt_logprobs: dict[int, bytes] = {}
         async with aclosing(self._events()) as events:
             async for prompt_index, found in events:
@@ -53,7 +53,7 @@ class HttpGeneration:
                     self._usage.traces[prompt_index] = found
                 else:
                     prompt_logprobs[prompt_index] = await encoded(self._edge.tokenizer, found.logprobs)
-        return whole_response(self._shape, self._envelope, choices, self._n, self._usage, prompt_logprobs)
+        return await whole_response(self._shape, self._envelope, choices, self._n, self._usage, prompt_logprobs)
 
     async def stream(
         self, *, include_usage: bool, error_body: Callable[[KVRelayError], Json]

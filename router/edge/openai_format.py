@@ -4,6 +4,7 @@ Invariant: events with text are built from strings, without a dict, and what doe
 request.
 """
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -53,24 +54,6 @@ class Usage:
         return {"requests": traces} if traces else None
 
 
-@dataclass(slots=True)
-class WholeChoice:
-    """One choice of a response that is not streamed."""
-
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text_offsets: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    def add(self, chunk: TextChunk, stop_reason: str | int | None) -> None:
-        self.text.append(chunk.text)
-        self.logprobs.extend(chunk.logprobs)
-        self.text_offsets.extend(chunk.text_offsets)
-        if chunk.finish_reason is not None:
-            self.finish_reason, self.stop_reason = chunk.finish_reason.value, stop_reason
-
-
 class Format(Protocol):
     """What differs between completions and chat: the JSON that carries the text and log-probabilities of a choice."""
 
@@ -95,7 +78,39 @@ class Format(Protocol):
         """Returns the member that carries the text of a choice that is not streamed."""
         ...
 
-    def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> Json: ...
+    def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> dict[str, list[Any] | None]:
+        """Returns lists by name, each with an item for every entry, or None if there is no such list."""
+        ...
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """One choice of a response that is not streamed. `logprobs` has the items of each list of its log-probabilities, by
+    the list's name. They are encoded as they come: at the end, those of a long response would keep the event loop
+    waiting for seconds."""
+
+    shape: Format
+    text: list[str] = field(default_factory=list)
+    logprobs: dict[str, list[bytes]] = field(default_factory=dict)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, chunk: TextChunk, stop_reason: str | int | None) -> None:
+        self.text.append(chunk.text)
+        if chunk.logprobs:
+            for name, items in self.shape.logprobs(chunk.logprobs, chunk.text_offsets).items():
+                encoded = self.logprobs.setdefault(name, [])
+                if items is not None:
+                    encoded.append(_to_json(items)[1:-1].encode())
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.stop_reason = chunk.finish_reason.value, stop_reason
+
+    def encoded_logprobs(self) -> bytes:
+        lists = [
+            b'"%b":[%b]' % (name.encode(), b",".join(items)) if items else b'"%b":null' % name.encode()
+            for name, items in self.logprobs.items()
+        ]
+        return b"{%b}" % b",".join(lists) if lists else b"null"
 
 
 class CompletionFormat:
@@ -120,7 +135,7 @@ class CompletionFormat:
     def whole(self, text: str, prompt_index: int) -> Json:
         return {"text": self._echoes[prompt_index] + text if self._echoes else text}
 
-    def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> Json:
+    def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> dict[str, list[Any] | None]:
         text = self._tokenizer.token_text
         return {
             "tokens": [text(entry.token_id) for entry in entries],
@@ -158,7 +173,7 @@ class ChatFormat:
     def whole(self, text: str, prompt_index: int) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> Json:
+    def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> dict[str, list[Any] | None]:
         return {
             "content": [
                 self._token(entry.token_id, entry.logprob)
@@ -234,7 +249,7 @@ class StreamFormatter:
         return event(self._head | {"choices": [choice]})
 
 
-def whole_response(
+async def whole_response(
     shape: Format,
     envelope: Envelope,
     choices: Sequence[WholeChoice],
@@ -246,25 +261,32 @@ def whole_response(
     `prompt_logprobs` are encoded, by prompt, if they were asked for."""
     pieces = [_to_json(envelope.head(shape.object_name))[:-1].encode(), b',"choices":[']
     for index, choice in enumerate(choices):
+        if index > 0:
+            pieces.append(b",")
+            await asyncio.sleep(0)  # a hundred of them may be long
         body: Json = {
             "index": index,
             **shape.whole("".join(choice.text), index // n),
-            "logprobs": shape.logprobs(choice.logprobs, choice.text_offsets) if choice.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
         shown = prompt_logprobs.get(index // n) if shape.prompt_logprobs_in_choices else None
-        pieces += [b"," if index else b"", *_extended(body, shown)]
+        pieces += _extended(body, logprobs=choice.encoded_logprobs(), prompt_logprobs=shown)
     trace = usage.trace_as_json()
     rest = {"usage": usage.as_json()} | ({} if trace is None else {"kvrelay": trace})
-    first, *others = _extended(rest, None if shape.prompt_logprobs_in_choices else prompt_logprobs.get(0))
+    shown = None if shape.prompt_logprobs_in_choices else prompt_logprobs.get(0)
+    first, *others = _extended(rest, prompt_logprobs=shown)
     return b"".join((*pieces, b"],", first[1:], *others))
 
 
-def _extended(body: Json, prompt_logprobs: bytes | None) -> tuple[bytes, ...]:
-    """Returns the JSON of `body` in pieces, without a copy of what is encoded already."""
-    whole = _to_json(body).encode()
-    return (whole,) if prompt_logprobs is None else (whole[:-1], b',"prompt_logprobs":', prompt_logprobs, b"}")
+def _extended(body: Json, **encoded: bytes | None) -> list[bytes]:
+    """Returns the JSON of `body` with more members, unless they are None, in pieces: without a copy of what is encoded
+    already."""
+    pieces = [_to_json(body)[:-1].encode()]
+    for name, value in encoded.items():
+        if value is not None:
+            pieces += [f',"{name}":'.encode(), value]
+    return [*pieces, b"}"]
 
 
 def finite(logprob: float) -> float:

@@ -3,9 +3,21 @@
 import json
 import math
 
+import pytest
+
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
-from router.edge.openai_format import MIN_LOGPROB, ChatFormat, CompletionFormat
+from router.edge.openai_format import (
+    MIN_LOGPROB,
+    ChatFormat,
+    CompletionFormat,
+    Envelope,
+    Usage,
+    WholeChoice,
+    whole_response,
+)
+from tests.router.loop_turns import counting_turns
 
 
 def test_the_token_itself_is_shown_though_it_is_not_among_the_most_likely(tokenizer: Tokenizer) -> None:
@@ -32,3 +44,21 @@ def test_a_token_that_cannot_occur_has_a_number(tokenizer: Tokenizer) -> None:
     ):
         text = json.dumps(shown)
         assert "Infinity" not in text and text.count(str(MIN_LOGPROB)) >= 2
+
+
+@pytest.mark.parametrize("shape_class", [ChatFormat, CompletionFormat])
+async def test_those_of_a_whole_answer_are_encoded_as_they_come(
+    tokenizer: Tokenizer, shape_class: type[ChatFormat | CompletionFormat]
+) -> None:
+    """Encoded at the end, a hundred long choices would hold up every other request for seconds."""
+    shape, num_choices = shape_class(tokenizer), 20
+    entries = [TokenLogprobs(5 + i, -3.0 - i, 9, ((6, -0.5), (7, -1.0))) for i in range(5)]
+    choices = [WholeChoice(shape) for _ in range(num_choices)]
+    for choice in choices:
+        choice.add(TextChunk(0, "ab", (5, 6), tuple(entries[:2]), (0, 1)), None)
+        choice.add(TextChunk(0, "", ()), None)
+        choice.add(TextChunk(0, "cde", (7, 8, 9), tuple(entries[2:]), (2, 3, 4)), None)
+    async with counting_turns() as num_turns:
+        body = json.loads(await whole_response(shape, Envelope("id", "model", 0), choices, num_choices, Usage(), {}))
+        assert num_turns() >= num_choices - 1
+    assert [choice["logprobs"] for choice in body["choices"]] == [shape.logprobs(entries, range(5))] * num_choices

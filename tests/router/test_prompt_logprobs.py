@@ -1,6 +1,5 @@
 """Log-probabilities of prompts in vLLM's form: what is encoded, how often, and how long the loop waits for it."""
 
-import asyncio
 import json
 import math
 
@@ -20,6 +19,7 @@ from router.edge.openai_format import (
 )
 from router.edge.prompt_logprobs import MAX_ENTRIES, TOKENS_AT_A_TIME, check_size, encoded
 from router.request import RoutedRequest
+from tests.router.loop_turns import counting_turns
 
 
 async def test_each_token_but_the_first_has_the_likeliest_and_itself(tokenizer: Tokenizer) -> None:
@@ -42,20 +42,9 @@ async def test_a_token_that_cannot_occur_has_a_number(tokenizer: Tokenizer) -> N
 
 
 async def test_the_loop_turns_while_a_long_prompt_is_encoded(tokenizer: Tokenizer) -> None:
-    num_turns = 0
-
-    async def count_turns() -> None:
-        nonlocal num_turns
-        while True:
-            num_turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count_turns())
-    try:
+    async with counting_turns() as num_turns:
         await encoded(tokenizer, [TokenLogprobs(5, -1.0, 1)] * (20 * TOKENS_AT_A_TIME))
-    finally:
-        counting.cancel()
-    assert num_turns >= 20
+        assert num_turns() >= 20
 
 
 @pytest.mark.parametrize(("num_copies", "num_prompts"), [(64, 1), (1, 64), (16, 4)])
@@ -72,9 +61,10 @@ def test_one_answer_has_a_bounded_number_of_entries(num_copies: int, num_prompts
     assert refused.value.field == "prompt_logprobs"
 
 
-def test_what_is_encoded_is_put_into_each_choice_as_it_is(tokenizer: Tokenizer) -> None:
+async def test_what_is_encoded_is_put_into_each_choice_as_it_is(tokenizer: Tokenizer) -> None:
     shared = b'[null,"as it is" ]'
-    choices = [WholeChoice(text=["a"]) for _ in range(3)]
-    body = whole_response(CompletionFormat(tokenizer), Envelope("id", "model", 0), choices, 3, Usage(), {0: shared})
+    shape = CompletionFormat(tokenizer)
+    choices = [WholeChoice(shape, text=["a"]) for _ in range(3)]
+    body = await whole_response(shape, Envelope("id", "model", 0), choices, 3, Usage(), {0: shared})
     assert body.count(shared) == 3
     assert [choice["prompt_logprobs"] for choice in json.loads(body)["choices"]] == [[None, "as it is"]] * 3
