@@ -64,11 +64,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
         trace: RequestTrace | None = None
         async with aclosing(self._events(routed)) as events:
             async for event in events:
-                if isinstance(event, RequestTrace):
-                    trace = event
-                    continue
                 message = router_pb2.GenerateResponse(request_id=routed.request_id)
-                _add(message, event, usage)
+                match event:
+                    case TextChunk():
+                        usage.completion_tokens += len(event.token_ids)
+                        _add_tokens(message.outputs.add(text=event.text), event)
+                    case PromptLogprobs():
+                        message.prompt_logprobs.extend(map(logprobs_to_wire, event.logprobs))
+                    case RequestTrace():
+                        trace = event
+                        continue
                 yield message
         yield self._last(routed, usage, trace)
 
@@ -76,16 +81,24 @@ class RouterService(router_pb2_grpc.RouterServicer):
         routed = await self._admit(request, context)
         usage = router_pb2.Usage(prompt_tokens=len(routed.prompt_token_ids))
         trace: RequestTrace | None = None
-        whole = router_pb2.GenerateResponse()
+        n = routed.sampling.n
+        whole = router_pb2.GenerateResponse(outputs=[router_pb2.OutputChunk(index=index) for index in range(n)])
+        texts: list[list[str]] = [[] for _ in range(n)]
         async with aclosing(self._events(routed)) as events:
             async for event in events:
-                if isinstance(event, RequestTrace):
-                    trace = event
-                else:
-                    _add(whole, event, usage)
-        merged = _merged(whole, routed.sampling.n)
-        merged.MergeFrom(self._last(routed, usage, trace))
-        return merged
+                match event:
+                    case TextChunk():
+                        usage.completion_tokens += len(event.token_ids)
+                        texts[event.index].append(event.text)
+                        _add_tokens(whole.outputs[event.index], event)
+                    case PromptLogprobs():
+                        whole.prompt_logprobs.extend(map(logprobs_to_wire, event.logprobs))
+                    case RequestTrace():
+                        trace = event
+        for output, pieces in zip(whole.outputs, texts, strict=True):
+            output.text = "".join(pieces)
+        whole.MergeFrom(self._last(routed, usage, trace))
+        return whole
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:
         with self._edge.counting_errors():
@@ -216,37 +229,13 @@ def _chat_prompt(chat: router_pb2.ChatMessages) -> ChatPrompt:
     return ChatPrompt([{"role": message.role, "content": message.content} for message in chat.messages])
 
 
-def _add(message: router_pb2.GenerateResponse, event: TextChunk | PromptLogprobs, usage: router_pb2.Usage) -> None:
-    if isinstance(event, PromptLogprobs):
-        message.prompt_logprobs.extend(logprobs_to_wire(entry) for entry in event.logprobs)
-        return
-    usage.completion_tokens += len(event.token_ids)
-    message.outputs.add(
-        index=event.index,
-        text=event.text,
-        token_ids=event.token_ids,
-        logprobs=[logprobs_to_wire(entry) for entry in event.logprobs],
-        finish_reason=finish_reason_to_wire(event.finish_reason),
-        stop_reason="" if event.stop_reason is None else str(event.stop_reason),
-    )
-
-
-def _merged(streamed: router_pb2.GenerateResponse, n: int) -> router_pb2.GenerateResponse:
-    """Merges all chunks of a request into one output per choice."""
-    whole = router_pb2.GenerateResponse(
-        outputs=[router_pb2.OutputChunk(index=index) for index in range(n)], prompt_logprobs=streamed.prompt_logprobs
-    )
-    texts: list[list[str]] = [[] for _ in range(n)]
-    for chunk in streamed.outputs:
-        output = whole.outputs[chunk.index]
-        texts[chunk.index].append(chunk.text)
-        output.token_ids.extend(chunk.token_ids)
-        output.logprobs.extend(chunk.logprobs)
-        output.finish_reason = chunk.finish_reason
-        output.stop_reason = chunk.stop_reason
-    for output, parts in zip(whole.outputs, texts, strict=True):
-        output.text = "".join(parts)
-    return whole
+def _add_tokens(output: router_pb2.OutputChunk, chunk: TextChunk) -> None:
+    """Appends a chunk to an output, which is empty or has the chunks before; all but its text."""
+    output.index = chunk.index
+    output.token_ids.extend(chunk.token_ids)
+    output.logprobs.extend(map(logprobs_to_wire, chunk.logprobs))
+    output.finish_reason = finish_reason_to_wire(chunk.finish_reason)
+    output.stop_reason = "" if chunk.stop_reason is None else str(chunk.stop_reason)
 
 
 def _trace_to_wire(trace: RequestTrace) -> router_pb2.RequestTrace:
