@@ -19,6 +19,7 @@ from pydantic import Field
 from kvrelay.cli.local_cluster import ClusterAddress, local_cluster
 from kvrelay.core.config import ProcessSettings, load_settings
 from kvrelay.core.errors import KVRelayError, UnavailableError
+from kvrelay.core.rpc import WITHOUT_PROXY
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 BLOCK_SIZE = 16
@@ -148,7 +149,7 @@ def _ask_grpc(address: ClusterAddress, question: Question) -> Answer:
     else:
         request.prompt = question.prompt
     answer = Answer()
-    with grpc.insecure_channel(address.grpc) as channel:
+    with grpc.insecure_channel(address.grpc, options=WITHOUT_PROXY) as channel:
         started = time.monotonic()
         for response in router_pb2_grpc.RouterStub(channel).GenerateStream(request, timeout=TIMEOUT_SECONDS):
             answer.add("".join(output.text for output in response.outputs), started)

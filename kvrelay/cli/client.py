@@ -15,7 +15,7 @@ from pydantic_settings import CliPositionalArg
 
 from kvrelay.core.config import ProcessSettings, Verbatim, load_settings
 from kvrelay.core.option_types import HostPort, Timeout
-from kvrelay.core.rpc import DETAILS_KEY
+from kvrelay.core.rpc import DETAILS_KEY, WITHOUT_PROXY
 from kvrelay.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
@@ -72,7 +72,7 @@ class StatusSettings(ClientSettings):
 
 def complete(argv: Sequence[str]) -> int:
     settings = load_settings(CompleteSettings, argv, prog="kvrelay complete")
-    with _errors_as_text("complete", settings) as failed, grpc.insecure_channel(settings.url) as channel:
+    with _errors_as_text("complete", settings) as failed, _channel(settings) as channel:
         request = _request(settings)
         request.prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
         _print_stream(router_pb2_grpc.RouterStub(channel), request, settings)
@@ -82,7 +82,7 @@ def complete(argv: Sequence[str]) -> int:
 def chat(argv: Sequence[str]) -> int:
     settings = load_settings(ChatSettings, argv, prog="kvrelay chat")
     messages: list[router_pb2.ChatMessage] = []
-    with _errors_as_text("chat", settings) as failed, grpc.insecure_channel(settings.url) as channel:
+    with _errors_as_text("chat", settings) as failed, _channel(settings) as channel:
         if settings.system is not None:
             messages.append(router_pb2.ChatMessage(role="system", content=settings.system))
         stub = router_pb2_grpc.RouterStub(channel)
@@ -98,7 +98,7 @@ def chat(argv: Sequence[str]) -> int:
 def status(argv: Sequence[str]) -> int:
     settings = load_settings(StatusSettings, argv, prog="kvrelay status")
     serving = False
-    with _errors_as_text("status", settings) as failed, grpc.insecure_channel(settings.url) as channel:
+    with _errors_as_text("status", settings) as failed, _channel(settings) as channel:
         state = _health(channel, timeout=settings.timeout)
         serving = state == "serving"
         print(f"{settings.url}  {state}")
@@ -108,6 +108,10 @@ def status(argv: Sequence[str]) -> int:
         for model in models.models:
             print(f"  {model.id}  up to {model.max_model_len} tokens of prompt and output")
     return failed() or (0 if serving else 1)
+
+
+def _channel(settings: ClientSettings) -> grpc.Channel:
+    return grpc.insecure_channel(settings.url, options=WITHOUT_PROXY)
 
 
 def _health(channel: grpc.Channel, *, timeout: float) -> str:

@@ -53,6 +53,9 @@ WHOLE_SERVER = ""  # the health service's name for the server as a whole, which 
 
 Options = list[tuple[str, int]]
 
+# For a channel to a node or a router, which is reached directly, whatever the host's proxy settings say.
+WITHOUT_PROXY: Options = [("grpc.enable_http_proxy", 0)]
+
 # ErrorInfo.reason on the wire: it names the error's class, which the status code alone does not always determine.
 _REASONS: dict[str, type[KVRelayError]] = {
     "INTERNAL": KVRelayError,
@@ -87,7 +90,7 @@ def channel_options() -> Options:
     """Returns the options for `grpc.aio.insecure_channel`. With them, a restarted node is found within two seconds."""
     return [
         *_shared_options(),
-        ("grpc.enable_http_proxy", 0),  # nodes are reached directly, whatever the host's proxy settings say
+        *WITHOUT_PROXY,
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -73,6 +73,20 @@ def running() -> Iterator[RunningRouter]:
     server.stop(None).wait()
 
 
+@pytest.fixture
+def useless_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")
+
+
+@pytest.mark.usefixtures("useless_proxy")
+def test_a_router_is_asked_directly_where_the_web_is_behind_a_proxy(running: RunningRouter) -> None:
+    assert client.status(["--url", running.url]) == 0
+    assert client.complete(["one", "--url", running.url]) == 0
+    assert client.chat(["one", "--url", running.url]) == 0
+
+
 def test_complete_prints_the_text(running: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--url", running.url, "--temperature", "0", "--seed", "7", "--stop", "x", "--stop", "y"]
     assert client.complete(["one two three", *arguments]) == 0
