@@ -131,8 +131,9 @@ class Relay(Protocol):
         """Serves one request. Yields PromptLogprobs (if requested), then TokenOutputs of every choice until each has a
         finish reason, then the RequestTrace.
 
-        Raises a KVRelayError if the request fails. Closing the generator early aborts the request on every node; a
-        caller that stops iterating must close it (`contextlib.aclosing`)."""
+        Raises a KVRelayError if the request fails; InvalidRequestError at once if a request of its id is running.
+        Closing the generator early aborts the request on every node; a caller that stops iterating must close it
+        (`contextlib.aclosing`)."""
         ...
 
     def finish(self, request_id: str, index: int) -> None:

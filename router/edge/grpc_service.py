@@ -5,7 +5,7 @@ Invariant: the rest of the edge knows no protobuf. Errors are raised as KVRelayE
 """
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, get_args
@@ -17,7 +17,7 @@ from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.text.choice import TextChunk
 from kvrelay.v1 import router_pb2, router_pb2_grpc
-from router.edge.outputs import Edge, GenerationEvent
+from router.edge.outputs import Edge
 from router.edge.prompt_logprobs import check_size
 from router.edge.validation import (
     MAX_MESSAGES,
@@ -54,7 +54,6 @@ _OPTIONAL_SAMPLING_FIELDS: tuple[Any, ...] = (
 class RouterService(router_pb2_grpc.RouterServicer):
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._running: set[str] = set()
 
     async def GenerateStream(
         self, request: router_pb2.GenerateRequest, context: Context
@@ -62,7 +61,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         routed = await self._admit(request, context)
         usage = router_pb2.Usage(prompt_tokens=len(routed.prompt_token_ids))
         trace: RequestTrace | None = None
-        async with aclosing(self._events(routed)) as events:
+        async with aclosing(self._edge.generate(routed)) as events:
             async for event in events:
                 message = router_pb2.GenerateResponse(request_id=routed.request_id)
                 match event:
@@ -84,7 +83,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         n = routed.sampling.n
         whole = router_pb2.GenerateResponse(outputs=[router_pb2.OutputChunk(index=index) for index in range(n)])
         texts: list[list[str]] = [[] for _ in range(n)]
-        async with aclosing(self._events(routed)) as events:
+        async with aclosing(self._edge.generate(routed)) as events:
             async for event in events:
                 match event:
                     case TextChunk():
@@ -150,18 +149,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
         with self._edge.counting_errors():
             check_size((routed,), num_copies=1)
         return routed
-
-    async def _events(self, routed: RoutedRequest) -> AsyncGenerator[GenerationEvent, None]:
-        with self._edge.counting_errors():
-            if routed.request_id in self._running:
-                raise InvalidRequestError(f"request_id {routed.request_id!r} is already running", field="request_id")
-        self._running.add(routed.request_id)
-        try:
-            async with aclosing(self._edge.generate(routed)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            self._running.remove(routed.request_id)
 
     def _last(
         self, routed: RoutedRequest, usage: router_pb2.Usage, trace: RequestTrace | None

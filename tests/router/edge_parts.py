@@ -12,7 +12,13 @@ from starlette.types import ASGIApp
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.errors import CancelledByPeerError, KVRelayError, OverloadedError, UnavailableError
+from kvrelay.core.errors import (
+    CancelledByPeerError,
+    InvalidRequestError,
+    KVRelayError,
+    OverloadedError,
+    UnavailableError,
+)
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.http_protocol import BoundedHttp
@@ -41,10 +47,14 @@ class ScriptedRelay:
     has_capacity: bool = True
     max_model_len: int = MAX_MODEL_LEN
     requests: list[RoutedRequest] = field(default_factory=list)
-    num_running: int = 0
+    running: set[str] = field(default_factory=set)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: dict[str, asyncio.Event] = field(default_factory=dict)
     finished: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
 
     def reset(self) -> None:
         """Restores the state of a new relay, for the next test of a shared server."""
@@ -61,15 +71,17 @@ class ScriptedRelay:
             raise OverloadedError("the queue is full")
 
     async def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
+        if request.request_id in self.running:
+            raise InvalidRequestError("it is running already", field="request_id")
+        self.running.add(request.request_id)
         self.requests.append(request)
-        self.num_running += 1
         aborted = self.aborted.setdefault(request.request_id, asyncio.Event())
         try:
             async for event in self._script(request, aborted):
                 await asyncio.sleep(0)
                 yield event
         finally:
-            self.num_running -= 1
+            self.running.remove(request.request_id)
             self.closed.set()
 
     def finish(self, request_id: str, index: int) -> None:

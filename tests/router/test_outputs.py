@@ -24,12 +24,12 @@ class EventRelay(ScriptedRelay):
     events: Sequence[RequestEvent] = field(default_factory=list)
 
     async def run(self, request: RoutedRequest) -> AsyncGenerator[RequestEvent, None]:
-        self.num_running += 1
+        self.running.add(request.request_id)
         try:
             for event in self.events:
                 yield event
         finally:
-            self.num_running -= 1
+            self.running.remove(request.request_id)
 
 
 TRACE = RequestTrace(None, "decode-0", 1, 1, 0, 0, 0.0, 0.0, 0.0)

@@ -7,7 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 
 from kvrelay.core.block_hash import block_hashes
-from kvrelay.core.errors import UnavailableError
+from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import node_pb2, prefill_node_pb2
 from router.nodes.node import NodeState
@@ -141,6 +141,20 @@ async def test_prompt_logprobs_need_the_whole_prompt_computed() -> None:
     async with decode_node_holds_the_prompt() as nodes:
         request = RoutedRequest("r", PROMPT, SamplingParams(seed=1, prompt_logprobs=0), timeout=60.0)
         assert not (await prefill_request(nodes, request)).sources
+
+
+async def test_an_id_is_one_request_s_while_it_runs() -> None:
+    async with cluster() as nodes:
+        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0)
+        for _ in range(2):
+            async with aclosing(nodes.relay.run(request)) as events:
+                first = asyncio.create_task(take(events))
+                await nodes.decode.admit()
+                with pytest.raises(InvalidRequestError, match="'r' is running already") as refused:
+                    await take(nodes.relay.run(request))
+                assert refused.value.field == "request_id"
+                await give_up(first)
+                await nodes.decode.aborted()
 
 
 async def test_nothing_is_served_without_a_decode_node() -> None:
