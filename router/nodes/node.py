@@ -77,6 +77,11 @@ class NodeHandle:
         """The node as messages name it: by its address, and by its id once that is known."""
         return self.address if self.description is None else f"{self.description.source.node_id} ({self.address})"
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether the node sends its updates now."""
+        return self.state in (NodeState.LIVE, NodeState.DRAINING)
+
 
 def held_to_wire(held: HeldBlocks) -> common_pb2.BlockSource:
     return common_pb2.BlockSource(source=source_to_wire(held.source), num_blocks=held.num_blocks)

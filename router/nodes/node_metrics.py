@@ -8,19 +8,20 @@ from collections.abc import Callable, Iterable, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvrelay.core.node_report import NodeLoad
 from router.nodes.node import NodeHandle, NodeState
 from router.nodes.registry import Registry
 
 _LABELS = ("node", "role")
 _Labelled = tuple[tuple[str, str], NodeHandle]
 
-_GAUGES: tuple[tuple[str, str, Callable[[NodeHandle], float]], ...] = (
-    ("node_up", "1 while the node is live.", lambda node: float(node.state is NodeState.LIVE)),
-    ("node_requests_running", "Sequences that run or receive KV.", lambda node: node.load.num_requests_running),
-    ("node_requests_waiting", "Sequences that wait for a step.", lambda node: node.load.num_requests_waiting),
-    ("node_queued_tokens", "Prompt tokens not computed yet.", lambda node: node.load.num_queued_tokens),
-    ("node_leases", "Requests whose published blocks are kept.", lambda node: node.load.num_leases),
-    ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda node: node.load.kv_cache_usage),
+# Gauges of a node's load, which are absent while nobody knows it.
+_LOAD: tuple[tuple[str, str, Callable[[NodeLoad], float]], ...] = (
+    ("node_requests_running", "Sequences that run or receive KV.", lambda load: load.num_requests_running),
+    ("node_requests_waiting", "Sequences that wait for a step.", lambda load: load.num_requests_waiting),
+    ("node_queued_tokens", "Prompt tokens not computed yet.", lambda load: load.num_queued_tokens),
+    ("node_leases", "Requests whose published blocks are kept.", lambda load: load.num_leases),
+    ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda load: load.kv_cache_usage),
 )
 
 
@@ -49,10 +50,15 @@ class NodeMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         nodes = _labelled(self._nodes.nodes)
-        for name, text, value in _GAUGES:
+        up = GaugeMetricFamily("kvrelay:node_up", "1 while the node is live.", labels=_LABELS)
+        for labels, node in nodes:
+            up.add_metric(labels, float(node.state is NodeState.LIVE))
+        yield up
+        for name, text, value in _LOAD:
             family = GaugeMetricFamily(f"kvrelay:{name}", text, labels=_LABELS)
             for labels, node in nodes:
-                family.add_metric(labels, value(node))
+                if node.is_watched:
+                    family.add_metric(labels, value(node.load))
             yield family
         yield self._states(nodes)
         yield self._heartbeats(nodes)
@@ -120,7 +126,7 @@ def _labelled(nodes: Sequence[NodeHandle]) -> list[_Labelled]:
     or if another node has the same id and comes first. Live and draining nodes come first."""
     taken: set[str] = set()
     labelled = []
-    for node in sorted(nodes, key=lambda node: node.state not in (NodeState.LIVE, NodeState.DRAINING)):
+    for node in sorted(nodes, key=lambda node: not node.is_watched):
         name = node.address if node.description is None else node.description.source.node_id
         name = node.address if name in taken else name
         taken.add(name)

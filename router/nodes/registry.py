@@ -38,7 +38,6 @@ from router.nodes.silence import Silence
 from router.request import ServedModel
 
 _logger = logging.getLogger(__name__)
-_WATCHED = (NodeState.LIVE, NodeState.DRAINING)  # the states of nodes that send their updates
 
 
 class NodeRefusedError(ConfigurationError):
@@ -159,7 +158,7 @@ class Registry:
                 error = unusable
             except grpc.aio.AioRpcError as failure:
                 error = error_from_rpc(failure)
-            if node.state in _WATCHED:
+            if node.is_watched:
                 self._set_state(node, NodeState.LOST)
                 node.on_lost(UnavailableError(f"{node.role.value} node {node.name} is lost: {error}"))
                 backoff.reset()
@@ -218,13 +217,13 @@ class Registry:
             for other in self.nodes
             if other is not node
             and other.description is not None
-            and (other.state in _WATCHED or (other.state is NodeState.CONNECTING and other in before))
+            and (other.is_watched or (other.state is NodeState.CONNECTING and other in before))
         ]
 
     def _belongs_to_another(self, node: NodeHandle, node_id: str) -> bool:
         """Tells whether what the index says of `node_id` is of another node than this one, which was refused for having
         the same id."""
-        others = [other for other in self.nodes if other is not node and other.state in _WATCHED]
+        others = [other for other in self.nodes if other is not node and other.is_watched]
         return any(description.source.node_id == node_id for description in _descriptions(others))
 
     async def _watch(self, node: NodeHandle) -> None:
@@ -249,7 +248,7 @@ class Registry:
         source = node.description.source
         if message.epoch != source.epoch:
             raise UnavailableError(f"it was restarted: epoch {message.epoch:#x} after {source.epoch:#x}")
-        if node.state not in _WATCHED:
+        if not node.is_watched:
             self._check(node, node.description)  # another node may have become live since this one was described
         if message.reset:
             self.index.drop(source.node_id)

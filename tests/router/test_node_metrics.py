@@ -64,6 +64,28 @@ async def test_a_node_at_another_address_goes_on_with_the_series_of_its_id() -> 
         assert {sample.labels["node"]: sample.value for sample in up.samples} == {"same": 1, old.address: 0}
 
 
+async def test_a_node_has_a_load_while_it_reports_one() -> None:
+    """What a lost node had when it was lost would look like a busy node for as long as it is away."""
+    node = ScriptedDecode("decode-0")
+    async with registered(node) as registry:
+        [handle] = registry.decode
+        collectors = CollectorRegistry()
+        collectors.register(NodeMetrics(registry))
+
+        def values(*names: str) -> list[float | None]:
+            labels = {"node": "decode-0", "role": "decode"}
+            return [collectors.get_sample_value(f"kvrelay:{name}", labels) for name in names]
+
+        names = ("node_up", "node_requests_running", "kv_cache_usage_perc", "num_preemptions_total")
+        load = node_pb2.NodeLoad(num_requests_running=2, num_free_blocks=750, num_blocks=1000, num_preemptions=3)
+        node.updates.put_nowait(node_pb2.WatchResponse(epoch=1, load=load, draining=True))
+        await until(lambda: handle.state is NodeState.DRAINING)
+        assert values(*names) == [0, 2, 0.25, 3]
+        await node.stop()
+        await until(lambda: handle.state is NodeState.LOST)
+        assert values(*names) == [0, None, None, 3]
+
+
 async def test_two_addresses_of_one_id_are_two_series() -> None:
     """Prometheus refuses a whole scrape in which a series occurs twice."""
     one, two = ScriptedDecode(), ScriptedDecode()
