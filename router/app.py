@@ -50,6 +50,9 @@ from router.relay.relay import ClusterRelay
 from router.settings import RouterSettings
 
 _logger = logging.getLogger(__name__)
+# Load balancers keep idle connections for a minute or less. If we closed one first, a request that is under way on it
+# would be lost, and they may not send it again.
+_IDLE_CONNECTION_SECONDS = 75
 _SHUTDOWN_GRACE_SECONDS = 1.0  # for sending their errors to requests that a stop has failed
 
 
@@ -217,7 +220,7 @@ async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event)
     """Serves HTTP while the context is open, and yields the port. Sets `stop` when the server ends for any reason."""
     listener = listen(settings.host, settings.port)
     port: int = listener.getsockname()[1]
-    server = _HttpServer(_http_config(create_app(edge, version=__version__, max_body_bytes=settings.max_body_bytes)))
+    server = _HttpServer(http_config(create_app(edge, version=__version__, max_body_bytes=settings.max_body_bytes)))
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     task.add_done_callback(lambda _: stop.set())
     started = asyncio.create_task(server.started_event.wait())
@@ -230,7 +233,8 @@ async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event)
         await task
 
 
-def _http_config(app: ASGIApp) -> uvicorn.Config:
+def http_config(app: ASGIApp) -> uvicorn.Config:
+    """Returns how the HTTP server serves `app`."""
     return uvicorn.Config(
         app,
         http=BoundedHttp,
@@ -239,6 +243,7 @@ def _http_config(app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         lifespan="off",
         server_header=False,
+        timeout_keep_alive=_IDLE_CONNECTION_SECONDS,
         timeout_graceful_shutdown=round(_SHUTDOWN_GRACE_SECONDS),
     )
 

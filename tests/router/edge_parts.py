@@ -21,7 +21,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.text.tokenizer import Tokenizer
-from router.edge.http_protocol import BoundedHttp
+from router.app import http_config
 from router.edge.metrics import RouterMetrics
 from router.edge.outputs import Edge
 from router.request import KVOrigins, PromptLogprobs, RequestEvent, RequestTrace, RoutedRequest, ServedModel
@@ -131,9 +131,9 @@ def counted(edge: Edge, name: str, **labels: str) -> float | None:
 
 @asynccontextmanager
 async def http_server(app: ASGIApp) -> AsyncIterator[int]:
-    """Runs a real uvicorn server on a free port, which it yields."""
+    """Runs a real uvicorn server, set up as a router's, on a free port, which it yields."""
     listener = socket.create_server(("127.0.0.1", 0))  # clients may connect before the server accepts
-    server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttp, log_config=None, lifespan="off"))
+    server = uvicorn.Server(http_config(app))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield listener.getsockname()[1]

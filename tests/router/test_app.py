@@ -17,11 +17,12 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from starlette.applications import Starlette
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.v1 import router_pb2, router_pb2_grpc
-from router.app import listen
+from router.app import http_config, listen
 from tests.router.scripted_nodes import PATIENCE, ScriptedDecode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,3 +216,8 @@ def test_events_do_not_wait_for_acknowledgements() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_load_balancers_close_an_idle_connection_first() -> None:
+    """They do so after a minute. What they send on a connection that the router closes at that moment is lost."""
+    assert http_config(Starlette()).timeout_keep_alive > 60
