@@ -222,7 +222,7 @@ class ChatBody(GenerationBody):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", field="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequestError(

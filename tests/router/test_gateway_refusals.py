@@ -113,7 +113,8 @@ async def expect_refusal(gateway: Gateway, path: str, body: dict[str, object], p
 
 async def test_harmless_values_of_unsupported_fields_are_accepted(gateway: Gateway) -> None:
     body = {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": None}
-    assert (await gateway.post("/v1/chat/completions", {**body, "bad_words": [], "best_of": 1})).status_code == 200
+    more = {"bad_words": [], "best_of": 1, "logprobs": False, "top_logprobs": 0}
+    assert (await gateway.post("/v1/chat/completions", {**body, **more})).status_code == 200
 
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/vnd.api+json"])
