@@ -33,7 +33,7 @@ class TextChunk:
 class Choice:
     """One output sequence: its detokenizer, and how far it has come."""
 
-    __slots__ = ("_detokenizer", "_sampling", "ended_early", "finished", "last_token_time", "num_tokens")
+    __slots__ = ("_detokenizer", "_num_tokens", "_sampling", "ended_early", "finished")
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._sampling = sampling
@@ -44,10 +44,9 @@ class Choice:
             include_stop=sampling.include_stop_str_in_output,
             skip_special_tokens=sampling.skip_special_tokens,
         )
-        self.num_tokens = 0
+        self._num_tokens = 0
         self.finished = False
         self.ended_early = False  # by a stop string, so its node is still decoding
-        self.last_token_time: float | None = None
 
     def consume(self, output: TokenOutput) -> TextChunk:
         """Returns the chunk for these tokens, without those after a stop string."""
@@ -63,9 +62,9 @@ class Choice:
             if output.logprobs:
                 offsets.append(detokenizer.num_decoded_chars)
             used += 1
-            self.num_tokens += 1
+            self._num_tokens += 1
             if used <= num_text_tokens:
-                text += detokenizer.push(token_id, check_stop=self.num_tokens > sampling.min_tokens)
+                text += detokenizer.push(token_id, check_stop=self._num_tokens > sampling.min_tokens)
                 if detokenizer.stopped_by is not None:
                     break
         finish_reason, stop_reason = output.finish_reason, None

@@ -84,7 +84,7 @@ class Edge:
                     if choice.finished:
                         continue  # a stop string has ended it; these tokens were under way
                     chunk = choice.consume(event)
-                    watch.produced(choice, chunk)
+                    watch.produced(chunk)
                     yield chunk
                     if choice.ended_early:
                         self.relay.finish(request.request_id, event.index)  # otherwise its node would go on
@@ -99,27 +99,26 @@ class Edge:
 class _Watch:
     """Measures one request. A request that ends without having finished or failed was aborted by the client."""
 
-    __slots__ = ("_clock", "_finish_reasons", "_metrics", "_outcome", "_request_id", "_saw_token", "_start")
+    __slots__ = ("_clock", "_finish_reasons", "_last_times", "_metrics", "_outcome", "_request_id", "_start")
 
     def __init__(self, metrics: RouterMetrics, clock: Clock, request: RoutedRequest) -> None:
         self._metrics = metrics
         self._clock = clock
         self._request_id = request.request_id
         self._start = clock.now()
-        self._saw_token = False
+        self._last_times: dict[int, float] = {}  # of each choice, when its latest tokens came
         self._outcome = False
         self._finish_reasons: list[FinishReason] = []
         metrics.num_requests_running.inc()
         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
 
-    def produced(self, choice: Choice, chunk: TextChunk) -> None:
+    def produced(self, chunk: TextChunk) -> None:
         now = self._clock.now()
-        if not self._saw_token:
-            self._saw_token = True
+        if not self._last_times:
             self._metrics.time_to_first_token.observe(now - self._start)
-        if choice.last_token_time is not None:
-            self._metrics.inter_token_latency.observe(now - choice.last_token_time)
-        choice.last_token_time = now
+        if chunk.index in self._last_times:
+            self._metrics.inter_token_latency.observe(now - self._last_times[chunk.index])
+        self._last_times[chunk.index] = now
         self._metrics.generation_tokens.inc(len(chunk.token_ids))
         if chunk.finish_reason is not None:
             self._finish_reasons.append(chunk.finish_reason)
