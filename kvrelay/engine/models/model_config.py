@@ -20,6 +20,7 @@ from kvrelay.engine.loading.quantization_config import parse_quantization
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 _MOST_POSITIONS = 2**24  # float32, in which rotary angles are computed, counts no further
+_TURNS = {"least": 1 / _MOST_POSITIONS, "most": _MOST_POSITIONS}  # so that the logarithms of YaRN stay finite
 # Far above those of any model, and so small that the size of no tensor overflows.
 _MOST_ELEMENTS = 2**20
 _MOST = {
@@ -118,6 +119,7 @@ def _convert(
     if not parsed["is_causal"]:  # which transformers takes for attention in both directions
         raise ModelLoadError(f"{path}: is_causal: {parsed['is_causal']} is not supported; supported is true")
     attention_bias = _switch(parsed, "attention_bias", path)
+    max_positions = _positive(parsed, "max_position_embeddings", path)
     return ModelConfig(
         family=family,
         hidden_size=hidden_size,
@@ -128,8 +130,8 @@ def _convert(
         intermediate_size=_positive(parsed, "intermediate_size", path),
         vocab_size=_positive(parsed, "vocab_size", path),
         rms_norm_eps=_epsilon(parsed["rms_norm_eps"], path),
-        rope=_rope(parsed, path),
-        max_position_embeddings=_positive(parsed, "max_position_embeddings", path),
+        rope=_rope(parsed["rope_parameters"], max_positions, head_dim, path),
+        max_position_embeddings=max_positions,
         tie_word_embeddings=_switch(parsed, "tie_word_embeddings", path),
         qkv_bias=family == "qwen2" or (family in ("llama", "qwen3") and attention_bias),
         output_bias=family in ("llama", "qwen3") and attention_bias,
@@ -189,8 +191,7 @@ def _sliding_windows(parsed: Mapping[str, Any], family: str, path: Path) -> tupl
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(parsed: Mapping[str, Any], path: Path) -> RopeParameters:
-    fields: dict[str, Any] = parsed["rope_parameters"]
+def _rope(fields: dict[str, Any], max_positions: int, head_dim: int, path: Path) -> RopeParameters:
     names = {kind.value: kind for kind in RopeKind}
     name = fields.get("rope_type", "default")
     if not isinstance(name, str) or name not in names:
@@ -203,14 +204,16 @@ def _rope(parsed: Mapping[str, Any], path: Path) -> RopeParameters:
         )
     kind = names[name]
     if kind is RopeKind.DEFAULT:
-        return RopeParameters(kind, _number(fields, "rope_theta", path), parsed["max_position_embeddings"])
-    return _scaled_rope(kind, fields, parsed["max_position_embeddings"], path)
+        return RopeParameters(kind, _number(fields, "rope_theta", path), max_positions)
+    if kind is RopeKind.DYNAMIC and head_dim == 2:  # theta grows by a power with the divisor head_dim - 2
+        raise ModelLoadError(f"{path}: head_dim: 2 is too small for the rope_type dynamic, which needs 4 or more")
+    return _scaled_rope(kind, fields, max_positions, path)
 
 
-def _scaled_rope(kind: RopeKind, fields: dict[str, Any], max_position_embeddings: int, path: Path) -> RopeParameters:
+def _scaled_rope(kind: RopeKind, fields: dict[str, Any], max_positions: int, path: Path) -> RopeParameters:
     theta = _number(fields, "rope_theta", path)
     if kind in (RopeKind.LINEAR, RopeKind.DYNAMIC):
-        return RopeParameters(kind, theta, max_position_embeddings, factor=_number(fields, "factor", path))
+        return RopeParameters(kind, theta, max_positions, factor=_number(fields, "factor", path))
     trained = int(_number(fields, "original_max_position_embeddings", path, least=1, most=_MOST_POSITIONS))
     if kind is RopeKind.LLAMA3:
         low, high = _number(fields, "low_freq_factor", path), _number(fields, "high_freq_factor", path)
@@ -218,8 +221,10 @@ def _scaled_rope(kind: RopeKind, fields: dict[str, Any], max_position_embeddings
             raise ModelLoadError(f"{path}: high_freq_factor: {high} must be above low_freq_factor {low}")
         factor = _number(fields, "factor", path)
         return RopeParameters(kind, theta, trained, factor=factor, low_freq_factor=low, high_freq_factor=high)
+    if theta == 1.0:  # YaRN divides by its logarithm
+        raise ModelLoadError(f"{path}: rope_parameters.rope_theta: {fields['rope_theta']!r} must not be 1 for yarn")
     has_factor = fields.get("factor") is not None
-    factor = _number(fields, "factor", path) if has_factor else max_position_embeddings / trained
+    factor = _number(fields, "factor", path) if has_factor else max_positions / trained
     if fields.get("attention_factor") is not None:
         attention_factor = _number(fields, "attention_factor", path)
     else:
@@ -231,8 +236,8 @@ def _scaled_rope(kind: RopeKind, fields: dict[str, Any], max_position_embeddings
         trained,
         factor=factor,
         attention_factor=attention_factor,
-        beta_fast=_number_or(32.0, fields, "beta_fast", path),
-        beta_slow=_number_or(1.0, fields, "beta_slow", path),
+        beta_fast=_number_or(32.0, fields, "beta_fast", path, **_TURNS),
+        beta_slow=_number_or(1.0, fields, "beta_slow", path, **_TURNS),
         truncate=bool(fields.get("truncate", True)),
     )
 
@@ -247,9 +252,10 @@ def _number(
     return float(value)
 
 
-def _number_or(default: float, fields: dict[str, Any], field: str, path: Path) -> float:
-    """Returns a number, or `default` for one that is missing or 0, as transformers does."""
-    return _number(fields, field, path) if fields.get(field) else default
+def _number_or(default: float, fields: dict[str, Any], field: str, path: Path, **limits: float) -> float:
+    """Returns a number, or `default` for one that is missing or 0, as transformers does. `limits` are those of
+    `_number`."""
+    return _number(fields, field, path, **limits) if fields.get(field) else default
 
 
 def _eos_token_ids(parsed: Mapping[str, Any], directory: Path) -> tuple[int, ...]:

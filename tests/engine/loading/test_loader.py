@@ -97,6 +97,20 @@ def test_every_family_is_understood(family: str, tmp_path: Path) -> None:
             {"rope_parameters": _YARN | {"original_max_position_embeddings": float("inf")}},
             r"original_max_position_embeddings: inf",
         ),
+        *(
+            ({"rope_parameters": _YARN | {field: value}}, rf"rope_parameters\.{field}: .* between .* and 16777216")
+            for field in ("beta_fast", "beta_slow")
+            for value in (1e-300, 1e308)
+        ),
+        ({"rope_parameters": _YARN | {"rope_theta": 1}}, r"rope_parameters\.rope_theta: 1 must not be 1 for yarn"),
+        (
+            {"rope_parameters": _YARN | {"factor": None}, "max_position_embeddings": "many"},
+            " max_position_embeddings: 'many'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "head_dim": 2},
+            "head_dim: 2 is too small for the rope_type dynamic",
+        ),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
         ({"eos_token_id": 400}, "eos_token_id: 400"),
         ({"is_causal": False}, "is_causal: False"),
