@@ -14,21 +14,13 @@ from kvrelay.core.errors import ModelLoadError
 def read_json_object(path: Path) -> dict[str, Any]:
     """Reads a JSON file that holds an object. Raises ModelLoadError, which names the file."""
     try:
-        return parse_json_object(path.read_bytes())
+        loaded = from_json(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path.parent} has no {path.name}: it is not a Hugging Face model directory") from error
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ModelLoadError(f"{path} {error}") from error
-
-
-def parse_json_object(text: bytes) -> dict[str, Any]:
-    """Returns the object that a JSON text holds. Raises ValueError, whose words follow the name of the text."""
-    try:
-        loaded = from_json(text)
-    except ValueError as error:
-        raise ValueError(f"is not valid JSON: {error}") from error
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
-        raise ValueError(f"must hold a JSON object, not a {type(loaded).__name__}")
+        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
     return loaded

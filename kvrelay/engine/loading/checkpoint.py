@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.core.json_object import parse_json_object, read_json_object
+from kvrelay.core.json_object import read_json_object
 from kvrelay.engine.layers.weight_format import Slot
 from kvrelay.engine.loading.staging import Staging
 
@@ -242,18 +242,21 @@ def _header(text: bytes) -> dict[str, Any]:
     """Returns the entries of a header. Raises ValueError for one that is no JSON object, or that names a tensor twice,
     because readers differ in which of the two they take."""
     try:
-        entries = parse_json_object(text)
-        json.loads(text, object_pairs_hook=_unique)
-    except ValueError as error:
-        raise ValueError(f"its header {error}") from error
+        entries = json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its header is not valid JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"its header must hold a JSON object, not a {type(entries).__name__}")
     entries.pop("__metadata__", None)
     return entries
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> None:
-    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-    if twice:
-        raise ValueError(f"names {twice[0]} twice")
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice} is in it twice")
+    return found
 
 
 def _stored_tensors(header: Mapping[str, Any], path: Path, *, data_bytes: int) -> tuple[StoredTensor, ...]:

@@ -164,14 +164,14 @@ def test_a_wrong_entry_of_a_header_is_named(folder: Path, field: str, value: str
 def test_a_tensor_in_a_header_twice_is_refused(folder: Path) -> None:
     entry = {"dtype": "F32", "shape": [4096], "data_offsets": [0, 16384]}
     _edit_header(folder / WEIGHTS, lambda header: f'{{"{QUERY}": {json.dumps(entry)}, {json.dumps(header)[1:]}')
-    with pytest.raises(ModelLoadError, match=f"its header names {QUERY} twice"):
+    with pytest.raises(ModelLoadError, match=f"its header .*{QUERY} is in it twice"):
         _load(folder)
 
 
-@pytest.mark.parametrize("header", [DEEP, "1" * 5000, "{}x"])
-def test_a_header_that_is_no_json_is_refused(folder: Path, header: str) -> None:
+@pytest.mark.parametrize("header", [DEEP, "1" * 5000, "{}x", "[1]"])
+def test_a_header_that_is_no_json_object_is_refused(folder: Path, header: str) -> None:
     _edit_header(folder / WEIGHTS, lambda _: header)
-    with pytest.raises(ModelLoadError, match=rf"{WEIGHTS} is not a safetensors file: its header is not valid JSON"):
+    with pytest.raises(ModelLoadError, match=rf"{WEIGHTS} is not a safetensors file: its header (is not|must hold)"):
         _load(folder)
 
 
