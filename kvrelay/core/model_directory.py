@@ -1,5 +1,9 @@
-"""Where a model lies: the directory that it was given as, or its place in the local Hugging Face cache."""
+"""Where a model lies: the directory that it was given as, or its place in the local Hugging Face cache.
 
+Invariant: whatever is read there ends. A FIFO, socket or device in place of a file would keep its reader waiting.
+"""
+
+from itertools import chain
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -10,16 +14,26 @@ from kvrelay.core.errors import ModelLoadError
 
 def resolve_model_directory(model: str) -> Path:
     """Returns the directory of a model, given as a directory or as a Hugging Face id whose files are in the local
-    cache. Downloads nothing. Raises ModelLoadError."""
+    cache. Downloads nothing. Raises ModelLoadError, also for a directory with something that is no file."""
     if not model:
         raise ModelLoadError("the model's name is empty: give a directory or a Hugging Face id")
     directory = Path(model).expanduser()
     if directory.is_dir():
-        return directory
+        return _of_files(directory)
     try:
-        return Path(snapshot_download(model, local_files_only=True))
+        return _of_files(Path(snapshot_download(model, local_files_only=True)))
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise ModelLoadError(
             f"{model} is neither a directory nor a model in the local Hugging Face cache; kvrelay downloads nothing: "
             "`hf download` fetches a model by its name"
         ) from error
+
+
+def _of_files(directory: Path) -> Path:
+    try:
+        for path in chain(directory.glob("[!.]*"), directory.glob("[!.]*/[!.]*")):  # chat templates have a folder
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise ModelLoadError(f"{path} is a FIFO, a socket or a device: a model is read from regular files only")
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {error.filename}: {error.strerror}") from error
+    return directory

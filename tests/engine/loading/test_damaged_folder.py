@@ -1,6 +1,8 @@
 """A damaged model folder ends in a ModelLoadError that names the file and the field, before anything is allocated."""
 
 import json
+import os
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,11 @@ def folder(tmp_path: Path) -> Path:
 
 def _load(directory: Path) -> None:
     load_model(str(directory), dtype="auto", attention=ReferenceBackend(), max_model_len=64)
+
+
+def _bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
 
 
 def _edit(path: Path, field: str, value: str) -> None:
@@ -197,3 +204,30 @@ def test_a_shard_may_be_a_link_to_a_file_elsewhere(folder: Path, tmp_path_factor
     (folder / "a.safetensors").symlink_to(elsewhere)
     (folder / INDEX).write_text(json.dumps({"weight_map": {QUERY: "a.safetensors"}}))
     _load(folder)
+
+
+@pytest.mark.parametrize("load", [_load, lambda folder: Tokenizer.load(str(folder))], ids=["node", "router"])
+@pytest.mark.parametrize(
+    "put", [os.mkfifo, lambda path: path.symlink_to("/dev/null"), _bind], ids=["fifo", "device", "socket"]
+)
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "templates/a.jinja"]
+)
+def test_what_is_no_file_is_refused_instead_of_read(
+    folder: Path, name: str, put: Callable[[Path], None], load: Callable[[Path], None]
+) -> None:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    put(path)
+    with pytest.raises(ModelLoadError, match=f"/{name} is a FIFO, a socket or a device"):
+        load(folder)
+
+
+def test_hidden_files_and_links_to_nothing_are_not_looked_at(folder: Path) -> None:
+    (folder / ".git").mkdir()
+    os.mkfifo(folder / ".git" / "monitor")
+    os.mkfifo(folder / ".lock")
+    (folder / "notes").symlink_to(folder / "nowhere")
+    _load(folder)
+    Tokenizer.load(str(folder))
