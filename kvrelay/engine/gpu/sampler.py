@@ -141,25 +141,29 @@ def _edits(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> dict[st
 
 def _edits_of(row: SamplingRow, eos_token_ids: Sequence[int]) -> dict[str, Array]:
     """Returns the edits of one row: first those of the tokens that penalties have seen, then those of other tokens with
-    a bias or a ban. There may be very many of each, so that none are looped over."""
+    a bias or a ban. There may be very many of each, so that none are looped over, and biases, which a row has in every
+    step, are not searched for one another."""
     params, fixed, seen = row.params, row.fixed, row.seen or SeenTokens()
-    banned: list[Array] = []
+    tokens, num_seen = seen.token_ids, len(seen.token_ids)
+    biases: Array = np.zeros(num_seen, dtype=np.float32)
+    if params.biases:
+        places = np.searchsorted(fixed.biased_ids, tokens).clip(max=len(fixed.biased_ids) - 1)
+        of_seen = np.where(fixed.biased_ids[places] == tokens, fixed.biases[places], 0.0)
+        others = ~np.isin(fixed.biased_ids, tokens)
+        tokens = np.concatenate((tokens, fixed.biased_ids[others]))
+        biases = np.concatenate((of_seen, fixed.biases[others]))
+    banned: Array = np.zeros(0, dtype=np.int64)
     if row.num_output_tokens < params.min_tokens:
-        banned = [fixed.stop_ids, np.array([] if params.ignore_eos else [*set(eos_token_ids)], dtype=np.int64)]
-    tokens = seen.token_ids
-    for others in (fixed.biased_ids, *banned):
-        if len(others):
-            tokens = np.concatenate((tokens, others[~np.isin(others, tokens)]))
-    num_seen = len(seen.token_ids)
-    biases, amounts, flags = np.zeros(len(tokens)), np.zeros(len(tokens)), np.zeros_like(tokens)
+        ends = set() if params.ignore_eos else {*eos_token_ids} - fixed.stop_token_ids
+        banned = np.concatenate((fixed.stop_ids, np.array([*ends], dtype=np.int64)))
+        tokens = np.concatenate((tokens, banned[~np.isin(banned, tokens)]))
+        biases = np.concatenate((biases, np.zeros(len(tokens) - len(biases))))
+    amounts, flags = np.zeros(len(tokens), dtype=np.float32), np.zeros(len(tokens), dtype=np.int32)
     if params.repetition_penalty != 1.0:
         flags[:num_seen] = EDIT_SEEN
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         penalties = params.presence_penalty + params.frequency_penalty * seen.output_counts
         amounts[:num_seen] = np.where(seen.output_counts > 0, penalties, 0.0)
-    if params.biases:
-        places = np.searchsorted(fixed.biased_ids, tokens).clip(max=len(fixed.biased_ids) - 1)
-        biases = np.where(fixed.biased_ids[places] == tokens, fixed.biases[places], 0.0)
-    if banned:
-        flags += EDIT_BANNED * np.isin(tokens, np.concatenate(banned))
+    if len(banned):
+        flags += EDIT_BANNED * np.isin(tokens, banned)
     return {"edit_tokens": tokens, "edit_biases": biases, "edit_amounts": amounts, "edit_flags": flags}
