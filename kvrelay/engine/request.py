@@ -70,7 +70,7 @@ class SequenceOutput:
 @dataclass(frozen=True, slots=True)
 class PromptOutput:
     """The report that a request's given tokens are computed. `num_cached_tokens` of them were found by name when it was
-    scheduled."""
+    scheduled; what a preempted request then finds of its own is not counted."""
 
     request_id: str
     num_cached_tokens: int

@@ -264,7 +264,7 @@ class Scheduler:
         self._free_blocks(sequence)
         self._on_preempt(sequence)
         sequence.state = SequenceState.WAITING
-        sequence.lacks_room = True
+        sequence.lacks_room = sequence.was_preempted = True
         self.waiting.push(sequence)
         self.num_preemptions += 1
 
@@ -303,13 +303,15 @@ class Scheduler:
         return shared, max(0, end - len(table))
 
     def _take_cached_blocks(self, sequence: Sequence) -> None:
-        """Starts the block table with the blocks that are found by name."""
+        """Starts the block table with the blocks that are found by name. Those that a preempted sequence finds beyond
+        the first time it has computed or received itself."""
         found = self._pool.lookup(sequence.block_hashes(sequence.num_cacheable_blocks))
         self._pool.acquire(found)
         sequence.block_table = found
         sequence.num_named_blocks = len(found)
         sequence.num_computed_tokens = len(found) * self.config.block_size
-        sequence.num_cached_tokens = sequence.num_computed_tokens
+        most = sequence.num_cached_tokens if sequence.was_preempted else sequence.num_computed_tokens
+        sequence.num_cached_tokens = min(most, sequence.num_computed_tokens)
 
     def _take_given_blocks(self, sequence: Sequence) -> bool:
         """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few, or would then have

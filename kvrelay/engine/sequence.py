@@ -56,6 +56,7 @@ class Sequence:
         "sampled_row",
         "state",
         "token_ids",
+        "was_preempted",
     )
 
     def __init__(
@@ -88,6 +89,7 @@ class Sequence:
         self.num_reported_blocks = 0  # leading blocks that a PRODUCE request has reported as progress
         self.state = SequenceState.RESERVING if request.receive else SequenceState.WAITING
         self.lacks_room = False  # while waiting: it was preempted, or blocks or running sequences were too few for it
+        self.was_preempted = False
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_reported = False
         self._root = root

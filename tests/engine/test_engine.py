@@ -73,6 +73,19 @@ def test_preemption_recomputes_and_changes_nothing() -> None:
     harness.engine.check_idle()
 
 
+def test_what_a_request_has_computed_itself_is_not_cached_for_it_after_preemption() -> None:
+    harness = Harness(num_blocks=8, max_num_batched_tokens=17)
+    shared, others = prompt_of(8, seed=1), prompt_of(39, seed=2)
+    harness.engine.add(request("before", [*shared, 1], max_tokens=1))
+    harness.run()
+    harness.engine.add(request("long", prompt_of(15), max_tokens=20))
+    harness.engine.add(request("preempted", [*shared, *others], max_tokens=1))
+    harness.run()
+    assert harness.results[-1].load.num_preemptions == 1
+    assert harness.cached_tokens("preempted") == len(shared)
+    harness.engine.check_idle()
+
+
 def test_a_preempted_sequence_gets_blocks_before_a_later_reservation() -> None:
     harness = Harness(num_blocks=8)
     for i in range(2):
