@@ -1,6 +1,7 @@
 """Converts a router's request to an engine's, and checks it, for both kinds of node."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.kv_source import KVSource
@@ -23,6 +24,7 @@ def engine_request_from_wire(
     check_token_ids(given, vocab_size, field="prompt")
     sampling = sampling_from_wire(message.sampling_params)
     sampling.validate(vocab_size=vocab_size)
+    sampling = replace(sampling, top_k=min(sampling.top_k, vocab_size))  # a GPU's sampler takes 31 bits
     num_prior = message.num_prior_output_tokens
     if num_prior >= len(given) > 0:
         raise InvalidRequestError("there is no prompt before the prior output tokens", field="num_prior_output_tokens")

@@ -7,7 +7,9 @@ import pytest
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
+from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.node.convert import engine_request_from_wire
 from kvrelay.v1 import common_pb2
 from kvrelay.v1.decode_node_pb2 import Admit
@@ -80,6 +82,15 @@ def test_what_the_engine_needs_of_a_request_is_taken_over(role: KVRole) -> None:
         prior_output_token_ids=tuple(PROMPT[10:]),
         first_choice_index=2,
     )
+
+
+def test_a_limit_beyond_the_vocabulary_is_the_vocabulary() -> None:
+    """A number that a GPU's sampler does not take would end the engine."""
+    sampling = sampling_to_wire(SamplingParams(seed=0, top_k=2**32 - 1))
+    asked = Admit(request_id="a", prompt_token_ids=PROMPT, sampling_params=sampling)
+    sampling_here = engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False).sampling
+    assert sampling_here.top_k == 1000
+    assert GpuSampler(()).arrays([SamplingRow(sampling_here, 0, 0, 0)])["sampling.top_ks"].tolist() == [1000]
 
 
 @pytest.mark.parametrize("role", [KVRole.LOCAL, KVRole.PRODUCE])
