@@ -194,6 +194,10 @@ async def _resolve(endpoint: str) -> tuple[str, int]:
     try:
         return str(ipaddress.IPv4Address(host)), int(port)
     except ValueError:
-        loop = asyncio.get_running_loop()
+        pass
+    loop = asyncio.get_running_loop()
+    try:
         found = await loop.getaddrinfo(host, int(port), family=socket.AF_INET, type=socket.SOCK_STREAM)
-        return str(found[0][4][0]), int(port)
+    except UnicodeError as error:  # a name that no host can have, such as "a..b"
+        raise ProtocolError(f"not a UCX endpoint: {endpoint!r}") from error
+    return str(found[0][4][0]), int(port)
