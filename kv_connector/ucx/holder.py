@@ -71,6 +71,7 @@ class Holder:
             self._stats.peers_refused += 1
             link.cut()
             return
+        self._strangers += 1  # until `_meet` has ended; counted before others can come
         task = asyncio.create_task(self._serve(link))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -92,7 +93,6 @@ class Holder:
             await link.close()
 
     async def _meet(self, link: Link) -> Session:
-        self._strangers += 1
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 return await self._shake_hands(link)

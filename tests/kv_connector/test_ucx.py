@@ -17,7 +17,7 @@ from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
-from kv_connector.ucx.holder import HANDSHAKE_SECONDS
+from kv_connector.ucx.holder import HANDSHAKE_SECONDS, MAX_STRANGERS
 from kv_connector.ucx.protocol import ASK_POSITION, OPENING_BYTES, PROOF_BYTES, encode_opening
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
@@ -208,6 +208,21 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_counted(holder: No
         await asyncio.wait_for(link.greeting(OPENING_BYTES), 10)
     assert holder.connector.stats.peers_refused == 1
     await link.close()
+    transport.close()
+
+
+async def test_strangers_that_come_together_are_no_more_than_may_be(holder: Node) -> None:
+    transport = Transport("")
+    host, _, port = holder.source.endpoint.rpartition(":")
+    links = [transport.connect(host, int(port)) for _ in range(3 * MAX_STRANGERS)]
+    assert isinstance(holder.connector, UcxConnector)
+    tasks = holder.connector._require().holder._tasks
+    async with asyncio.timeout(HANDSHAKE_SECONDS):
+        while len(tasks) + holder.connector.stats.peers_refused < len(links):
+            await asyncio.sleep(0)
+    assert len(tasks) == MAX_STRANGERS
+    for link in links:
+        await link.close()
     transport.close()
 
 
