@@ -43,6 +43,7 @@ class RedisLink:
         self.server = CircuitBreaker("Redis", clock)
         self.writes = CircuitBreaker("storing in Redis", clock, threshold=1)
         self._timeout = settings.operation_timeout_seconds
+        self._closed = False
 
     @asynccontextmanager
     async def exchange(self, timeout: float | None = None) -> AsyncIterator[Redis]:
@@ -62,10 +63,15 @@ class RedisLink:
         except BaseException:
             self.server.abandoned()
             raise
+        finally:
+            if self._closed:  # meanwhile, whereupon redis-py has connected again
+                await self.client.aclose()
         self.server.succeeded()
 
     async def close(self) -> None:
-        """Closes all connections. Raises one of UNREACHABLE, and then nothing is left either."""
+        """Closes all connections; an exchange under way closes them once more. Raises one of UNREACHABLE, and then
+        nothing is left either."""
+        self._closed = True
         async with asyncio.timeout(self._timeout):
             await self.client.aclose()
 

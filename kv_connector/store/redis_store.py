@@ -142,6 +142,10 @@ class RedisConnector:
             raise KVError("the Redis connector is not allocated, or closed")
         return self._state
 
+    def _require_same(self, state: _Open) -> None:
+        if self._state is not state:
+            raise KVError("the Redis connector was closed meanwhile")
+
     def _key(self, name: BlockHash) -> str:
         return f"{self._settings.key_prefix}:{name.hex()}"
 
@@ -154,6 +158,7 @@ class RedisConnector:
         try:
             held, absent = await self._renew(state, claims)
             for part in Slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
+                self._require_same(state)
                 if not state.link.writes.admit():
                     self.stats.skipped += len(claims) - held - lost
                     break
@@ -219,8 +224,7 @@ class RedisConnector:
         deadline = self._clock.now() + timeout
         async with state.link.exchange(timeout) as client:
             values: list[Any] = await client.mget([self._key(block.block_hash) for block in blocks])
-        if self._state is not state:
-            raise KVError("the Redis connector was closed during a fetch")
+        self._require_same(state)
         verdicts = [_accept(state.pool, block, value) for block, value in zip(blocks, values, strict=True)]
         damaged = [block for block, verdict in zip(blocks, verdicts, strict=True) if isinstance(verdict, Mismatch)]
         await self._remove(state, damaged, max(0.0, deadline - self._clock.now()))

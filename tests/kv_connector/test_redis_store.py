@@ -136,6 +136,30 @@ async def test_every_cancellation_ends_the_call(redis_server: RedisServer) -> No
     await owner.connector.close()
 
 
+@pytest.mark.parametrize("publishes", [True, False])
+async def test_closing_during_a_call_raises_and_leaves_no_connection(
+    redis_server: RedisServer, publishes: bool
+) -> None:
+    client = redis.Redis.from_url(redis_server.url)
+    num_clients = len(client.client_list())
+    for num_turns in range(3, 30, 3):
+        prefix = f"closed-{publishes}-{num_turns}"
+        owner = node(replace(RedisHarness(redis_server.url, prefix).settings, batch_bytes=1))
+        await write_and_publish(owner, blocks(1))
+        connector = owner.connector
+        call = connector.publish(blocks(16)) if publishes else connector.fetch(None, blocks(16), timeout=5)
+        under_way = asyncio.ensure_future(call)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await connector.close()
+        with pytest.raises(KVError):
+            await asyncio.wait_for(under_way, 5)
+        async with asyncio.timeout(5):
+            while len(client.client_list()) > num_clients:
+                await asyncio.sleep(0.01)
+    client.close()
+
+
 async def test_the_password_is_in_no_log_and_no_repr(caplog: pytest.LogCaptureFixture) -> None:
     settings = RedisSettings(url="redis://user:hunter2@127.0.0.1:1/0")
     assert "hunter2" not in repr(settings)
