@@ -96,23 +96,15 @@ class BlockPool:
         """Returns the block of that name, or None. Takes no reference."""
         return self._index.get(block_hash)
 
-    def register(self, block_id: int, block_hash: BlockHash) -> int:
-        """Names a block that is in use and whose content is complete. Returns the block that carries the name.
-
-        That is another block if one has the name already; the given block is then left as it was. Naming a block again
-        does nothing. A block with another name (a partial block that has grown) loses that name, and `on_evict` is
-        called first.
-        """
+    def register(self, block_id: int, block_hash: BlockHash) -> None:
+        """Names a block that is in use and whose content is complete. Neither has it a name, nor has another block this
+        one."""
         assert self._is_held(block_id), f"block {block_id} is to be named, but nobody holds it"
-        named_block_id = self._index.get(block_hash)
-        if named_block_id is not None:
-            return named_block_id
-        if self._block_hashes[block_id] is not None:
-            self._forget([block_id])
+        assert self._block_hashes[block_id] is None, f"block {block_id} is to be named, but has a name"
+        assert block_hash not in self._index, f"block {block_id} is to get the name of block {self._index[block_hash]}"
         self._block_hashes[block_id] = block_hash
         self._index[block_hash] = block_id
         _note(block_hash, into=self._stored, unless=self._removed)
-        return block_id
 
     def hash_of(self, block_id: int) -> BlockHash | None:
         return self._block_hashes[block_id]

@@ -55,9 +55,6 @@ class SequenceQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._items)
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._items
-
     def push(self, sequence: Sequence) -> None:
         bisect.insort(self._items, sequence, key=lambda item: item.order)
 
