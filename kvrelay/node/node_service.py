@@ -18,7 +18,7 @@ from kvrelay.v1 import node_pb2, node_pb2_grpc
 
 _WATCH_INTERVAL_SECONDS = 0.02  # changes within one interval are sent in one message
 _HEARTBEAT_SECONDS = 1.0  # a watcher may count the node as stopped after several of these without a message
-_NAMES_PER_MESSAGE = 16384  # a long snapshot is split, so that no message comes near the size limit
+_NAMES_PER_MESSAGE = 16384  # gained, and as many lost: a router handles each message at once
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
@@ -96,22 +96,19 @@ def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2
     """Splits an update into messages of bounded size. Only the last one has the sequence number: if the stream breaks
     before it, the whole update is sent again.
     """
-    messages: list[node_pb2.WatchResponse] = []
-    stored = list(update.stored)
-    while len(stored) > _NAMES_PER_MESSAGE:
-        part, stored = stored[:_NAMES_PER_MESSAGE], stored[_NAMES_PER_MESSAGE:]
-        messages.append(node_pb2.WatchResponse(epoch=epoch, reset=update.reset and not messages, stored=part))
-    messages.append(
+    num_names = max(len(update.stored), len(update.removed))
+    messages = [
         node_pb2.WatchResponse(
             epoch=epoch,
-            sequence=update.sequence,
-            reset=update.reset and not messages,
-            stored=stored,
-            removed=update.removed,
-            load=load_to_wire(update.load),
-            draining=draining,
+            reset=update.reset and begin == 0,
+            stored=update.stored[begin : begin + _NAMES_PER_MESSAGE],
+            removed=update.removed[begin : begin + _NAMES_PER_MESSAGE],
         )
-    )
+        for begin in range(0, max(1, num_names), _NAMES_PER_MESSAGE)
+    ]
+    last = messages[-1]
+    last.sequence, last.draining = update.sequence, draining
+    last.load.CopyFrom(load_to_wire(update.load))
     return messages
 
 

@@ -69,3 +69,24 @@ async def test_a_long_snapshot_is_split_and_counts_only_when_its_last_part_is_th
     assert sorted(name for part in parts for name in part.stored) == names
     assert [part.reset for part in parts] == [True] + [False] * (len(sizes) - 1)
     assert [part.sequence for part in parts] == [0] * (len(sizes) - 1) + [min(num_names, 1)]
+
+
+async def test_a_long_list_of_lost_blocks_is_split_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_service, "_NAMES_PER_MESSAGE", 3)
+    names = [BlockHash(bytes([number]) * 32) for number in range(9)]
+    async with serving(DecodeService, node := make_node()):
+        log = node.event_log
+        log.append(names[:7], [], log.load)
+        log.append(names[7:], names[:7], log.load)
+        service = NodeService(node, NodeRole.DECODE)
+        request = node_pb2.WatchRequest(epoch=node.identity.epoch, after_sequence=1)
+        watch = cast(AsyncGenerator[node_pb2.WatchResponse, None], service.Watch(request, cast(Any, 0)))
+        async with aclosing(watch) as messages, asyncio.timeout(PATIENCE):
+            parts = [await anext(messages) for _ in range(3)]
+    assert [(len(part.removed), len(part.stored)) for part in parts] == [(3, 2), (3, 0), (1, 0)]
+    assert [name for part in parts for name in part.removed] == names[:7]
+    assert [(part.sequence, part.HasField("load"), part.reset) for part in parts] == [
+        (0, False, False),
+        (0, False, False),
+        (2, True, False),
+    ]
