@@ -14,6 +14,7 @@ from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.model_limits import check_token_ids
 from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.turns import in_turns
 from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.text.choice import TextChunk
 from kvrelay.v1 import router_pb2, router_pb2_grpc
@@ -69,7 +70,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                         usage.completion_tokens += len(event.token_ids)
                         _add_tokens(message.outputs.add(text=event.text), event)
                     case PromptLogprobs():
-                        message.prompt_logprobs.extend(map(logprobs_to_wire, event.logprobs))
+                        message.prompt_logprobs.extend(await in_turns(logprobs_to_wire, event.logprobs))
                     case RequestTrace():
                         trace = event
                         continue
@@ -91,7 +92,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                         texts[event.index].append(event.text)
                         _add_tokens(whole.outputs[event.index], event)
                     case PromptLogprobs():
-                        whole.prompt_logprobs.extend(map(logprobs_to_wire, event.logprobs))
+                        whole.prompt_logprobs.extend(await in_turns(logprobs_to_wire, event.logprobs))
                     case RequestTrace():
                         trace = event
         for output, pieces in zip(whole.outputs, texts, strict=True):

@@ -4,17 +4,17 @@ A prompt may have many thousands of tokens, with 20 others for each. Invariant: 
 them, and all choices share what is encoded.
 """
 
-import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.turns import in_turns
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.openai_format import finite
 from router.request import RoutedRequest
 
-TOKENS_AT_A_TIME = 64
 MAX_ENTRIES = 2**20  # of one answer, each of about 70 bytes
 
 
@@ -36,11 +36,8 @@ def check_size(requests: Sequence[RoutedRequest], *, num_copies: int) -> None:
 
 async def encoded(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> bytes:
     """Returns a list: null for the first prompt token, then an object from token id to entry for each."""
-    pieces = ["[null"]
-    for start in range(0, len(entries), TOKENS_AT_A_TIME):
-        pieces += [f",{_encoded(tokenizer, entry)}" for entry in entries[start : start + TOKENS_AT_A_TIME]]
-        await asyncio.sleep(0)
-    return "".join((*pieces, "]")).encode()
+    pieces = await in_turns(partial(_encoded, tokenizer), entries)
+    return f"[{','.join(('null', *pieces))}]".encode()
 
 
 def _encoded(tokenizer: Tokenizer, entry: TokenLogprobs) -> str:

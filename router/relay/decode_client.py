@@ -18,6 +18,7 @@ from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
+from kvrelay.core.turns import in_turns
 from kvrelay.core.wire import (
     fetch_report_from_wire,
     logprobs_from_wire,
@@ -103,23 +104,21 @@ class _Stream:
         error: KVRelayError = UnavailableError(f"decode node {self._address} has closed its stream")
         try:
             async for update in self._call:
-                for event in update.events:
-                    self._dispatch(event)
+                for message in update.events:
+                    if message.request_id in self._sinks:  # otherwise its session was closed meanwhile
+                        self._dispatch(message.request_id, await _event_from_wire(message))
         except grpc.aio.AioRpcError as failure:
             error = UnavailableError(f"lost decode node {self._address}: {error_from_rpc(failure)}")
         finally:
             self._call.cancel()
             self._break(error)
 
-    def _dispatch(self, message: pb.DecodeEvent) -> None:
-        sink = self._sinks.get(message.request_id)
-        if sink is None:
-            return  # the session was closed while this event was under way
-        event = _event_from_wire(message)
-        if event is None:
+    def _dispatch(self, wire_id: str, event: DecodeEvent | None) -> None:
+        sink = self._sinks.get(wire_id)
+        if sink is None or event is None:
             return
         if isinstance(event, DecodeFailed):
-            self.remove(message.request_id)
+            self.remove(wire_id)
         sink(event)
 
     def lose(self, error: KVRelayError) -> None:
@@ -212,7 +211,7 @@ class DecodeClient:
             await end_tasks(self._stream.task)
 
 
-def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
+async def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
     """Returns None for an event of a newer protocol."""
     match message.WhichOneof("event"):
         case "tokens":
@@ -228,7 +227,7 @@ def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
         case "kv_missing":
             return KVMissing(message.kv_missing.num_missing_tokens)
         case "prompt_logprobs":
-            return PromptLogprobs(tuple(logprobs_from_wire(entry) for entry in message.prompt_logprobs.logprobs))
+            return PromptLogprobs(tuple(await in_turns(logprobs_from_wire, message.prompt_logprobs.logprobs)))
         case "failed":
             failed = message.failed
             code = _CODES.get(failed.code, grpc.StatusCode.UNKNOWN)

@@ -19,6 +19,7 @@ from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
+from kvrelay.core.turns import in_turns
 from kvrelay.core.wire import fetch_report_from_wire, logprobs_from_wire, output_from_wire, sampling_to_wire
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
@@ -209,7 +210,7 @@ class PrefillClient:
                         yield PrefillProgress(event.progress.num_published_blocks)
                     case "finished":
                         patience = self._lease_ttl_ms / 1000  # after that time, waiting for the rest is of no use
-                        yield _finished_from_wire(event.finished)
+                        yield await _finished_from_wire(event.finished)
         finally:
             call.cancel()
 
@@ -249,10 +250,10 @@ class PrefillClient:
         return task
 
 
-def _finished_from_wire(message: pb.PrefillFinished) -> PrefillFinished:
+async def _finished_from_wire(message: pb.PrefillFinished) -> PrefillFinished:
     return PrefillFinished(
         first_tokens=tuple(output_from_wire(output) for output in message.first_tokens),
-        prompt_logprobs=tuple(logprobs_from_wire(entry) for entry in message.prompt_logprobs),
+        prompt_logprobs=tuple(await in_turns(logprobs_from_wire, message.prompt_logprobs)),
         num_cached_tokens=message.num_cached_tokens,
         fetches=fetch_report_from_wire(message.fetches, num_tokens=message.num_fetched_tokens),
     )

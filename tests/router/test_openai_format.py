@@ -17,7 +17,7 @@ from router.edge.openai_format import (
     WholeChoice,
     whole_response,
 )
-from tests.router.loop_turns import counting_turns
+from tests.loop_turns import counting_turns
 
 
 def test_the_token_itself_is_shown_though_it_is_not_among_the_most_likely(tokenizer: Tokenizer) -> None:

@@ -8,6 +8,7 @@ import pytest
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.turns import ITEMS_AT_A_TIME
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.openai_format import (
     MIN_LOGPROB,
@@ -17,9 +18,9 @@ from router.edge.openai_format import (
     WholeChoice,
     whole_response,
 )
-from router.edge.prompt_logprobs import MAX_ENTRIES, TOKENS_AT_A_TIME, check_size, encoded
+from router.edge.prompt_logprobs import MAX_ENTRIES, check_size, encoded
 from router.request import RoutedRequest
-from tests.router.loop_turns import counting_turns
+from tests.loop_turns import counting_turns
 
 
 async def test_each_token_but_the_first_has_the_likeliest_and_itself(tokenizer: Tokenizer) -> None:
@@ -43,7 +44,7 @@ async def test_a_token_that_cannot_occur_has_a_number(tokenizer: Tokenizer) -> N
 
 async def test_the_loop_turns_while_a_long_prompt_is_encoded(tokenizer: Tokenizer) -> None:
     async with counting_turns() as num_turns:
-        await encoded(tokenizer, [TokenLogprobs(5, -1.0, 1)] * (20 * TOKENS_AT_A_TIME))
+        await encoded(tokenizer, [TokenLogprobs(5, -1.0, 1)] * (20 * ITEMS_AT_A_TIME))
         assert num_turns() >= 20
 
 

@@ -1,0 +1,12 @@
+"""Long work that leaves the event loop to others."""
+
+from kvrelay.core.turns import ITEMS_AT_A_TIME, in_turns
+from tests.loop_turns import counting_turns
+
+
+async def test_the_loop_turns_while_many_items_are_converted() -> None:
+    items = range(20 * ITEMS_AT_A_TIME + 1)
+    async with counting_turns() as num_turns:
+        assert await in_turns(str, items) == list(map(str, items))
+        assert num_turns() >= 20
+    assert await in_turns(str, []) == []
