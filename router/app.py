@@ -35,11 +35,11 @@ from kvrelay.core.rpc import (
 from kvrelay.core.tasks import end_tasks, first_of
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2_grpc
+from router.edge.edge import Edge
 from router.edge.gateway import create_app
 from router.edge.grpc_service import SERVICE_NAME, RouterService
 from router.edge.http_protocol import BoundedHttp
 from router.edge.metrics import RouterMetrics
-from router.edge.outputs import Edge
 from router.nodes.kv_index import KVIndex
 from router.nodes.node_metrics import NodeMetrics
 from router.nodes.registry import Registry

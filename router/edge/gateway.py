@@ -20,11 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, UnknownModelError, status_of
 from kvrelay.core.rpc import RETRY_DELAY_SECONDS
+from router.edge.edge import Edge
 from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
 from router.edge.http_generation import HttpGeneration
 from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json
 from router.edge.openai_schema import ChatBody, CompletionBody, GenerationBody
-from router.edge.outputs import Edge
 from router.edge.prompt_logprobs import check_size
 from router.edge.validation import ChatPrompt, ClientRequest, TextPrompt, TokenPrompt
 

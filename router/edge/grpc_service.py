@@ -18,7 +18,7 @@ from kvrelay.core.turns import in_turns
 from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.text.choice import TextChunk
 from kvrelay.v1 import router_pb2, router_pb2_grpc
-from router.edge.outputs import Edge
+from router.edge.edge import Edge
 from router.edge.prompt_logprobs import check_size
 from router.edge.validation import (
     MAX_MESSAGES,

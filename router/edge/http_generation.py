@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.text.choice import TextChunk
+from router.edge.edge import Edge, GenerationEvent
 from router.edge.fan_in import merged
 from router.edge.openai_format import (
     DONE,
@@ -21,7 +22,6 @@ from router.edge.openai_format import (
     event,
     whole_response,
 )
-from router.edge.outputs import Edge, GenerationEvent
 from router.edge.prompt_logprobs import encoded
 from router.request import RequestTrace, RoutedRequest
 

@@ -11,8 +11,8 @@ from kvrelay.core.outputs import FinishReason
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
+from router.edge.edge import Edge
 from router.edge.metrics import RouterMetrics
-from router.edge.outputs import Edge
 from router.policy import make_policy
 from router.request import RequestTrace, RoutedRequest
 from tests.cluster.cluster import Cluster, cluster

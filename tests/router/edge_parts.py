@@ -22,8 +22,8 @@ from kvrelay.core.errors import (
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.text.tokenizer import Tokenizer
 from router.app import http_config
+from router.edge.edge import Edge
 from router.edge.metrics import RouterMetrics
-from router.edge.outputs import Edge
 from router.request import KVOrigins, PromptLogprobs, RequestEvent, RequestTrace, RoutedRequest, ServedModel
 
 MODEL = "tiny-model"

@@ -13,8 +13,8 @@ from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, KVErr
 from kvrelay.core.rpc import ErrorInterceptor, channel_options, error_from_rpc, serve_insecure, server_options
 from kvrelay.core.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
+from router.edge.edge import Edge
 from router.edge.grpc_service import MAX_REQUEST_ID_CHARS, RouterService
-from router.edge.outputs import Edge
 from router.edge.prompt_logprobs import MAX_ENTRIES
 from router.edge.validation import MAX_MESSAGES
 from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, counted, make_edge

@@ -1,4 +1,4 @@
-"""From the relay's tokens to the client's text: each choice is detokenised, cut at stop strings, and measured.
+"""What HTTP and gRPC share: requests are admitted, and the relay's tokens become the client's text. Both are counted.
 
 Invariant: every choice ends with exactly one chunk that has a finish reason, and the relay's generator is closed
 however this one ends. The relay is told of every choice that a stop string ends.
@@ -25,8 +25,8 @@ GenerationEvent = TextChunk | PromptLogprobs | RequestTrace
 
 
 class Edge:
-    """What HTTP and gRPC share: it admits a client's requests, generates their text, and counts both.
-    `default_timeout`: most seconds that a request may take."""
+    """The admission of clients' requests, the generation of their text, and the counts of both. `default_timeout`: most
+    seconds that a request may take."""
 
     def __init__(
         self,
