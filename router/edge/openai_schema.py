@@ -22,6 +22,9 @@ MAX_PROMPTS = 128
 
 
 class StreamOptions(BaseModel):
+    """What a client wants of a stream. vLLM's `continuous_usage_stats` is ignored, since clients that set it also read
+    the usage at the end."""
+
     model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
