@@ -47,7 +47,8 @@ class NodeHandle:
     """One configured address. The registry writes state, description, load and stats; attempts count what they have
     under way, and report to `outlier` how it went.
 
-    `complaint`: why the node is not live; empty while it is. `heard_at`: when the last message of the node came, on the
+    `complaint`: why the node is not live; empty while it is. `logged`: the complaints that the log has since the state
+    changed. `heard_at`: when the last message of the node came, on the
     registry's clock. The registry calls `on_lost`, which fails what this router has under way at the node, and
     `on_live` when the node takes requests from now on.
 
@@ -65,6 +66,7 @@ class NodeHandle:
     load: NodeLoad = field(default_factory=NodeLoad)
     stats: NodeStats = field(default_factory=NodeStats)
     complaint: str = ""
+    logged: set[str] = field(default_factory=set)
     heard_at: float | None = None
     on_lost: Callable[[KVRelayError], None] = _nothing_to_lose
     on_live: Callable[[], None] = _nobody_waits

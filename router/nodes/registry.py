@@ -162,8 +162,9 @@ class Registry:
                 self._set_state(node, NodeState.LOST)
                 node.on_lost(UnavailableError(f"{node.role.value} node {node.name} is lost: {error}"))
                 backoff.reset()
-            if str(error) != node.complaint:  # logged once, not at every attempt
-                node.complaint = str(error)
+            node.complaint = str(error)
+            if node.complaint not in node.logged:  # a name with two addresses fails with two messages in turn
+                node.logged.add(node.complaint)
                 _logger.warning("%s node %s", node.role.value, _state_with_reason(node))
             await asyncio.sleep(backoff.next())
 
@@ -277,6 +278,7 @@ class Registry:
         if node.state is not state:
             node.state = state
             node.complaint = ""
+            node.logged.clear()
             self.changed.set()
         if state is not NodeState.LOST:
             self._settled[node.address].set()

@@ -132,6 +132,24 @@ async def test_a_node_that_does_not_describe_itself_holds_the_others_up_for_a_wh
         assert registry.decode[0].state is NodeState.CONNECTING
 
 
+class TwoAddresses(ScriptedDecode):
+    """A node that cannot be reached at either address of its name, which are tried in turn."""
+
+    num_tries = 0
+
+    async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_pb2.DescribeResponse:
+        self.num_tries += 1
+        raise UnavailableError(f"nobody at address {self.num_tries % 2}")
+
+
+async def test_each_reason_for_which_a_node_is_not_reached_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    decode = TwoAddresses()
+    with caplog.at_level(logging.WARNING):
+        async with registered(decode):
+            await until(lambda: decode.num_tries >= 5)
+    assert [caplog.text.count(f"nobody at address {number}") for number in (0, 1)] == [1, 1]
+
+
 async def test_a_majority_that_comes_later_does_not_replace_what_is_live() -> None:
     nodes = [ScriptedDecode(f"decode-{number}") for number in range(3)]
     async with registered(*nodes) as registry:
