@@ -33,6 +33,8 @@ def check_port(host: str, port: int, *, flag: str) -> None:
 
 
 def _reason(host: str, port: int, flag: str, error: OSError) -> str:
+    if host.startswith("["):
+        return f"cannot listen on {host}: --host takes an IPv6 address without brackets"
     about_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
     remedy = f"choose another port with {flag}" if about_port else "--host has to be an address of this machine"
     return f"cannot listen on {address_of(host, port)}: {error.strerror}; {remedy}"

@@ -38,6 +38,11 @@ def test_an_ipv6_address_stands_in_brackets() -> None:
     assert address_of("::1", 8001) == "[::1]:8001"
 
 
+def test_an_address_of_its_own_stands_without_brackets() -> None:
+    with pytest.raises(ConfigurationError, match="without brackets"):
+        check_port("[::1]", 0, flag="--port")
+
+
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
 def test_a_foreign_address_is_told_from_a_taken_port(host: str) -> None:
     with pytest.raises(ConfigurationError, match=f"cannot listen on {host}:0: .*--host has to be an address of this"):
