@@ -249,7 +249,8 @@ def _place(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     if mark is None:
         return ": it has characters that are no text"
-    return f" at line {mark.line + 1}, column {mark.column + 1}: a text with special characters has to be in quotes"
+    often = "a line is `name: value`, without tabs, and a text with special characters has to be in quotes"
+    return f" at line {mark.line + 1}, column {mark.column + 1}: {often}"
 
 
 def _check_environment(environment: Mapping[str, str], fields: Sequence[str]) -> None:
@@ -273,7 +274,7 @@ def _check_arguments(settings: ProcessSettings) -> None:
 
 def _explain(details: ErrorDetails, fields: Mapping[str, FieldInfo]) -> str:
     name = str(details["loc"][0]) if details["loc"] else ""
-    problem = details["msg"].removeprefix("Value error, ")
+    problem = details["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
     if name not in fields:
         return problem
     got = "" if _is_secret(fields[name].annotation) else f", got {details['input']!r}"
@@ -295,7 +296,10 @@ def _explain_flag(message: str, fields: Mapping[str, FieldInfo]) -> str:
     first = unknown.split()[0].split("=")[0]
     if not first.startswith("-"):
         return f"there is one argument too many: {unknown!r}"
-    return f"there is no setting {unknown!r}{_nearest(first, [flag_of(name) for name in fields])}"
+    flags = {flag_of(name): _argument(name, field) for name, field in fields.items()}
+    if first in flags:
+        return f"{flags[first]} is given without {first}"
+    return f"there is no setting {unknown!r}{_nearest(first, [flag for flag in flags if flag == flags[flag]])}"
 
 
 def _fail(prog: str, problems: Iterable[str]) -> NoReturn:

@@ -189,6 +189,8 @@ def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixt
         (("--redis-url", "-x"), "--redis-url: expected one argument, written --name=VALUE if it begins"),
         (("--prot", "3"), "did you mean --port?"),
         (("--block_siz=3",), "did you mean --block-size?"),
+        (("--model", "m"), "MODEL is given without --model"),
+        (("--modl",), "there is no setting '--modl'\n"),
         (("another",), "one argument too many: 'another'"),
     ],
 )
@@ -213,10 +215,12 @@ def test_every_wrong_setting_is_reported(capsys: pytest.CaptureFixture[str]) -> 
         ("config: other.yaml", "there is no setting 'config'"),
         ("- port", "not a list"),
         ("port: [", "is not valid YAML at line 1, column 8"),
+        ("port 1\nwait: 2", "a line is `name: value`, without tabs"),
         ("port: 1\nhost: \x01", "is not valid YAML: it has characters that are no text"),
         ("port: 1\nwait: 2\nport: 3", "line 3 sets 'port' again, after line 1"),
         ("# mine\nblock-size: 8\nblock_size: 16", "line 3 sets 'block_size' again, after line 2"),
         ("port: x", "--port: Input should be a valid integer"),
+        ("decode_nodes:", "--decode-nodes: Input should be a valid list, got None"),
     ],
 )
 def test_a_wrong_file_is_explained(
