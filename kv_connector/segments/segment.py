@@ -273,5 +273,6 @@ def _reserve(fd: int, path: Path, preamble: Preamble) -> None:
     raise ConfigurationError(
         f"the KV pool of {preamble.num_blocks} blocks needs {needed} bytes of shared memory, "
         f"but {path.parent} has {free} free: "
-        "use fewer blocks, give the file system more space (docker: --shm-size), or set another directory"
+        "use fewer blocks (--num-blocks), give the file system more space (docker: --shm-size), "
+        "or set another directory (--shared-memory-dir)"
     )
