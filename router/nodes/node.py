@@ -48,9 +48,8 @@ class NodeHandle:
     under way, and report to `outlier` how it went.
 
     `complaint`: why the node is not live; empty while it is. `logged`: the complaints that the log has since the state
-    changed. `heard_at`: when the last message of the node came, on the
-    registry's clock. The registry calls `on_lost`, which fails what this router has under way at the node, and
-    `on_live` when the node takes requests from now on.
+    changed. `heard_at`: when the last message of the node came, on the registry's clock. The registry calls `on_lost`,
+    which fails what this router has under way at the node, and `on_live` when the node takes requests from now on.
 
     `num_queued_tokens`: prompt tokens that this router sent and that, as far as it knows, are not computed yet.
     `num_sequences`: outputs that this router has on the node. Both are ahead of `load`, which counts the requests of
