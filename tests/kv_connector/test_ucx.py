@@ -21,7 +21,6 @@ from kv_connector.ucx.holder import HANDSHAKE_SECONDS, MAX_STRANGERS
 from kv_connector.ucx.protocol import ASK_POSITION, OPENING_BYTES, PROOF_BYTES, encode_opening
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
-from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
@@ -383,28 +382,3 @@ async def test_a_fetch_of_a_dead_holder_waits_for_ucx_and_then_for_the_device(
     await asyncio.wait([fetch, other], timeout=10)
     assert fetch.cancelled() and reader.device.num_quiesced == 1
     await reader.close()
-
-
-async def test_closing_leaves_no_task_and_no_socket() -> None:
-    before = open_files()
-    for _ in range(3):
-        owner, reader = node("owner", layout=LAYOUT), node("reader", layout=LAYOUT)
-        await write_and_publish(owner, blocks(4))
-        assert set((await reader.connector.fetch(owner.source, blocks(4), timeout=10)).outcomes) == {FETCHED}
-        for each in (reader, owner, reader, owner):
-            await each.connector.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-    assert open_files() == before
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_without_a_secret_or_an_address_it_does_not_start() -> None:
-    for secret in ("", "short"):
-        with pytest.raises(ConfigurationError, match="KVRELAY_CLUSTER_SECRET"):
-            UcxConnector(UcxSettings(secret))
-    with pytest.raises(ConfigurationError, match="--ucx-host"):
-        UcxConnector(UcxSettings(CLUSTER_SECRET, host="0.0.0.0"))
-    assert CLUSTER_SECRET not in repr(UcxSettings(CLUSTER_SECRET))
