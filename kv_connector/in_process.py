@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.header import Mismatch
-from kv_connector.pool import CopyPayload, LocalPool, Slices, copy_payload
+from kv_connector.pool import CopyPayload, LocalPool, copy_payload, slices
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, Verdicts
@@ -49,7 +49,7 @@ class InProcessConnector:
         self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
     ) -> PoolBuffer:
         assert self._shared is None, "allocate is called once"
-        pool = LocalPool.over(buffer) if buffer is not None else LocalPool.anonymous(layout, num_blocks)
+        pool = LocalPool.over(buffer, layout, num_blocks)
         self._shared = SharedPool(pool, epoch)
         self._endpoint = f"{node_id}-{epoch:016x}"
         self._hub.pools[self._endpoint] = self._shared
@@ -60,7 +60,7 @@ class InProcessConnector:
         return self._endpoint
 
     async def publish(self, blocks: Sequence[NamedBlock]) -> None:
-        for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
+        for part in slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
             shared = self._require()
             self.stats.count_published(await shared.publish(part), shared.pool.block_bytes)
             await asyncio.sleep(0)
@@ -73,7 +73,7 @@ class InProcessConnector:
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
-        for part in Slices(blocks, block_bytes, _SLICE_BYTES):
+        for part in slices(blocks, block_bytes, _SLICE_BYTES):
             if verdicts.seconds_left <= 0:
                 break
             verdicts.found += self._read(source, part)

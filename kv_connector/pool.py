@@ -4,8 +4,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -49,9 +48,9 @@ class LocalPool:
         return cls(PoolBuffer(memory, layout, num_blocks), mapping)
 
     @classmethod
-    def over(cls, buffer: PoolBuffer) -> "LocalPool":
-        """Returns a pool over memory of another connector."""
-        return cls(buffer, None)
+    def over(cls, buffer: PoolBuffer | None, layout: KVLayout, num_blocks: int) -> "LocalPool":
+        """Returns a pool over another connector's `buffer`, or an `anonymous` one where there is none."""
+        return cls.anonymous(layout, num_blocks) if buffer is None else cls(buffer, None)
 
     @classmethod
     def anonymous(cls, layout: KVLayout, num_blocks: int) -> "LocalPool":
@@ -98,19 +97,12 @@ class LocalPool:
             self._mapping.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Slices(Generic[T]):
-    """Blocks, or one object for each, in runs of about `slice_bytes`, so that no run holds a thread or the loop for
-    long."""
-
-    blocks: Sequence[T]
-    block_bytes: int
-    slice_bytes: int
-
-    def __iter__(self) -> Iterator[Sequence[T]]:
-        count = max(1, self.slice_bytes // self.block_bytes)
-        for start in range(0, len(self.blocks), count):
-            yield self.blocks[start : start + count]
+def slices(blocks: Sequence[T], block_bytes: int, slice_bytes: int) -> Iterator[Sequence[T]]:
+    """Yields blocks, or one object for each, in runs of about `slice_bytes`, so that no run holds a thread or the loop
+    for long."""
+    count = max(1, slice_bytes // block_bytes)
+    for start in range(0, len(blocks), count):
+        yield blocks[start : start + count]
 
 
 def copy_payload(destination: Rows, source: Rows) -> bytes:

@@ -15,7 +15,7 @@ from functools import partial
 from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.device.memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
 from kv_connector.device.pool import DevicePool
-from kv_connector.pool import Slices
+from kv_connector.pool import slices
 from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
 from kv_connector.segments.reader import SegmentReader
 from kv_connector.segments.segment import OwnedSegment, PeerSegment, segment_directory
@@ -90,7 +90,7 @@ class CudaIpcConnector:
 
     async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         pool = self._require().pool
-        for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
+        for part in slices(blocks, pool.block_bytes, pool.slice_bytes):
             published = await self._publish(self._require(), part)
             self.stats.count_published(published, pool.block_bytes)
 

@@ -11,7 +11,7 @@ from typing import Generic
 from kv_connector.base import FetchOutcome, FetchResult
 from kv_connector.header import Mismatch
 from kv_connector.payloads import Payloads
-from kv_connector.pool import Slices
+from kv_connector.pool import slices
 from kv_connector.segments.mapped_peers import MappedPeers, PeerT
 from kv_connector.segments.slots import SlotSnapshot
 from kv_connector.stats import ConnectorStats
@@ -75,7 +75,7 @@ class SegmentReader(Generic[PeerT]):
         if source is None or not blocks:
             verdicts.found += [FetchOutcome.MISSING] * len(blocks)
             return
-        parts = list(Slices(blocks, self._pool.block_bytes, self._slice_bytes))
+        parts = list(slices(blocks, self._pool.block_bytes, self._slice_bytes))
         try:
             holder, found = await self._thread.run(self._find_and_read, source, blocks, parts.pop(0), verdicts)
         finally:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_connector.base import FetchResult, PoolBuffer
-from kv_connector.pool import CopyRows, LocalPool, Slices, copy_rows
+from kv_connector.pool import CopyRows, LocalPool, copy_rows, slices
 from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
 from kv_connector.segments.prefault import Prefault
 from kv_connector.segments.reader import SegmentReader
@@ -98,7 +98,7 @@ class SharedMemoryConnector:
         return self._require().segment.path.name
 
     async def publish(self, blocks: Sequence[NamedBlock]) -> None:
-        for part in Slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
+        for part in slices(blocks, self._require().pool.block_bytes, _SLICE_BYTES):
             state = self._require()
             if len(part) <= _AT_ONCE_BLOCKS and len(part) * state.pool.block_bytes <= _AT_ONCE_BYTES:
                 published = _publish(state, part)

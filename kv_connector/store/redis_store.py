@@ -16,7 +16,7 @@ import numpy as np
 
 from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
-from kv_connector.pool import LocalPool, Slices
+from kv_connector.pool import LocalPool, slices
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Claim
@@ -78,7 +78,7 @@ class RedisConnector:
         self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
     ) -> PoolBuffer:
         assert self._state is None, "allocate is called once"
-        pool = LocalPool.over(buffer) if buffer is not None else LocalPool.anonymous(layout, num_blocks)
+        pool = LocalPool.over(buffer, layout, num_blocks)
         self._state = _Open(self._link, pool, epoch, Backlog(self._offer) if buffer is not None else None)
         return pool.buffer
 
@@ -104,7 +104,7 @@ class RedisConnector:
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
-        for part in Slices(blocks, block_bytes, self._settings.batch_bytes):
+        for part in slices(blocks, block_bytes, self._settings.batch_bytes):
             left = verdicts.seconds_left
             if left <= 0:
                 break
@@ -157,7 +157,7 @@ class RedisConnector:
         held = lost = 0
         try:
             held, absent = await self._renew(state, claims)
-            for part in Slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
+            for part in slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
                 self._require_same(state)
                 if not state.link.writes.admit():
                     self.stats.skipped += len(claims) - held - lost

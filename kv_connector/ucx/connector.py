@@ -15,7 +15,7 @@ from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
 from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
 from kv_connector.payloads import Payloads
-from kv_connector.pool import LocalPool, Slices
+from kv_connector.pool import LocalPool, slices
 from kv_connector.settings import UcxSettings
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
@@ -74,7 +74,7 @@ class UcxConnector:
     ) -> PoolBuffer:
         assert self._state is None, "allocate is called once"
         transport = Transport(self._settings.net_devices)
-        pool = LocalPool.over(buffer) if buffer is not None else LocalPool.anonymous(layout, num_blocks)
+        pool = LocalPool.over(buffer, layout, num_blocks)
         self._open(transport, pool, epoch)
         return pool.buffer
 
@@ -94,7 +94,7 @@ class UcxConnector:
 
     async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         pool = self._require().shared.pool
-        for part in Slices(blocks, pool.block_bytes, pool.slice_bytes):
+        for part in slices(blocks, pool.block_bytes, pool.slice_bytes):
             shared = self._require().shared
             published = await shared.publish(part)
             self.stats.count_published(published, shared.pool.block_bytes)
