@@ -73,9 +73,8 @@ class UcxConnector:
         self, layout: KVLayout, num_blocks: int, *, node_id: str, epoch: int, buffer: PoolBuffer | None = None
     ) -> PoolBuffer:
         assert self._state is None, "allocate is called once"
-        transport = Transport(self._settings.net_devices)
-        pool = LocalPool.over(buffer, layout, num_blocks)
-        self._open(transport, pool, epoch)
+        pool = LocalPool.over(buffer, layout, num_blocks)  # first: when there is no memory, there is nothing to close
+        self._open(Transport(self._settings.net_devices), pool, epoch)
         return pool.buffer
 
     def serve(self, pool: DevicePool, *, node_id: str, epoch: int) -> None:
