@@ -41,7 +41,7 @@ from kvrelay.core.tasks import end_tasks
 HANDSHAKE_SECONDS = 5.0
 SEND_SECONDS = 30.0  # for one Ask, after which the reader counts as lost
 IDLE_SECONDS = 600.0
-MAX_STRANGERS = 64  # connections that are not authenticated yet
+MAX_STRANGERS = 256  # connections without proof yet: after a restart all readers come at once, with two each
 MAX_READERS = 1024
 
 _logger = logging.getLogger(__name__)
