@@ -180,7 +180,7 @@ Team& current_team() {
 
 void start_together(bool whether) { current_team().start_together(whether); }
 
-void run_team(void (*body)(void*), void* context, int num_threads) {
+void run_team(void (*body)(void*) noexcept, void* context, int num_threads) {
   if (num_threads <= 1 || !current_team().run(body, context, num_threads)) body(context);
 }
 

@@ -13,8 +13,9 @@
 namespace paged {
 
 // Calls body(context) on the caller's thread, and at the same time on up to `num_threads` - 1 helpers; returns when all of these calls
-// have. Each call takes from `context` what is left to do. Body must not throw, and must not call this.
-void run_team(void (*body)(void*), void* context, int num_threads);
+// have. Each call takes from `context` what is left to do. Body must not call this. It cannot throw: the frame that helpers use would be
+// gone; without memory for scratch, the process ends.
+void run_team(void (*body)(void*) noexcept, void* context, int num_threads);
 
 // Whether the caller begins only once all helpers have come: for tests, in whose small work they would find nothing left to do.
 void start_together(bool whether);
@@ -33,7 +34,7 @@ void parallel_for(int num_threads, std::int64_t count, const Item& item) {
     const Item& item;
   } shared{{0}, count, item};
   run_team(
-      [](void* context) {
+      [](void* context) noexcept {
         Shared& work = *static_cast<Shared*>(context);
         for (std::int64_t i; (i = work.next.fetch_add(1, std::memory_order_relaxed)) < work.count;) work.item(i);
       },
@@ -59,7 +60,7 @@ void parallel_spans(int num_threads, std::int64_t count, std::int64_t least, con
     const Body& body;
   } shared{{0}, count, least, singles, 2 * num_threads, body};
   run_team(
-      [](void* context) {
+      [](void* context) noexcept {
         Shared& work = *static_cast<Shared*>(context);
         std::int64_t begin = work.next.load(std::memory_order_relaxed);
         while (begin < work.count) {
