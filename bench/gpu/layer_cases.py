@@ -35,6 +35,7 @@ class Sizes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_layers: int
     vocab_size: int
     prequantized_rows: tuple[int, ...]
 
@@ -193,8 +194,8 @@ def _prequantized(
 
 
 def _digests(sizes: Sizes, device: torch.device) -> Case:
-    """Makes a case of the digests of `num_tokens` KV blocks, of 32 layers of bfloat16 each."""
-    num_bytes = 32 * 2 * 16 * sizes.num_kv_heads * sizes.head_dim * 2
+    """Makes a case of the digests of `num_tokens` KV blocks, of all layers in bfloat16 each."""
+    num_bytes = sizes.num_layers * 2 * 16 * sizes.num_kv_heads * sizes.head_dim * 2
     rows = torch.randint(0, 256, (sizes.num_tokens, num_bytes), dtype=torch.uint8, device=device)
     digests = BlockDigests(rows)
     words, keys = rows.view(torch.int64), torch.tensor(key_table(), dtype=torch.int64, device=device)

@@ -34,11 +34,11 @@ class Stopwatch:
     repeats: int
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Returns the median time of one `run`. The first calls, which compile, do not count."""
-        for _ in range(3 if self.device.type == "cuda" else 1):
-            run()
+        """Returns the median time of one `run`. On a GPU the first calls, which compile, do not count."""
         if self.device.type != "cuda":
             return statistics.median(wall_seconds(run) for _ in range(self.repeats))
+        for _ in range(3):
+            run()
         flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
         begins = [_event() for _ in range(self.repeats)]

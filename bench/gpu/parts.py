@@ -96,9 +96,9 @@ def _flex(suite: Suite) -> Iterable[Task]:
 def _layers(suite: Suite) -> Iterable[Task]:
     from bench.gpu.layer_cases import Sizes, layer_tasks
 
-    sizes = Sizes(64, 4096, 14336, 32, 8, 128, 128256, prequantized_rows=(1, 16, 64, 256, 1024))
+    sizes = Sizes(64, 4096, 14336, 32, 8, 128, 32, 128256, prequantized_rows=(1, 16, 64, 256, 1024))
     if suite.tiny:
-        sizes = Sizes(3, 128, 64, 4, 2, 64, 300, prequantized_rows=(3, 257))
+        sizes = Sizes(3, 128, 64, 4, 2, 64, 1, 300, prequantized_rows=(3, 257))
     return layer_tasks(sizes, suite.dtype, suite.watch, suite.rates)
 
 
@@ -152,12 +152,10 @@ def _cluster(suite: Suite) -> Iterable[Task]:
 def _tune(suite: Suite) -> Iterable[Task]:
     from bench.gpu.tuning import tuning_tasks
 
-    shapes = (
-        ((1, 39, 1), (1, 0, 33))
-        if suite.tiny
-        else ((64, 4095, 1), (64, 1023, 1), (1, 0, 8192), (1, 0, 2048), (16, 4095, 1))
-    )
-    return tuning_tasks(shapes, suite.dtype, suite.watch, suite.rates)
+    shapes = ((64, 4095, 1), (64, 1023, 1), (1, 0, 8192), (1, 0, 2048), (16, 4095, 1))
+    if suite.tiny:
+        return tuning_tasks(((1, 39, 1), (1, 0, 33)), 1, suite.dtype, suite.watch, suite.rates)
+    return tuning_tasks(shapes, 8, suite.dtype, suite.watch, suite.rates)
 
 
 PARTS: Mapping[str, Callable[[Suite], Iterable[Task]]] = MappingProxyType(

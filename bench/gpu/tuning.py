@@ -19,7 +19,7 @@ from bench.gpu.report import Result
 from bench.gpu.task import Task
 
 _logger = logging.getLogger(__name__)
-_HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 32, 8, 128, 16
+_GROUP, _HEAD_DIM, _BLOCK_SIZE = 4, 128, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +53,27 @@ PREFILL = tuple(
 
 
 def tuning_tasks(
-    shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, watch: Stopwatch, rates: Rates
+    shapes: Sequence[tuple[int, int, int]], num_kv_heads: int, dtype: torch.dtype, watch: Stopwatch, rates: Rates
 ) -> Iterator[Task]:
-    """Yields a task for each of `shapes`, (batch, prefix, new tokens) with the heads of an 8B model. The parts of its
-    result are the times of the variants."""
+    """Yields a task for each of `shapes`, (batch, prefix, new tokens) with the heads of an 8B model, or fewer of them:
+    such a model has 8 KV heads. The parts of its result are the times of the variants."""
     for batch, prefix, new in shapes:
         name = f"variants of {f'decode {batch} x {prefix + 1}' if new == 1 else f'prefill {new} after {prefix}'}"
-        yield Task(name, partial(_variants, name, batch, prefix, new, dtype, watch, rates))
+        yield Task(name, partial(_variants, name, batch, prefix, new, num_kv_heads, dtype, watch, rates))
 
 
 def _variants(
-    name: str, batch: int, prefix: int, new: int, dtype: torch.dtype, watch: Stopwatch, rates: Rates
+    name: str,
+    batch: int,
+    prefix: int,
+    new: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    watch: Stopwatch,
+    rates: Rates,
 ) -> Result:
     """Measures the chosen parameters, and as parts of the result each variant by name, the fastest first."""
-    call = _call(batch, prefix, new, dtype, watch.device)
+    call = _call(batch, prefix, new, num_kv_heads, dtype, watch.device)
     traits = traits_of(watch.device)
     chosen = plan_attention(call, traits)
     launch(chosen)
@@ -85,7 +92,7 @@ def _variants(
         except Exception as error:  # Triton raises errors of many kinds for what a GPU lacks
             _logger.warning("%s, %s: %s", name, variant, error)
     num_bytes = call.kv_pool.numel() * call.kv_pool.element_size()
-    num_flops = 4 * batch * new * (prefix + (new + 1) / 2) * _HEADS * _HEAD_DIM
+    num_flops = 4 * call.query.numel() * (prefix + (new + 1) / 2)
     parts = dict(sorted(times.items(), key=lambda item: item[1]))
     return Result(name, 0.0, seconds, rates.floor_seconds(num_bytes, num_flops), parts=parts)
 
@@ -106,9 +113,11 @@ def varied(call: AttentionCall, variant: Variant, traits: GpuTraits) -> list[Ker
     return [varied, *others]
 
 
-def _call(batch: int, prefix: int, new: int, dtype: torch.dtype, device: torch.device) -> AttentionCall:
+def _call(
+    batch: int, prefix: int, new: int, num_kv_heads: int, dtype: torch.dtype, device: torch.device
+) -> AttentionCall:
     metadata = even_batch(batch, prefix, new, block_size=_BLOCK_SIZE, device=device)
-    shape = (metadata.block_tables.numel(), _KV_HEADS, 1, 2, _BLOCK_SIZE, _HEAD_DIM)
-    query = torch.randn(batch * new, _HEADS, _HEAD_DIM, device=device, dtype=dtype)
+    shape = (metadata.block_tables.numel(), num_kv_heads, 1, 2, _BLOCK_SIZE, _HEAD_DIM)
+    query = torch.randn(batch * new, _GROUP * num_kv_heads, _HEAD_DIM, device=device, dtype=dtype)
     pool = torch.randn(shape, device=device, dtype=dtype)
     return AttentionCall(torch.empty_like(query), query, pool, 0, metadata, _HEAD_DIM**-0.5, None, None)

@@ -34,7 +34,7 @@ from kvrelay.engine.gpu.sampler import sampling_tensors
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.sampling.sampler import SamplingRow
 
-SIZES = Sizes(3, 128, 64, 4, 2, 64, 300, prequantized_rows=(3,))
+SIZES = Sizes(3, 128, 64, 4, 2, 64, 1, 300, prequantized_rows=(3,))
 
 
 def test_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +80,7 @@ def test_a_variant_that_fails_or_differs_is_left_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tuning, "DECODE", (fails, differs, works))
     monkeypatch.setattr(tuning, "varied", varied)
     watch = Stopwatch(torch.device("cpu"), 1)
-    (task,) = tuning.tuning_tasks([(1, 15, 1)], torch.float16, watch, Rates(1.0, 1.0))
+    (task,) = tuning.tuning_tasks([(1, 15, 1)], 1, torch.float16, watch, Rates(1.0, 1.0))
     assert task.run().parts.keys() == {str(works)}
 
 
