@@ -22,6 +22,8 @@ FEW: Lengths = ((300, 7), (20, 1), (0, 16), (150, 2), (130, 1), (64, 15))
 
 HEAD_DIMS = [Heads(4, 2, 64), Heads(4, 2, 80), Heads(2, 1, 96), Heads(2, 1, 128, 32), Heads(2, 1, 256)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FEW_HEADS = [Heads(3, 1, 80), Heads(14, 2, 64, 32), Heads(20, 1, 64)]
+WINDOWS = (None, 40)
 GROUPS = [Heads(2, 2, 64), Heads(3, 1, 64), Heads(14, 2, 64, 32), Heads(20, 1, 64)]
 
 
@@ -70,8 +72,11 @@ def test_split_sequences_are_merged(always_split: None, window: int | None, dtyp
     make_batch(Heads(3, 1, 80), dtype, ((0, 1), (299, 1), (16, 1)), sliding_window=window).check(TritonBackend())
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("heads", [Heads(3, 1, 80), Heads(14, 2, 64, 32), Heads(20, 1, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "window", "dtype"),
+    [(*one, dtype) for one, dtype in zip(itertools.product(FEW_HEADS, WINDOWS), itertools.cycle(DTYPES), strict=False)],
+    ids=str,
+)
 def test_few_tokens_are_split_and_merged(
     always_split: None, heads: Heads, window: int | None, dtype: torch.dtype
 ) -> None:
