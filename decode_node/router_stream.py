@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, status_of
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.wire import fetch_report_to_wire, fill_output, logprobs_to_wire
+from kvrelay.core.wire import fetch_report_to_wire, fill_output, prompt_logprobs_to_wire
 from kvrelay.engine.request import PromptOutput
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
@@ -51,7 +51,7 @@ class RouterStream:
         )
         self.send(pb.DecodeEvent(request_id=prompt.request_id, admitted=admitted))
         if with_logprobs:
-            logprobs = pb.PromptLogprobs(logprobs=[logprobs_to_wire(entry) for entry in prompt.prompt_logprobs])
+            logprobs = prompt_logprobs_to_wire(prompt.prompt_logprobs)
             self.send(pb.DecodeEvent(request_id=prompt.request_id, prompt_logprobs=logprobs))
 
     def send_failure(self, request_id: str, error: KVRelayError) -> None:

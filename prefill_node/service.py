@@ -26,7 +26,7 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import Context
-from kvrelay.core.wire import fetch_report_to_wire, logprobs_to_wire, output_to_wire
+from kvrelay.core.wire import fetch_report_to_wire, output_to_wire, prompt_logprobs_to_wire
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
 from kvrelay.node.convert import engine_request_from_wire, sources_from_wire
 from kvrelay.node.node import Node
@@ -172,7 +172,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         assert prefill.prompt is not None
         event = pb.PrefillFinished(
             first_tokens=[output_to_wire(first) for first in prefill.first_tokens],
-            prompt_logprobs=[logprobs_to_wire(entry) for entry in prefill.prompt.prompt_logprobs],
+            prompt_logprobs=prompt_logprobs_to_wire(prefill.prompt.prompt_logprobs),
             num_cached_tokens=prefill.prompt.num_cached_tokens,
             num_fetched_tokens=prefill.fetches.num_tokens,
             fetches=fetch_report_to_wire(prefill.fetches),

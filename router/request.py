@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.outputs import TokenLogprobs, TokenOutput
+from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 
 
@@ -54,14 +55,6 @@ class NodeRequest:
     def choices(self) -> range:
         """The indices of the outputs asked for."""
         return range(self.first_choice_index, self.first_choice_index + self.sampling.n)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of the prompt tokens from the second on, in order. If requested, they come before the first
-    output token."""
-
-    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,7 @@ class EngineBench:
                 table = range(-(-(len(prompt) + len(output)) // _BLOCK_SIZE))
                 runner.launch(SchedulerOutput((ScheduledSequence(prompt[:-1], 0, table, ()),), ())).collect()
                 spoken = ScheduledSequence((prompt[-1], *output[:-1]), len(prompt) - 1, table, (), (1, output))
-                found += runner.launch(SchedulerOutput((spoken,), ())).collect().results[0].prompt_logprobs
+                found += runner.launch(SchedulerOutput((spoken,), ())).collect().results[0].prompt_logprobs or ()
         return greedy_error(found, self.model.dtype)
 
     @contextmanager

@@ -1,7 +1,8 @@
 """Long work on an event loop, cut into pieces so that others get their turn in between."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import TypeVar
 
 ITEMS_AT_A_TIME = 64  # such as the log-probabilities of as many tokens: a millisecond or two
@@ -10,10 +11,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-async def in_turns(convert: Callable[[T], R], items: Sequence[T]) -> list[R]:
+async def in_turns(convert: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Returns `convert` of each item. The event loop turns after a few of them, because there may be very many."""
     converted: list[R] = []
-    for start in range(0, len(items), ITEMS_AT_A_TIME):
-        converted.extend(map(convert, items[start : start + ITEMS_AT_A_TIME]))
+    left = map(convert, items)
+    while some := list(islice(left, ITEMS_AT_A_TIME)):
+        converted += some
         await asyncio.sleep(0)
     return converted

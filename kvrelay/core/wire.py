@@ -11,6 +11,7 @@ from kvrelay.core.node_report import (
     NodeStats,
 )
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import common_pb2, node_pb2
 
@@ -95,6 +96,22 @@ def logprobs_from_wire(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
         logprob=message.logprob,
         rank=message.rank,
         top=tuple(zip(message.top_token_ids[:], message.top_logprobs[:], strict=False)),  # copies are read faster
+    )
+
+
+def prompt_logprobs_to_wire(found: PromptLogprobs) -> common_pb2.PromptLogprobs:
+    return common_pb2.PromptLogprobs(
+        token_ids=found.token_ids.tobytes(),
+        logprobs=found.logprobs.tobytes(),
+        ranks=found.ranks.tobytes(),
+        top_token_ids=found.top_token_ids.tobytes(),
+        top_logprobs=found.top_logprobs.tobytes(),
+    )
+
+
+def prompt_logprobs_from_wire(message: common_pb2.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs.of_bytes(
+        message.token_ids, message.logprobs, message.ranks, message.top_token_ids, message.top_logprobs
     )
 
 

@@ -254,7 +254,8 @@ class Engine:
             if sequence.state is SequenceState.FINISHED:
                 continue  # it ended while the step was in flight, which computed its extra token
             sequence.num_computed_tokens += entry.num_scheduled_tokens
-            sequence.prompt_logprobs.extend(result.prompt_logprobs)
+            if result.prompt_logprobs is not None:
+                sequence.prompt_logprobs.extend(result.prompt_logprobs)
             self._names.name_full_blocks(sequence)
             if entry.rows and not sequence.has_new_tokens:
                 self._finish_given(sequence, result)
@@ -267,8 +268,8 @@ class Engine:
         """Reports the prompt and the first new token of every output, sampled from the last given token's logits."""
         request = sequence.request
         sequence.prompt_reported = True
-        logprobs = tuple(sequence.prompt_logprobs)
-        self._changes.prompts.append(PromptOutput(request.request_id, sequence.num_cached_tokens, logprobs))
+        prompt = PromptOutput(request.request_id, sequence.num_cached_tokens, sequence.prompt_logprobs)
+        self._changes.prompts.append(prompt)
         if request.role is KVRole.PRODUCE:
             self._name_given(sequence)
         unfinished = []

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.record import record
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 
@@ -53,7 +53,7 @@ class SequenceResult:
     for."""
 
     sampled: tuple[SampledToken, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

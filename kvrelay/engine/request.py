@@ -6,7 +6,8 @@ from enum import Enum
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.node_report import NodeLoad
-from kvrelay.core.outputs import TokenLogprobs, TokenOutput
+from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.record import record
 from kvrelay.core.sampling_params import SamplingParams
 
@@ -74,7 +75,7 @@ class PromptOutput:
 
     request_id: str
     num_cached_tokens: int
-    prompt_logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvrelay.core.option_types import SchedulingPolicy
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.in_flight import StepsInFlight
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
@@ -329,7 +330,7 @@ class Scheduler:
         sequence.block_table = []
         sequence.num_named_blocks = 0
         sequence.num_computed_tokens = 0
-        sequence.prompt_logprobs.clear()
+        sequence.prompt_logprobs = PromptLogprobs()
 
 
 def _entry(sequence: Sequence, count: int) -> ScheduledSequence:

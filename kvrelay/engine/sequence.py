@@ -7,7 +7,7 @@ Invariant: the first `num_computed_tokens` tokens have their KV in `block_table`
 from enum import Enum
 
 from kvrelay.core.block_hash import BlockHash, block_hashes, next_block_hash
-from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.sampling.fixed_edits import FixedEdits, fixed_edits
 from kvrelay.engine.sampling.penalties import seen_tokens
@@ -90,7 +90,7 @@ class Sequence:
         self.state = SequenceState.RESERVING if request.receive else SequenceState.WAITING
         self.lacks_room = False  # while waiting: it was preempted, or blocks or running sequences were too few for it
         self.was_preempted = False
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs = PromptLogprobs()
         self.prompt_reported = False
         self._root = root
         self._block_hashes: list[BlockHash] = []

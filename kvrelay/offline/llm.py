@@ -210,7 +210,7 @@ class LLM:
                 raise KVRelayError(f"prompt {failure.request_id.partition('.')[2]}: {failure.message}")
         for prompt in result.prompts:
             if (one := under_way.get(prompt.request_id)) is not None:
-                one.prompt_logprobs = prompt.prompt_logprobs
+                one.prompt_logprobs = tuple(prompt.prompt_logprobs)
                 one.num_cached_tokens = prompt.num_cached_tokens
         return sum(
             one.take(item.output) for item in result.outputs if (one := under_way.get(item.request_id)) is not None

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/common.proto\x12\nkvrelay.v1\"\xd7\x03\n\x0eSamplingParams\x12\t\n\x01n\x18\x01 \x01(\r\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12=\n\nlogit_bias\x18\x0b \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x0c\n\x04seed\x18\x0e \x01(\x04\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"m\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"\xa4\x01\n\x0bTokenOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x15\n\rstop_token_id\x18\x05 \x01(\x03\"<\n\x08KVSource\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\"G\n\x0b\x42lockSource\x12$\n\x06source\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.KVSource\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"w\n\x0b\x46\x65tchReport\x12*\n\x07\x66\x65tched\x18\x01 \x03(\x0b\x32\x19.kvrelay.v1.FetchedBlocks\x12\x13\n\x0bnum_missing\x18\x02 \x01(\r\x12\x13\n\x0bnum_refused\x18\x03 \x01(\r\x12\x12\n\nnum_failed\x18\x04 \x01(\r\"4\n\rFetchedBlocks\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/common.proto\x12\nkvrelay.v1\"\xd7\x03\n\x0eSamplingParams\x12\t\n\x01n\x18\x01 \x01(\r\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12=\n\nlogit_bias\x18\x0b \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x0c\n\x04seed\x18\x0e \x01(\x04\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"m\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"q\n\x0ePromptLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"\xa4\x01\n\x0bTokenOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x15\n\rstop_token_id\x18\x05 \x01(\x03\"<\n\x08KVSource\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\"G\n\x0b\x42lockSource\x12$\n\x06source\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.KVSource\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"w\n\x0b\x46\x65tchReport\x12*\n\x07\x66\x65tched\x18\x01 \x03(\x0b\x32\x19.kvrelay.v1.FetchedBlocks\x12\x13\n\x0bnum_missing\x18\x02 \x01(\r\x12\x13\n\x0bnum_refused\x18\x03 \x01(\r\x12\x12\n\nnum_failed\x18\x04 \x01(\r\"4\n\rFetchedBlocks\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,22 +33,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1102
-  _globals['_FINISHREASON']._serialized_end=1247
+  _globals['_FINISHREASON']._serialized_start=1217
+  _globals['_FINISHREASON']._serialized_end=1362
   _globals['_SAMPLINGPARAMS']._serialized_start=40
   _globals['_SAMPLINGPARAMS']._serialized_end=511
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=430
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=478
   _globals['_TOKENLOGPROBS']._serialized_start=513
   _globals['_TOKENLOGPROBS']._serialized_end=622
-  _globals['_TOKENOUTPUT']._serialized_start=625
-  _globals['_TOKENOUTPUT']._serialized_end=789
-  _globals['_KVSOURCE']._serialized_start=791
-  _globals['_KVSOURCE']._serialized_end=851
-  _globals['_BLOCKSOURCE']._serialized_start=853
-  _globals['_BLOCKSOURCE']._serialized_end=924
-  _globals['_FETCHREPORT']._serialized_start=926
-  _globals['_FETCHREPORT']._serialized_end=1045
-  _globals['_FETCHEDBLOCKS']._serialized_start=1047
-  _globals['_FETCHEDBLOCKS']._serialized_end=1099
+  _globals['_PROMPTLOGPROBS']._serialized_start=624
+  _globals['_PROMPTLOGPROBS']._serialized_end=737
+  _globals['_TOKENOUTPUT']._serialized_start=740
+  _globals['_TOKENOUTPUT']._serialized_end=904
+  _globals['_KVSOURCE']._serialized_start=906
+  _globals['_KVSOURCE']._serialized_end=966
+  _globals['_BLOCKSOURCE']._serialized_start=968
+  _globals['_BLOCKSOURCE']._serialized_end=1039
+  _globals['_FETCHREPORT']._serialized_start=1041
+  _globals['_FETCHREPORT']._serialized_end=1160
+  _globals['_FETCHEDBLOCKS']._serialized_start=1162
+  _globals['_FETCHEDBLOCKS']._serialized_end=1214
 # @@protoc_insertion_point(module_scope)

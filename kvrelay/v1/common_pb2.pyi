@@ -182,6 +182,42 @@ class TokenLogprobs(google.protobuf.message.Message):
 global___TokenLogprobs = TokenLogprobs
 
 @typing.final
+class PromptLogprobs(google.protobuf.message.Message):
+    """Log-probabilities of prompt tokens from the second on, as for TokenLogprobs. Each field is a column of little-endian numbers of 4
+    bytes: a message for each of many thousands of tokens would take the sender and the receiver a second.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
+    token_ids: builtins.bytes
+    """uint32"""
+    logprobs: builtins.bytes
+    """float"""
+    ranks: builtins.bytes
+    """uint32"""
+    top_token_ids: builtins.bytes
+    """uint32; equally many for each token, one token after the other"""
+    top_logprobs: builtins.bytes
+    """float"""
+    def __init__(
+        self,
+        *,
+        token_ids: builtins.bytes = ...,
+        logprobs: builtins.bytes = ...,
+        ranks: builtins.bytes = ...,
+        top_token_ids: builtins.bytes = ...,
+        top_logprobs: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "ranks", b"ranks", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]) -> None: ...
+
+global___PromptLogprobs = PromptLogprobs
+
+@typing.final
 class TokenOutput(google.protobuf.message.Message):
     """Tokens of one output sequence, in order."""
 

@@ -199,8 +199,8 @@ class DecodeEvent(google.protobuf.message.Message):
     KV_READY_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
-    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     KV_MISSING_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
     def admitted(self) -> global___Admitted: ...
@@ -213,11 +213,11 @@ class DecodeEvent(google.protobuf.message.Message):
         """terminal for the request"""
 
     @property
-    def prompt_logprobs(self) -> global___PromptLogprobs:
+    def kv_missing(self) -> global___KVMissing: ...
+    @property
+    def prompt_logprobs(self) -> kvrelay.v1.common_pb2.PromptLogprobs:
         """local prefill only, before the first token"""
 
-    @property
-    def kv_missing(self) -> global___KVMissing: ...
     def __init__(
         self,
         *,
@@ -226,12 +226,12 @@ class DecodeEvent(google.protobuf.message.Message):
         kv_ready: global___KVReady | None = ...,
         tokens: kvrelay.v1.common_pb2.TokenOutput | None = ...,
         failed: global___DecodeFailed | None = ...,
-        prompt_logprobs: global___PromptLogprobs | None = ...,
         kv_missing: global___KVMissing | None = ...,
+        prompt_logprobs: kvrelay.v1.common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "kv_missing", b"kv_missing", "kv_ready", b"kv_ready", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "kv_missing", b"kv_missing", "kv_ready", b"kv_ready", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "tokens", b"tokens"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["admitted", "kv_ready", "tokens", "failed", "prompt_logprobs", "kv_missing"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["admitted", "kv_ready", "tokens", "failed", "kv_missing", "prompt_logprobs"] | None: ...
 
 global___DecodeEvent = DecodeEvent
 
@@ -326,19 +326,3 @@ class DecodeFailed(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["code", b"code", "field", b"field", "message", b"message"]) -> None: ...
 
 global___DecodeFailed = DecodeFailed
-
-@typing.final
-class PromptLogprobs(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    LOGPROBS_FIELD_NUMBER: builtins.int
-    @property
-    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvrelay.v1.common_pb2.TokenLogprobs]: ...
-    def __init__(
-        self,
-        *,
-        logprobs: collections.abc.Iterable[kvrelay.v1.common_pb2.TokenLogprobs] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs"]) -> None: ...
-
-global___PromptLogprobs = PromptLogprobs

@@ -131,10 +131,10 @@ class PrefillFinished(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FIRST_TOKENS_FIELD_NUMBER: builtins.int
-    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_FETCHED_TOKENS_FIELD_NUMBER: builtins.int
     FETCHES_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     num_cached_tokens: builtins.int
     """prompt tokens found by name on this node"""
     num_fetched_tokens: builtins.int
@@ -144,21 +144,21 @@ class PrefillFinished(google.protobuf.message.Message):
         """one per output sequence"""
 
     @property
-    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvrelay.v1.common_pb2.TokenLogprobs]:
-        """for prompt tokens 1.. when asked for"""
-
-    @property
     def fetches(self) -> kvrelay.v1.common_pb2.FetchReport: ...
+    @property
+    def prompt_logprobs(self) -> kvrelay.v1.common_pb2.PromptLogprobs:
+        """when asked for"""
+
     def __init__(
         self,
         *,
         first_tokens: collections.abc.Iterable[kvrelay.v1.common_pb2.TokenOutput] | None = ...,
-        prompt_logprobs: collections.abc.Iterable[kvrelay.v1.common_pb2.TokenLogprobs] | None = ...,
         num_cached_tokens: builtins.int = ...,
         num_fetched_tokens: builtins.int = ...,
         fetches: kvrelay.v1.common_pb2.FetchReport | None = ...,
+        prompt_logprobs: kvrelay.v1.common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["fetches", b"fetches"]) -> builtins.bool: ...
+    def HasField(self, field_name: typing.Literal["fetches", b"fetches", "prompt_logprobs", b"prompt_logprobs"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "first_tokens", b"first_tokens", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "prompt_logprobs", b"prompt_logprobs"]) -> None: ...
 
 global___PrefillFinished = PrefillFinished

@@ -13,11 +13,12 @@ import grpc
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import status_of
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.text.choice import Choice, TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.metrics import RouterMetrics
 from router.edge.validation import ClientRequest, RequestValidator
-from router.request import PromptLogprobs, Relay, RequestTrace, RoutedRequest
+from router.request import Relay, RequestTrace, RoutedRequest
 
 _logger = logging.getLogger(__name__)
 

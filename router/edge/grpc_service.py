@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.model_limits import check_token_ids
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.turns import in_turns
@@ -29,7 +30,7 @@ from router.edge.validation import (
     TextPrompt,
     TokenPrompt,
 )
-from router.request import PromptLogprobs, RequestTrace, RoutedRequest
+from router.request import RequestTrace, RoutedRequest
 
 SERVICE_NAME = "kvrelay.v1.Router"
 MAX_REQUEST_ID_CHARS = 128
@@ -70,7 +71,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                         usage.completion_tokens += len(event.token_ids)
                         _add_tokens(message.outputs.add(text=event.text), event)
                     case PromptLogprobs():
-                        message.prompt_logprobs.extend(await in_turns(logprobs_to_wire, event.logprobs))
+                        message.prompt_logprobs.extend(await in_turns(logprobs_to_wire, event))
                     case RequestTrace():
                         trace = event
                         continue
@@ -92,7 +93,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                         texts[event.index].append(event.text)
                         _add_tokens(whole.outputs[event.index], event)
                     case PromptLogprobs():
-                        whole.prompt_logprobs.extend(await in_turns(logprobs_to_wire, event.logprobs))
+                        whole.prompt_logprobs.extend(await in_turns(logprobs_to_wire, event))
                     case RequestTrace():
                         trace = event
         for output, pieces in zip(whole.outputs, texts, strict=True):

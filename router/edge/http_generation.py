@@ -52,7 +52,7 @@ class HttpGeneration:
                 elif isinstance(found, RequestTrace):
                     self._usage.traces[prompt_index] = found
                 else:
-                    prompt_logprobs[prompt_index] = await encoded(self._edge.tokenizer, found.logprobs)
+                    prompt_logprobs[prompt_index] = await encoded(self._edge.tokenizer, found)
         return await whole_response(self._shape, self._envelope, choices, self._n, self._usage, prompt_logprobs)
 
     async def stream(

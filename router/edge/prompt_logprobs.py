@@ -5,7 +5,7 @@ them, and all choices share what is encoded.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from kvrelay.core.errors import InvalidRequestError
@@ -34,7 +34,7 @@ def check_size(requests: Sequence[RoutedRequest], *, num_copies: int) -> None:
         )
 
 
-async def encoded(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> bytes:
+async def encoded(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> bytes:
     """Returns a list: null for the first prompt token, then an object from token id to entry for each."""
     pieces = await in_turns(partial(_encoded, tokenizer), entries)
     return f"[{','.join(('null', *pieces))}]".encode()

@@ -28,6 +28,7 @@ from typing import Protocol
 from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from router.nodes.node import NodeHandle
 from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
 from router.relay.prefill_client import (
@@ -41,7 +42,7 @@ from router.relay.prefill_client import (
 from router.relay.refill import Refill
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
-from router.request import NodeRequest, PromptLogprobs
+from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ class Attempt:
             self._session.start(finished.first_tokens)
         if self._node_request.sampling.prompt_logprobs is None:
             return finished.first_tokens
-        return (PromptLogprobs(finished.prompt_logprobs), *finished.first_tokens)
+        return (finished.prompt_logprobs, *finished.first_tokens)
 
     def _on_prefill_ended(self, error: KVRelayError | None) -> None:
         assert self._prefill is not None

@@ -16,21 +16,21 @@ from kvrelay.core.errors import KVRelayError, UnavailableError, error_from_grpc
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.turns import in_turns
 from kvrelay.core.wire import (
     fetch_report_from_wire,
-    logprobs_from_wire,
     output_from_wire,
     output_to_wire,
+    prompt_logprobs_from_wire,
     sampling_to_wire,
     source_to_wire,
 )
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
 from router.nodes.node import HeldBlocks, held_to_wire
-from router.request import NodeRequest, PromptLogprobs
+from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
@@ -104,21 +104,23 @@ class _Stream:
         error: KVRelayError = UnavailableError(f"decode node {self._address} has closed its stream")
         try:
             async for update in self._call:
-                for message in update.events:
-                    if message.request_id in self._sinks:  # otherwise its session was closed meanwhile
-                        self._dispatch(message.request_id, await _event_from_wire(message))
+                for event in update.events:
+                    self._dispatch(event)
         except grpc.aio.AioRpcError as failure:
             error = UnavailableError(f"lost decode node {self._address}: {error_from_rpc(failure)}")
         finally:
             self._call.cancel()
             self._break(error)
 
-    def _dispatch(self, wire_id: str, event: DecodeEvent | None) -> None:
-        sink = self._sinks.get(wire_id)
-        if sink is None or event is None:
+    def _dispatch(self, message: pb.DecodeEvent) -> None:
+        sink = self._sinks.get(message.request_id)
+        if sink is None:
+            return  # the session was closed while this event was under way
+        event = _event_from_wire(message)
+        if event is None:
             return
         if isinstance(event, DecodeFailed):
-            self.remove(wire_id)
+            self.remove(message.request_id)
         sink(event)
 
     def lose(self, error: KVRelayError) -> None:
@@ -211,7 +213,7 @@ class DecodeClient:
             await end_tasks(self._stream.task)
 
 
-async def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
+def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
     """Returns None for an event of a newer protocol."""
     match message.WhichOneof("event"):
         case "tokens":
@@ -227,7 +229,7 @@ async def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
         case "kv_missing":
             return KVMissing(message.kv_missing.num_missing_tokens)
         case "prompt_logprobs":
-            return PromptLogprobs(tuple(await in_turns(logprobs_from_wire, message.prompt_logprobs.logprobs)))
+            return prompt_logprobs_from_wire(message.prompt_logprobs)
         case "failed":
             failed = message.failed
             code = _CODES.get(failed.code, grpc.StatusCode.UNKNOWN)

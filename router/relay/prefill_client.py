@@ -16,11 +16,11 @@ import grpc
 
 from kvrelay.core.errors import DeadlineError, KVRelayError
 from kvrelay.core.node_report import FetchReport
-from kvrelay.core.outputs import TokenLogprobs, TokenOutput
+from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.turns import in_turns
-from kvrelay.core.wire import fetch_report_from_wire, logprobs_from_wire, output_from_wire, sampling_to_wire
+from kvrelay.core.wire import fetch_report_from_wire, output_from_wire, prompt_logprobs_from_wire, sampling_to_wire
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
 from router.nodes.node import HeldBlocks, held_to_wire
@@ -49,7 +49,7 @@ class PrefillFinished:
     it."""
 
     first_tokens: tuple[TokenOutput, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: PromptLogprobs
     num_cached_tokens: int
     fetches: FetchReport
 
@@ -210,7 +210,7 @@ class PrefillClient:
                         yield PrefillProgress(event.progress.num_published_blocks)
                     case "finished":
                         patience = self._lease_ttl_ms / 1000  # after that time, waiting for the rest is of no use
-                        yield await _finished_from_wire(event.finished)
+                        yield _finished_from_wire(event.finished)
         finally:
             call.cancel()
 
@@ -250,10 +250,10 @@ class PrefillClient:
         return task
 
 
-async def _finished_from_wire(message: pb.PrefillFinished) -> PrefillFinished:
+def _finished_from_wire(message: pb.PrefillFinished) -> PrefillFinished:
     return PrefillFinished(
         first_tokens=tuple(output_from_wire(output) for output in message.first_tokens),
-        prompt_logprobs=tuple(await in_turns(logprobs_from_wire, message.prompt_logprobs)),
+        prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs),
         num_cached_tokens=message.num_cached_tokens,
         fetches=fetch_report_from_wire(message.fetches, num_tokens=message.num_fetched_tokens),
     )

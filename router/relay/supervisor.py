@@ -37,12 +37,13 @@ from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, Loss, NodeLostError
 from router.relay.limits import RelayLimits
 from router.relay.prefill_client import PrefillFinished
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
-from router.request import NodeRequest, PromptLogprobs, RequestEvent, RoutedRequest
+from router.request import NodeRequest, RequestEvent, RoutedRequest
 
 _logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from decode_node.service import DecodeService
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.engine import Engine
 from kvrelay.node.node import Node
@@ -30,7 +31,7 @@ from router.policy import Policy, make_policy
 from router.relay.limits import RelayLimits
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
-from router.request import PromptLogprobs, RequestTrace, RoutedRequest
+from router.request import RequestTrace, RoutedRequest
 
 _IDLE_SECONDS = 20.0
 _NODE_WAIT_SECONDS = 1.0  # who is killed here stays away
@@ -122,7 +123,7 @@ class Cluster:
                     case RequestTrace():
                         served.trace = event
                     case PromptLogprobs():
-                        served.prompt_logprobs = event.logprobs
+                        served.prompt_logprobs = tuple(event)
                     case output:
                         served.tokens.setdefault(output.index, []).extend(output.token_ids)
                         served.logprobs.setdefault(output.index, []).extend(output.logprobs)

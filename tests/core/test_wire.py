@@ -1,5 +1,7 @@
 """What crosses the wire keeps its value; unknown values of a newer protocol do not break the reader."""
 
+import math
+import sys
 from dataclasses import fields
 
 import pytest
@@ -8,6 +10,7 @@ from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import ConnectorCounters, FetchReport, NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import (
     description_from_wire,
@@ -18,6 +21,8 @@ from kvrelay.core.wire import (
     load_to_wire,
     output_from_wire,
     output_to_wire,
+    prompt_logprobs_from_wire,
+    prompt_logprobs_to_wire,
     sampling_from_wire,
     sampling_to_wire,
     stats_from_wire,
@@ -51,6 +56,32 @@ def test_tokens_survive_the_wire_with_their_log_probabilities_and_stop_token() -
     for stop_token_id in (None, 0, 6):
         output = TokenOutput(1, (5, 0), logprobs, FinishReason.STOP, stop_token_id)
         assert output_from_wire(output_to_wire(output)) == output
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_log_probabilities_of_a_prompt_survive_the_wire(num_top: int) -> None:
+    tops = ((7, -0.125), (8, -0.25)), ((2**32 - 1, -math.inf), (0, 0.0))
+    entries = [TokenLogprobs(5 + i, -0.5, 2**31, top[:num_top]) for i, top in enumerate(tops)]
+    for given in (entries, []):
+        message = prompt_logprobs_to_wire(PromptLogprobs.of(given))
+        assert list(prompt_logprobs_from_wire(message)) == given
+
+
+def test_log_probabilities_of_a_long_prompt_take_no_more_calls_than_those_of_a_short_one() -> None:
+    """Nodes and the router convert them in one go, while all other streams wait."""
+
+    def num_calls(num_tokens: int) -> int:
+        found = PromptLogprobs.of([TokenLogprobs(5, -0.5, 3, ((7, -0.125),) * 20)] * num_tokens)
+        calls: list[str] = []
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, event, arg: calls.append(event))
+        try:
+            prompt_logprobs_from_wire(prompt_logprobs_to_wire(found))
+        finally:
+            sys.setprofile(before)
+        return len(calls)
+
+    assert num_calls(1000) == num_calls(1)
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 3])

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.penalties import reads_tokens
@@ -87,9 +88,9 @@ class FakeRunner:
         for row in entry.rows:
             self._check_row(row, context)
         sampled = tuple(SampledToken(next_token(context, row.choice_index), None) for row in entry.rows)
-        logprobs: tuple[TokenLogprobs, ...] = ()
+        logprobs = None
         if entry.prompt_logprobs is not None:
-            logprobs = tuple(TokenLogprobs(target, -1.0, 1) for target in entry.prompt_logprobs[1])
+            logprobs = PromptLogprobs.of(TokenLogprobs(target, -1.0, 1) for target in entry.prompt_logprobs[1])
         return SequenceResult(sampled, logprobs)
 
     def _check_row(self, row: SamplingRow, context: list[int]) -> None:

@@ -11,6 +11,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine import engine_thread
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine
@@ -328,7 +329,7 @@ def test_only_further_tokens_of_outputs_that_go_on_can_wait() -> None:
     assert replace(nothing, outputs=(goes_on,), stored=(BlockHash(bytes(32)),)).can_wait
     for urgent in (
         replace(nothing, outputs=(goes_on, ends)),
-        replace(nothing, outputs=(goes_on,), prompts=(PromptOutput("c", 0, ()),)),
+        replace(nothing, outputs=(goes_on,), prompts=(PromptOutput("c", 0, PromptLogprobs()),)),
         replace(nothing, admissions=(Admission("c", 0, ()),)),
         replace(nothing, failures=(RequestFailure("c", "why"),)),
         replace(nothing, progress=(("c", 1),)),

@@ -20,11 +20,12 @@ from kvrelay.core.errors import (
     UnavailableError,
 )
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.text.tokenizer import Tokenizer
 from router.app import http_config
 from router.edge.edge import Edge
 from router.edge.metrics import RouterMetrics
-from router.request import KVOrigins, PromptLogprobs, RequestEvent, RequestTrace, RoutedRequest, ServedModel
+from router.request import KVOrigins, RequestEvent, RequestTrace, RoutedRequest, ServedModel
 
 MODEL = "tiny-model"
 MAX_MODEL_LEN = 256
@@ -95,7 +96,7 @@ class ScriptedRelay:
         sampling = request.sampling
         if sampling.prompt_logprobs is not None:
             entries = (_logprobs(token_id, sampling.prompt_logprobs) for token_id in request.prompt_token_ids[1:])
-            yield PromptLogprobs(tuple(entries))
+            yield PromptLogprobs.of(entries)
         reply = [*await self.tokenizer.encode(self.reply, add_special_tokens=False), 1]
         num_tokens = min(len(reply), sampling.max_tokens)
         for i, token_id in enumerate(reply[:num_tokens]):

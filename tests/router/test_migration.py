@@ -10,9 +10,10 @@ import pytest
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.wire import prompt_logprobs_to_wire
 from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
 from router.nodes.node import NodeState
-from router.request import PromptLogprobs
 from tests.router.routed import PROMPT, a_request, assert_idle, begun, give_up, opened, say, take, take_trace
 from tests.router.scripted_nodes import (
     Cluster,
@@ -186,11 +187,13 @@ async def test_prompt_logprobs_are_not_computed_twice() -> None:
     request = replace(request, sampling=replace(request.sampling, prompt_logprobs=0))
     async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(request)) as events:
         first, call, _ = await opened(nodes, events)
-        entry = common_pb2.TokenLogprobs(token_id=101, logprob=-1.0, rank=1)
+        logprobs = PromptLogprobs.of([TokenLogprobs(101, -1.0, 1)])
         wire_token = common_pb2.TokenOutput(token_ids=[7], stop_token_id=-1)
-        finished = prefill_node_pb2.PrefillFinished(first_tokens=[wire_token], prompt_logprobs=[entry])
+        finished = prefill_node_pb2.PrefillFinished(
+            first_tokens=[wire_token], prompt_logprobs=prompt_logprobs_to_wire(logprobs)
+        )
         call.events.put_nowait(prefill_node_pb2.PrefillEvent(finished=finished))
-        assert await first == PromptLogprobs((TokenLogprobs(101, -1.0, 1),))
+        assert await first == logprobs
         assert await take(events) == token(7)
         nodes.decode.end_stream()
         next_event = asyncio.create_task(take(events))
@@ -209,8 +212,7 @@ async def test_prompt_logprobs_that_came_before_the_loss_are_not_sent_twice() ->
         async with aclosing(nodes.relay.run(request)) as events:
             first = asyncio.create_task(take(events))
             wire_id = (await nodes.decode.admit()).request_id
-            entry = common_pb2.TokenLogprobs(token_id=101, logprob=-1.0, rank=1)
-            logprobs = decode_node_pb2.PromptLogprobs(logprobs=[entry])
+            logprobs = prompt_logprobs_to_wire(PromptLogprobs.of([TokenLogprobs(101, -1.0, 1)]))
             nodes.decode.send(decode_node_pb2.DecodeEvent(request_id=wire_id, prompt_logprobs=logprobs))
             assert isinstance(await first, PromptLogprobs)
             nodes.decode.end_stream()

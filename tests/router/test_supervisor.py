@@ -16,6 +16,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.v1 import decode_node_pb2
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
 from tests.router.routed import a_request, assert_idle, give_up, opened, take, take_trace
@@ -222,7 +223,8 @@ async def test_what_a_given_up_prefill_still_had_to_say_is_ignored() -> None:
         supervisor = nodes.relay._running["r"]
         [share] = supervisor._shares
         assert share.attempt is not None
-        for message in (PrefillFinished((token(7),), (), 0, NOTHING_FETCHED), PrefillProgress(3), PrefillEnded(None)):
+        finished = PrefillFinished((token(7),), PromptLogprobs(), 0, NOTHING_FETCHED)
+        for message in (finished, PrefillProgress(3), PrefillEnded(None)):
             share.attempt._sink(message)
         await nodes.decode.aborted()
         admit = await nodes.decode.admit()

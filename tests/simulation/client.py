@@ -20,9 +20,10 @@ from kvrelay.core.errors import (
     UnavailableError,
 )
 from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from router.edge.validation import ClientRequest, RequestValidator, TokenPrompt
 from router.relay.relay import ClusterRelay
-from router.request import PromptLogprobs, RequestTrace, RoutedRequest, ServedModel
+from router.request import RequestTrace, RoutedRequest, ServedModel
 from tests.simulation.engine import STEP_FAILED
 from tests.simulation.node_config import BLOCK_SIZE
 from tests.simulation.oracle import ExpectedOutput, expected_output
@@ -168,7 +169,7 @@ class Client:
 
     def _on_prompt_logprobs(self, event: PromptLogprobs) -> None:
         self._check_not_ended("prompt logprobs")
-        targets = tuple(entry.token_id for entry in event.logprobs)
+        targets = tuple(entry.token_id for entry in event)
         if self._has_prompt_logprobs:
             self.report(f"{self.name}: prompt logprobs came twice")
         if targets != self.plan.request.prompt_token_ids[1:]:

@@ -12,6 +12,7 @@ from functools import partial
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, Message
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
@@ -80,9 +81,9 @@ class DigestRunner:
 
     def _sample(self, entry: ScheduledSequence) -> SequenceResult:
         sampled = tuple(self._sample_row(entry, row) for row in entry.rows)
-        logprobs: tuple[TokenLogprobs, ...] = ()
+        logprobs = None
         if entry.prompt_logprobs is not None:
-            logprobs = tuple(TokenLogprobs(target, -1.0, 1) for target in entry.prompt_logprobs[1])
+            logprobs = PromptLogprobs.of(TokenLogprobs(target, -1.0, 1) for target in entry.prompt_logprobs[1])
         return SequenceResult(sampled, logprobs)
 
     def _sample_row(self, entry: ScheduledSequence, row: SamplingRow) -> SampledToken:

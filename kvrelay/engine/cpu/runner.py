@@ -9,7 +9,7 @@ import torch
 from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
-from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
@@ -88,7 +88,7 @@ class CpuRunner:
             in_order = inputs.hidden_rows == list(range(len(hidden)))
             wanted = hidden if in_order else hidden[torch.tensor(inputs.hidden_rows)]
             tokens = iter(self._sampler.sample(self._model.compute_logits(wanted), inputs.rows))
-        return [SequenceResult(tuple(islice(tokens, len(entry.rows))), ()) for entry in plan.scheduled]
+        return [SequenceResult(tuple(islice(tokens, len(entry.rows)))) for entry in plan.scheduled]
 
     def _results(self, plan: SchedulerOutput, hidden: Tensor, sampled: list[SequenceResult]) -> list[SequenceResult]:
         if all(entry.prompt_logprobs is None for entry in plan.scheduled):
@@ -101,15 +101,15 @@ class CpuRunner:
             first += entry.num_scheduled_tokens
         return results
 
-    def _prompt_logprobs(self, entry: ScheduledSequence, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, entry: ScheduledSequence, hidden: Tensor) -> PromptLogprobs | None:
         if entry.prompt_logprobs is None:
-            return ()
+            return None
         k, targets = entry.prompt_logprobs
-        found: list[TokenLogprobs] = []
+        found = PromptLogprobs()
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             chunk = targets[start : start + PROMPT_LOGPROB_ROWS]
             found.extend(prompt_logprobs(self._model.compute_logits(hidden[start : start + len(chunk)]), chunk, k))
-        return tuple(found)
+        return found
 
 
 class ComputedStep:

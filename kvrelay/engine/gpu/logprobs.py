@@ -7,10 +7,12 @@ Ranks and most likely tokens are exactly equal.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.gpu.packed_arrays import to_host
 
 
@@ -34,6 +36,16 @@ class LaunchedLogprobs:
             for token_id, logprob, rank, top_ids, top_logprobs, k in rows
         ]
 
+    def columns(self) -> PromptLogprobs:
+        """Returns those of consecutive tokens of a prompt."""
+        return PromptLogprobs.of_bytes(
+            _bytes(self.token_ids, np.uint32),
+            _bytes(self.logprobs, np.float32),
+            _bytes(self.ranks, np.uint32),
+            _bytes(self.top_ids, np.uint32),
+            _bytes(self.top_logprobs, np.float32),
+        )
+
 
 def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> LaunchedLogprobs:
     """Enqueues the log-probabilities of `token_ids`, `[num_rows]` int64, under `logits`, `[num_rows, vocab_size]`
@@ -51,6 +63,11 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -
         to_host(top_ids),
         to_host(logprobs.gather(1, top_ids)),
     )
+
+
+def _bytes(column: Tensor, dtype: type[np.uint32] | type[np.float32]) -> bytes:
+    found: bytes = column.numpy().astype(dtype).tobytes()
+    return found
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:

@@ -5,7 +5,7 @@ Invariant: nothing between `launch` and `collect` reads from the GPU. All work r
 may therefore read what the step before it samples, and memory may be reused once its last use has been enqueued.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
@@ -15,6 +15,7 @@ import torch
 from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.gpu.decode_graphs import DecodeGraphs, Step, StepRecorder, batch_sizes
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
@@ -209,13 +210,19 @@ class GpuStep:
         tokens = iter(() if self.sampled is None else self.sampled.collect())
         return ModelRunnerOutput(
             tuple(
-                SequenceResult(
-                    tuple(islice(tokens, len(entry.rows))),
-                    tuple(one for launched in slices for one in launched.collect()),
-                )
+                SequenceResult(tuple(islice(tokens, len(entry.rows))), _joined(slices))
                 for entry, slices in zip(self.scheduled, self.prompt_logprobs, strict=True)
             )
         )
+
+
+def _joined(slices: Sequence[LaunchedLogprobs]) -> PromptLogprobs | None:
+    if not slices:
+        return None
+    found = PromptLogprobs()
+    for launched in slices:
+        found.extend(launched.columns())
+    return found
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

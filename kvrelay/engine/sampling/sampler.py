@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.record import record
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.sampling.fixed_edits import NO_EDITS, FixedEdits
@@ -135,10 +136,11 @@ def _largest(logits: Tensor) -> list[int]:
     return token_ids
 
 
-def prompt_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+def prompt_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> PromptLogprobs:
     """Returns the log-probability of `target_ids[i]` in row i of `logits`, `[n, vocab_size]` float32, with the `k` most
     likely tokens of that row."""
-    return [_token_logprobs(row, token_id, k) for row, token_id in zip(logits, target_ids, strict=True)]
+    rows = zip(logits, target_ids, strict=True)
+    return PromptLogprobs.of(_token_logprobs(row, token_id, k) for row, token_id in rows)
 
 
 def _scores(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -16,7 +16,9 @@ def test_log_probabilities_equal_those_of_the_host(k: int) -> None:
     logits[3, 30:34] = torch.tensor([0.0, -0.0, 0.0, -0.0])
     targets = [4, 15, 2, 49, 0]
     expected = prompt_logprobs(logits, targets, k)
-    found = launch_logprobs(logits, torch.tensor(targets), [k] * 5).collect()
+    launched = launch_logprobs(logits, torch.tensor(targets), [k] * 5)
+    found = launched.collect()
+    assert list(launched.columns()) == found
     for one, other in zip(found, expected, strict=True):
         assert (one.token_id, one.rank) == (other.token_id, other.rank)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)

@@ -324,8 +324,9 @@ def test_prompt_logprobs_are_those_of_a_log_softmax() -> None:
         assert entry.rank == 1 + sum(value > values[target] for value in values)
         expected = sorted(((-value, token_id) for token_id, value in enumerate(values)))[:3]
         assert [token_id for token_id, _ in entry.top] == [token_id for _, token_id in expected]
-    assert [prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 3)[0] for i in range(5)] == entries
-    assert prompt_logprobs(logits[:0], [], 3) == []
+    one_by_one = [list(prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 3)) for i in range(5)]
+    assert [entry for (entry,) in one_by_one] == list(entries)
+    assert list(prompt_logprobs(logits[:0], [], 3)) == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
