@@ -3,7 +3,8 @@
 Closed, it admits every attempt. After `threshold` failures in a row it opens and admits none until a wait is over, then
 one (half open). If that fails, the next wait is twice as long; the actual one is drawn between half and all of it. A
 success closes it.
-Invariant: whoever was admitted calls `succeeded`, `failed` or `abandoned`, once.
+Invariant: whoever was admitted calls `succeeded`, `failed` or `abandoned`, once. Of those admitted since it opened, at
+most one is under way.
 """
 
 import logging
@@ -34,36 +35,36 @@ class CircuitBreaker:
         self._backoff = Backoff(first=first_wait, longest=longest_wait, random=rng)
         self._failures = 0
         self._retry_at: float | None = None  # None: closed
-        self._trying = False
+        self._trial: object | None = None  # the attempt that an open breaker has admitted
 
-    def admit(self) -> bool:
-        """Tells whether to make an attempt."""
-        if self._retry_at is None:
-            return True
-        if self._trying or self._clock.now() < self._retry_at:
-            return False
-        self._trying = True
-        return True
+    def admit(self) -> object | None:
+        """Returns a name for an attempt, with which its end is reported, or None if there is to be none."""
+        attempt = object()
+        if self._retry_at is not None:
+            if self._trial is not None or self._clock.now() < self._retry_at:
+                return None
+            self._trial = attempt
+        return attempt
 
     def succeeded(self) -> None:
         if self._retry_at is not None:
             _logger.info("%s works again", self._name)
-        self._retry_at = None
-        self._trying = False
+        self._retry_at = self._trial = None
         self._failures = 0
         self._backoff.reset()
 
-    def failed(self) -> None:
+    def failed(self, attempt: object) -> None:
         self._failures += 1
-        if self._retry_at is not None and not self._trying:
+        if self._retry_at is not None and attempt is not self._trial:
             return  # admitted before the breaker opened
         if self._retry_at is None and self._failures < self._threshold:
             return
         wait = self._backoff.next()
         _logger.warning("%s failed %d times in a row; left alone for %.1f s", self._name, self._failures, wait)
         self._retry_at = self._clock.now() + wait
-        self._trying = False
+        self._trial = None
 
-    def abandoned(self) -> None:
+    def abandoned(self, attempt: object) -> None:
         """Ends an attempt that says nothing about the server, because it was cancelled or had too little time."""
-        self._trying = False
+        if attempt is self._trial:
+            self._trial = None

@@ -48,7 +48,8 @@ class RedisLink:
     @asynccontextmanager
     async def exchange(self, timeout: float | None = None) -> AsyncIterator[Redis]:
         """Gives the client for one round trip of at most `timeout` seconds. Raises one of UNREACHABLE."""
-        if not self.server.admit():
+        attempt = self.server.admit()
+        if attempt is None:
             raise CircuitOpenError
         seconds = self._timeout if timeout is None else min(timeout, self._timeout)
         try:
@@ -56,12 +57,12 @@ class RedisLink:
                 yield self.client
         except UNREACHABLE as error:
             if isinstance(error, TimeoutError) and seconds < min(_MIN_CONCLUSIVE_TIMEOUT, self._timeout):
-                self.server.abandoned()
+                self.server.abandoned(attempt)
             else:
-                self.server.failed()
+                self.server.failed(attempt)
             raise
         except BaseException:
-            self.server.abandoned()
+            self.server.abandoned(attempt)
             raise
         finally:
             if self._closed:  # meanwhile, whereupon redis-py has connected again

@@ -159,10 +159,11 @@ class RedisConnector:
             held, absent = await self._renew(state, claims)
             for part in slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
                 self._require_same(state)
-                if not state.link.writes.admit():
+                attempt = state.link.writes.admit()
+                if attempt is None:
                     self.stats.skipped += len(claims) - held - lost
                     break
-                stored, gone = await self._store(state, part)
+                stored, gone = await self._store(state, part, attempt)
                 held += stored
                 lost += gone
         except CircuitOpenError:
@@ -180,13 +181,15 @@ class RedisConnector:
             for claim in claims:
                 pipe.expire(self._key(claim.block.block_hash), self._settings.ttl_seconds)
             answers: list[Any] = await pipe.execute(raise_on_error=False)
-        if any(isinstance(answer, Exception) for answer in answers) and state.link.writes.admit():
-            self._note_writes(state, answers)
+        if any(isinstance(answer, Exception) for answer in answers):
+            attempt = state.link.writes.admit()
+            if attempt is not None:
+                self._note_writes(state, answers, attempt)
         return answers.count(1), [claim for claim, answer in zip(claims, answers, strict=True) if answer == 0]
 
-    async def _store(self, state: _Open, claims: Sequence[Claim]) -> tuple[int, int]:
-        """Sends one round of SETs. Returns how many blocks Redis has stored, and how many were retracted before they
-        were sent."""
+    async def _store(self, state: _Open, claims: Sequence[Claim], attempt: object) -> tuple[int, int]:
+        """Sends one round of SETs, and ends `attempt` to write. Returns how many blocks Redis has stored, and how many
+        were retracted before they were sent."""
         answers: list[Any] = []
         try:
             async with state.link.exchange() as client, client.pipeline(transaction=False) as pipe:
@@ -198,22 +201,22 @@ class RedisConnector:
                         offered += 1
                 answers = await pipe.execute(raise_on_error=False)
         finally:
-            refused = self._note_writes(state, answers)
+            refused = self._note_writes(state, answers, attempt)
         stored = offered - refused
         self.stats.count_published(stored, state.pool.block_bytes)
         return stored, len(claims) - offered
 
-    def _note_writes(self, state: _Open, answers: Sequence[object]) -> int:
-        """Ends an attempt to write; returns how many commands Redis has refused: it is full, a replica, lacks
+    def _note_writes(self, state: _Open, answers: Sequence[object], attempt: object) -> int:
+        """Ends `attempt` to write; returns how many commands Redis has refused: it is full, a replica, lacks
         replicas, cannot save, or forbids them. Each is an answer, so the exchange itself has succeeded."""
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         if refused:
             _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), refused[0])
-            state.link.writes.failed()
+            state.link.writes.failed(attempt)
         elif answers:
             state.link.writes.succeeded()
         else:
-            state.link.writes.abandoned()
+            state.link.writes.abandoned(attempt)
         return len(refused)
 
     # -- loading -----------------------------------------------------------------------------------------------------

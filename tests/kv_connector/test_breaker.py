@@ -10,34 +10,39 @@ def breaker(clock: ManualClock, threshold: int = 3) -> CircuitBreaker:
     return CircuitBreaker("x", clock, threshold=threshold, first_wait=1.0, longest_wait=4.0, rng=random.Random(7))
 
 
+def admitted(tried: CircuitBreaker) -> object:
+    attempt = tried.admit()
+    assert attempt is not None
+    return attempt
+
+
 def test_failures_in_a_row_open_the_breaker() -> None:
     tried = breaker(ManualClock())
     for _ in range(5):
         for _ in range(2):
-            assert tried.admit()
-            tried.failed()
+            tried.failed(admitted(tried))
         tried.succeeded()  # the count begins again
     for _ in range(3):
-        assert tried.admit()
-        tried.failed()
+        tried.failed(admitted(tried))
     assert not tried.admit()
 
 
 def test_an_open_breaker_admits_one_attempt_at_a_time_after_waits_that_grow() -> None:
     clock = ManualClock()
     tried = breaker(clock, threshold=1)
-    tried.failed()
+    tried.failed(admitted(tried))
     for longest in (1.0, 2.0, 4.0, 4.0):
         clock.seconds += longest * 0.49
         assert not tried.admit()
         clock.seconds += longest * 0.52
-        assert tried.admit() and not tried.admit()
-        tried.failed()
+        trial = admitted(tried)
+        assert not tried.admit()
+        tried.failed(trial)
     clock.seconds += 4.0
     assert tried.admit()
     tried.succeeded()
-    assert tried.admit() and tried.admit()
-    tried.failed()
+    assert tried.admit()
+    tried.failed(admitted(tried))
     clock.seconds += 1.0  # as short as at first
     assert tried.admit()
 
@@ -45,17 +50,23 @@ def test_an_open_breaker_admits_one_attempt_at_a_time_after_waits_that_grow() ->
 def test_after_an_abandoned_attempt_another_is_admitted() -> None:
     clock = ManualClock()
     tried = breaker(clock, threshold=1)
-    tried.failed()
+    tried.failed(admitted(tried))
     clock.seconds += 1.0
-    assert tried.admit()
-    tried.abandoned()
+    tried.abandoned(admitted(tried))
     assert tried.admit() and not tried.admit()
 
 
-def test_failures_of_attempts_admitted_before_it_opened_do_not_lengthen_the_wait() -> None:
+def test_attempts_admitted_before_it_opened_neither_lengthen_the_wait_nor_end_the_trial() -> None:
     clock = ManualClock()
     tried = breaker(clock, threshold=1)
-    for _ in range(10):  # all were admitted before the first one failed
-        tried.failed()
+    before = [admitted(tried) for _ in range(12)]
+    for attempt in before[:10]:
+        tried.failed(attempt)
     clock.seconds += 1.0
+    trial = admitted(tried)
+    tried.failed(before[10])
+    tried.abandoned(before[11])
+    clock.seconds += 4.0
+    assert not tried.admit(), "the trial is still under way"
+    tried.abandoned(trial)
     assert tried.admit()
