@@ -152,6 +152,7 @@ def _prepare(options: EngineOptions) -> PreparedEngine:
         from kvrelay.engine.gpu.startup import size_gpu_pool
 
         size = size_gpu_pool(options, loaded, layout)
+    loaded.model.rotary.keep(size.max_model_len)
     return PreparedEngine(options, loaded, layout, size, attention.name)
 
 

@@ -4,12 +4,16 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.startup import prepare_engine
+from tests.engine.load_on_cpu import load
 from tests.engine.reference import Reference
-from tests.engine.tiny_models import FAMILIES, save_random
+from tests.engine.tiny_models import FAMILIES, make_tiny_model, save_random
 
 PROMPT = [7, 8, 9, 10, 11] * 8
 
@@ -42,3 +46,14 @@ def test_compiled_kernels_that_were_asked_for_refuse_such_heads_before_the_weigh
     with caplog.at_level(logging.INFO), pytest.raises(ConfigurationError, match=r"--attention-backend native: .* 20"):
         LLM(str(odd_heads), threads=1, num_blocks=64, max_model_len=256, attention_backend="native")
     assert "loading" not in caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-rope-dynamic", "llama-rope-yarn"])
+def test_rotary_positions_that_no_sequence_reaches_take_no_memory(family: str, tmp_path: Path) -> None:
+    whole = load(make_tiny_model(family, tmp_path)).model.rotary
+    prepared = prepare_engine(EngineOptions(str(tmp_path), device="cpu", threads=1, num_blocks=80))
+    table = prepared.loaded.model.rotary
+    assert prepared.size.max_model_len == 80 * 16
+    for kept, all_of_it in ((table.cos, whole.cos), (table.sin, whole.sin)):
+        assert torch.equal(kept, all_of_it[: 80 * 16])
+        assert kept.untyped_storage().nbytes() == kept.nbytes < all_of_it.nbytes

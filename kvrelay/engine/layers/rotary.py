@@ -49,14 +49,19 @@ class RopeParameters:
 
 
 class RotaryTable:
-    """A table of cos and sin for every position below `max_positions`: float32, `[max_positions, head_dim // 2]`
-    each."""
+    """A table of cos and sin for every position below `max_positions`: float32, `[max_positions, head_dim // 2]` each,
+    0.5 GB for a million positions of a usual model."""
 
     def __init__(self, rope: RopeParameters, *, head_dim: int, max_positions: int, device: torch.device) -> None:
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = positions[:, None] * inverse_frequencies(rope, head_dim=head_dim, max_positions=max_positions)
-        self.cos = (angles.cos() * rope.attention_factor).to(device)
-        self.sin = (angles.sin() * rope.attention_factor).to(device)
+        self.cos = angles.cos().mul_(rope.attention_factor).to(device)
+        self.sin = angles.sin_().mul_(rope.attention_factor).to(device)
+
+    def keep(self, num_positions: int) -> None:
+        """Gives up the positions from `num_positions` on, and their memory."""
+        if num_positions < len(self.cos):
+            self.cos, self.sin = self.cos[:num_positions].clone(), self.sin[:num_positions].clone()
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin, `[num_tokens, head_dim // 2]` each, of `positions`, `[num_tokens]` int64."""

@@ -183,7 +183,6 @@ class DecoderForCausalLM:
         self.weights = weights
         self.dtype = weights.dtype
         self.device = weights.device
-        self.max_model_len = max_model_len
         self.embedding = self._embedding()
         self.layers = [DecoderLayer(config, layer, attention, weights) for layer in range(config.num_layers)]
         self.norm = weights.empty(config.hidden_size)
