@@ -123,15 +123,17 @@ class Engine:
             self._leases.extend(sequence, sequence.num_named_blocks)
 
     def start(self, request_id: str, first_tokens: SequenceOf[TokenOutput] = ()) -> None:
-        """Starts a receiving request, for which no more KV will arrive. The engine computes what is missing and, for
-        CONSUME, continues from `first_tokens`."""
+        """Starts a receiving request, for which no more KV will arrive. The engine computes what is missing, once for
+        all outputs, and, for CONSUME, continues from `first_tokens`."""
         sequence = self._receiving(request_id)
         if sequence is None:
             return
         unfinished = [(output.index, output.token_ids[-1]) for output in first_tokens if output.finish_reason is None]
         sequence.prompt_reported = bool(first_tokens)
         self._scheduler.received(sequence)
-        if unfinished:
+        if len(unfinished) > 1 and sequence.num_computed_tokens < sequence.num_given_tokens:
+            sequence.first_tokens = unfinished
+        elif unfinished:
             self._branch(sequence, unfinished)
 
     def abort(self, request_id: str) -> None:
@@ -257,7 +259,9 @@ class Engine:
             if result.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs)
             self._names.name_full_blocks(sequence)
-            if entry.rows and not sequence.has_new_tokens:
+            if entry.rows and sequence.first_tokens:
+                self._branch(sequence, sequence.first_tokens)
+            elif entry.rows and not sequence.has_new_tokens:
                 self._finish_given(sequence, result)
             elif entry.rows:
                 self._append(sequence, result.sampled[0])
@@ -315,6 +319,7 @@ class Engine:
             self.pool.acquire(sibling.block_table)
             self._scheduler.run(sibling)
         sequence.index = tokens[0][0]  # below its siblings', so that its place among the running ones stays
+        sequence.first_tokens = []
         branches = [sequence, *siblings]
         for branch, (_, token_id) in zip(branches, tokens, strict=True):
             branch.token_ids.append(token_id)

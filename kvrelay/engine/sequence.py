@@ -38,6 +38,7 @@ class Sequence:
         "arrival",
         "block_size",
         "block_table",
+        "first_tokens",
         "index",
         "lacks_room",
         "max_num_tokens",
@@ -92,6 +93,8 @@ class Sequence:
         self.was_preempted = False
         self.prompt_logprobs = PromptLogprobs()
         self.prompt_reported = False
+        # Those of several outputs (index, token), sampled elsewhere, while given tokens are still to be computed.
+        self.first_tokens: list[tuple[int, int]] = []
         self._root = root
         self._block_hashes: list[BlockHash] = []
         self._fixed: FixedEdits | None = None
@@ -129,9 +132,9 @@ class Sequence:
     @property
     def num_cacheable_blocks(self) -> int:
         """Counts the leading full blocks that may be taken from the cache. The last token must be computed, because its
-        logits are needed, unless its successor is known from elsewhere (CONSUME). If log-probabilities of the prompt
+        logits are needed, unless its successor will come from elsewhere (CONSUME). If log-probabilities of the prompt
         are wanted, every prompt token must be computed."""
-        if self.request.role is KVRole.CONSUME and not self.has_new_tokens:
+        if self.request.role is KVRole.CONSUME and not self.has_new_tokens and not self.first_tokens:
             return self.num_given_tokens // self.block_size
         if self.request.sampling.prompt_logprobs is not None and not self.prompt_reported:
             return 0

@@ -66,6 +66,52 @@ def test_what_does_not_arrive_is_computed_by_the_decode_engine() -> None:
     decode.engine.check_idle()
 
 
+@pytest.mark.parametrize("length", [48, 50])
+@pytest.mark.parametrize("num_arrived", [0, 2, 5])
+def test_what_does_not_arrive_is_computed_once_for_all_outputs(num_arrived: int, length: int) -> None:
+    prefill, decode = Harness(publish=True), Harness(publish=True, max_num_batched_tokens=16)
+    prompt = prompt_of(length)
+    produce(prefill, "a", prompt, 3)
+    decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME, n=3))
+    decode.step()
+    move(prefill, decode, decode.admission("a"), count=num_arrived)
+    starts = first_tokens(prefill, "a")
+    decode.engine.start("a", starts)
+    decode.run()
+    for index in range(3):
+        tokens = [*starts[index].token_ids, *decode.tokens["a", index]]
+        assert tokens == expected_output(prompt, 8, choice_index=index)
+    assert decode.runner.num_computed_tokens == length - num_arrived * BLOCK_SIZE + 3 * 7
+    assert not any(result.prompts for result in decode.results), "the prefill engine has reported the prompt"
+    decode.engine.check_idle()
+
+
+def test_outputs_whose_prompt_is_being_computed_survive_preemption() -> None:
+    """Another request has computed all of that prompt when it goes on."""
+    prefill, decode = Harness(publish=True), Harness(num_blocks=22, max_num_batched_tokens=16)
+    prompt = prompt_of(48)
+    decode.engine.add(request("before", prompt_of(4, 1), 120))
+    while len(decode.tokens["before", 0]) < 72:
+        decode.step()
+    for request_id in ("a", "b"):
+        produce(prefill, request_id, prompt, 2)
+        decode.engine.add(request(request_id, prompt, 8, role=KVRole.CONSUME, n=2))
+    decode.step()
+    for request_id in ("a", "b"):
+        move(prefill, decode, decode.admission(request_id), count=0)
+        decode.engine.start(request_id, first_tokens(prefill, request_id))
+    while not decode.engine.load().num_preemptions:
+        assert len(decode.engine._sequences["b"]) == 1, "its outputs wait for the prompt"
+        decode.step()
+    decode.run()
+    for request_id in ("a", "b"):
+        for index, start in enumerate(first_tokens(prefill, request_id)):
+            tokens = [*start.token_ids, *decode.tokens[request_id, index]]
+            assert tokens == expected_output(prompt, 8, choice_index=index)
+    assert decode.tokens["before", 0] == expected_output(prompt_of(4, 1), 120)
+    decode.engine.check_idle()
+
+
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_the_last_blocks_can_be_fetched_before_the_first_token_is_sampled(*, is_aborted: bool) -> None:
     """Nor does the first token wait for what others compute."""
