@@ -81,7 +81,8 @@ _SPECS = (
     BackendSpec(
         name="ucx",
         make=_ucx,
-        remedy="set --ucx-net-devices to devices that reach --ucx-host, or another --connector",
+        remedy="set --ucx-host to an address that a network interface here has, --ucx-net-devices to devices that "
+        "reach it, or another --connector",
         library="ucxx",
         extra="ucx",
         direct=DirectSpec("ucx", _ucx),

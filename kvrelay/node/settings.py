@@ -158,7 +158,8 @@ class NodeSettings(NodeOptions):
         "connector. Belongs in KVRELAY_CLUSTER_SECRET or the file: arguments are visible to everyone on the machine.",
     )
     ucx_host: str = Field(
-        default="", description="Address at which peers reach this node's ucx connector; empty: --host."
+        default="",
+        description="Address at which peers reach this node's ucx connector; empty: --host, on loopback 127.0.0.1.",
     )
     ucx_net_devices: str = Field(
         default="", description="Network devices for UCX, such as mlx5_0:1,eth0; empty: lo on loopback, otherwise all."

@@ -32,6 +32,7 @@ from kvrelay.node.transfer_probe import TRANSFER_PROBE
 
 _logger = logging.getLogger(__name__)
 _SELF_TEST_TTL = 10  # seconds
+_LOOPBACK = "127.0.0.1"  # the only address of loopback that UCX finds an interface for
 _LOOPBACK_DEVICE = "lo"  # so that a node that listens on loopback opens no port to the network
 
 
@@ -163,7 +164,7 @@ async def _direct(
 
 
 def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
-    ucx_host = settings.ucx_host or settings.host
+    ucx_host = settings.ucx_host or (_LOOPBACK if is_loopback(settings.host) else settings.host)
     return ConnectorSettings(
         ucx=UcxSettings(
             cluster_secret=settings.cluster_secret.get_secret_value(),

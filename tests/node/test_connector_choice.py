@@ -5,13 +5,14 @@ from collections.abc import Mapping
 import pytest
 from pydantic import ValidationError
 
-from kv_connector.registry import is_installed
-from kv_connector.self_test import SelfTestReport
+from kv_connector.registry import create_connector, is_installed
+from kv_connector.self_test import SelfTestReport, check_transport
 from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.node import startup
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working
 from kvrelay.node.settings import NodeSettings
+from tests.kv_connector.backends import CLUSTER_SECRET
 
 ON_LOOPBACK = pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.9", "::1", "localhost"])
 
@@ -30,6 +31,13 @@ def test_ucx_on_loopback_opens_no_port_to_the_network(host: str) -> None:
     assert net_devices(host=host) == net_devices(host="10.0.0.2", ucx_host=host) == "lo"
     assert net_devices(host=host, ucx_host="10.0.0.2") == ""
     assert net_devices(host=host, ucx_net_devices="eth0") == "eth0"
+
+
+@ON_LOOPBACK
+async def test_ucx_works_on_every_address_of_loopback(host: str) -> None:
+    given = {"model": "m", "host": host, "cluster_secret": CLUSTER_SECRET}
+    settings = startup._connector_settings(NodeSettings.model_validate(given))
+    assert not (await check_transport(lambda: create_connector("ucx", settings))).problem
 
 
 @pytest.mark.parametrize(
