@@ -26,10 +26,12 @@ from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Su
 from kvrelay.core.config import ENV_PREFIX, ProcessSettings, flag_of, load_settings
 from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.core_table import CoreTable
-from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.errors import ConfigurationError, ModelLoadError
 from kvrelay.core.lifecycle import on_stdin_closed
 from kvrelay.core.listening import check_port
+from kvrelay.core.model_directory import resolve_model_directory
 from kvrelay.core.option_types import MOST_THREADS
+from kvrelay.engine.loading.config_file import read_config
 from kvrelay.node.settings import NodeOptions
 from router.settings import RouterOptions
 
@@ -93,10 +95,11 @@ class ServeSettings(NodeOptions, RouterOptions):
 def serve(argv: Sequence[str]) -> int:
     """Serves until Ctrl-C or SIGTERM and returns 0, or returns 1 when the cluster cannot go on."""
     settings = load_settings(ServeSettings, argv, prog="kvrelay serve")
-    try:  # before the nodes load the model, which may take minutes
+    try:  # before nodes start, which may take minutes
         check_port(settings.host, settings.port, flag="--port")
         check_port(settings.host, settings.grpc_port, flag="--grpc-port")
-    except ConfigurationError as error:
+        read_config(resolve_model_directory(settings.model) / "config.json")
+    except (ConfigurationError, ModelLoadError) as error:
         print(f"kvrelay serve: {error}", file=sys.stderr)
         return 1
     return asyncio.run(_serve(settings))

@@ -6,9 +6,6 @@ Invariant: whatever is read there ends. A FIFO, socket or device in place of a f
 from itertools import chain
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
 from kvrelay.core.errors import ModelLoadError
 
 
@@ -20,6 +17,10 @@ def resolve_model_directory(model: str) -> Path:
     directory = Path(model).expanduser()
     if directory.is_dir():
         return _of_files(directory)
+    # Not above: it takes a third of a second, which whoever has a directory need not wait.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     try:
         return _of_files(Path(snapshot_download(model, local_files_only=True)))
     except (LocalEntryNotFoundError, HFValidationError) as error:

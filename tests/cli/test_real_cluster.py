@@ -61,11 +61,16 @@ def test_a_cluster_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
     assert not processes_of(model)
 
 
-def test_a_cluster_whose_model_is_missing_says_why_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    missing = tmp_path / "no-such-model"
-    with pytest.raises(UnavailableError, match="ended before it was ready"), local_cluster(str(missing)):
+def test_a_cluster_whose_weights_are_missing_says_why_it_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weightless = tmp_path / "model"
+    weightless.mkdir()
+    (weightless / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UnavailableError, match="ended before it was ready"), local_cluster(str(weightless)):
         pass
     errors = capfd.readouterr().err
+    assert f"{weightless} has neither model.safetensors nor" in errors
     assert "exit code 1 before the cluster was ready. Its last lines:" in errors
     assert "Traceback" not in errors
-    assert not processes_of(missing)
+    assert not processes_of(weightless)

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import socket
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import pytest
@@ -270,6 +271,37 @@ def test_a_taken_port_is_named_before_any_process_starts(flag: str, capsys: pyte
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     assert f"Address already in use; choose another port with {flag}" in errors
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (None, "has no config.json: it is not a Hugging Face model directory"),
+        ('{"model_type": ', "config.json is not valid JSON"),
+        ('{"architectures": ["GPT2LMHeadModel"]}', "['GPT2LMHeadModel'] is not supported; supported are Llama"),
+        ('{"model_type": "gpt2"}', "model_type: 'gpt2' is not supported; supported are llama"),
+    ],
+)
+def test_a_model_that_no_node_could_run_is_named_before_any_process_starts(
+    config: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert serve([str(tmp_path), "--port", "0", "--grpc-port", "0"]) == 1
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert errors.startswith(f"kvrelay serve: {tmp_path}") and says in errors
+
+
+def test_a_model_that_is_nowhere_is_named_before_any_process_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "no-such-model"
+    assert serve([str(missing), "--port", "0", "--grpc-port", "0"]) == 1
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert f"{missing} is neither a directory nor a model in the local Hugging Face cache" in errors
+    assert "`hf download`" in errors, "what to do"
 
 
 @pytest.mark.parametrize(("inherited", "ends"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])

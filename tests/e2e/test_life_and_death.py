@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,30 +107,30 @@ def test_the_next_cluster_removes_what_a_killed_one_left(
     assert list(pools.iterdir()) == []
 
 
-def unsupported(directory: Path) -> Path:
-    path = directory / "unsupported-model"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
-    return path
+def weightless(directory: Path, **config: Any) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def test_a_model_that_cannot_be_served_is_named_with_the_reason(tmp_path: Path, directory: Path) -> None:
-    """Both clusters start at the same time, to save some."""
-    missing, foreign = tmp_path / "no-such-model", unsupported(tmp_path)
+    """One is refused before any node starts, the other by the node. Both start at the same time, to save some."""
+    foreign = weightless(tmp_path / "foreign", architectures=["GPT2LMHeadModel"], model_type="gpt2")
+    incomplete = weightless(tmp_path / "incomplete", model_type="llama")
     says = {
-        missing: f"{missing} is neither a directory nor a model in",
-        foreign: "['GPT2LMHeadModel'] is not supported",
+        foreign: "['GPT2LMHeadModel'] is not supported; supported are",
+        incomplete: f"{incomplete} has neither model.safetensors nor",
     }
     arguments = (*FREE_PORTS, "--prefill-nodes", "0")
     with (
-        program("serve", str(missing), *arguments, log=tmp_path / "1.log", directory=directory) as first,
-        program("serve", str(foreign), *arguments, log=tmp_path / "2.log", directory=directory) as second,
+        program("serve", str(foreign), *arguments, log=tmp_path / "1.log", directory=directory) as first,
+        program("serve", str(incomplete), *arguments, log=tmp_path / "2.log", directory=directory) as second,
     ):
-        for serve, path in ((first, missing), (second, foreign)):
+        for serve, path in ((first, foreign), (second, incomplete)):
             output, _ = serve.process.communicate()
             log = serve.log.read_text()
             assert (serve.process.returncode, output) == (1, ""), log
             assert says[path] in log
             assert "Traceback" not in log
             assert processes_of(path) == {}
-    assert "supported are" in second.log.read_text(), "what to do"
+    assert ["starting decode-0" in serve.log.read_text() for serve in (first, second)] == [False, True]

@@ -1,7 +1,8 @@
 """A checkpoint's `config.json`, completed with the defaults of its family and with older spellings translated.
 
 Both are defined by classes of transformers (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config; 5.x). This module has
-them as tables, because importing that library takes longer than the rest of a node's start without the weights.
+them as tables, because importing that library takes longer than the rest of a node's start without the weights. No
+torch here, so that `kvrelay serve` can refuse a model before it starts a node.
 Invariant: every field has the value that it has in a model of AutoModelForCausalLM;
 `tests/engine/loading/test_config_file.py` compares them.
 """
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.json_object import read_json_object
 
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -65,8 +67,27 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 FAMILIES = tuple(_FAMILIES)
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MOST_LAYERS = 2**12
 _DEFAULT_THETA = 10_000.0
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], str]:
+    """Returns what a `config.json` holds, and the family of its model. Raises ModelLoadError if it cannot be read, or
+    its model is of no family that is supported."""
+    raw = read_json_object(path)
+    architectures = raw.get("architectures")
+    if architectures:
+        known = (
+            isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in SUPPORTED_ARCHITECTURES
+        )
+        if not known:
+            supported = ", ".join(SUPPORTED_ARCHITECTURES)
+            raise ModelLoadError(f"{path}: architectures: {architectures} is not supported; supported are {supported}")
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise ModelLoadError(f"{path}: model_type: {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+    return raw, str(family)
 
 
 def complete_config(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:

@@ -14,10 +14,8 @@ from kvrelay.core.errors import ModelLoadError
 from kvrelay.core.json_object import read_json_object
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, yarn_attention_factor
 from kvrelay.engine.layers.weight_format import CheckpointQuantization
-from kvrelay.engine.loading.config_file import FAMILIES, MOST_LAYERS, complete_config
+from kvrelay.engine.loading.config_file import MOST_LAYERS, complete_config, read_config
 from kvrelay.engine.loading.quantization_config import parse_quantization
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 _MOST_POSITIONS = 2**24  # float32, in which rotary angles are computed, counts no further
 _TURNS = {"least": 1 / _MOST_POSITIONS, "most": _MOST_POSITIONS}  # so that the logarithms of YaRN stay finite
@@ -78,26 +76,9 @@ class ModelConfig:
 def load_model_config(directory: Path) -> ModelConfig:
     """Reads `config.json` and, if present, `generation_config.json`. Raises ModelLoadError."""
     path = directory / "config.json"
-    raw = read_json_object(path)
-    family = _family(raw, path)
+    raw, family = read_config(path)
     quantization = parse_quantization(raw.get("quantization_config"), path)
     return _convert(complete_config(raw, family, path), family, directory, quantization)
-
-
-def _family(raw: dict[str, Any], path: Path) -> str:
-    supported = ", ".join(SUPPORTED_ARCHITECTURES)
-    architectures = raw.get("architectures")
-    if architectures:
-        known = (
-            isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in SUPPORTED_ARCHITECTURES
-        )
-        if not known:
-            raise ModelLoadError(f"{path}: architectures: {architectures} is not supported; supported are {supported}")
-    if raw.get("model_type") not in FAMILIES:
-        raise ModelLoadError(
-            f"{path}: model_type: {raw.get('model_type')!r} is not supported; supported are {', '.join(FAMILIES)}"
-        )
-    return str(raw["model_type"])
 
 
 def _convert(
