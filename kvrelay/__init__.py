@@ -1,18 +1,19 @@
 """kvrelay: disaggregated prefill/decode serving for large language models.
 
-`from kvrelay import LLM, SamplingParams` is the engine in one's own process. `LLM` and its results are imported when
-they are asked for: the router imports this package too, and has no torch.
+`from kvrelay import LLM, SamplingParams` is the engine in one's own process. Everything is imported when it is asked
+for: every process imports this package first, the router has no torch, and no command should need a moment in which
+Ctrl-C would find nobody to catch it.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-from kvrelay.core.errors import ConfigurationError, InvalidRequestError, KVRelayError, ModelLoadError
 from kvrelay.core.extras import ENGINE_MODULES
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from kvrelay.core.errors import ConfigurationError, InvalidRequestError, KVRelayError, ModelLoadError
+    from kvrelay.core.outputs import TokenLogprobs
+    from kvrelay.core.sampling_params import SamplingParams
     from kvrelay.offline.llm import LLM
     from kvrelay.offline.request_output import CompletionOutput, RequestOutput
 
@@ -30,13 +31,24 @@ __all__ = [
     "__version__",
 ]
 
+_MODULES = {
+    "LLM": "kvrelay.offline.llm",
+    "CompletionOutput": "kvrelay.offline.request_output",
+    "ConfigurationError": "kvrelay.core.errors",
+    "InvalidRequestError": "kvrelay.core.errors",
+    "KVRelayError": "kvrelay.core.errors",
+    "ModelLoadError": "kvrelay.core.errors",
+    "RequestOutput": "kvrelay.offline.request_output",
+    "SamplingParams": "kvrelay.core.sampling_params",
+    "TokenLogprobs": "kvrelay.core.outputs",
+}
+
 
 def __getattr__(name: str) -> object:
-    if name not in ("LLM", "CompletionOutput", "RequestOutput"):
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "kvrelay.offline.llm" if name == "LLM" else "kvrelay.offline.request_output"
     try:
-        found: object = getattr(importlib.import_module(module), name)
+        found: object = getattr(importlib.import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:
         if error.name not in ENGINE_MODULES:
             raise  # a broken package, or a file of the caller that has the name of one

@@ -1,6 +1,8 @@
 """`kvrelay COMMAND` as a person uses it: as a process, from any directory."""
 
 import asyncio
+import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -44,6 +46,25 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         run([command, "--help"])
     assert ended.value.code == 0
     assert f"usage: kvrelay {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [("status",), ("complete", "Hello"), ("bench", "latency")])
+async def test_ctrl_c_ends_a_command_that_still_imports_without_a_word(argv: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # if the command comes as far as that
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-X", "importtime", "-P", "-m", "kvrelay", *argv),
+            *("--url", f"127.0.0.1:{silent.getsockname()[1]}"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            limit=1 << 20,
+        )
+        assert process.stderr is not None
+        await process.stderr.readuntil(b" grpc._cython.cygrpc\n")
+        process.send_signal(signal.SIGINT)
+        errors = (await process.stderr.read()).decode()
+        assert await process.wait() == 130, errors
+    assert [line for line in errors.splitlines() if not line.startswith("import time:")] == []
 
 
 async def test_a_folder_of_that_name_is_not_picked_up(tmp_path: Path) -> None:
