@@ -187,7 +187,7 @@ def _error_response(error: KVRelayError) -> Response:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """Answers with an error of our own, one of the framework (404, 405, 413, 415), or any other exception, which the
+    """Answers with an error of our own, an HTTPException (404, 405, 408, 413, 415), or any other exception, which the
     server logs afterwards."""
     if isinstance(error, KVRelayError):
         return _error_response(error)

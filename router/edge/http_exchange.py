@@ -1,7 +1,7 @@
 """One HTTP exchange, below the application: reading a bounded body, streaming events, noticing a disconnect.
 
-Invariant: a body beyond the limit is never held in memory. When the client disconnects, the work for it is cancelled,
-and it has ended before the exchange ends.
+Invariant: a body beyond the limit is never held in memory, and one that does not arrive in time no longer. When the
+client disconnects, the work for it is cancelled, and it has ended before the exchange ends.
 """
 
 import asyncio
@@ -23,6 +23,9 @@ from router.edge.http_protocol import ABORT
 
 _logger = logging.getLogger(__name__)
 
+# How long a body may take to arrive, and how many of its bytes prolong that by a second.
+BODY_SECONDS = 60.0
+BODY_BYTES_PER_SECOND = 64 * 1024
 # If a connection is closed while the client still sends, the client sees a reset instead of the answer. So at most this
 # much of a body is read and thrown away first, for at most this long.
 DRAIN_BYTES = 16 * 1024 * 1024
@@ -31,23 +34,32 @@ DRAIN_SECONDS = 5.0
 T = TypeVar("T")
 
 
-async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """Reads the body. Raises HTTPException 415 if it is not JSON and 413 if it is larger than `max_bytes`, and
-    CancelledByPeerError if the client disconnects before its end."""
+async def read_json_body(request: Request, max_bytes: int, *, seconds: float = BODY_SECONDS) -> bytes:
+    """Reads the body. Raises HTTPException 415 if it is not JSON, 413 if it is larger than `max_bytes`, and 408 if it
+    takes longer than `seconds` and what its bytes add to them. Raises CancelledByPeerError if the client disconnects
+    before its end."""
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise HTTPException(415, f"the body must be application/json, not {content_type[:100]}")
     body = bytearray()
     chunks = aiter(request.stream())
+    due = asyncio.get_running_loop().time() + seconds
     try:
-        async for chunk in chunks:
-            if len(body) + len(chunk) > max_bytes:
-                body.clear()
-                await _drain(chunks)
-                raise HTTPException(413, f"the body is larger than the limit of {max_bytes} bytes")
-            body += chunk
+        async with asyncio.timeout_at(due) as deadline:
+            async for chunk in chunks:
+                if len(body) + len(chunk) > max_bytes:
+                    body.clear()
+                    deadline.reschedule(None)  # draining has a limit of its own
+                    await _drain(chunks)
+                    raise HTTPException(413, f"the body is larger than the limit of {max_bytes} bytes")
+                body += chunk
+                deadline.reschedule(due + len(body) / BODY_BYTES_PER_SECOND)
     except ClientDisconnect:
         raise CancelledByPeerError("the client disconnected while sending") from None
+    except TimeoutError:
+        more = f"and another second for each {BODY_BYTES_PER_SECOND} bytes of it"
+        message = f"the body did not arrive within {seconds:g} s, {more}: send it faster, or a smaller one"
+        raise HTTPException(408, message, headers={"connection": "close"}) from None
     return bytes(body)
 
 

@@ -1,13 +1,18 @@
-"""An HTTP exchange with a client that neither reads nor leaves."""
+"""An HTTP exchange with a client that neither reads nor leaves, or sends too slowly."""
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from router.edge.http_exchange import EventStream, until_disconnect
+from router.edge.http_exchange import BODY_BYTES_PER_SECOND, EventStream, read_json_body, until_disconnect
 from tests.router.edge_parts import http_server
 
 PATIENCE = 10.0
@@ -70,3 +75,34 @@ async def test_the_connection_of_a_client_that_takes_nothing_is_dropped_with_wha
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert await asyncio.wait_for(last_message, PATIENCE) == {"type": "http.disconnect"}
+
+
+@asynccontextmanager
+async def reading_bodies(seconds: float) -> AsyncIterator[int]:
+    """Runs a server that answers a POST with the number of its bytes, and yields the port."""
+
+    async def count(request: Request) -> Response:
+        return Response(str(len(await read_json_body(request, 1 << 30, seconds=seconds))))
+
+    async with http_server(Starlette(routes=[Route("/", count, methods=["POST"])])) as port:
+        yield port
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+
+
+async def test_a_body_that_does_not_come_is_answered_with_408_and_the_connection_closed() -> None:
+    """One that comes faster than it has to gets longer."""
+    num_bytes = 60 * BODY_BYTES_PER_SECOND
+    async with reading_bodies(seconds=0.3) as port:
+        fast, send_fast = await asyncio.open_connection("127.0.0.1", port)
+        send_fast.write(HEAD % num_bytes + b"x" * (num_bytes - 1))
+        await send_fast.drain()
+        slow, send_slow = await asyncio.open_connection("127.0.0.1", port)
+        send_slow.write(HEAD % num_bytes + b"x")
+        answer = await asyncio.wait_for(slow.read(), PATIENCE)
+        assert answer.startswith(b"HTTP/1.1 408") and b"within 0.3 s" in answer
+        send_fast.write(b"x")
+        assert (await asyncio.wait_for(fast.readline(), PATIENCE)).startswith(b"HTTP/1.1 200")
+        send_slow.close()
+        send_fast.close()
