@@ -1,10 +1,11 @@
 """uvicorn's HTTP parser, with a limit on what is not part of a body, with a way to drop a connection, and without
-upgrades to other protocols.
+upgrades to other protocols or patience with clients that never finish the head of a request.
 
 httptools limits neither request lines and header lines nor chunk sizes and trailers. Invariant: of one request, at most
 `MAX_HEAD_BYTES` of them are kept, plus what came in the same read and as many bytes as its body has.
 """
 
+import asyncio
 from contextlib import suppress
 from typing import Any
 
@@ -61,13 +62,23 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"][ABORT] = self.transport.abort
 
     def data_received(self, data: bytes) -> None:
         self._num_head_bytes += len(data)
+        cycle, timer = self.cycle, self.timeout_keep_alive_task
+        self.timeout_keep_alive_task = None  # from uvicorn, which would cancel it for any part of a request
         super().data_received(data)
+        if self.cycle is cycle:
+            self.timeout_keep_alive_task = timer
+        elif timer is not None:
+            timer.cancel()
         if self._num_head_bytes <= MAX_HEAD_BYTES + self._num_body_bytes or self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:

@@ -131,10 +131,14 @@ def counted(edge: Edge, name: str, **labels: str) -> float | None:
 
 
 @asynccontextmanager
-async def http_server(app: ASGIApp) -> AsyncIterator[int]:
-    """Runs a real uvicorn server, set up as a router's, on a free port, which it yields."""
+async def http_server(app: ASGIApp, *, idle_seconds: int | None = None) -> AsyncIterator[int]:
+    """Runs a real uvicorn server, set up as a router's, on a free port, which it yields. `idle_seconds`: after how many
+    it closes a connection without a request, if not a router's."""
     listener = socket.create_server(("127.0.0.1", 0))  # clients may connect before the server accepts
-    server = uvicorn.Server(http_config(app))
+    config = http_config(app)
+    if idle_seconds is not None:
+        config.timeout_keep_alive = idle_seconds
+    server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield listener.getsockname()[1]

@@ -106,3 +106,48 @@ async def test_a_body_that_does_not_come_is_answered_with_408_and_the_connection
         assert (await asyncio.wait_for(fast.readline(), PATIENCE)).startswith(b"HTTP/1.1 200")
         send_slow.close()
         send_fast.close()
+
+
+@asynccontextmanager
+async def waiting_server(**settings: int) -> AsyncIterator[tuple[int, asyncio.Event, asyncio.Event]]:
+    """Runs a server that answers `GET /wait` when the second event is set, and sets the first one when it no longer
+    waits. Yields the port and both."""
+    ended, may_end = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: Request) -> Response:
+        try:
+            await until_disconnect(request.receive, may_end.wait())
+        finally:
+            ended.set()
+        return Response("waited")
+
+    async with http_server(Starlette(routes=[Route("/wait", wait)]), **settings) as port:
+        yield port, ended, may_end
+
+
+WAIT = b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def test_a_connection_without_a_whole_head_is_closed_after_a_while_and_one_with_a_request_is_not() -> None:
+    parts = {
+        b"": b"",
+        b"GET /wait HTTP/1.1\r\n": b"",
+        b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\nGET": b"HTTP/1.1 404",
+        b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{": b"HTTP/1.1 404",
+    }
+
+    async def until_closed(port: int, sent: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+        return answer
+
+    async with waiting_server(idle_seconds=1) as (port, _, may_end):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(WAIT)
+        answers = await asyncio.gather(*(until_closed(port, part) for part in parts))
+        assert [answer[:12] for answer in answers] == list(parts.values())
+        may_end.set()
+        assert (await asyncio.wait_for(reader.readline(), PATIENCE)).startswith(b"HTTP/1.1 200")
+        writer.close()
