@@ -183,6 +183,8 @@ def _error_response(error: KVRelayError) -> Response:
     headers = {"retry-after": str(RETRY_DELAY_SECONDS)} if status in (429, 503) else {}
     if status == 503:
         headers["connection"] = "close"  # so that the next try may reach another router
+    if status == 504:
+        headers["x-should-retry"] = "false"  # for OpenAI's clients, which would ask twice more for what takes too long
     return JSONResponse(_error_body(error), status_code=status, headers=headers)
 
 

@@ -5,11 +5,13 @@ import contextlib
 import json
 import socket
 
+import openai
 import pytest
 
+from kvrelay.core.errors import DeadlineError, KVRelayError, OverloadedError
 from router.edge.http_protocol import MAX_HEAD_BYTES
 from router.edge.openai_schema import MAX_PROMPTS
-from tests.router.edge_parts import MAX_MODEL_LEN
+from tests.router.edge_parts import MAX_MODEL_LEN, MODEL
 from tests.router.gateway_client import CHAT, COMPLETION, Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file
@@ -155,6 +157,16 @@ async def test_a_body_that_is_no_request_is_refused_with_the_reason(
     assert words in response.json()["error"]["message"]
     assert response.headers["x-request-id"]
     assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+@pytest.mark.parametrize(("error", "num_sent"), [(DeadlineError("too long"), 1), (OverloadedError("full"), 2)])
+async def test_openai_s_client_does_not_send_again_what_took_too_long(
+    gateway: Gateway, error: KVRelayError, num_sent: int
+) -> None:
+    gateway.relay.fail_with = error
+    with pytest.raises(openai.APIStatusError, match=str(error)):
+        await gateway.openai.with_options(max_retries=1).completions.create(model=MODEL, prompt="x")
+    assert len(gateway.relay.requests) == num_sent
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions/"), ("GET", "/livez/"), ("GET", "/metrics/")])
