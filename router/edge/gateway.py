@@ -148,8 +148,10 @@ class _Gateway:
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
         generation = HttpGeneration(self._edge, routed, shape, envelope)
         if body.stream:
-            events = generation.stream(include_usage=body.include_usage, error_body=_error_body)
-            return EventStream(events)
+            usage, continuous = body.include_usage, body.continuous_usage
+            return EventStream(
+                generation.stream(include_usage=usage, continuous_usage=continuous, error_body=_error_body)
+            )
         whole = await until_disconnect(request.receive, generation.whole())
         return Response(whole, media_type="application/json")
 

@@ -56,9 +56,10 @@ class HttpGeneration:
         return await whole_response(self._shape, self._envelope, choices, self._n, self._usage, prompt_logprobs)
 
     async def stream(
-        self, *, include_usage: bool, error_body: Callable[[KVRelayError], Json]
+        self, *, include_usage: bool, continuous_usage: bool, error_body: Callable[[KVRelayError], Json]
     ) -> AsyncGenerator[bytes, None]:
-        """Yields server-sent events. Raises only before the first one; a later failure becomes the last event."""
+        """Yields server-sent events. Raises only before the first one; a later failure becomes the last event.
+        `include_usage`: the last one has the usage; `continuous_usage`: all of them have that so far."""
         formatter = StreamFormatter(self._shape, self._envelope, include_usage=include_usage)
         started = False
         try:
@@ -66,7 +67,10 @@ class HttpGeneration:
                 async for prompt_index, found in events:
                     if isinstance(found, TextChunk):
                         index = prompt_index * self._n + found.index
-                        if data := formatter.chunk(index, prompt_index, found, self._count(found)):
+                        stop_reason = self._count(found)
+                        if continuous_usage:
+                            formatter.show(self._usage)
+                        if data := formatter.chunk(index, prompt_index, found, stop_reason):
                             started = True
                             yield data
                     elif isinstance(found, RequestTrace):

@@ -38,13 +38,17 @@ class Usage:
     completion_tokens: int = 0
     traces: dict[int, RequestTrace] = field(default_factory=dict)
 
-    def as_json(self) -> Json:
+    def so_far(self) -> Json:
+        """Returns what is known before the end."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(trace.num_cached_tokens for trace in self.traces.values())},
         }
+
+    def as_json(self) -> Json:
+        num_cached_tokens = sum(trace.num_cached_tokens for trace in self.traces.values())
+        return self.so_far() | {"prompt_tokens_details": {"cached_tokens": num_cached_tokens}}
 
     def trace_as_json(self) -> Json | None:
         """Returns how the request was served; for several prompts, as a list under `requests`, in their order."""
@@ -211,8 +215,13 @@ class StreamFormatter:
         self._head = envelope.head(shape.chunk_object_name)
         if include_usage:
             self._head["usage"] = None
-        self._prefix = f'data: {_to_json(self._head)[:-1]},"choices":[{{"index":'
+        self._prefix = self._choice_prefix()
         self._opened: set[int] = set()
+
+    def show(self, usage: Usage) -> None:
+        """Gives the following events the usage so far."""
+        self._head["usage"] = usage.so_far()
+        self._prefix = self._choice_prefix()
 
     def chunk(self, index: int, prompt_index: int, chunk: TextChunk, stop_reason: str | int | None) -> bytes:
         """Returns the events of a chunk; no bytes if the chunk has nothing to show."""
@@ -231,6 +240,9 @@ class StreamFormatter:
         body = self._head | {"choices": [], "usage": usage.as_json()}
         trace = usage.trace_as_json()
         return event(body if trace is None else body | {"kvrelay": trace})
+
+    def _choice_prefix(self) -> str:
+        return f'data: {_to_json(self._head)[:-1]},"choices":[{{"index":'
 
     def _opening(self, index: int, prompt_index: int) -> bytes:
         if index in self._opened:

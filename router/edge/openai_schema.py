@@ -22,12 +22,12 @@ MAX_PROMPTS = 128
 
 
 class StreamOptions(BaseModel):
-    """What a client wants of a stream. vLLM's `continuous_usage_stats` is ignored, since clients that set it also read
-    the usage at the end."""
+    """What a client wants of a stream. `continuous_usage_stats` is vLLM's."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(BaseModel):
@@ -108,6 +108,12 @@ class GenerationBody(BaseModel):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage is True
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Returns whether all events have the usage so far: as in vLLM, only if the last one has the whole."""
+        options = self.stream_options
+        return options is not None and options.include_usage is True and options.continuous_usage_stats is True
 
     def refuse_unsupported(self) -> None:
         extra = self.model_extra or {}

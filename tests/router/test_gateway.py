@@ -156,11 +156,6 @@ async def test_traces_are_in_the_order_of_the_prompts(tokenizer: Tokenizer) -> N
         assert [trace["num_computed_tokens"] for trace in answer["kvrelay"]["requests"]] == [3, 1, 2]
 
 
-async def test_a_null_in_the_stream_options_is_its_default(gateway: Gateway) -> None:
-    events = await gateway.events("/v1/completions", {**COMPLETION, "stream_options": {"include_usage": None}})
-    assert "usage" not in events[0]
-
-
 async def test_prompts_may_be_token_ids(gateway: Gateway, relay: ScriptedRelay) -> None:
     await gateway.post("/v1/completions", {**COMPLETION, "prompt": [5, 6, 7]})
     await gateway.post("/v1/completions", {**COMPLETION, "prompt": [[8], [9, 10]]})
