@@ -1,18 +1,25 @@
-"""uvicorn's HTTP parser, with a limit on what is not part of a body, with a way to drop a connection, and without
-upgrades to other protocols or patience with clients that never finish the head of a request.
+"""uvicorn's HTTP parser, with a limit on what is not part of a body and on requests that wait for an earlier one, with
+a way to drop a connection, and without upgrades to other protocols or patience with clients that never finish the head
+of a request.
 
 httptools limits neither request lines and header lines nor chunk sizes and trailers. Invariant: of one request, at most
-`MAX_HEAD_BYTES` of them are kept, plus what came in the same read and as many bytes as its body has.
+`MAX_HEAD_BYTES` of them are kept, plus what came in the same read and as many bytes as its body has. When a client
+leaves, every request on its connection learns of it.
 """
 
 import asyncio
+from collections import deque
+from collections.abc import Sized
 from contextlib import suppress
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 << 10
+# A client may send requests before the first one is answered. As long as fewer than this wait, more is read.
+MAX_WAITING = 16
 # Where an application finds, in a request's `state`, the function that drops the connection with all that it buffers.
 ABORT = "kvrelay.abort"
 
@@ -49,6 +56,18 @@ class _Parser(httptools.HttpRequestParser):
         return b"\r\n".join((request_line, *fields, b"", b""))
 
 
+class _FlowControl(FlowControl):
+    """uvicorn's flow control, which reads nothing more of a connection on which too many requests wait."""
+
+    def __init__(self, transport: asyncio.Transport, waiting: Sized) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if len(self._waiting) < MAX_WAITING:
+            super().resume_reading()
+
+
 class BoundedHttp(HttpToolsProtocol):
     """An HTTP connection that answers 400 and closes when a request exceeds the limit, or only closes if the request is
     already being answered."""
@@ -61,10 +80,18 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
+        self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered, the others wait
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
+        self.flow = _FlowControl(transport, self.pipeline)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for cycle in self._unanswered:  # uvicorn tells only the last one
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -87,8 +114,13 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def on_headers_complete(self) -> None:
-        if not self.parser.wishes_upgrade:
-            super().on_headers_complete()
+        if self.parser.wishes_upgrade:
+            return
+        super().on_headers_complete()
+        while self._unanswered and self._unanswered[0].response_complete:
+            self._unanswered.popleft()
+        self._unanswered.append(self.cycle)
+        self.flow.resume_reading()  # uvicorn stops if this one has to wait, and would not see the client leave
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes -= len(body)

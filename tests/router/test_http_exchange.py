@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import pytest
 from starlette.applications import Starlette
@@ -13,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from router.edge.http_exchange import BODY_BYTES_PER_SECOND, EventStream, read_json_body, until_disconnect
+from router.edge.http_protocol import ABORT, MAX_WAITING
 from tests.router.edge_parts import http_server
 
 PATIENCE = 10.0
@@ -108,21 +110,29 @@ async def test_a_body_that_does_not_come_is_answered_with_408_and_the_connection
         send_fast.close()
 
 
-@asynccontextmanager
-async def waiting_server(**settings: int) -> AsyncIterator[tuple[int, asyncio.Event, asyncio.Event]]:
-    """Runs a server that answers `GET /wait` when the second event is set, and sets the first one when it no longer
-    waits. Yields the port and both."""
-    ended, may_end = asyncio.Event(), asyncio.Event()
+@dataclass
+class WaitingServer:
+    """A server that answers `GET /wait` when it may."""
 
-    async def wait(request: Request) -> Response:
+    port: int = 0
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait(self, request: Request) -> Response:
+        self.began.set()
         try:
-            await until_disconnect(request.receive, may_end.wait())
+            await until_disconnect(request.receive, self.may_answer.wait())
         finally:
-            ended.set()
+            self.ended.set()
         return Response("waited")
 
-    async with http_server(Starlette(routes=[Route("/wait", wait)]), **settings) as port:
-        yield port, ended, may_end
+
+@asynccontextmanager
+async def waiting_server(**settings: int) -> AsyncIterator[WaitingServer]:
+    server = WaitingServer()
+    async with http_server(Starlette(routes=[Route("/wait", server.wait)]), **settings) as server.port:
+        yield server
 
 
 WAIT = b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -143,11 +153,44 @@ async def test_a_connection_without_a_whole_head_is_closed_after_a_while_and_one
         writer.close()
         return answer
 
-    async with waiting_server(idle_seconds=1) as (port, _, may_end):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with waiting_server(idle_seconds=1) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(WAIT)
-        answers = await asyncio.gather(*(until_closed(port, part) for part in parts))
+        answers = await asyncio.gather(*(until_closed(server.port, part) for part in parts))
         assert [answer[:12] for answer in answers] == list(parts.values())
-        may_end.set()
+        server.may_answer.set()
         assert (await asyncio.wait_for(reader.readline(), PATIENCE)).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+@pytest.mark.parametrize("num_more", [0, 1, MAX_WAITING - 1])
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_client_that_leaves_aborts_its_request_although_it_has_sent_more(num_more: int, at_once: bool) -> None:
+    async with waiting_server() as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(WAIT * (1 + num_more if at_once else 1))
+        await asyncio.wait_for(server.began.wait(), PATIENCE)
+        if not at_once:
+            writer.write(WAIT * num_more)
+        writer.close()
+        await asyncio.wait_for(server.ended.wait(), PATIENCE)
+
+
+async def test_however_many_requests_are_sent_at_once_few_wait_and_all_are_answered_in_turn() -> None:
+    read_bytes, request_bytes, num_requests = 256 << 10, 2 << 10, 1000
+    most_waiting = 0
+
+    async def answer(request: Request) -> Response:
+        nonlocal most_waiting
+        connection = request.scope["state"][ABORT].__self__.get_protocol()
+        most_waiting = max(most_waiting, len(connection.pipeline))
+        return Response(request.url.path)
+
+    paths = [f"/{i:06}".encode() for i in range(num_requests)]
+    async with http_server(Starlette(routes=[Route("/{number}", answer)])) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"".join(b"GET %s HTTP/1.1\r\nx: %s\r\n\r\n" % (path, b"x" * request_bytes) for path in paths))
+        for path in paths:
+            assert (await asyncio.wait_for(reader.readuntil(path), PATIENCE)).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert most_waiting <= MAX_WAITING + read_bytes // request_bytes
