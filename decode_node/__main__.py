@@ -3,12 +3,14 @@
 import sys
 
 from kvrelay.core.extras import ENGINE_MODULES, require_extra
+from kvrelay.core.interruptible import INTERRUPTED, interruptible_imports
 
 
 def run() -> int:
     require_extra("engine", ENGINE_MODULES, purpose="a decode node")
-    from decode_node.service import DecodeService
-    from kvrelay.node.process import main
+    with interruptible_imports():
+        from decode_node.service import DecodeService
+        from kvrelay.node.process import main
 
     return main("decode", DecodeService, sys.argv[1:])
 
@@ -16,5 +18,5 @@ def run() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(run())
-    except KeyboardInterrupt:  # while it still imports; later it is a signal to stop
-        sys.exit(130)
+    except KeyboardInterrupt:  # before it takes signals as a wish to stop
+        sys.exit(INTERRUPTED)

@@ -2,9 +2,12 @@
 
 import sys
 
+from kvrelay.core.interruptible import INTERRUPTED, interruptible_imports
+
 
 def run() -> int:
-    from router.app import main
+    with interruptible_imports():
+        from router.app import main
 
     return main(sys.argv[1:])
 
@@ -12,5 +15,5 @@ def run() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(run())
-    except KeyboardInterrupt:  # while it still imports; later it is a signal to stop
-        sys.exit(130)
+    except KeyboardInterrupt:  # before it takes signals as a wish to stop
+        sys.exit(INTERRUPTED)

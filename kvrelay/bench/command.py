@@ -22,6 +22,7 @@ from kvrelay.bench.settings import (
 from kvrelay.core.config import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.extras import require_extra
+from kvrelay.core.interruptible import INTERRUPTED
 
 USAGE = """\
 usage: kvrelay bench COMMAND ...        `kvrelay bench COMMAND --help` explains it, with examples
@@ -32,7 +33,6 @@ Measures any OpenAI-compatible server (http://), or a kvrelay router over gRPC (
   throughput    everything at once, or so many at a time
   sweep         several loads, a curve, and the highest load that meets given SLOs
 """
-INTERRUPTED = 130
 
 SETTINGS: Mapping[str, type[BenchSettings]] = {
     "serve": ServeBenchSettings,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from kvrelay import __version__
+from kvrelay.core.interruptible import INTERRUPTED, interruptible_imports
 
 Command = Callable[[Sequence[str]], int]
 
@@ -42,7 +43,7 @@ def main() -> None:
     try:
         sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output is gone (`kvrelay complete ... | head`): say nothing, nor when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,7 +61,8 @@ def run(argv: Sequence[str]) -> int:
     name, rest = argv[0], argv[1:]
     if name in PROCESS_MODULES:
         _become(PROCESS_MODULES[name], rest)
-    command = _command(name)
+    with interruptible_imports():
+        command = _command(name)
     if command is None:
         known = ", ".join([*PROCESS_MODULES, "serve", "complete", "chat", "status", "bench"])
         print(f"kvrelay: there is no command {name!r}; there are {known}. Try `kvrelay --help`.", file=sys.stderr)

@@ -48,19 +48,27 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"usage: kvrelay {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [("status",), ("complete", "Hello"), ("bench", "latency")])
-async def test_ctrl_c_ends_a_command_that_still_imports_without_a_word(argv: tuple[str, ...]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # if the command comes as far as that
+@pytest.mark.parametrize("imported", [b" grpc._typing\n", b" grpc._cython.cygrpc\n"])  # before and after a compiled one
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("kvrelay", "status", "--url={silent}"),
+        ("kvrelay", "bench", "latency", "--url={silent}"),
+        ("decode_node", "nowhere"),
+    ],
+)
+async def test_ctrl_c_ends_what_still_imports_without_a_word(argv: tuple[str, ...], imported: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # if it comes as far as that
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-X", "importtime", "-P", "-m", "kvrelay", *argv),
-            *("--url", f"127.0.0.1:{silent.getsockname()[1]}"),
+            *(sys.executable, "-X", "importtime", "-P", "-m", *(word.format(silent=address) for word in argv)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             limit=1 << 20,
         )
         assert process.stderr is not None
-        await process.stderr.readuntil(b" grpc._cython.cygrpc\n")
+        await process.stderr.readuntil(imported)
         process.send_signal(signal.SIGINT)
         errors = (await process.stderr.read()).decode()
         assert await process.wait() == 130, errors
