@@ -252,11 +252,7 @@ def _parsed(behavior: Behavior, deserialize: Callable[[bytes], Any]) -> Behavior
     """Parses the request here, because gRPC itself would report an invalid message as a failure of the server."""
 
     async def call(request: bytes, context: Context) -> Any:
-        try:
-            message = deserialize(request)
-        except DecodeError:
-            raise InvalidRequestError("the request is not the protobuf message that this method takes") from None
-        return await behavior(message, context)
+        return await behavior(deserialize(request), context)
 
     return call
 
@@ -267,6 +263,9 @@ def _guarded(behavior: Behavior, method: str) -> Behavior:
             return await behavior(request, context)
         except KVRelayError as error:
             await context.abort_with_status(rpc_status.to_status(rich_status(error)))
+        except DecodeError:  # here for streams of requests, too, which gRPC parses when they are read
+            invalid = InvalidRequestError("the request is not the protobuf message that this method takes")
+            await context.abort_with_status(rpc_status.to_status(rich_status(invalid)))
         except grpc.aio.BaseError:
             raise  # the servicer or gRPC has already ended the call
         except Exception:

@@ -203,6 +203,15 @@ async def test_a_request_that_is_no_message_of_the_method_is_the_client_s_fault(
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_so_is_one_in_a_stream_of_requests(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FailingRouter(None)) as channel:
+        call: Any = channel.stream_stream("/kvrelay.v1.DecodeNode/Serve")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(iter([b"\xff"])).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("details", [b"\xff\xff", foreign_details()], ids=["garbled", "of another domain"])
 def test_details_that_are_not_ours_do_not_hide_the_code(details: bytes) -> None:
     """Such as those of a proxy."""
