@@ -197,7 +197,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         return _error_response(error)
     if isinstance(error, HTTPException):
         message = (
-            f"{error.detail}: {request.method} {request.url.path}" if error.status_code in (404, 405) else error.detail
+            f"{error.detail}: {request.method} {request.url.path[:100]}"
+            if error.status_code in (404, 405)
+            else error.detail
         )
         body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)

@@ -35,12 +35,15 @@ T = TypeVar("T")
 
 
 async def read_json_body(request: Request, max_bytes: int, *, seconds: float = BODY_SECONDS) -> bytes:
-    """Reads the body. Raises HTTPException 415 if it is not JSON, 413 if it is larger than `max_bytes`, and 408 if it
-    takes longer than `seconds` and what its bytes add to them. Raises CancelledByPeerError if the client disconnects
-    before its end."""
+    """Reads the body. Raises HTTPException 415 if it is not plain JSON, 413 if it is larger than `max_bytes`, and 408
+    if it takes longer than `seconds` and what its bytes add to them. Raises CancelledByPeerError if the client
+    disconnects before its end."""
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise HTTPException(415, f"the body must be application/json, not {content_type[:100]}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise HTTPException(415, f"the body must not be compressed: send it without content-encoding {encoding[:100]}")
     body = bytearray()
     chunks = aiter(request.stream())
     due = asyncio.get_running_loop().time() + seconds

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 
@@ -144,6 +145,7 @@ async def test_as_many_prompts_and_bytes_as_are_allowed_are_answered(gateway: Ga
         (b"[]", {}, 400, "JSON object"),
         (b"null", {}, 400, "JSON object"),
         (b"{}", {"content-type": "text/plain"}, 415, "application/json"),
+        (gzip.compress(b"{}"), {"content-encoding": "gzip"}, 415, "without content-encoding gzip"),
         (b"\x00junk" * 400_000, {}, 413, "1048576"),
     ],
 )
@@ -167,6 +169,12 @@ async def test_openai_s_client_does_not_send_again_what_took_too_long(
     with pytest.raises(openai.APIStatusError, match=str(error)):
         await gateway.openai.with_options(max_retries=1).completions.create(model=MODEL, prompt="x")
     assert len(gateway.relay.requests) == num_sent
+
+
+async def test_of_an_unknown_path_little_is_repeated(gateway: Gateway) -> None:
+    response = await gateway.http.get(f"/{'x' * 30_000}")
+    assert response.status_code == 404
+    assert len(response.json()["error"]["message"]) < 200
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions/"), ("GET", "/livez/"), ("GET", "/metrics/")])
