@@ -1,6 +1,6 @@
 """uvicorn's HTTP parser, with a limit on what is not part of a body and on requests that wait for an earlier one, with
 a way to drop a connection, and without upgrades to other protocols or patience with clients that never finish the head
-of a request.
+of a request or never take an answer.
 
 httptools limits neither request lines and header lines nor chunk sizes and trailers. Invariant: of one request, at most
 `MAX_HEAD_BYTES` of them are kept, plus what came in the same read and as many bytes as its body has. When a client
@@ -8,6 +8,7 @@ leaves, every request on its connection learns of it.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Sized
 from contextlib import suppress
@@ -81,6 +82,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered, the others wait
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
@@ -121,6 +123,21 @@ class BoundedHttp(HttpToolsProtocol):
             self._unanswered.popleft()
         self._unanswered.append(self.cycle)
         self.flow.resume_reading()  # uvicorn stops if this one has to wait, and would not see the client leave
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._write_timer is None:
+            self._drop_unless_taken(math.inf)
+
+    def _drop_unless_taken(self, num_left_before: float) -> None:
+        """Drops the connection if none of what it still has to send was taken since the last call, and otherwise calls
+        itself again. To close it would be to wait for ever."""
+        self._write_timer = None
+        num_left = self.transport.get_write_buffer_size()
+        if num_left == num_left_before:
+            self.transport.abort()
+        elif num_left:
+            self._write_timer = self.loop.call_later(self.timeout_keep_alive, self._drop_unless_taken, num_left)
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes -= len(body)

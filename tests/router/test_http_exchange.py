@@ -79,6 +79,33 @@ async def test_the_connection_of_a_client_that_takes_nothing_is_dropped_with_wha
             assert await asyncio.wait_for(last_message, PATIENCE) == {"type": "http.disconnect"}
 
 
+@pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
+async def test_so_is_that_of_a_client_that_takes_nothing_of_a_whole_answer(connection: bytes) -> None:
+    """One that takes a little at a time gets all of it, however long that takes."""
+    num_bytes, head = 40 << 20, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: %s\r\n\r\n" % connection
+    transports: list[asyncio.Transport] = []
+
+    async def answer(request: Request) -> Response:
+        transports.append(request.scope["state"][ABORT].__self__)
+        return Response(bytes(num_bytes))
+
+    async with (
+        http_server(Starlette(routes=[Route("/", answer)]), idle_seconds=1) as port,
+        asyncio.timeout(PATIENCE),
+    ):
+        with socket.create_connection(("127.0.0.1", port)) as stuck:
+            stuck.sendall(head)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head)
+            await reader.readuntil(b"\r\n\r\n")
+            num_taken = 0
+            while transports[0].get_write_buffer_size():
+                num_taken += len(await reader.readexactly(1 << 15))
+                await asyncio.sleep(0.01)
+            await reader.readexactly(num_bytes - num_taken)
+            writer.close()
+
+
 @asynccontextmanager
 async def reading_bodies(seconds: float) -> AsyncIterator[int]:
     """Runs a server that answers a POST with the number of its bytes, and yields the port."""
