@@ -45,6 +45,7 @@ from router.nodes.node_metrics import NodeMetrics
 from router.nodes.registry import Registry
 from router.policy import make_policy
 from router.relay.limits import RelayLimits
+from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from router.settings import RouterSettings
@@ -146,7 +147,8 @@ def _relay(settings: RouterSettings, registry: Registry, collectors: CollectorRe
         lease_ttl=settings.lease_ttl,
         node_timeout=settings.node_timeout,
     )
-    return ClusterRelay(registry, policy, limits, RecoveryMetrics(served_model_name(settings), collectors))
+    placer = Placer(registry, policy, limits)
+    return ClusterRelay(registry, placer, limits, RecoveryMetrics(served_model_name(settings), collectors))
 
 
 def _edge(settings: RouterSettings, relay: ClusterRelay, tokenizer: Tokenizer, collectors: CollectorRegistry) -> Edge:

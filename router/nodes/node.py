@@ -79,6 +79,12 @@ class NodeHandle:
         return self.address if self.description is None else f"{self.description.source.node_id} ({self.address})"
 
     @property
+    def source(self) -> KVSource:
+        """The node as it was last described; it must have been."""
+        assert self.description is not None
+        return self.description.source
+
+    @property
     def is_watched(self) -> bool:
         """Whether the node sends its updates now."""
         return self.state in (NodeState.LIVE, NodeState.DRAINING)

@@ -1,6 +1,6 @@
 """One attempt to serve some outputs of a request at one decode node D, and at one prefill node P or none. Its life:
 
-1. The relay has chosen D and P, or D alone (`local_prefill`).
+1. D and P have been chosen, or D alone (`local_prefill`).
 2. D is told to admit and P to prefill, at the same time. P answers with a lease, which is renewed at intervals from
    then on.
 3. P reports published blocks (`PrefillProgress`). Each report is forwarded to D as a pull.

@@ -1,7 +1,7 @@
 """The supervisor of one request: it keeps the outputs so far, and makes the attempts that bring the rest. The life of a
 request here:
 
-1. The relay places all outputs together. An `Attempt` (see attempt.py) serves them at the nodes that were chosen.
+1. All outputs are placed together. An `Attempt` (see attempt.py) serves them at the nodes that were chosen.
 2. Tokens go to the client in the order in which they come. They are kept, because another node would need them.
 3. If a node is lost (`NodeLostError`), its attempt is closed, and every output that is not finished is placed again on
    nodes that this request has not lost, with the prompt and all tokens that the client has. An output with tokens is
@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Place(Protocol):
-    """Chooses the nodes for some outputs of a request. The relay implements it."""
+    """Chooses the nodes for some outputs of a request."""
 
     def place(self, node_request: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> ResolvedPlacement:
         """Returns nodes that are not among the `lost` ones; a lost decode node only as `last_resort`, if no other one

@@ -29,6 +29,7 @@ from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import Policy, make_policy
 from router.relay.limits import RelayLimits
+from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from router.request import RequestTrace, RoutedRequest
@@ -204,7 +205,8 @@ async def cluster(
             node_timeout=5.0,
         )
         collectors = CollectorRegistry()
-        relay = ClusterRelay(registry, policy, limits, RecoveryMetrics("m", collectors))
+        placer = Placer(registry, policy, limits)
+        relay = ClusterRelay(registry, placer, limits, RecoveryMetrics("m", collectors))
         running = Cluster(relay, registry, nodes, servers, collectors)
         try:
             yield running

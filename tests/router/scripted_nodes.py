@@ -27,6 +27,7 @@ from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import PrefixAware
 from router.relay.limits import RelayLimits
+from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 
@@ -292,6 +293,7 @@ class Cluster:
     prefills: tuple[ScriptedPrefill, ...]
     decodes: tuple[ScriptedDecode, ...]
     registry: Registry
+    placer: Placer
     relay: ClusterRelay
     collectors: CollectorRegistry
 
@@ -352,11 +354,11 @@ async def cluster(
             lease_ttl=lease_ttl,
             node_timeout=PATIENCE,
         )
-        policy = PrefixAware(local_prefill_max_tokens)
-        relay = ClusterRelay(registry, policy, limits, RecoveryMetrics("m", collectors))
+        placer = Placer(registry, PrefixAware(local_prefill_max_tokens), limits)
+        relay = ClusterRelay(registry, placer, limits, RecoveryMetrics("m", collectors))
         try:
             assert await registry.wait_settled(PATIENCE)
-            yield Cluster(prefills, decodes, registry, relay, collectors)
+            yield Cluster(prefills, decodes, registry, placer, relay, collectors)
         finally:
             await relay.close(timeout=0.0)
 

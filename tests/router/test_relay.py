@@ -1,151 +1,19 @@
-"""From a request to its placement: what nodes are told follows from what they hold."""
+"""What the relay admits, and what it refuses."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 
 import pytest
 
-from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.v1 import node_pb2, prefill_node_pb2
 from router.nodes.node import NodeState
-from router.request import NodeRequest, RoutedRequest
-from tests.router.routed import give_up, take
-from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE, PATIENCE, Cluster, cluster, soon, token, until
-
-PROMPT = tuple(range(200, 210))  # two full blocks and a partial one
-
-
-NODE_REQUEST = NodeRequest(
-    token_ids=PROMPT,
-    sampling=SamplingParams(seed=1),
-    kv_namespace=NAMESPACE,
-    priority=0,
-    cache_salt=b"",
-    num_prior_output_tokens=0,
-    first_choice_index=0,
-    is_replay=False,
-)
-
-
-@asynccontextmanager
-async def decode_node_holds_the_prompt() -> AsyncIterator[Cluster]:
-    async with cluster() as nodes:
-        held = list(block_hashes(NAMESPACE.root(), PROMPT, BLOCK_SIZE, include_partial=True))
-        nodes.decode.update(1, stored=held)
-        async with asyncio.timeout(PATIENCE):
-            while nodes.registry.index.leading(held) != {"decode-0": 3}:
-                await asyncio.sleep(0.005)
-        yield nodes
-
-
-async def prefill_request(nodes: Cluster, request: RoutedRequest) -> prefill_node_pb2.PrefillRequest:
-    async with aclosing(nodes.relay.run(request)) as events:
-        first = asyncio.ensure_future(anext(events))
-        call = await soon(nodes.prefill.calls)
-        queued = nodes.registry.prefill[0].num_queued_tokens
-        assert queued == (2 if call.request.sources else 10)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-    return call.request
-
-
-async def test_the_prefill_node_is_told_who_holds_leading_blocks() -> None:
-    async with decode_node_holds_the_prompt() as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0, priority=-3)
-        asked = await prefill_request(nodes, request)
-        [source] = asked.sources
-        assert (source.source.node_id, source.source.endpoint, source.num_blocks) == (
-            "decode-0",
-            "endpoint-decode-0",
-            2,
-        )
-        assert (asked.priority, tuple(asked.prompt_token_ids)) == (-3, PROMPT)
-
-
-@pytest.mark.parametrize("computes_there", [True, False])
-async def test_a_prompt_is_queued_at_the_node_that_computes_it_until_its_first_token(computes_there: bool) -> None:
-    async with cluster(local_prefill_max_tokens=64 if computes_there else 0) as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0, priority=-3)
-        async with aclosing(nodes.relay.run(request)) as events:
-            first = asyncio.create_task(take(events))
-            admit = await nodes.decode.admit()
-            assert admit.priority == -3
-            queued = [node.num_queued_tokens for node in nodes.registry.nodes]
-            assert queued == ([0, 10] if computes_there else [10, 0])
-            if computes_there:
-                nodes.decode.tokens(admit.request_id, token(7))
-            else:
-                (await soon(nodes.prefill.calls)).finish(token(7))
-            assert await first == token(7)
-            assert [node.num_queued_tokens for node in nodes.registry.nodes] == [0, 0]
-
-
-async def test_requests_that_nodes_have_not_reported_yet_count_too() -> None:
-    """The third request would be the first node's turn again."""
-    async with cluster(num_prefill_nodes=2, num_decode_nodes=2) as nodes:
-        waiting = []
-        for number, place in enumerate((0, 1, 1)):
-            request = RoutedRequest(f"r{number}", PROMPT, SamplingParams(seed=1), timeout=60.0)
-            waiting.append(asyncio.create_task(take(nodes.relay.run(request))))
-            await nodes.decodes[place].admit()
-            await soon(nodes.prefills[place].calls)
-            if number == 1:
-                await give_up(waiting.pop())
-                await nodes.decodes[place].aborted()
-        for task in waiting:
-            await give_up(task)
-
-
-@pytest.mark.parametrize(
-    ("load", "chosen"),
-    [
-        ({"num_free_blocks": 1000}, "decode-0"),
-        ({"num_free_blocks": 0}, "decode-1"),
-        ({"num_free_blocks": 1000, "num_requests_waiting": 3}, "decode-1"),
-        ({"num_free_blocks": 1000, "num_requests_running": 3}, "decode-1"),
-        ({"num_free_blocks": 1000, "num_queued_tokens": 5000}, "decode-1"),
-    ],
-)
-async def test_a_decode_node_is_chosen_by_the_load_that_nodes_report(load: dict[str, int], chosen: str) -> None:
-    async with cluster(num_decode_nodes=2) as nodes:
-        message = node_pb2.NodeLoad(num_blocks=1000, num_leases=1, **load)
-        nodes.decode.updates.put_nowait(node_pb2.WatchResponse(epoch=1, sequence=1, load=message))
-        await until(lambda: nodes.registry.decode[0].load.num_leases == 1)
-        placement = nodes.relay.place(NODE_REQUEST, lost=set(), last_resort=False)
-        assert placement.decode.source.node_id == chosen
-
-
-async def test_a_node_that_was_lost_is_no_last_resort_while_another_lives() -> None:
-    async with cluster(num_decode_nodes=2) as nodes:
-        lost, other = nodes.registry.decode
-        other.num_sequences = 100
-        assert lost.description is not None
-        for last_resort in (True, False):
-            placement = nodes.relay.place(NODE_REQUEST, lost={lost.description.source}, last_resort=last_resort)
-            assert placement.decode.node is other
-        other.num_sequences = 0
-
-
-async def test_blocks_of_another_salt_are_not_found() -> None:
-    async with decode_node_holds_the_prompt() as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0, cache_salt=b"tenant")
-        asked = await prefill_request(nodes, request)
-        assert not asked.sources and asked.cache_salt == b"tenant"
-
-
-async def test_prompt_logprobs_need_the_whole_prompt_computed() -> None:
-    async with decode_node_holds_the_prompt() as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1, prompt_logprobs=0), timeout=60.0)
-        assert not (await prefill_request(nodes, request)).sources
+from tests.router.routed import a_request, give_up, take
+from tests.router.scripted_nodes import NAMESPACE, PATIENCE, cluster
 
 
 async def test_an_id_is_one_request_s_while_it_runs() -> None:
     async with cluster() as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0)
+        request = a_request()
         for _ in range(2):
             async with aclosing(nodes.relay.run(request)) as events:
                 first = asyncio.create_task(take(events))
@@ -167,4 +35,4 @@ async def test_nothing_is_served_without_a_decode_node() -> None:
         with pytest.raises(UnavailableError):
             nodes.relay.served_model()
         with pytest.raises(UnavailableError):
-            await anext(nodes.relay.run(RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0)))
+            await anext(nodes.relay.run(a_request()))

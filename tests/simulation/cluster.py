@@ -20,6 +20,7 @@ from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import make_policy
 from router.relay.limits import RelayLimits
+from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
 from tests.simulation.faults import Faults
@@ -196,9 +197,10 @@ class Cluster:
             lease_ttl=lease_ttl,
             node_timeout=config.node_timeout,
         )
+        policy = make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens)
         relay = ClusterRelay(
             registry,
-            make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens),
+            Placer(registry, policy, limits),
             limits,
             RecoveryMetrics("simulated", CollectorRegistry()),
             clock=VirtualClock(),

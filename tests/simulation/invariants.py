@@ -60,12 +60,12 @@ async def _left_at_node(running: RunningNode) -> list[str]:
 def _left_at_router(name: str, router: Router, nodes: Mapping[str, RunningNode]) -> list[str]:
     left: list[str] = []
     add = _adder(left, name)
-    relay, registry = router.relay, router.registry
+    relay, placer, registry = router.relay, router.relay._placer, router.registry
     add("requests", relay._running)
-    for address, prefill in relay._prefill_clients.items():
+    for address, prefill in placer._prefill_clients.items():
         add(f"held leases at {address}", prefill._held)
         add(f"tasks for {address}", [task.get_name() for task in prefill._tasks])
-    for address, decode in relay._decode_clients.items():
+    for address, decode in placer._decode_clients.items():
         if decode._stream is not None:
             add(f"sessions at {address}", decode._stream._sinks)
     for handle in registry.nodes:

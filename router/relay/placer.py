@@ -1,0 +1,194 @@
+"""Where requests are placed: the policy chooses among the nodes that can serve them, by what they hold and how busy
+they are.
+
+Invariant: a placement has only nodes that were live when it was made and can serve the request to its end.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from functools import partial
+
+from kvrelay.core.block_hash import BlockHash, block_hashes
+from kvrelay.core.errors import UnavailableError
+from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import NodeDescription, NodeRole
+from router.nodes.node import HeldBlocks, NodeHandle, NodeState
+from router.nodes.registry import Registry
+from router.policy import (
+    Candidates,
+    DecodeCandidate,
+    Policy,
+    PrefillCandidate,
+    RequestFacts,
+    SourceHint,
+)
+from router.relay.decode_client import DecodeClient
+from router.relay.limits import RelayLimits
+from router.relay.prefill_client import PrefillClient
+from router.relay.resolved_placement import DecodePlacement, PrefillPlacement, ResolvedPlacement
+from router.request import NodeRequest
+
+_logger = logging.getLogger(__name__)
+
+
+class Placer:
+    """Implements `Place` over the nodes of a registry, which it does not own. It owns the clients of the nodes."""
+
+    def __init__(self, registry: Registry, policy: Policy, limits: RelayLimits) -> None:
+        self._registry = registry
+        self._policy = policy
+        self._prefill_clients = {
+            node.address: PrefillClient(
+                node.channel, node.address, lease_ttl=limits.lease_ttl, timeout=limits.node_timeout
+            )
+            for node in registry.prefill
+        }
+        self._decode_clients = {node.address: DecodeClient(node.channel, node.address) for node in registry.decode}
+        for node in registry.prefill:
+            node.on_lost = self._prefill_clients[node.address].lose
+        for node in registry.decode:
+            node.on_lost = self._decode_clients[node.address].lose
+        self._numbers = itertools.count()  # numbers placements
+
+    async def close(self) -> None:
+        """Closes the clients of the nodes."""
+        await asyncio.gather(
+            *(client.close() for client in self._prefill_clients.values()),
+            *(client.close() for client in self._decode_clients.values()),
+        )
+
+    def place(self, node_request: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> ResolvedPlacement:
+        """Implements `Place.place`."""
+        usable = self._usable(node_request, lost)
+        if not _has_decode_node(usable) and last_resort:
+            everyone = self._usable(node_request, frozenset())
+            usable |= {name: node for name, node in everyone.items() if node.role is NodeRole.DECODE}
+        if not _has_decode_node(usable):
+            raise UnavailableError(
+                f"no decode node lives that has this request's model and takes {node_request.sampling.n} "
+                f"outputs of {node_request.max_num_tokens} tokens, prompt included"
+                + ("" if last_resort else " and that it has not lost")
+            )
+        facts, held = self._facts(node_request)
+        placement = self._policy.choose(facts, _candidates(usable.values(), held))
+        _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
+        decode = usable[placement.decode]
+        prefill = None
+        if placement.prefill is not None:
+            prefill = self._prefill_placement(placement.prefill, placement.sources, facts, usable, held)
+        sources = _held_blocks(placement.decode_sources, usable)
+        most_held = max([held.get(placement.decode, 0), *(source.num_blocks for source in sources)])
+        return ResolvedPlacement(
+            DecodePlacement(
+                decode,
+                self._decode_clients[decode.address],
+                decode.source,
+                facts.uncached_tokens(most_held),
+                sources,
+            ),
+            prefill,
+        )
+
+    def refill(
+        self, node_request: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int
+    ) -> PrefillPlacement | None:
+        """Implements `Place.refill`."""
+        usable = self._usable(node_request, lost)
+        facts, held = self._facts(node_request)
+        refill = self._policy.refill(facts, _candidates(usable.values(), held), num_missing_tokens)
+        if refill is None:
+            return None
+        return self._prefill_placement(refill.prefill, refill.sources, facts, usable, held)
+
+    def is_live(self, node: KVSource) -> bool:
+        """Implements `Place.is_live`."""
+        return any(known.state is NodeState.LIVE and known.source == node for known in self._registry.nodes)
+
+    def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
+        """Returns the live nodes that are not among the lost ones and can serve the request to its end, by id, prefill
+        nodes first. What nodes were like when it was admitted says nothing of those that have come since."""
+        can_serve = partial(_can_serve, node_request)
+        return {
+            node.source.node_id: node
+            for role in NodeRole
+            for node in self._registry.live(role, can_serve)
+            if node.source not in lost
+        }
+
+    def _facts(self, node_request: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
+        """Returns what the policy has to know of the request, and how many of its leading blocks each node holds."""
+        block_size = node_request.kv_namespace.block_size
+        facts = RequestFacts(next(self._numbers), len(node_request.token_ids), node_request.sampling.n, block_size)
+        return facts, self._registry.index.leading(_names(node_request))
+
+    def _prefill_placement(
+        self,
+        node_id: str,
+        hints: Sequence[SourceHint],
+        facts: RequestFacts,
+        nodes: Mapping[str, NodeHandle],
+        held: Mapping[str, int],
+    ) -> PrefillPlacement:
+        node = nodes[node_id]
+        sources = _held_blocks(hints, nodes)
+        most_held = max([held.get(node_id, 0), *(source.num_blocks for source in sources)])
+        return PrefillPlacement(
+            node, self._prefill_clients[node.address], node.source, sources, facts.uncached_tokens(most_held)
+        )
+
+
+def _names(node_request: NodeRequest) -> Iterable[BlockHash]:
+    """Returns the names of the blocks of the given tokens, including the partial tail. A request with prompt
+    log-probabilities computes its whole prompt, so it gets no names: for it, no block counts as held."""
+    if node_request.sampling.prompt_logprobs is not None:
+        return ()
+    root = node_request.kv_namespace.root(cache_salt=node_request.cache_salt)
+    return block_hashes(root, node_request.token_ids, node_request.kv_namespace.block_size, include_partial=True)
+
+
+def _can_serve(node_request: NodeRequest, node: NodeDescription) -> bool:
+    """Tells whether a node has the model with which the request began, and room for all its outputs and for the longest
+    that one may become."""
+    return (
+        node.kv_namespace == node_request.kv_namespace
+        and node.max_model_len >= node_request.max_num_tokens
+        and node.max_num_seqs >= node_request.sampling.n
+    )
+
+
+def _has_decode_node(nodes: Mapping[str, NodeHandle]) -> bool:
+    return any(node.role is NodeRole.DECODE for node in nodes.values())
+
+
+def _held_blocks(hints: Sequence[SourceHint], nodes: Mapping[str, NodeHandle]) -> tuple[HeldBlocks, ...]:
+    return tuple(HeldBlocks(nodes[hint.node_id].source, hint.num_blocks) for hint in hints)
+
+
+def _candidates(nodes: Collection[NodeHandle], held: Mapping[str, int]) -> Candidates:
+    """Returns the nodes as the policy sees them. A node's own counts lag behind, and ours know nothing of other
+    routers: the larger of the two is nearer to the truth."""
+    return Candidates(
+        prefill=tuple(
+            PrefillCandidate(
+                node_id=node.source.node_id,
+                num_held_blocks=held.get(node.source.node_id, 0),
+                num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
+            )
+            for node in nodes
+            if node.role is NodeRole.PREFILL
+        ),
+        decode=tuple(
+            DecodeCandidate(
+                node_id=node.source.node_id,
+                num_held_blocks=held.get(node.source.node_id, 0),
+                num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
+                num_sequences=max(node.load.num_requests_running + node.load.num_requests_waiting, node.num_sequences),
+                num_decoding=node.load.num_requests_decoding,
+                num_free_blocks=node.load.num_free_blocks,
+            )
+            for node in nodes
+            if node.role is NodeRole.DECODE
+        ),
+    )
