@@ -39,7 +39,6 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             kv_namespace=namespace,
             connector="in_process",
             max_model_len=131_072,
-            num_blocks=1 << 20,
             vocab_size=self._vocab_size,
             max_num_seqs=4096,
         )

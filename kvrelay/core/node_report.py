@@ -20,21 +20,17 @@ class NodeRole(Enum):
 class NodeDescription:
     """A node's answer to Describe, fixed for its epoch. `role` is None when the reader does not know the node's kind.
 
-    `connector`: its connectors, comma-separated, in the order in which they are tried. `model`: what it was asked to
-    load. `max_model_len`: tokens of prompt and output together. `version`: that of its kvrelay.
+    `connector`: its connectors, comma-separated, in the order in which they are tried. `max_model_len`: tokens of
+    prompt and output together.
     """
 
     role: NodeRole | None
     source: KVSource
     kv_namespace: KVNamespace
     connector: str
-    model: str
     max_model_len: int
-    num_blocks: int
-    block_bytes: int
     vocab_size: int
     max_num_seqs: int
-    version: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,13 +177,9 @@ def description_to_wire(description: NodeDescription) -> node_pb2.DescribeRespon
         source=source_to_wire(description.source),
         kv_namespace=namespace_to_wire(description.kv_namespace),
         connector=description.connector,
-        model=description.model,
         max_model_len=description.max_model_len,
-        num_blocks=description.num_blocks,
-        block_bytes=description.block_bytes,
         vocab_size=description.vocab_size,
         max_num_seqs=description.max_num_seqs,
-        version=description.version,
     )
 
 
@@ -193,13 +189,9 @@ def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription
         source=source_from_wire(message.source),
         kv_namespace=namespace_from_wire(message.kv_namespace),
         connector=message.connector,
-        model=message.model,
         max_model_len=message.max_model_len,
-        num_blocks=message.num_blocks,
-        block_bytes=message.block_bytes,
         vocab_size=message.vocab_size,
         max_num_seqs=message.max_num_seqs,
-        version=message.version,
     )
 
 

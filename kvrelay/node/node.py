@@ -39,9 +39,7 @@ class NodeIdentity:
 
     node_id: str
     epoch: int
-    model: str
     kv_namespace: KVNamespace
-    block_bytes: int
     vocab_size: int
 
 

@@ -6,7 +6,6 @@ from dataclasses import fields
 from itertools import starmap
 
 from kv_connector.stats import ConnectorStats
-from kvrelay import __version__
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import ConnectorCounters, NodeDescription, NodeRole, NodeStats
@@ -46,13 +45,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
             source=KVSource(identity.node_id, identity.epoch, self._node.connector.endpoint),
             kv_namespace=identity.kv_namespace,
             connector=self._node.connector.name,
-            model=identity.model,
             max_model_len=config.max_model_len,
-            num_blocks=self._node.event_log.load.num_blocks,
-            block_bytes=identity.block_bytes,
             vocab_size=identity.vocab_size,
             max_num_seqs=config.max_num_seqs,
-            version=__version__,
         )
         return description_to_wire(description)
 

@@ -78,9 +78,7 @@ def _join(
     identity = NodeIdentity(
         node_id=node_id,
         epoch=epoch,
-        model=settings.model,
         kv_namespace=prepared.namespace,
-        block_bytes=layout.block_bytes,
         vocab_size=prepared.loaded.config.vocab_size,
     )
     _logger.info(

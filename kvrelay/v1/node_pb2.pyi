@@ -81,25 +81,15 @@ class DescribeResponse(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     KV_NAMESPACE_FIELD_NUMBER: builtins.int
     CONNECTOR_FIELD_NUMBER: builtins.int
-    MODEL_FIELD_NUMBER: builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
-    NUM_BLOCKS_FIELD_NUMBER: builtins.int
-    BLOCK_BYTES_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
-    VERSION_FIELD_NUMBER: builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: builtins.int
     role: global___NodeRole.ValueType
     connector: builtins.str
     """connector names, comma-separated, in the order of trying; nodes exchange KV if they share one"""
-    model: builtins.str
-    """what the node was asked to load"""
     max_model_len: builtins.int
     """tokens of prompt and output together"""
-    num_blocks: builtins.int
-    block_bytes: builtins.int
     vocab_size: builtins.int
-    version: builtins.str
-    """kvrelay's"""
     max_num_seqs: builtins.int
     @property
     def source(self) -> kvrelay.v1.common_pb2.KVSource:
@@ -114,16 +104,12 @@ class DescribeResponse(google.protobuf.message.Message):
         source: kvrelay.v1.common_pb2.KVSource | None = ...,
         kv_namespace: global___KVNamespace | None = ...,
         connector: builtins.str = ...,
-        model: builtins.str = ...,
         max_model_len: builtins.int = ...,
-        num_blocks: builtins.int = ...,
-        block_bytes: builtins.int = ...,
         vocab_size: builtins.int = ...,
-        version: builtins.str = ...,
         max_num_seqs: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv_namespace", b"kv_namespace", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "connector", b"connector", "kv_namespace", b"kv_namespace", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "source", b"source", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["connector", b"connector", "kv_namespace", b"kv_namespace", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "role", b"role", "source", b"source", "vocab_size", b"vocab_size"]) -> None: ...
 
 global___DescribeResponse = DescribeResponse
 

@@ -19,13 +19,9 @@ def node(connector: str, host: str = HERE) -> NodeDescription:
         source=KVSource(connector, 1, Endpoints(host, addresses).encode() if addresses else ""),
         kv_namespace=KVNamespace(bytes(32), "float32", "layout", 4),
         connector=connector,
-        model="m",
         max_model_len=100,
-        num_blocks=10,
-        block_bytes=64,
         vocab_size=300,
         max_num_seqs=4,
-        version="1",
     )
 
 

@@ -35,13 +35,9 @@ DESCRIPTION = NodeDescription(
     source=KVSource("decode-0", 2**63 + 1, "here"),
     kv_namespace=KVNamespace(b"fingerprint", "bfloat16", "layout", 16),
     connector="shared_memory,redis",
-    model="a-model",
     max_model_len=1,
-    num_blocks=2,
-    block_bytes=3,
     vocab_size=4,
     max_num_seqs=5,
-    version="1.2.3",
 )
 
 

@@ -72,7 +72,7 @@ def make_node(runner: Runner | None = None, connector: HostConnector | None = No
         eos_token_ids=(),
         publish=True,
     )
-    identity = NodeIdentity("node", 1, "fake", NAMESPACE, LAYOUT.block_bytes, VOCAB_SIZE)
+    identity = NodeIdentity("node", 1, NAMESPACE, VOCAB_SIZE)
     return Node(identity, engine, connector, fetch_timeout=10.0)
 
 

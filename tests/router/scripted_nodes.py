@@ -113,7 +113,6 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
             kv_namespace=namespace_to_wire(self.namespace),
             connector=self.connector,
             max_model_len=self.max_model_len,
-            num_blocks=1000,
             vocab_size=self.vocab_size,
             max_num_seqs=self.max_num_seqs,
         )

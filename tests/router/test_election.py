@@ -23,13 +23,9 @@ def node(name: str, block_size: int, *, heard_at: float | None = NOW) -> NodeHan
         source=KVSource(name, 1, ""),
         kv_namespace=replace(NAMESPACE, block_size=block_size),
         connector="in_process",
-        model="m",
         max_model_len=100,
-        num_blocks=10,
-        block_bytes=64,
         vocab_size=300,
         max_num_seqs=4,
-        version="1",
     )
     return handle
 
