@@ -77,3 +77,8 @@ def test_reports_that_cannot_be_true_make_no_count_negative() -> None:
     tally.computed(placed(is_replay=True), num_cached_tokens=14, fetches=NOTHING_FETCHED)
     found = trace(tally)
     assert (found.num_computed_tokens, found.num_cached_tokens, found.kv.num_replayed_tokens) == (0, 10, 0)
+
+
+def test_every_series_is_there_before_it_counts_anything() -> None:
+    _, _, collectors = make()
+    assert all(family.samples for family in collectors.collect())
