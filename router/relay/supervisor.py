@@ -276,9 +276,10 @@ class RequestSupervisor:
 
     def _node_request(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
         tokens = self._tokens[choices[0]]
-        sampling = replace(self._request.sampling, n=len(choices))
-        if self._has_prompt_logprobs:
-            sampling = replace(sampling, prompt_logprobs=None)
+        sampling = self._request.sampling
+        if is_replay:
+            prompt_logprobs = None if self._has_prompt_logprobs else sampling.prompt_logprobs
+            sampling = replace(sampling, n=len(choices), prompt_logprobs=prompt_logprobs)
         return NodeRequest(
             token_ids=(*self._request.prompt_token_ids, *tokens),
             sampling=sampling,
