@@ -7,7 +7,6 @@ Invariant: the rest of the edge knows no protobuf. Errors are raised as KVRelayE
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import asdict
 from typing import Any, get_args
 
 from kvrelay.core.errors import InvalidRequestError
@@ -30,7 +29,7 @@ from router.edge.validation import (
     TextPrompt,
     TokenPrompt,
 )
-from router.request import RequestTrace, RoutedRequest
+from router.request import KVOrigins, RequestTrace, RoutedRequest
 
 SERVICE_NAME = "kvrelay.v1.Router"
 MAX_REQUEST_ID_CHARS = 128
@@ -240,5 +239,5 @@ def _trace_to_wire(trace: RequestTrace) -> router_pb2.RequestTrace:
         e2e_seconds=trace.e2e_seconds,
         queue_seconds=trace.queue_seconds,
         num_migrations=trace.num_migrations,
-        kv=router_pb2.KVOrigins(**asdict(trace.kv)),
+        kv=router_pb2.KVOrigins(**{name: getattr(trace.kv, name) for name in KVOrigins.__slots__}),
     )

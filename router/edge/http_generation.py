@@ -75,9 +75,7 @@ class HttpGeneration:
                             yield data
                     elif isinstance(found, RequestTrace):
                         self._usage.traces[prompt_index] = found
-            if include_usage:
-                yield formatter.usage(self._usage)
-            yield DONE
+            yield formatter.usage(self._usage) + DONE if include_usage else DONE
         except KVRelayError as error:
             if not started:
                 raise

@@ -152,7 +152,6 @@ class DecodeSession:
         `timeout`: seconds that the request has left."""
         admit = pb.Admit(
             request_id=self._wire_id,
-            prompt_token_ids=node_request.token_ids,
             sampling_params=sampling_to_wire(node_request.sampling),
             priority=node_request.priority,
             cache_salt=node_request.cache_salt,
@@ -162,7 +161,9 @@ class DecodeSession:
             sources=[held_to_wire(held) for held in sources],
             timeout_ms=max(1, round(timeout * 1000)),
         )
-        self._stream.send(pb.DecodeCommand(admit=admit))
+        command = pb.DecodeCommand(admit=admit)
+        command.admit.prompt_token_ids.extend(node_request.token_ids)  # here, because the line above makes a copy
+        self._stream.send(command)
 
     def pull(self, source: KVSource, num_blocks: int, *, ended: bool) -> None:
         """Tells the node that `source` has published the prompt's first `num_blocks` blocks; with `ended`, that it will
