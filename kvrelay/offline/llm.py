@@ -122,7 +122,7 @@ class LLM:
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Works like `generate`, but takes one conversation or several and applies the model's chat template."""
-        texts = [self.tokenizer.render_chat(conversation) for conversation in _conversations(messages)]
+        texts = [self.tokenizer.render_chat_now(conversation) for conversation in _conversations(messages)]
         encoded = [
             self._encode(text, number, field="messages", add_special_tokens=False) for number, text in enumerate(texts)
         ]

@@ -18,8 +18,9 @@ from kvrelay.core.errors import InvalidRequestError, ModelLoadError
 from kvrelay.core.json_object import read_json_object
 from kvrelay.core.model_directory import resolve_model_directory
 
-# Tokenising more characters than this would keep an event loop waiting for too long.
+# Tokenising more characters, or rendering more messages, would keep an event loop waiting for too long.
 LONG_TEXT_CHARS = 8 * 1024
+LONG_CHAT_MESSAGES = 128
 
 ChatMessage = Mapping[str, str]
 """A message of a chat, with the keys `role` and `content`."""
@@ -84,7 +85,14 @@ class Tokenizer:
         """Encodes a text at once, for callers without an event loop."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+    async def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+        """Renders a conversation as `render_chat_now` does; a long one in a thread, so that the event loop gets
+        its turns."""
+        if len(messages) > LONG_CHAT_MESSAGES:
+            return await asyncio.to_thread(self.render_chat_now, messages, add_generation_prompt=add_generation_prompt)
+        return self.render_chat_now(messages, add_generation_prompt=add_generation_prompt)
+
+    def render_chat_now(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
         """Renders a conversation with the model's chat template. The text has to be encoded without special tokens.
         The role `developer`, newer OpenAI models' name for `system`, becomes `system`, which templates know.
 

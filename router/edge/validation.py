@@ -113,7 +113,9 @@ class RequestValidator:
             field = "messages"
             if not prompt.messages:
                 raise InvalidRequestError("messages must not be empty", field=field)
-            text = self._tokenizer.render_chat(prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
+            text = await self._tokenizer.render_chat(
+                prompt.messages, add_generation_prompt=prompt.add_generation_prompt
+            )
             _check_chars(text, field, model)
             token_ids = await self._tokenizer.encode(text, add_special_tokens=False)
         if not token_ids:

@@ -162,7 +162,7 @@ def test_the_edge_needs_no_torch_and_says_nothing_about_it(tokenizer_directory: 
         "import sys; sys.modules['torch'] = None\n"
         "import router.edge.gateway, router.edge.grpc_service\n"
         "from kvrelay.text.tokenizer import Tokenizer\n"
-        "print(Tokenizer.load(sys.argv[1]).render_chat([{'role': 'user', 'content': 'hello'}]))\n"
+        "print(Tokenizer.load(sys.argv[1]).render_chat_now([{'role': 'user', 'content': 'hello'}]))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tokenizer_directory)], capture_output=True, text=True, cwd=ROOT, check=False

@@ -1,12 +1,13 @@
 """The tokenizer of a model directory: long texts, the bytes of tokens, and directories without one."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import tokenizers
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from kvrelay.text.tokenizer import LONG_CHAT_MESSAGES, LONG_TEXT_CHARS, Tokenizer
 from tests.text.tiny_tokenizer import sentencepiece_like, write_tokenizer
 
 
@@ -42,9 +43,17 @@ def test_prompts_are_neither_cut_nor_filled_up_whatever_the_checkpoint_says(tmp_
         assert tokenizer.decode(token_ids, skip_special_tokens=False) == text
 
 
+async def test_a_long_chat_is_rendered_beside_the_event_loop_like_a_short_one(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": f"hello {number}"} for number in range(LONG_CHAT_MESSAGES + 1)]
+    rendered = [asyncio.create_task(tokenizer.render_chat(messages)) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in rendered), "the loop has waited"
+    assert set(await asyncio.gather(*rendered)) == {tokenizer.render_chat_now(messages)}
+
+
 def test_a_developer_is_the_system_of_a_template(tokenizer: Tokenizer) -> None:
     messages = [{"role": role, "content": "be brief"} for role in ("developer", "user")]
-    assert tokenizer.render_chat(messages) == "<system>be brief\n<user>be brief\n<assistant>"
+    assert tokenizer.render_chat_now(messages) == "<system>be brief\n<user>be brief\n<assistant>"
     assert messages[0]["role"] == "developer"
 
 
