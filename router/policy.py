@@ -41,8 +41,8 @@ class PrefillCandidate:
 @dataclass(frozen=True, slots=True)
 class DecodeCandidate:
     """A decode node that may be chosen, described as a `PrefillCandidate` is. In addition, `num_sequences` sequences
-    run or wait there, of which `num_decoding` have their first token; `num_free_blocks` blocks are free or
-    evictable."""
+    run or wait there, of which `num_decoding` have only their newest token to compute; `num_free_blocks` blocks are
+    free or evictable."""
 
     node_id: str
     num_held_blocks: int

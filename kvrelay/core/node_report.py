@@ -39,7 +39,7 @@ class NodeLoad:
     network's delay."""
 
     num_requests_running: int = 0
-    num_requests_decoding: int = 0  # of the running ones, those that have their first token
+    num_requests_decoding: int = 0  # of the running ones, those that have only their newest token to compute
     num_requests_waiting: int = 0
     num_queued_tokens: int = 0  # prompt tokens, admitted but not computed yet
     num_free_blocks: int = 0  # free or evictable

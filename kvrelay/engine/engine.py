@@ -364,12 +364,12 @@ class Engine:
     def load(self) -> EngineLoad:
         scheduler = self._scheduler
         queued = (*scheduler.waiting, *scheduler.reserving)
-        computing = sum(s.num_missing_tokens for s in scheduler.running if s.num_missing_tokens > 1)
+        computing = [sequence for sequence in scheduler.running if sequence.num_missing_tokens > 1]
         return EngineLoad(
             num_requests_running=len(scheduler.running) + len(scheduler.receiving),
-            num_requests_decoding=sum(s.num_output_tokens > 0 for s in scheduler.running),
+            num_requests_decoding=len(scheduler.running) - len(computing),
             num_requests_waiting=len(queued),
-            num_queued_tokens=computing + sum(sequence.num_missing_tokens for sequence in queued),
+            num_queued_tokens=sum(sequence.num_missing_tokens for sequence in (*computing, *queued)),
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
             num_preemptions=scheduler.num_preemptions,

@@ -157,7 +157,7 @@ class NodeLoad(google.protobuf.message.Message):
     num_leases: builtins.int
     num_steps: builtins.int
     num_requests_decoding: builtins.int
-    """of those that run, how many have their first token"""
+    """of those that run, how many have only their newest token to compute"""
     num_lent_steps: builtins.int
     """of num_steps, those that began with cores lent by other nodes of the machine"""
     def __init__(

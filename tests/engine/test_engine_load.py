@@ -1,5 +1,7 @@
 """What an engine says of its load, and that it says so when nothing else has happened."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvrelay.engine.plan import SchedulerOutput
@@ -23,6 +25,18 @@ def test_requests_and_tokens_are_counted_in_every_state() -> None:
     assert (load.num_requests_running, load.num_requests_decoding, load.num_requests_waiting) == (3, 1, 2)
     assert load.num_queued_tokens == 40 - 2 * 15 + 80 + 90
     assert load.num_free_blocks == 16 - 2 - 4 - 4
+
+
+def test_a_sequence_decodes_once_all_it_was_given_is_computed() -> None:
+    """Its first tokens may come from a node that was lost."""
+    harness = Harness(num_blocks=16, max_num_batched_tokens=16)
+    harness.engine.add(replace(request("replayed", prompt_of(20)), prior_output_token_ids=(1, 2, 3)))
+    counts = []
+    for _ in range(3):
+        harness.step()
+        load = harness.engine.load()
+        counts.append((load.num_requests_running, load.num_requests_decoding, load.num_queued_tokens))
+    assert counts == [(1, 0, 7), (1, 1, 0), (1, 1, 0)]
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
