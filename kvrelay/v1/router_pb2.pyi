@@ -297,7 +297,7 @@ class RequestTrace(google.protobuf.message.Message):
     ttft_seconds: builtins.float
     e2e_seconds: builtins.float
     queue_seconds: builtins.float
-    """until a node accepted it"""
+    """until a node accepted it; if the decode node prefilled by itself, until its first token"""
     num_migrations: builtins.int
     """placements beyond the first, because a node was lost"""
     handover_seconds: builtins.float

@@ -50,7 +50,7 @@ class NodeMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         nodes = _labelled(self._nodes.nodes)
-        up = GaugeMetricFamily("kvrelay:node_up", "1 while the node is live.", labels=_LABELS)
+        up = GaugeMetricFamily("kvrelay:node_up", "1 while the node is live or ejected.", labels=_LABELS)
         for labels, node in nodes:
             up.add_metric(labels, float(node.state is NodeState.LIVE))
         yield up
