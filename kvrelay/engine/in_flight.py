@@ -51,16 +51,16 @@ class StepsInFlight:
         self._pool.release(block_ids)
 
     def launch(self, runner: Runner, plan: SchedulerOutput, sequences: SequenceOf[Sequence], now: float) -> None:
-        """Launches a step and adds it. The scheduler has pinned the blocks that the plan's copies read. If launching
-        fails, be it by a keyboard interrupt, they stay pinned only until the steps before have ended: what a GPU has
-        been given by then runs before any later step."""
+        """Launches a step and adds it. The scheduler has pinned the blocks that the plan's copies read, besides the pin
+        of `release`, which lasts until the steps before have ended. If launching fails, be it by a keyboard interrupt,
+        only that one is left: what a GPU has been given by then runs before any later step."""
         sources = [source for source, _ in plan.copies]
         launched: LaunchedStep | None = None
         try:
             launched = runner.launch(plan)
         finally:
             if launched is None:
-                self._unpin(sources)
+                self._pool.unpin(sources)
         self._steps.append(StepInFlight(plan, sequences, launched, now, [sources]))
         row = 0
         for entry, sequence in zip(plan.scheduled, sequences, strict=True):
@@ -83,10 +83,3 @@ class StepsInFlight:
         for block_ids in step.pinned:
             self._pool.unpin(block_ids)
         return any(step.pinned)
-
-    def _unpin(self, block_ids: SequenceOf[int]) -> None:
-        """Unpins blocks when every step launched so far is collected."""
-        if self._steps:
-            self._steps[-1].pinned.append(block_ids)
-        else:
-            self._pool.unpin(block_ids)
