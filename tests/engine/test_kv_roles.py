@@ -144,6 +144,24 @@ def test_progress_counts_published_blocks_chunk_by_chunk() -> None:
     harness.engine.check_idle()
 
 
+def test_a_preempted_request_finds_what_it_has_generated_here() -> None:
+    prefill, decode = Harness(publish=True), Harness(num_blocks=7)
+    prompt = prompt_of(8)
+    produce(prefill, "a", prompt)
+    decode.engine.add(request("before", prompt_of(9, 1), 24))
+    decode.engine.add(request("a", prompt, 40, role=KVRole.CONSUME))
+    decode.step()
+    move(prefill, decode, decode.admission("a"))
+    decode.engine.start("a", first_tokens(prefill, "a"))
+    while decode.engine.load().num_preemptions == 0:
+        assert decode.step()
+    assert len(decode.tokens["a", 0]) == 2 * BLOCK_SIZE
+    while ("a", 0) not in decode.finished:
+        assert decode.count_step() <= BLOCK_SIZE
+    assert [*first_tokens(prefill, "a")[0].token_ids, *decode.tokens["a", 0]] == expected_output(prompt, 40)
+    decode.engine.check_idle()
+
+
 def test_a_lease_keeps_published_blocks_until_it_is_released() -> None:
     harness = Harness(num_blocks=8, publish=True)
     prompt = prompt_of(30)
