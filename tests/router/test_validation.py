@@ -102,7 +102,7 @@ async def test_what_the_client_gave_is_kept(relay: ScriptedRelay) -> None:
         (ClientRequest(TEXT, SamplingParams(), max_tokens=0), "max_tokens", ["0"]),
         (ClientRequest(TEXT, SamplingParams(n=MAX_NUM_SEQS + 1)), "n", ["65", "64", "max_num_seqs"]),
         (ClientRequest(TEXT, SamplingParams(min_tokens=20)), "min_tokens", ["20", "16"]),
-        (ClientRequest(TEXT, SamplingParams(min_tokens=2**40)), "min_tokens", ["16"]),
+        (ClientRequest(TEXT, SamplingParams(min_tokens=2**40)), "min_tokens", ["(16)"]),
         (ClientRequest(TEXT, SamplingParams(temperature=float("nan"))), "temperature", ["nan"]),
         (ClientRequest(TEXT, SamplingParams(top_p=0.0)), "top_p", ["0.0"]),
         (ClientRequest(TEXT, SamplingParams(stop_token_ids=(10**9,))), "stop_token_ids", ["vocabulary"]),
