@@ -6,6 +6,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.errors import (
     CancelledByPeerError,
     DeadlineError,
@@ -19,6 +20,7 @@ from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.v1 import decode_node_pb2
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
+from router.relay.supervisor import _Share
 from tests.router.routed import a_request, assert_idle, give_up, opened, take, take_trace
 from tests.router.scripted_nodes import cluster, soon, token
 
@@ -342,3 +344,13 @@ async def test_a_client_that_takes_nothing_holds_no_node_beyond_the_deadline() -
         assert_idle(nodes)
         with pytest.raises(DeadlineError):
             await take(events)
+
+
+def test_a_token_of_a_decode_node_makes_the_waits_short_again() -> None:
+    """A prefill node's token does not: each decode node may end before its first."""
+    share = _Share((0,), Backoff(first=1.0, longest=64.0, jitter=0.0))
+    waits = []
+    for are_first in (True, True, False, True):
+        waits.append(share.backoff.next())
+        share.has_new_tokens(are_first=are_first)
+    assert waits == [1.0, 2.0, 4.0, 1.0]
