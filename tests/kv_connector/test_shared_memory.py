@@ -194,6 +194,24 @@ async def test_nothing_is_copied_when_mapping_the_peer_took_all_the_time(
 
 
 @pytest.mark.usefixtures("in_parts")
+async def test_nothing_more_is_copied_when_the_time_is_over(tmp_path: Path) -> None:
+    clock = ManualClock()
+
+    def copy(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> Sequence[bytes]:
+        clock.seconds += 1.0
+        return copy_rows(target, target_rows, source, source_rows)
+
+    owner = node(tmp_path, "owner")
+    connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), copy=copy, clock=clock)
+    peer = Node(connector, "peer", 16, LAYOUT, 1)
+    await write_and_publish(owner, blocks(3))
+    result = await peer.connector.fetch(owner.source, blocks(3), timeout=1.5)
+    assert result.outcomes == (FetchOutcome.FETCHED, FetchOutcome.FETCHED, FetchOutcome.FAILED)
+    await owner.connector.close()
+    await peer.connector.close()
+
+
+@pytest.mark.usefixtures("in_parts")
 async def test_an_owner_that_dies_during_a_fetch_fails_the_rest_of_it(tmp_path: Path) -> None:
     """Another fetch notices first, and unmaps the segment."""
     copying, go_on = threading.Event(), threading.Event()
