@@ -129,3 +129,8 @@ def move(source: Harness, target: Harness, admission: Admission, *, count: int |
 
 def first_tokens(harness: Harness, request_id: str) -> list[TokenOutput]:
     return [item.output for r in harness.results for item in r.outputs if item.request_id == request_id]
+
+
+def produce(harness: Harness, request_id: str, prompt: list[int], n: int = 1) -> None:
+    harness.engine.add(request(request_id, prompt, 8, role=KVRole.PRODUCE, n=n))
+    harness.run()

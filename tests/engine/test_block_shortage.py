@@ -1,0 +1,156 @@
+"""Who gets blocks when there are too few for requests whose KV moves between engines."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.engine.request import KVRole
+from tests.engine.fake_runner import expected_output
+from tests.engine.harness import Harness, first_tokens, move, produce, prompt_of, request
+
+
+def test_a_preempted_prefill_gives_up_what_its_lease_keeps() -> None:
+    """Otherwise the request and one that goes before it would wait for each other's blocks for ever."""
+    other = Harness(publish=True)
+    harness = Harness(num_blocks=12, publish=True, max_num_batched_tokens=16, policy="priority")
+    first, second = prompt_of(64), prompt_of(64, 1)
+    produce(other, "x", second)
+    harness.engine.add(request("decoding", prompt_of(30, 2), 12))
+    harness.step()
+    harness.engine.add(request("first", first, role=KVRole.PRODUCE))
+    while harness.engine.load().num_preemptions == 0:
+        assert harness.step()
+    harness.engine.add(replace(request("second", second, role=KVRole.PRODUCE, priority=-1), receive=True))
+    harness.run()
+    move(other, harness, harness.admission("second"))
+    harness.engine.start("second")
+    harness.run()
+    assert harness.tokens["second", 0] == expected_output(second, 1)
+    harness.engine.release_lease("second")
+    harness.run()
+    assert harness.tokens["first", 0] == expected_output(first, 1)
+    told = [count for result in harness.results for request_id, count in result.progress if request_id == "first"]
+    assert told == sorted(set(told)) and told[-1] == 8
+    harness.engine.release_lease("first")
+    harness.engine.check_idle()
+
+
+def test_a_prompt_for_which_leases_leave_too_few_blocks_does_not_begin() -> None:
+    """Else it would be preempted and begin again until a lease ends, and the node would never seem to stall."""
+    harness = Harness(num_blocks=12, publish=True, max_num_batched_tokens=16)
+    produce(harness, "leased", prompt_of(56))
+    num_steps = harness.engine.load().num_steps
+    harness.engine.add(request("b", prompt_of(64, 1), role=KVRole.PRODUCE))
+    harness.run()
+    load = harness.engine.load()
+    assert (load.num_requests_waiting, load.num_preemptions, load.num_steps) == (1, 0, num_steps)
+    harness.engine.release_lease("leased")
+    harness.run()
+    assert harness.tokens["b", 0] == expected_output(prompt_of(64, 1), 1)
+    harness.engine.release_lease("b")
+    harness.engine.check_idle()
+
+
+def test_a_prompt_that_lacks_blocks_gets_them_before_requests_that_come_after_it() -> None:
+    """Else requests whose KV arrives, which reserve their blocks first, could overtake it for ever."""
+    prefill, decode = Harness(publish=True), Harness(num_blocks=16, max_num_batched_tokens=16)
+
+    def consume(request_id: str, length: int) -> None:
+        prompt = prompt_of(length, length)
+        produce(prefill, request_id, prompt)
+        decode.engine.add(request(request_id, prompt, 8, role=KVRole.CONSUME))
+
+    def serve(request_id: str) -> None:
+        move(prefill, decode, decode.admission(request_id))
+        decode.engine.start(request_id, first_tokens(prefill, request_id))
+
+    consume("before", 80)
+    decode.step()
+    serve("before")
+    decode.engine.add(request("long", prompt_of(48), 4))
+    decode.step()
+    consume("after", 8)
+    decode.step()
+    assert [one.request_id for result in decode.results for one in result.admissions] == ["before"]
+    decode.run()
+    assert decode.finish_order == ["before", "long"]
+    serve("after")
+    decode.run()
+    assert decode.finish_order == ["before", "long", "after"]
+    assert decode.engine.load().num_preemptions == 0
+    decode.engine.check_idle()
+
+
+@pytest.mark.parametrize("n", [1, 4], ids=["blocks", "sequences"])
+@pytest.mark.parametrize("roles", [(KVRole.CONSUME, KVRole.LOCAL), (KVRole.LOCAL, KVRole.CONSUME)])
+def test_a_request_gets_the_room_that_it_lacks_before_one_that_came_later(roles: tuple[KVRole, KVRole], n: int) -> None:
+    """Else those whose KV arrives could overtake those that are computed here for ever, or the other way round."""
+    harness = Harness(num_blocks=16, max_num_seqs=4, max_num_batched_tokens=128)
+    harness.engine.add(request("before", prompt_of(40), 8))
+    harness.step()
+    harness.engine.add(request("first", prompt_of(8 if n > 1 else 100, 1), 4, role=roles[0], n=n))
+    harness.step()
+    harness.engine.add(request("second", prompt_of(8, 2), 4, role=roles[1]))
+    harness.step()
+    load = harness.engine.load()
+    assert (load.num_requests_running, load.num_requests_waiting) == (1, 2)
+    harness.run()
+    began: list[str] = []
+    for result in harness.results:
+        began += [admission.request_id for admission in result.admissions]
+        began += [prompt.request_id for prompt in result.prompts]
+    assert began[:2] == ["before", "first"]
+    for request_id in ("first", "second"):
+        harness.engine.abort(request_id)
+    for result in harness.results:
+        for admission in result.admissions:
+            harness.engine.unpin([block.block_id for block in admission.missing])
+    harness.engine.check_idle()
+
+
+def test_a_request_whose_kv_arrives_takes_no_block_that_a_prompt_under_way_needs() -> None:
+    """Else the prompt would be preempted before its last chunk and begin again."""
+    prefill, decode = Harness(publish=True), Harness(num_blocks=12, max_num_batched_tokens=16)
+    decode.engine.add(request("long", prompt_of(64), 4))
+    decode.step()
+    arriving = prompt_of(40, 1)
+    produce(prefill, "arriving", arriving)
+    decode.engine.add(request("arriving", arriving, 8, role=KVRole.CONSUME))
+    decode.run()
+    assert decode.finish_order == ["long"]
+    move(prefill, decode, decode.admission("arriving"))
+    decode.engine.start("arriving", first_tokens(prefill, "arriving"))
+    decode.run()
+    assert decode.finish_order == ["long", "arriving"]
+    assert decode.engine.load().num_preemptions == 0
+    decode.engine.check_idle()
+
+
+def test_the_blocks_of_a_preempted_request_go_to_a_more_urgent_one_though_nothing_else_happens() -> None:
+    decode = Harness(num_blocks=6, policy="priority")
+    decode.engine.add(request("receiving", prompt_of(24), role=KVRole.CONSUME, priority=0))
+    decode.engine.add(request("running", prompt_of(15, 1), max_tokens=12, priority=2))
+    decode.step()
+    decode.engine.add(request("urgent", prompt_of(9, 2), role=KVRole.CONSUME, priority=1))
+    decode.run()
+    assert len(decode.admission("urgent").missing) == 2
+    for request_id in ("urgent", "receiving"):
+        decode.engine.unpin([block.block_id for block in decode.admission(request_id).missing])
+        decode.engine.abort(request_id)
+    decode.run()
+    assert len(decode.tokens["running", 0]) == 12
+    decode.engine.check_idle()
+
+
+def test_a_request_that_waits_for_blocks_holds_none_of_those_it_has_found() -> None:
+    harness = Harness(num_blocks=12)
+    harness.engine.add(request("before", prompt_of(20), 50))
+    for _ in range(8):
+        harness.step()
+    harness.engine.add(request("found", [*prompt_of(20), *prompt_of(64, 1)], role=KVRole.CONSUME))
+    for _ in range(3):
+        harness.step()
+    assert harness.engine.load().num_requests_waiting == 1
+    harness.engine.abort("found")
+    harness.engine.abort("before")
+    harness.engine.check_idle()
