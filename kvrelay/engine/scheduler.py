@@ -10,6 +10,7 @@ recomputing follows PagedAttention (Kwon et al., 2023), section 4.5.
 """
 
 import bisect
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -305,7 +306,7 @@ class Scheduler:
         the first time it has computed or received itself."""
         found = self._pool.lookup(sequence.block_hashes(sequence.num_cacheable_blocks))
         self._pool.acquire(found)
-        sequence.block_table = found
+        sequence.block_table = array("i", found)
         sequence.num_named_blocks = len(found)
         sequence.num_computed_tokens = len(found) * self.config.block_size
         most = sequence.num_cached_tokens if sequence.was_preempted else sequence.num_computed_tokens
@@ -327,7 +328,7 @@ class Scheduler:
 
     def _free_blocks(self, sequence: Sequence) -> None:
         self._in_flight.release(sequence.block_table)
-        sequence.block_table = []
+        sequence.block_table = array("i")
         sequence.num_named_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.prompt_logprobs = PromptLogprobs()
@@ -349,7 +350,7 @@ def _entry(sequence: Sequence, count: int) -> ScheduledSequence:
     return ScheduledSequence(
         token_ids=(UNKNOWN_TOKEN,) if is_unknown else sequence.token_ids[start:end],
         start=start,
-        block_table=sequence.block_table.copy(),
+        block_table=sequence.block_table[:],
         rows=rows,
         prompt_logprobs=prompt_logprobs,
         input_row=sequence.sampled_row if is_unknown else None,

@@ -4,6 +4,7 @@ Invariant: the first `num_computed_tokens` tokens have their KV in `block_table`
 `num_launched_tokens`. The first `num_named_blocks` entries of `block_table` are full and named in the pool.
 """
 
+from array import array
 from enum import Enum
 
 from kvrelay.core.block_hash import BlockHash, block_hashes, next_block_hash
@@ -85,7 +86,7 @@ class Sequence:
         self.num_unknown_tokens = 0
         self.sampled_row = 0
         self.num_cached_tokens = 0
-        self.block_table: list[int] = []
+        self.block_table = array("i")  # copied into every plan, and from there into the arrays of the step
         self.num_named_blocks = 0
         self.num_reported_blocks = 0  # leading blocks that a PRODUCE request has reported as progress
         self.state = SequenceState.RESERVING if request.receive else SequenceState.WAITING
@@ -207,7 +208,7 @@ class Sequence:
         )
         sibling.token_ids = self.token_ids.copy()
         sibling.num_computed_tokens = self.num_computed_tokens
-        sibling.block_table = self.block_table.copy()
+        sibling.block_table = self.block_table[:]
         sibling.num_named_blocks = self.num_named_blocks
         sibling.prompt_reported = True
         sibling.state = self.state
