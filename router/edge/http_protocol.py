@@ -8,6 +8,7 @@ leaves, every request on its connection learns of it.
 """
 
 import asyncio
+import json
 import math
 from collections import deque
 from collections.abc import Sized
@@ -70,8 +71,7 @@ class _FlowControl(FlowControl):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """An HTTP connection that answers 400 and closes when a request exceeds the limit, or only closes if the request is
-    already being answered."""
+    """An HTTP connection that answers 400 and closes when a request exceeds the limit."""
 
     _num_head_bytes = 0
     _num_body_bytes = 0
@@ -110,10 +110,7 @@ class BoundedHttp(HttpToolsProtocol):
             timer.cancel()
         if self._num_head_bytes <= MAX_HEAD_BYTES + self._num_body_bytes or self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
-            self.send_400_response(f"Request line and headers may have {MAX_HEAD_BYTES} bytes.")
-        else:
-            self.transport.close()
+        self.send_400_response(f"Request line and headers may have {MAX_HEAD_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
         if self.parser.wishes_upgrade:
@@ -138,6 +135,15 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.abort()
         elif num_left:
             self._write_timer = self.loop.call_later(self.timeout_keep_alive, self._drop_unless_taken, num_left)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no request, in OpenAI's form, and closes. Only closes if another answer has begun."""
+        if not any(cycle.response_started and not cycle.response_complete for cycle in self._unanswered):
+            error = {"message": msg, "type": "invalid_request_error", "param": None, "code": None}
+            body = json.dumps({"error": error}).encode()
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close" % len(body)
+            self.transport.write(b"HTTP/1.1 400 Bad Request\r\n%s\r\n\r\n%s" % (head, body))
+        self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes -= len(body)

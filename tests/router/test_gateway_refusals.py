@@ -208,6 +208,39 @@ async def test_an_endless_body_is_cut_off_while_reading(gateway: Gateway) -> Non
     assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x00\xa5\x01\x00\x00",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 10000000000000000000000\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n{}",
+        b"GET /" + b"x" * (MAX_HEAD_BYTES + 1),
+    ],
+    ids=["TLS", "length", "chunk", "path"],
+)
+async def test_what_is_no_http_is_refused_in_openai_s_form(gateway: Gateway, sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(sent)
+    head, _, body = (await asyncio.wait_for(reader.read(), 20)).rpartition(b"\r\n\r\n")
+    writer.close()
+    assert b"HTTP/1.1 400" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+
+
+@pytest.mark.parametrize("more", [b"\x00", b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n\x00"])
+async def test_junk_behind_a_request_does_not_get_into_its_answer(gateway: Gateway, more: bytes) -> None:
+    gateway.relay.hang_at = 2
+    body = json.dumps(COMPLETION | {"stream": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(HEAD + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+    await reader.readuntil(b"data: ")
+    writer.write(more)
+    assert b"HTTP" not in await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    await asyncio.wait_for(gateway.relay.closed.wait(), 20)
+
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
 
