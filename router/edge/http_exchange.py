@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.core.errors import CancelledByPeerError
+from kvrelay.core.errors import CancelledByPeerError, KVRelayError, UnavailableError
 from kvrelay.core.rpc import WRITE_SECONDS
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.write_deadline import WriteDeadline
@@ -37,7 +37,7 @@ T = TypeVar("T")
 async def read_json_body(request: Request, max_bytes: int, *, seconds: float = BODY_SECONDS) -> bytes:
     """Reads the body. Raises HTTPException 415 if it is not plain JSON, 413 if it is larger than `max_bytes`, and 408
     if it takes longer than `seconds` and what its bytes add to them. Raises CancelledByPeerError if the client
-    disconnects before its end."""
+    disconnects before its end, and UnavailableError if the server stops."""
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise HTTPException(415, f"the body must be application/json, not {content_type[:100]}")
@@ -59,6 +59,8 @@ async def read_json_body(request: Request, max_bytes: int, *, seconds: float = B
                 deadline.reschedule(due + len(body) / BODY_BYTES_PER_SECOND)
     except ClientDisconnect:
         raise CancelledByPeerError("the client disconnected while sending") from None
+    except asyncio.CancelledError:  # by the server that stops, which would log it as a failure and answer a plain 500
+        raise UnavailableError("the router is stopping") from None
     except TimeoutError:
         more = f"and another second for each {BODY_BYTES_PER_SECOND} bytes of it"
         message = f"the body did not arrive within {seconds:g} s, {more}: send it faster, or a smaller one"
@@ -79,7 +81,8 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`. Cancels `work` and raises CancelledByPeerError if the client disconnects before.
+    """Returns the result of `work`. Cancels `work` and raises CancelledByPeerError if the client disconnects before,
+    and UnavailableError if the server stops.
 
     The body must have been read already, so that the next message received is the disconnect."""
     working = asyncio.create_task(work)
@@ -89,6 +92,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         if not working.done():
             raise CancelledByPeerError("the client disconnected")
         return working.result()
+    except asyncio.CancelledError:  # as above
+        raise UnavailableError("the router is stopping") from None
     finally:
         await end_tasks(working, leaving)
 
@@ -117,7 +122,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_disconnect(receive, self._send_all(send))
-        except CancelledByPeerError as error:
+        except KVRelayError as error:
             if not self._started:
                 raise
             _logger.debug("stream ended: %s", error)
