@@ -16,12 +16,13 @@ from kvrelay.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A valid request: its seed is drawn, and `max_tokens` fits the model's length. `timeout`: seconds that the request
-    may take from now on."""
+    """A valid request: its seed is drawn, and `max_tokens` fits the model's length. `kv_namespace` is that of the model
+    for which it is valid. `timeout`: seconds that the request may take from now on."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    kv_namespace: KVNamespace
     timeout: float
     priority: int = 0
     cache_salt: bytes = b""

@@ -92,6 +92,7 @@ class RequestValidator:
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),
             sampling=checked_sampling(sampling, vocab_size=model.vocab_size, max_num_seqs=model.max_num_seqs),
+            kv_namespace=model.kv_namespace,
             priority=client.priority,
             cache_salt=_cache_salt(client.cache_salt),
             timeout=self._timeout(client.timeout),

@@ -116,13 +116,11 @@ class ClusterRelay:
         return self._idle.is_set()
 
     def _supervisor(self, request: RoutedRequest) -> RequestSupervisor:
-        namespace = self._registry.served_model().kv_namespace
         return RequestSupervisor(
             request,
             f"{request.request_id}.{self._tag}.{next(self._wire_numbers)}",
             self._placer,
-            Tally(request, namespace.block_size, self._clock, self._metrics),
-            kv_namespace=namespace,
+            Tally(request, self._clock, self._metrics),
             limits=self._limits,
             clock=self._clock,
             random=self._random,

@@ -33,7 +33,6 @@ from random import Random
 from typing import Protocol
 
 from kvrelay.core.backoff import Backoff
-from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
@@ -113,7 +112,6 @@ class RequestSupervisor:
         place: Place,
         tally: Tally,
         *,
-        kv_namespace: KVNamespace,
         limits: RelayLimits,
         clock: Clock,
         random: Random,
@@ -122,7 +120,6 @@ class RequestSupervisor:
         self._wire_id = wire_id
         self._place = place
         self._tally = tally
-        self._kv_namespace = kv_namespace
         self._max_attempts = limits.max_attempts
         self._node_wait = limits.node_wait
         self._clock = clock
@@ -283,7 +280,7 @@ class RequestSupervisor:
         return NodeRequest(
             token_ids=(*self._request.prompt_token_ids, *tokens),
             sampling=sampling,
-            kv_namespace=self._kv_namespace,
+            kv_namespace=self._request.kv_namespace,
             priority=self._request.priority,
             cache_salt=self._request.cache_salt,
             num_prior_output_tokens=len(tokens),

@@ -16,9 +16,9 @@ from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 class Tally:
     """The counts and times of one request. Times are in seconds since the tally was made."""
 
-    def __init__(self, request: RoutedRequest, block_size: int, clock: Clock, metrics: RecoveryMetrics) -> None:
+    def __init__(self, request: RoutedRequest, clock: Clock, metrics: RecoveryMetrics) -> None:
         self._num_prompt_tokens = len(request.prompt_token_ids)
-        self._block_size = block_size
+        self._block_size = request.kv_namespace.block_size
         self._clock = clock
         self._metrics = metrics
         self._began = clock.now()

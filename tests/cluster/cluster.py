@@ -15,6 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from decode_node.service import DecodeService
+from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.prompt_logprobs import PromptLogprobs
@@ -64,6 +65,11 @@ class Cluster:
     servers: dict[str, NodeServer]
     collectors: CollectorRegistry
     _number: int = 0
+
+    @property
+    def kv_namespace(self) -> KVNamespace:
+        """That of every node."""
+        return self.nodes[0].identity.kv_namespace
 
     def metric(self, name: str, **labels: str) -> float:
         """Returns the sum of a metric's samples that have these labels."""
@@ -116,7 +122,9 @@ class Cluster:
         """Serves a request. `on_tokens` is called with the number of tokens so far, over all outputs."""
         params = SamplingParams(**{"temperature": 0.0, "seed": 0, "ignore_eos": True, **sampling})
         self._number += 1
-        request = RoutedRequest(f"r{self._number}", tuple(prompt), params, cache_salt=cache_salt, timeout=120.0)
+        request = RoutedRequest(
+            f"r{self._number}", tuple(prompt), params, self.kv_namespace, cache_salt=cache_salt, timeout=120.0
+        )
         served = Served()
         async with aclosing(self.relay.run(request)) as events:
             async for event in events:

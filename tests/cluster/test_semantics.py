@@ -168,6 +168,7 @@ async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
                 f"gone{stop_after}",
                 tuple(prompt_of(300)),
                 SamplingParams(max_tokens=500, temperature=0.0, seed=0),
+                running.kv_namespace,
                 timeout=120.0,
             )
             seen = 0
@@ -181,6 +182,7 @@ async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
             "aborted",
             tuple(prompt_of(50)),
             SamplingParams(max_tokens=2000, temperature=0.0, seed=0),
+            running.kv_namespace,
             timeout=120.0,
         )
         with pytest.raises(CancelledByPeerError):
@@ -191,10 +193,10 @@ async def test_a_client_that_goes_away_leaves_nothing(model: Path) -> None:
 async def test_finishing_every_output_early_ends_the_request_with_a_trace(model: Path) -> None:
     """As stop strings do, one of two outputs is finished early, then the other."""
     sampling = SamplingParams(n=2, max_tokens=900, temperature=0.9, seed=3)
-    request = RoutedRequest("stop", tuple(prompt_of(50)), sampling, timeout=120.0)
     counts = {0: 0, 1: 0}
     traces = []
     async with cluster(model) as running:
+        request = RoutedRequest("stop", tuple(prompt_of(50)), sampling, running.kv_namespace, timeout=120.0)
         async for event in running.relay.run(request):
             if isinstance(event, TokenOutput):
                 counts[event.index] += len(event.token_ids)

@@ -33,7 +33,8 @@ async def test_a_stop_string_that_spans_the_break_is_found() -> None:
         chunks: list[TextChunk] = []
         traces: list[RequestTrace] = []
         killing: list[asyncio.Task[None]] = []
-        async with aclosing(edge.generate(RoutedRequest("r", prompt, sampling, timeout=60.0))) as events:
+        request = RoutedRequest("r", prompt, sampling, running.kv_namespace, timeout=60.0)
+        async with aclosing(edge.generate(request)) as events:
             async for event in events:
                 if isinstance(event, TextChunk):
                     chunks.append(event)

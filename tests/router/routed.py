@@ -9,13 +9,13 @@ import pytest
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from router.request import RequestEvent, RequestTrace, RoutedRequest
-from tests.router.scripted_nodes import PATIENCE, Cluster, PrefillCall, ScriptedDecode, soon
+from tests.router.scripted_nodes import NAMESPACE, PATIENCE, Cluster, PrefillCall, ScriptedDecode, soon
 
 PROMPT = tuple(range(100, 110))  # two full blocks and a partial one
 
 
 def a_request(request_id: str = "r", *, n: int = 1, timeout: float = 60.0) -> RoutedRequest:
-    return RoutedRequest(request_id, PROMPT, SamplingParams(n=n, max_tokens=8, seed=1), timeout=timeout)
+    return RoutedRequest(request_id, PROMPT, SamplingParams(n=n, max_tokens=8, seed=1), NAMESPACE, timeout=timeout)
 
 
 async def take(events: AsyncGenerator[RequestEvent, None]) -> RequestEvent:

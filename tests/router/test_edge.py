@@ -15,6 +15,7 @@ from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge.validation import ClientRequest, TextPrompt
 from router.request import RequestEvent, RequestTrace, RoutedRequest
 from tests.router.edge_parts import ScriptedRelay, counted, make_edge
+from tests.router.scripted_nodes import NAMESPACE
 
 
 @dataclass
@@ -37,7 +38,7 @@ TRACE = RequestTrace(None, "decode-0", 1, 1, 0, 0, 0.0, 0.0, 0.0)
 
 def request(**sampling: object) -> RoutedRequest:
     params = SamplingParams(seed=1, max_tokens=100, **sampling)  # type: ignore[arg-type]
-    return RoutedRequest("id", (5, 6), params, timeout=60.0)
+    return RoutedRequest("id", (5, 6), params, NAMESPACE, timeout=60.0)
 
 
 async def tokens(tokenizer: Tokenizer, index: int, text: str, reason: FinishReason | None = None) -> TokenOutput:

@@ -29,7 +29,7 @@ from tests.router.scripted_nodes import (
     until,
 )
 
-REQUEST = RoutedRequest("r", tuple(range(200, 210)), SamplingParams(seed=1), timeout=60.0)
+REQUEST = RoutedRequest("r", tuple(range(200, 210)), SamplingParams(seed=1), NAMESPACE, timeout=60.0)
 
 
 def fall_silent(node: ScriptedNode) -> None:

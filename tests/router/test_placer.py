@@ -53,7 +53,7 @@ async def prefill_request(nodes: Cluster, request: RoutedRequest) -> prefill_nod
 
 async def test_the_prefill_node_is_told_who_holds_leading_blocks() -> None:
     async with decode_node_holds_the_prompt() as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0, priority=-3)
+        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), NAMESPACE, timeout=60.0, priority=-3)
         asked = await prefill_request(nodes, request)
         [source] = asked.sources
         assert (source.source.node_id, source.source.endpoint, source.num_blocks) == (
@@ -67,7 +67,7 @@ async def test_the_prefill_node_is_told_who_holds_leading_blocks() -> None:
 @pytest.mark.parametrize("computes_there", [True, False])
 async def test_a_prompt_is_queued_at_the_node_that_computes_it_until_its_first_token(computes_there: bool) -> None:
     async with cluster(local_prefill_max_tokens=64 if computes_there else 0) as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0, priority=-3)
+        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), NAMESPACE, timeout=60.0, priority=-3)
         async with aclosing(nodes.relay.run(request)) as events:
             first = asyncio.create_task(take(events))
             admit = await nodes.decode.admit()
@@ -87,7 +87,7 @@ async def test_requests_that_nodes_have_not_reported_yet_count_too() -> None:
     async with cluster(num_prefill_nodes=2, num_decode_nodes=2) as nodes:
         waiting = []
         for number, place in enumerate((0, 1, 1)):
-            request = RoutedRequest(f"r{number}", PROMPT, SamplingParams(seed=1), timeout=60.0)
+            request = RoutedRequest(f"r{number}", PROMPT, SamplingParams(seed=1), NAMESPACE, timeout=60.0)
             waiting.append(asyncio.create_task(take(nodes.relay.run(request))))
             await nodes.decodes[place].admit()
             await soon(nodes.prefills[place].calls)
@@ -130,12 +130,12 @@ async def test_a_node_that_was_lost_is_no_last_resort_while_another_lives() -> N
 
 async def test_blocks_of_another_salt_are_not_found() -> None:
     async with decode_node_holds_the_prompt() as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0, cache_salt=b"tenant")
+        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), NAMESPACE, timeout=60.0, cache_salt=b"tenant")
         asked = await prefill_request(nodes, request)
         assert not asked.sources and asked.cache_salt == b"tenant"
 
 
 async def test_prompt_logprobs_need_the_whole_prompt_computed() -> None:
     async with decode_node_holds_the_prompt() as nodes:
-        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1, prompt_logprobs=0), timeout=60.0)
+        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1, prompt_logprobs=0), NAMESPACE, timeout=60.0)
         assert not (await prefill_request(nodes, request)).sources

@@ -21,6 +21,7 @@ from router.edge.openai_format import (
 from router.edge.prompt_logprobs import MAX_ENTRIES, check_size, encoded
 from router.request import RoutedRequest
 from tests.loop_turns import counting_turns
+from tests.router.scripted_nodes import NAMESPACE
 
 
 async def test_each_token_but_the_first_has_the_likeliest_and_itself(tokenizer: Tokenizer) -> None:
@@ -52,7 +53,7 @@ async def test_the_loop_turns_while_a_long_prompt_is_encoded(tokenizer: Tokenize
 def test_one_answer_has_a_bounded_number_of_entries(num_copies: int, num_prompts: int) -> None:
     def requests(num_tokens: int, prompt_logprobs: int | None) -> list[RoutedRequest]:
         sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
-        return [RoutedRequest("r", (5,) * num_tokens, sampling, timeout=60.0)] * num_prompts
+        return [RoutedRequest("r", (5,) * num_tokens, sampling, NAMESPACE, timeout=60.0)] * num_prompts
 
     most = MAX_ENTRIES // 64 // 4
     check_size(requests(most, 3), num_copies=num_copies)

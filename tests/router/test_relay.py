@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -36,3 +37,11 @@ async def test_nothing_is_served_without_a_decode_node() -> None:
             nodes.relay.served_model()
         with pytest.raises(UnavailableError):
             await anext(nodes.relay.run(a_request()))
+
+
+async def test_a_request_for_another_model_than_that_of_the_nodes_is_not_begun() -> None:
+    """They may have been replaced while its prompt was tokenised."""
+    async with cluster() as nodes:
+        request = replace(a_request(), kv_namespace=replace(NAMESPACE, model_fingerprint=bytes(32)))
+        with pytest.raises(UnavailableError, match="no decode node lives that has this request's model"):
+            await take(nodes.relay.run(request))

@@ -8,16 +8,16 @@ from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.tally import Tally
 from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 from tests.manual_clock import ManualClock
-from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE
+from tests.router.scripted_nodes import NAMESPACE
 
 PROMPT = tuple(range(100, 110))
 FETCHED = FetchReport(num_tokens=4, fetched=(("prefill-1", 1),), num_missing=2)
 
 
 def make() -> tuple[Tally, ManualClock, CollectorRegistry]:
-    request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), timeout=60.0)
+    request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), NAMESPACE, timeout=60.0)
     clock, collectors = ManualClock(), CollectorRegistry()
-    return Tally(request, BLOCK_SIZE, clock, RecoveryMetrics("m", collectors)), clock, collectors
+    return Tally(request, clock, RecoveryMetrics("m", collectors)), clock, collectors
 
 
 def placed(*outputs: int, is_replay: bool = False) -> NodeRequest:

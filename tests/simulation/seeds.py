@@ -14,6 +14,7 @@ from tests.simulation.cluster import ClusterConfig
 from tests.simulation.faults import CALM, SeededFaults, draw_rates
 from tests.simulation.node_config import BLOCK_SIZE, NodeConfig
 from tests.simulation.oracle import VOCAB_SIZE
+from tests.simulation.running_node import NAMESPACE
 from tests.simulation.scenario import STORE_DISASTERS, Disaster, Outcome, Scenario, Strike, run_scenario
 from tests.simulation.transports import ANY_HOST, SAME_HOST, STORE
 
@@ -101,6 +102,7 @@ def _draw_plan(random: Random, name: str, conversations: list[tuple[int, ...]], 
         name,
         prompt,
         _draw_sampling(random, max_tokens),
+        NAMESPACE,
         priority=random.choice((0, 0, 0, 5, -5)),
         cache_salt=b"salt" if random.random() < 0.1 else b"",
         timeout=random.uniform(0.05, 3.0) if is_hurried else LONG_TIMEOUT,

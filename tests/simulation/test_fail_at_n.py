@@ -15,6 +15,7 @@ from tests.simulation.cluster import ClusterConfig
 from tests.simulation.faults import NthFault
 from tests.simulation.network import Fate, Message
 from tests.simulation.node_config import BLOCK_SIZE, NodeConfig
+from tests.simulation.running_node import NAMESPACE
 from tests.simulation.scenario import Scenario, run_scenario
 
 _MOST_CALLS = 400
@@ -24,7 +25,7 @@ _CONFIG = ClusterConfig(policy="round_robin", node=NodeConfig(max_num_batched_to
 
 
 def _plan(name: str, sampling: SamplingParams, *, prompt: tuple[int, ...] = _PROMPT, arrives_at: float = 0.0) -> Plan:
-    return Plan(RoutedRequest(name, prompt, sampling, timeout=LONG_TIMEOUT), Behaviour.PATIENT, arrives_at)
+    return Plan(RoutedRequest(name, prompt, sampling, NAMESPACE, timeout=LONG_TIMEOUT), Behaviour.PATIENT, arrives_at)
 
 
 # The second request of "prefix" finds the first one's blocks at nodes that round robin does not choose again: prefill

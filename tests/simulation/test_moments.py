@@ -12,12 +12,15 @@ from tests.simulation.client import LONG_TIMEOUT, Behaviour, Plan
 from tests.simulation.cluster import ClusterConfig
 from tests.simulation.faults import NthFault
 from tests.simulation.node_config import BLOCK_SIZE, NodeConfig
+from tests.simulation.running_node import NAMESPACE
 from tests.simulation.scenario import Disaster, Scenario, Strike, run_scenario
 
 _MOMENTS = [number * 0.005 for number in range(36)]
 _SAMPLING = SamplingParams(n=2, max_tokens=8, seed=3, ignore_eos=True)
 _PLAN = Plan(
-    RoutedRequest("r", tuple(range(1, 5 * BLOCK_SIZE + 3)), _SAMPLING, timeout=LONG_TIMEOUT), Behaviour.PATIENT, 0.0
+    RoutedRequest("r", tuple(range(1, 5 * BLOCK_SIZE + 3)), _SAMPLING, NAMESPACE, timeout=LONG_TIMEOUT),
+    Behaviour.PATIENT,
+    0.0,
 )
 # Round robin takes the first of each kind; three chunks of prompt.
 _CONFIG = ClusterConfig(policy="round_robin", node=NodeConfig(max_num_batched_tokens=8), longest_step=0.01)
