@@ -7,7 +7,7 @@ Invariant: a placement has only nodes that were live when it was made and can se
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 
 from kvrelay.core.block_hash import BlockHash, block_hashes
@@ -72,7 +72,7 @@ class Placer:
                 + ("" if last_resort else " and that it has not lost")
             )
         facts, held = self._facts(node_request)
-        placement = self._policy.choose(facts, _candidates(usable.values(), held))
+        placement = self._policy.choose(facts, _candidates(usable, held))
         _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
         decode = usable[placement.decode]
         prefill = None
@@ -97,7 +97,7 @@ class Placer:
         """Implements `Place.refill`."""
         usable = self._usable(node_request, lost)
         facts, held = self._facts(node_request)
-        refill = self._policy.refill(facts, _candidates(usable.values(), held), num_missing_tokens)
+        refill = self._policy.refill(facts, _candidates(usable, held), num_missing_tokens)
         if refill is None:
             return None
         return self._prefill_placement(refill.prefill, refill.sources, facts, usable, held)
@@ -166,29 +166,29 @@ def _held_blocks(hints: Sequence[SourceHint], nodes: Mapping[str, NodeHandle]) -
     return tuple(HeldBlocks(nodes[hint.node_id].source, hint.num_blocks) for hint in hints)
 
 
-def _candidates(nodes: Collection[NodeHandle], held: Mapping[str, int]) -> Candidates:
+def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Candidates:
     """Returns the nodes as the policy sees them. A node's own counts lag behind, and ours know nothing of other
     routers: the larger of the two is nearer to the truth."""
     return Candidates(
         prefill=tuple(
             PrefillCandidate(
-                node_id=node.source.node_id,
-                num_held_blocks=held.get(node.source.node_id, 0),
+                node_id=node_id,
+                num_held_blocks=held.get(node_id, 0),
                 num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
             )
-            for node in nodes
+            for node_id, node in nodes.items()
             if node.role is NodeRole.PREFILL
         ),
         decode=tuple(
             DecodeCandidate(
-                node_id=node.source.node_id,
-                num_held_blocks=held.get(node.source.node_id, 0),
+                node_id=node_id,
+                num_held_blocks=held.get(node_id, 0),
                 num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
                 num_sequences=max(node.load.num_requests_running + node.load.num_requests_waiting, node.num_sequences),
                 num_decoding=node.load.num_requests_decoding,
                 num_free_blocks=node.load.num_free_blocks,
             )
-            for node in nodes
+            for node_id, node in nodes.items()
             if node.role is NodeRole.DECODE
         ),
     )
