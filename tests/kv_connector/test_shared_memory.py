@@ -110,17 +110,18 @@ async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: b
 
 async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_path: Path) -> None:
     """Its successor may need the space before it can start, and an idle reader fetches nothing."""
-    process, source = spawn_owner(tmp_path)
     connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), check_interval=0.01)
     peer = Node(connector, "peer", 16, LAYOUT, 1)
-    for _ in range(2):
-        await peer.connector.fetch(source, blocks(16), timeout=10)
-    assert source.endpoint in mappings()
-    process.kill()
-    process.communicate()
-    async with asyncio.timeout(10):
-        while source.endpoint in mappings():
-            await asyncio.sleep(0.01)
+    for num_fetches in (2, 1):
+        process, source = spawn_owner(tmp_path)
+        for _ in range(num_fetches):
+            await peer.connector.fetch(source, blocks(16), timeout=10)
+        assert source.endpoint in mappings()
+        process.kill()
+        process.communicate()
+        async with asyncio.timeout(10):
+            while source.endpoint in mappings():
+                await asyncio.sleep(0.01)
     process, source = spawn_owner(tmp_path)
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
     assert set(result.outcomes) == {FetchOutcome.FETCHED}
