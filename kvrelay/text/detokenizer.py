@@ -38,23 +38,17 @@ class Detokenizer:
         return self._text.num_chars
 
     def push(self, token_id: int, *, check_stop: bool = True) -> str:
-        """Returns the text that is now certain. Without `check_stop`, the token's text is not part of any stop
-        string."""
+        """Returns the text that is now certain. Without `check_stop`, which only the first tokens may be, the token's
+        text is not part of any stop string."""
         text = self._text.push(token_id)
-        if not self._stop:
-            return text
-        return self._filter(text) if check_stop else self._release() + text
+        return self._filter(text) if self._stop and check_stop else text
 
     def flush(self) -> str:
         """Returns the rest of the text when the sequence has ended. An incomplete character becomes U+FFFD."""
         text = self._text.flush()
         if not self._stop:
             return text
-        return self._filter(text) + self._release()
-
-    def _release(self) -> str:
-        held, self._held = self._held, ""
-        return held
+        return self._filter(text) + self._held
 
     def _filter(self, text: str) -> str:
         known = self._held + text
