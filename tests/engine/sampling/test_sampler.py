@@ -263,8 +263,9 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 def test_the_coldest_temperature_is_greedy_and_the_hottest_is_uniform() -> None:
     logits = make_logits(3)[0]
     for temperature in (5e-324, 1e-30, 1e-5):
-        params = SamplingParams(seed=1, temperature=temperature)
-        assert sample_one(logits, params).token_id == int(logits.argmax())
+        for top_p in (0.9, 1.0):
+            params = SamplingParams(seed=1, temperature=temperature, top_p=top_p)
+            assert sample_one(logits, params).token_id == int(logits.argmax())
     check_distribution(make_logits(3, vocab_size=50)[0], SamplingParams(seed=1, temperature=100.0), num_draws=3000)
 
 
