@@ -15,10 +15,12 @@ from kvrelay.core.errors import (
     OverloadedError,
     UnavailableError,
 )
+from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.v1 import decode_node_pb2
+from router.relay.attempt import Loss
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
 from router.relay.supervisor import _Share
 from tests.router.routed import a_request, assert_idle, give_up, opened, take, take_trace
@@ -354,3 +356,12 @@ def test_a_token_of_a_decode_node_makes_the_waits_short_again() -> None:
         waits.append(share.backoff.next())
         share.has_new_tokens(are_first=are_first)
     assert waits == [1.0, 2.0, 4.0, 1.0]
+
+
+def test_a_token_forgets_the_losses_before_it() -> None:
+    node = KVSource("node", 1, "")
+    share = _Share((0,), Backoff(), {(loss, node) for loss in Loss})
+    share.has_new_tokens(are_first=True)
+    assert share.losses == {(Loss.DECODING, node)}
+    share.has_new_tokens(are_first=False)
+    assert not share.losses
