@@ -148,7 +148,8 @@ async def test_only_unfinished_outputs_go_on_each_under_its_index() -> None:
         assert_idle(nodes)
 
 
-async def test_outputs_that_are_placed_alone_keep_their_index_and_end_alone() -> None:
+@pytest.mark.parametrize("by_client", [True, False])
+async def test_outputs_that_are_placed_alone_keep_their_index_and_end_alone(*, by_client: bool) -> None:
     """The index is part of what a node draws its random numbers from."""
     async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(a_request(n=2))) as events:
         await begun(nodes, events, token(10), token(20, index=1))
@@ -160,7 +161,12 @@ async def test_outputs_that_are_placed_alone_keep_their_index_and_end_alone() ->
         for asked in (admits, [call.request for call in calls]):
             found = {request.first_choice_index: tuple(request.prompt_token_ids) for request in asked}
             assert found == {0: (*PROMPT, 10), 1: (*PROMPT, 20)}
-        nodes.relay.finish("r", 0)
+        if by_client:
+            nodes.relay.finish("r", 0)
+        else:
+            calls[0].finish(token(11, finish=FinishReason.STOP))
+            assert await next_event == token(11, finish=FinishReason.STOP)
+            next_event = asyncio.create_task(take(events))
         assert await nodes.decodes[1].aborted() == admits[0].request_id, "nobody waits for the rest of it"
         await calls[0].over.wait()
         calls[1].finish(token(21, index=1, finish=FinishReason.STOP))
