@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import (
     CancelledByPeerError,
     InvalidRequestError,
@@ -121,9 +121,9 @@ def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -0.5, 1, top[:num_top])
 
 
-def make_edge(relay: ScriptedRelay) -> Edge:
+def make_edge(relay: ScriptedRelay, clock: Clock | None = None) -> Edge:
     metrics = RouterMetrics(MODEL, CollectorRegistry())
-    return Edge(relay, relay.tokenizer, MODEL, metrics, MonotonicClock(), default_timeout=60.0)
+    return Edge(relay, relay.tokenizer, MODEL, metrics, clock or MonotonicClock(), default_timeout=60.0)
 
 
 def counted(edge: Edge, name: str, **labels: str) -> float | None:

@@ -14,6 +14,7 @@ from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge.validation import ClientRequest, TextPrompt
 from router.request import RequestEvent, RequestTrace, RoutedRequest
+from tests.manual_clock import ManualClock
 from tests.router.edge_parts import ScriptedRelay, counted, make_edge
 from tests.router.scripted_nodes import NAMESPACE
 
@@ -65,6 +66,15 @@ async def test_a_stop_string_ends_one_choice_and_the_other_goes_on(tokenizer: To
         (1, "goes on", FinishReason.LENGTH),
     ]
     assert relay.num_running == 0
+
+
+async def test_the_time_between_tokens_is_that_since_the_last_ones(tokenizer: Tokenizer) -> None:
+    clock = ManualClock()
+    script = [await tokens(tokenizer, 0, "a", reason) for reason in (None, None, FinishReason.STOP)]
+    edge = make_edge(EventRelay(tokenizer, events=[*script, TRACE]), clock)
+    async for _ in edge.generate(request()):
+        clock.seconds += 1.0
+    assert counted(edge, "inter_token_latency_seconds_sum") == 2.0
 
 
 async def test_a_stop_token_is_no_text_unless_asked_for(tokenizer: Tokenizer) -> None:
