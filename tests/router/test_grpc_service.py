@@ -103,13 +103,16 @@ async def test_too_many_token_ids_are_refused_without_looking_at_them(stub: Stub
         await stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=ids.ids))
 
 
-async def test_prompt_logprobs_that_no_message_could_hold_are_refused(stub: Stub, relay: ScriptedRelay) -> None:
+async def test_prompt_logprobs_that_no_message_could_hold_are_refused(
+    stub: Stub, edge: Edge, relay: ScriptedRelay
+) -> None:
     """The node's message with them would break the stream that all its requests share."""
     relay.max_model_len = 2 * MAX_ENTRIES
     ids = router_pb2.TokenIds(ids=[5] * (MAX_ENTRIES // 21 + 1))
     with pytest.raises(grpc.aio.AioRpcError, match="prompt_logprobs of 20 would make") as caught:
         await stub.Generate(router_pb2.GenerateRequest(prompt_token_ids=ids, prompt_logprobs=20))
     assert cast(InvalidRequestError, error_from_rpc(caught.value)).field == "prompt_logprobs"
+    assert counted(edge, "request_errors_total", code="INVALID_ARGUMENT") == 1
     assert not relay.requests
 
 
