@@ -187,6 +187,20 @@ async def test_a_path_with_a_slash_too_many_is_unknown_and_leads_nowhere_else(
     assert path in response.json()["error"]["message"]
 
 
+async def test_a_client_that_sends_all_of_too_long_a_body_before_it_reads_gets_the_refusal(gateway: Gateway) -> None:
+    """It would see a reset if the connection were closed before all of the body was taken."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    body = bytes(12 << 20)  # more than the system keeps for a server that does not read
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    )
+    writer.write(body)
+    await writer.drain()
+    assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+    writer.close()
+
+
 async def test_an_endless_body_is_cut_off_while_reading(gateway: Gateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(
