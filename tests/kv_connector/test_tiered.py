@@ -138,6 +138,8 @@ async def test_a_block_that_is_damaged_in_the_first_tier_comes_from_the_second(p
     assert set(await pair.fetch(sent)) == {FETCHED}
     assert pair.peer_tiers[0].stats.refused[Mismatch.DIGEST] == 1
     assert pair.peer_tiers[1].stats.blocks_fetched == 1
+    pair.peer_tiers[1].fails = True
+    assert await pair.fetch(sent) == (FETCHED, REFUSED, FETCHED), "that no tier reaches the holder would be wrong"
 
 
 async def test_publication_fails_only_when_every_tier_does(pair: Pair) -> None:
