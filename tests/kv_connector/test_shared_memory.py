@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ def spawn_owner(directory: Path) -> tuple["subprocess.Popen[str]", KVSource]:
 
 def mappings() -> str:
     return Path("/proc/self/maps").read_text()
+
+
+def open_files() -> set[str]:
+    """Returns the paths of this process's open files."""
+    paths = set()
+    for descriptor in list(Path("/proc/self/fd").iterdir()):
+        with suppress(FileNotFoundError):  # that of the list itself
+            paths.add(str(descriptor.readlink()))
+    return paths
 
 
 def files(directory: Path) -> list[str]:
@@ -99,7 +109,7 @@ async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: b
     process.communicate()
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
     assert set(result.outcomes) == {FetchOutcome.FAILED}
-    assert source.endpoint not in mappings()
+    assert source.endpoint not in mappings() and str(tmp_path / source.endpoint) not in open_files()
     assert (tmp_path / source.endpoint).exists() == killed
     other = node(tmp_path, "other")  # allocating sweeps the dead and spares the living
     assert files(tmp_path) == sorted([peer.source.endpoint, other.source.endpoint])
@@ -267,6 +277,9 @@ async def test_endpoints_that_name_no_segment_fail_or_are_refused(tmp_path: Path
     assert await outcome(name) is FetchOutcome.REFUSED
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
+    assert await outcome(name) is FetchOutcome.FAILED
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(peer.source.endpoint)
     assert await outcome(name) is FetchOutcome.FAILED
     assert peer.connector.stats.refused[Mismatch.VERSION] == 3
     await peer.connector.close()
