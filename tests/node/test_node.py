@@ -50,6 +50,7 @@ async def test_tokens_are_sent_before_watchers_and_the_publisher_run() -> None:
         await asyncio.gather(*tasks)
     await node.check_idle()
     await node.close()
+    assert node._prefill_rate.seconds(1) is not None, "by which a store is judged"
     assert order[0] == "sent"
     assert sorted(order) == ["published", "sent", "watched"]
 
