@@ -250,6 +250,9 @@ async def test_a_holder_that_restarted_is_refused_by_its_epoch(holder: Node) -> 
     assert set((await reader.connector.fetch(stale, blocks(9), timeout=10)).outcomes) == {REFUSED}
     assert reader.connector.stats.refused[Mismatch.EPOCH] == 9 and is_clear(reader)
     assert set((await reader.connector.fetch(holder.source, blocks(9), timeout=10)).outcomes) == {FETCHED}
+    assert isinstance(holder.connector, UcxConnector)
+    side = holder.connector._require().holder
+    assert (len(side._tasks), side._strangers) == (1, 0), "the connection is the same, and proven"
     await reader.connector.close()
 
 
