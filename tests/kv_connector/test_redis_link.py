@@ -1,0 +1,37 @@
+"""Which exchanges count against a Redis server, whatever the server says: none is connected here."""
+
+import asyncio
+
+import pytest
+
+from kv_connector.settings import RedisSettings
+from kv_connector.store.redis_link import CircuitOpenError, RedisLink
+from tests.manual_clock import ManualClock
+
+
+async def exchange(link: RedisLink, error: BaseException | None = None, timeout: float | None = None) -> None:
+    async with link.exchange(timeout):
+        if error is not None:
+            raise error
+
+
+async def test_a_server_is_tried_again_though_the_first_trial_was_cancelled() -> None:
+    clock = ManualClock()
+    link = RedisLink(RedisSettings(), clock)
+    for _ in range(3):
+        with pytest.raises(OSError):
+            await exchange(link, OSError())
+    with pytest.raises(CircuitOpenError):
+        await exchange(link)
+    clock.seconds += 60.0
+    with pytest.raises(asyncio.CancelledError):
+        await exchange(link, asyncio.CancelledError())
+    await exchange(link)
+
+
+async def test_a_short_time_of_its_own_says_nothing_but_all_that_is_allowed_does() -> None:
+    link = RedisLink(RedisSettings(operation_timeout_seconds=0.1), ManualClock())
+    for timeout, expected in ((0.05, TimeoutError), (None, TimeoutError), (None, CircuitOpenError)):
+        for _ in range(3 if expected is TimeoutError else 1):
+            with pytest.raises(expected):
+                await exchange(link, TimeoutError(), timeout)
