@@ -10,10 +10,12 @@ import openai
 import pytest
 
 from kvrelay.core.errors import DeadlineError, KVRelayError, OverloadedError
+from router.edge import http_exchange
 from router.edge.http_protocol import MAX_HEAD_BYTES
 from router.edge.openai_schema import MAX_PROMPTS
 from tests.router.edge_parts import MAX_MODEL_LEN, MODEL
 from tests.router.gateway_client import CHAT, COMPLETION, Gateway
+from tests.router.scripted_nodes import PATIENCE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file
 
@@ -201,7 +203,8 @@ async def test_a_client_that_sends_all_of_too_long_a_body_before_it_reads_gets_t
     writer.close()
 
 
-async def test_an_endless_body_is_cut_off_while_reading(gateway: Gateway) -> None:
+async def test_an_endless_body_is_cut_off_while_reading(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_exchange, "DRAIN_SECONDS", 2 * PATIENCE)  # by its length, before the time is over
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -215,7 +218,8 @@ async def test_an_endless_body_is_cut_off_while_reading(gateway: Gateway) -> Non
             await writer.drain()
 
     sending = asyncio.create_task(send_for_ever())
-    assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+    async with asyncio.timeout(PATIENCE):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
     sending.cancel()
     await asyncio.gather(sending, return_exceptions=True)
     writer.close()
