@@ -51,14 +51,14 @@ class RouterOptions(ProcessSettings):
     max_attempts: int = Field(
         default=3,
         ge=0,
-        description="How many prefill or decode nodes an output may lose at the same point. Each time it is placed "
+        description="How many prefill or decode nodes may end at the same point of an output. Each time it is placed "
         "again with the tokens it has; beyond that its request fails, since it may be what ends the nodes.",
     )
     node_wait: float = Field(
         default=120.0,
         ge=0,
-        description="Seconds that a request which has lost its decode node waits for one while none lives; a new "
-        "request is refused at once.",
+        description="Seconds that a request which has lost its decode node waits for one while none lives, or to know "
+        "whether more than max_attempts have ended; a new request is refused at once.",
     )
     max_body_bytes: int = Field(
         default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body, or gRPC message of a client, that is read."

@@ -106,6 +106,11 @@ class Placer:
         """Implements `Place.is_live`."""
         return any(known.state is NodeState.LIVE and known.source == node for known in self._registry.nodes)
 
+    def has_ended(self, node: KVSource) -> bool:
+        """Implements `Place.has_ended`."""
+        known = (handle.description for handle in self._registry.nodes)
+        return all(description is None or description.source != node for description in known)
+
     def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
         """Returns the live nodes that are not among the lost ones and can serve the request to its end, by id, prefill
         nodes first. What nodes were like when it was admitted says nothing of those that have come since."""

@@ -9,9 +9,10 @@ request here:
 4. If no such decode node is live, the nodes that the request has lost are tried as well, after a wait that grows: a
    broken stream does not always mean that the node has ended.
 5. If no decode node is live at all, the request waits for the next one, at most `node_wait` seconds from the loss.
-6. If that wait is over, or an output has lost more than `max_attempts` nodes in the same way (`Loss`) without getting
-   past the point where it lost them, the request ends with UnavailableError: it may be what ends the nodes. Nodes that
-   are live again have not ended, and do not count.
+6. An output that has lost more than `max_attempts` nodes in the same way (`Loss`) without getting past the point where
+   it lost them may be what ends the nodes. While it is not known whether so many have ended, it is not placed again; a
+   node that is live again has not. When so many have, or a wait of 5. or 6. is over, the request ends with
+   UnavailableError.
 7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
 A token is a function of the seed, the output index and all tokens before it, never of the node that samples it. So the
@@ -65,6 +66,10 @@ class Place(Protocol):
 
     def is_live(self, node: KVSource) -> bool:
         """Tells whether a node can be used now, and not another process at its address."""
+        ...
+
+    def has_ended(self, node: KVSource) -> bool:
+        """Tells whether a node is known to have ended, because another process is at its address."""
         ...
 
 
@@ -230,9 +235,6 @@ class RequestSupervisor:
         attempt.close()
         self._lost.add(lost.source)
         share.losses.add((lost.loss, lost.source))
-        ended = {node for loss, node in share.losses if loss is lost.loss and not self._place.is_live(node)}
-        if (count := len(ended | {lost.source})) > self._max_attempts:
-            raise UnavailableError(f"given up after {count} losses of a {lost.loss.value}: {lost}") from lost
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
             again = _Share(choices, copy(share.backoff), set(share.losses), lost, self._clock.now())
@@ -249,6 +251,9 @@ class RequestSupervisor:
         """Places a share again, or lets it wait for a node."""
         assert share.lost is not None
         share.stop_waiting()
+        if self._is_doubtful(share, just_lost=not last_resort):
+            share.wait = self._wait(share, none_lives=False)
+            return
         node_request = self._node_request(share.choices, is_replay=True)
         try:
             placement = self._place.place(node_request, lost=self._lost, last_resort=last_resort)
@@ -261,6 +266,23 @@ class RequestSupervisor:
         )
         self._tally.migrated(node_request, share.lost.loss.cause)
         self._start(share, node_request, placement)
+
+    def _is_doubtful(self, share: _Share, *, just_lost: bool) -> bool:
+        """Tells whether more than `max_attempts` nodes that the share has lost in the same way may have ended. Raises
+        UnavailableError when they have, or it has waited for too long to know. `just_lost`: the last of them counts,
+        because the router may not have heard yet that it has ended."""
+        lost = share.lost
+        assert lost is not None
+        nodes = [node for loss, node in share.losses if loss is lost.loss]
+        away = [node for node in nodes if (just_lost and node == lost.source) or not self._place.is_live(node)]
+        if len(away) <= self._max_attempts:
+            return False
+        has_waited = self._clock.now() >= share.lost_at + self._node_wait
+        if has_waited or sum(map(self._place.has_ended, away)) > self._max_attempts:
+            raise UnavailableError(f"given up after {len(away)} losses of a {lost.loss.value}: {lost}") from lost
+        if just_lost:
+            _logger.warning("request %s: waits to know which of %d lost nodes have ended", self._wire_id, len(away))
+        return True
 
     def _wait(self, share: _Share, *, none_lives: bool) -> asyncio.TimerHandle:
         """Sets the timer that ends a wait for a decode node, unless `on_decode_node_live` ends it before."""

@@ -1,0 +1,151 @@
+"""How many nodes a request may lose, since it may be what ends them. The test decides each answer of the nodes."""
+
+import asyncio
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+from kvrelay.core.errors import UnavailableError
+from kvrelay.core.outputs import FinishReason
+from router.nodes.node import NodeState
+from tests.router.routed import a_request, assert_idle, give_up, say, take, take_trace
+from tests.router.scripted_nodes import (
+    Cluster,
+    PrefillCall,
+    ScriptedDecode,
+    cluster,
+    soon,
+    token,
+    until,
+)
+
+
+async def next_decode(nodes: Cluster) -> ScriptedDecode:
+    """Returns the decode node that is told something next."""
+    await until(lambda: any(not node.commands.empty() for node in nodes.decodes))
+    return next(node for node in nodes.decodes if not node.commands.empty())
+
+
+async def ended(nodes: Cluster, node: ScriptedDecode) -> None:
+    """Ends a node, and returns once the router knows."""
+    await node.stop()
+    await until(lambda: nodes.registry.decode[nodes.decodes.index(node)].state is NodeState.LOST)
+
+
+async def next_prefill(nodes: Cluster) -> PrefillCall:
+    await until(lambda: any(not node.calls.empty() for node in nodes.prefills))
+    return next(node.calls.get_nowait() for node in nodes.prefills if not node.calls.empty())
+
+
+@pytest.mark.parametrize("max_attempts", [0, 2])
+async def test_the_number_of_nodes_that_end_is_bounded(max_attempts: int) -> None:
+    """Nothing more is placed until it is known that they have ended: another process is at their address."""
+    async with cluster(num_decode_nodes=5, max_attempts=max_attempts, local_prefill_max_tokens=64) as nodes:
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            first = asyncio.create_task(take(events))
+            lost = []
+            for _ in range(1 + max_attempts):
+                node = await next_decode(nodes)
+                await node.admit()
+                await ended(nodes, node)
+                lost.append(node)
+            for node in lost:
+                assert not first.done()
+                await node.start_again(epoch=2)
+            with pytest.raises(UnavailableError, match=f"after {1 + max_attempts} losses of a decode node that"):
+                await first
+        assert_idle(nodes)
+
+
+async def test_a_request_that_has_lost_too_many_nodes_goes_on_when_one_of_them_has_not_ended() -> None:
+    async with cluster(num_decode_nodes=3, max_attempts=1, local_prefill_max_tokens=64) as nodes:
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            first = asyncio.create_task(take(events))
+            for _ in range(2):
+                node = await next_decode(nodes)
+                await node.admit()
+                await ended(nodes, node)
+            await node.start_again(epoch=1)
+            again = await next_decode(nodes)
+            assert again is not node, "a node that the request has not lost"
+            say(again, (await again.admit()).request_id, token(7))
+            assert await first == token(7)
+
+
+async def test_a_request_that_has_lost_too_many_nodes_ends_when_it_has_waited_to_know() -> None:
+    async with cluster(num_decode_nodes=3, max_attempts=1, node_wait=0.2, local_prefill_max_tokens=64) as nodes:
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            first = asyncio.create_task(take(events))
+            for _ in range(2):
+                node = await next_decode(nodes)
+                await node.admit()
+                await ended(nodes, node)
+            with pytest.raises(UnavailableError, match="after 2 losses of a decode node that"):
+                await first
+        assert_idle(nodes)
+
+
+async def test_a_new_token_starts_the_count_of_losses_again() -> None:
+    async with (
+        cluster(max_attempts=1, local_prefill_max_tokens=64) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        for number in range(3):
+            next_event = asyncio.create_task(take(events))
+            wire_id = (await nodes.decode.admit()).request_id
+            say(nodes.decode, wire_id, token(7 + number))
+            assert await next_event == token(7 + number)
+            nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+
+
+async def test_a_request_that_no_decode_node_survives_ends_though_each_prefill_node_adds_a_token() -> None:
+    async with cluster(num_decode_nodes=3, max_attempts=1) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        for number in range(2):
+            next_event = asyncio.create_task(take(events))
+            node = await next_decode(nodes)
+            await node.admit()
+            (await soon(nodes.prefill.calls)).finish(token(7 + number))
+            assert await next_event == token(7 + number)
+            await node.started()
+            await ended(nodes, node)
+            await node.start_again(epoch=2)
+        with pytest.raises(UnavailableError, match="after 2 losses of a decode node that had the first token"):
+            await take(events)
+        assert_idle(nodes)
+
+
+async def test_a_node_that_has_not_ended_is_not_lost_however_often_its_stream_breaks() -> None:
+    async with cluster(max_attempts=1) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        for number in range(3):
+            next_event = asyncio.create_task(take(events))
+            await nodes.decode.admit()
+            (await soon(nodes.prefill.calls)).finish(token(7 + number))
+            assert await next_event == token(7 + number)
+            await nodes.decode.started()
+            nodes.decode.end_stream()
+        await give_up(asyncio.create_task(take(events)))
+
+
+async def test_losses_at_different_points_are_no_sign_that_a_request_ends_nodes() -> None:
+    async with cluster(num_prefill_nodes=2, num_decode_nodes=4, max_attempts=1) as nodes:
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            next_event = asyncio.create_task(take(events))
+            node = await next_decode(nodes)
+            await node.admit()
+            (await next_prefill(nodes)).end(UnavailableError("crashed"))
+            await node.aborted()
+            node = await next_decode(nodes)
+            await node.admit()
+            await next_prefill(nodes)
+            node.end_stream()
+            for answer in (token(7), token(8, finish=FinishReason.STOP)):
+                node = await next_decode(nodes)
+                await node.admit()
+                (await next_prefill(nodes)).finish(answer)
+                assert await next_event == answer
+                if answer.finish_reason is None:
+                    await node.started()
+                    next_event = asyncio.create_task(take(events))
+                    node.end_stream()
+            assert (await take_trace(events)).num_migrations == 3
