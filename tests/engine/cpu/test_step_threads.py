@@ -1,5 +1,6 @@
 """How many threads a step runs on: as many as the table says at every layer, and results do not depend on it."""
 
+import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.cpu.step_threads import StepThreads
+from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from tests.engine.harness import Harness, prompt_of, request
@@ -114,6 +116,24 @@ def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, C
     load = harness.engine.load()
     assert 0 < load.num_lent_steps < load.num_steps
     harness.engine.check_idle()
+
+
+async def test_an_engine_that_is_stopped_at_work_gives_its_cores_back(shares: tuple[CoreShare, CoreShare]) -> None:
+    ours, other = shares
+    other.claim()
+    harness, started = Harness(threads=StepThreads(ours)), asyncio.Event()
+    thread = EngineThread(
+        harness.engine,
+        asyncio.get_running_loop(),
+        on_result=lambda result: started.set(),
+        on_crash=lambda error: started.set(),
+    )
+    thread.start()
+    async with asyncio.timeout(10.0):
+        await thread.call(lambda engine: engine.add(request("a", prompt_of(5), 500)))
+        await started.wait()
+        await thread.stop(10.0)
+    assert other.available() == 2
 
 
 @pytest.fixture(scope="module")
