@@ -62,7 +62,8 @@ async def test_a_node_whose_engine_hangs_reports_it_and_ends_its_watchers_stream
             assert await health_of(channel, WHOLE_SERVER) == "NOT_SERVING"
             assert await health_of(channel, service.name) == "NOT_SERVING"
     finally:
-        await server.close()  # waits for the hanging step no longer
+        async with asyncio.timeout(PATIENCE / 2):
+            await server.close()  # waits for the hanging step no longer
         gate.set()
 
 
