@@ -10,9 +10,12 @@ import pytest
 
 from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.core.outputs import FinishReason
 from kvrelay.v1 import common_pb2, node_pb2
 from router.nodes.node import NodeState
+from router.relay.attempt import RefillEvent
+from router.relay.prefill_client import PrefillFinished
 from router.request import KVOrigins, RequestEvent
 from tests.router.routed import PROMPT, a_request, assert_idle, opened, take, take_trace
 from tests.router.scripted_nodes import (
@@ -166,6 +169,9 @@ async def test_a_refill_whose_blocks_have_arrived_ends_with_its_first_token() ->
         call.finish(token(7), num_cached_tokens=4)
         assert await soon(nodes.prefills[1].released) == ("second",)
         assert nodes.decode.commands.empty()
+        [share] = nodes.relay._running["r"]._shares
+        assert share.attempt is not None
+        share.attempt._sink(RefillEvent(PrefillFinished((token(7),), (), 4, NOTHING_FETCHED)))  # nobody listens
         nodes.decode.tokens(wire_id, LAST)
         assert await following == LAST
         assert (await take_trace(events)).kv == KVOrigins(num_refill_blocks=3, num_refilled_tokens=6)
