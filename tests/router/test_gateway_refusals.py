@@ -314,6 +314,13 @@ async def test_a_wish_to_upgrade_is_ignored_and_the_body_read(
     writer.close()
 
 
+async def test_a_wish_for_a_tunnel_is_refused(gateway: Gateway) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(b"CONNECT elsewhere.example:443 HTTP/1.1\r\nhost: elsewhere.example:443\r\n\r\n")
+    assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 4")
+    writer.close()
+
+
 async def test_many_wishes_to_upgrade_may_come_at_once(gateway: Gateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(
