@@ -8,6 +8,7 @@ KVRelayError                      internal: a failure inside the cluster
 ├── KVError                       a block could not be moved or trusted
 ├── CancelledByPeerError          the client or the router has cancelled the request
 ├── DeadlineError                 a phase took longer than it may
+├── GivenUpError                  a request has lost too many nodes; it may be what ends them
 ├── OverloadedError               queues are full; trying again later may help
 └── UnavailableError              no node can serve now
 """
@@ -54,6 +55,10 @@ class CancelledByPeerError(KVRelayError):
 
 class DeadlineError(KVRelayError):
     """A phase of a request took longer than it may."""
+
+
+class GivenUpError(KVRelayError):
+    """Too many nodes have ended under a request, which may be why. It should not be sent again."""
 
 
 class OverloadedError(KVRelayError):

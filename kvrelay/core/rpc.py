@@ -23,6 +23,7 @@ from kvrelay.core.errors import (
     CancelledByPeerError,
     ConfigurationError,
     DeadlineError,
+    GivenUpError,
     InvalidRequestError,
     KVError,
     KVRelayError,
@@ -66,6 +67,7 @@ _REASONS: dict[str, type[KVRelayError]] = {
     "KV": KVError,
     "CANCELLED": CancelledByPeerError,
     "DEADLINE": DeadlineError,
+    "GIVEN_UP": GivenUpError,
     "OVERLOADED": OverloadedError,
     "UNAVAILABLE": UnavailableError,
 }

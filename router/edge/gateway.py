@@ -18,7 +18,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrelay.core.errors import InvalidRequestError, KVRelayError, UnknownModelError, status_of
+from kvrelay.core.errors import (
+    DeadlineError,
+    GivenUpError,
+    InvalidRequestError,
+    KVRelayError,
+    UnknownModelError,
+    status_of,
+)
 from kvrelay.core.rpc import RETRY_DELAY_SECONDS
 from router.edge.edge import Edge
 from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
@@ -185,8 +192,8 @@ def _error_response(error: KVRelayError) -> Response:
     headers = {"retry-after": str(RETRY_DELAY_SECONDS)} if status in (429, 503) else {}
     if status == 503:
         headers["connection"] = "close"  # so that the next try may reach another router
-    if status == 504:
-        headers["x-should-retry"] = "false"  # for OpenAI's clients, which would ask twice more for what takes too long
+    if isinstance(error, DeadlineError | GivenUpError):
+        headers["x-should-retry"] = "false"  # for OpenAI's clients, which would ask twice more
     return JSONResponse(_error_body(error), status_code=status, headers=headers)
 
 

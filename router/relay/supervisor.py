@@ -8,11 +8,12 @@ request here:
    placed alone, since it differs from the others from its first token on.
 4. If no such decode node is live, the nodes that the request has lost are tried as well, after a wait that grows: a
    broken stream does not always mean that the node has ended.
-5. If no decode node is live at all, the request waits for the next one, at most `node_wait` seconds from the loss.
+5. If no decode node is live at all, the request waits for the next one, at most `node_wait` seconds from the loss, and
+   then ends with UnavailableError.
 6. An output that has lost more than `max_attempts` nodes in the same way (`Loss`) without getting past the point where
    it lost them may be what ends the nodes. While it is not known whether so many have ended, it is not placed again; a
-   node that is live again has not. When so many have, or a wait of 5. or 6. is over, the request ends with
-   UnavailableError.
+   node that is live again has not. When so many have, or that wait takes longer than `node_wait`, the request ends with
+   GivenUpError.
 7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
 A token is a function of the seed, the output index and all tokens before it, never of the node that samples it. So the
@@ -35,7 +36,7 @@ from typing import Protocol
 
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
-from kvrelay.core.errors import CancelledByPeerError, DeadlineError, KVRelayError, UnavailableError
+from kvrelay.core.errors import CancelledByPeerError, DeadlineError, GivenUpError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, Loss, NodeLostError
@@ -269,7 +270,7 @@ class RequestSupervisor:
 
     def _is_doubtful(self, share: _Share, *, just_lost: bool) -> bool:
         """Tells whether more than `max_attempts` nodes that the share has lost in the same way may have ended. Raises
-        UnavailableError when they have, or it has waited for too long to know. `just_lost`: the last of them counts,
+        GivenUpError when they have, or it has waited for too long to know. `just_lost`: the last of them counts,
         because the router may not have heard yet that it has ended."""
         lost = share.lost
         assert lost is not None
@@ -279,7 +280,7 @@ class RequestSupervisor:
             return False
         has_waited = self._clock.now() >= share.lost_at + self._node_wait
         if has_waited or sum(map(self._place.has_ended, away)) > self._max_attempts:
-            raise UnavailableError(f"given up after {len(away)} losses of a {lost.loss.value}: {lost}") from lost
+            raise GivenUpError(f"given up after {len(away)} losses of a {lost.loss.value}: {lost}") from lost
         if just_lost:
             _logger.warning("request %s: waits to know which of %d lost nodes have ended", self._wire_id, len(away))
         return True

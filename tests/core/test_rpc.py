@@ -17,6 +17,7 @@ from kvrelay.core.errors import (
     CancelledByPeerError,
     ConfigurationError,
     DeadlineError,
+    GivenUpError,
     InvalidRequestError,
     KVError,
     KVRelayError,
@@ -127,6 +128,7 @@ async def raised_by_generate(error: Exception) -> tuple[grpc.aio.AioRpcError, KV
         (UnavailableError("nobody"), grpc.StatusCode.UNAVAILABLE),
         (CancelledByPeerError("gone"), grpc.StatusCode.CANCELLED),
         (KVError("bad digest"), grpc.StatusCode.INTERNAL),
+        (GivenUpError("nodes ended"), grpc.StatusCode.INTERNAL),
     ],
 )
 async def test_an_error_comes_back_as_itself(error: KVRelayError, code: grpc.StatusCode) -> None:

@@ -9,7 +9,7 @@ import socket
 import openai
 import pytest
 
-from kvrelay.core.errors import DeadlineError, KVRelayError, OverloadedError
+from kvrelay.core.errors import DeadlineError, GivenUpError, KVRelayError, OverloadedError
 from router.edge import http_exchange
 from router.edge.http_protocol import MAX_HEAD_BYTES
 from router.edge.openai_schema import MAX_PROMPTS
@@ -163,8 +163,11 @@ async def test_a_body_that_is_no_request_is_refused_with_the_reason(
     assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
 
 
-@pytest.mark.parametrize(("error", "num_sent"), [(DeadlineError("too long"), 1), (OverloadedError("full"), 2)])
-async def test_openai_s_client_does_not_send_again_what_took_too_long(
+@pytest.mark.parametrize(
+    ("error", "num_sent"),
+    [(DeadlineError("too long"), 1), (GivenUpError("nodes ended"), 1), (OverloadedError("full"), 2)],
+)
+async def test_openai_s_client_does_not_send_again_what_would_fail_again(
     gateway: Gateway, error: KVRelayError, num_sent: int
 ) -> None:
     gateway.relay.fail_with = error

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from kvrelay.core.errors import UnavailableError
+from kvrelay.core.errors import GivenUpError, UnavailableError
 from kvrelay.core.outputs import FinishReason
 from router.nodes.node import NodeState
 from tests.router.routed import a_request, assert_idle, give_up, say, take, take_trace
@@ -53,7 +53,7 @@ async def test_the_number_of_nodes_that_end_is_bounded(max_attempts: int) -> Non
             for node in lost:
                 assert not first.done()
                 await node.start_again(epoch=2)
-            with pytest.raises(UnavailableError, match=f"after {1 + max_attempts} losses of a decode node that"):
+            with pytest.raises(GivenUpError, match=f"after {1 + max_attempts} losses of a decode node that"):
                 await first
         assert_idle(nodes)
 
@@ -81,7 +81,7 @@ async def test_a_request_that_has_lost_too_many_nodes_ends_when_it_has_waited_to
                 node = await next_decode(nodes)
                 await node.admit()
                 await ended(nodes, node)
-            with pytest.raises(UnavailableError, match="after 2 losses of a decode node that"):
+            with pytest.raises(GivenUpError, match="after 2 losses of a decode node that"):
                 await first
         assert_idle(nodes)
 
@@ -110,7 +110,7 @@ async def test_a_request_that_no_decode_node_survives_ends_though_each_prefill_n
             await node.started()
             await ended(nodes, node)
             await node.start_again(epoch=2)
-        with pytest.raises(UnavailableError, match="after 2 losses of a decode node that had the first token"):
+        with pytest.raises(GivenUpError, match="after 2 losses of a decode node that had the first token"):
             await take(events)
         assert_idle(nodes)
 
