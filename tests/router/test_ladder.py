@@ -12,6 +12,7 @@ from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.core.outputs import FinishReason
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.v1 import common_pb2, node_pb2
 from router.nodes.node import NodeState
 from router.relay.attempt import RefillEvent
@@ -171,7 +172,9 @@ async def test_a_refill_whose_blocks_have_arrived_ends_with_its_first_token() ->
         assert nodes.decode.commands.empty()
         [share] = nodes.relay._running["r"]._shares
         assert share.attempt is not None
-        share.attempt._sink(RefillEvent(PrefillFinished((token(7),), (), 4, NOTHING_FETCHED)))  # nobody listens
+        share.attempt._sink(
+            RefillEvent(PrefillFinished((token(7),), PromptLogprobs(), 4, NOTHING_FETCHED))
+        )  # nobody listens
         nodes.decode.tokens(wire_id, LAST)
         assert await following == LAST
         assert (await take_trace(events)).kv == KVOrigins(num_refill_blocks=3, num_refilled_tokens=6)
