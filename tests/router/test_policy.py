@@ -209,6 +209,12 @@ def test_a_decode_node_helps_a_busy_prefill_node_unless_that_delays_its_decodes_
     assert placement.reason is PlacementReason.DISAGGREGATED, "switched off"
 
 
+def test_a_prefill_node_has_little_to_do_if_another_decode_node_holds_the_prompt() -> None:
+    nodes = candidates(prefill("p0", queued=500), decode("d0"), decode("d1", held=62, sequences=100))
+    placement = PrefixAware().choose(facts(1000), nodes)
+    assert (placement.prefill, placement.decode) == ("p0", "d0")
+
+
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_aware"])
 def test_other_holders_are_told_to_the_decode_node_too(name: str) -> None:
     """All holders are named, except the prefill node, which announces its blocks itself, and nodes that hold no more
