@@ -41,6 +41,7 @@ def test_sequences_and_mappings_become_tuples() -> None:
 def test_a_seed_and_a_top_k_that_is_off_have_one_form() -> None:
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
     assert SamplingParams(seed=-7) == SamplingParams(seed=np.int64(-7)) == SamplingParams(seed=2**64 - 7)  # type: ignore[arg-type]
+    assert SamplingParams(seed=MIN_SEED).seed == 2**63
 
 
 @pytest.mark.parametrize(
