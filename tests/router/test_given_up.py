@@ -33,6 +33,17 @@ async def ended(nodes: Cluster, node: ScriptedDecode) -> None:
     await until(lambda: nodes.registry.decode[nodes.decodes.index(node)].state is NodeState.LOST)
 
 
+async def lose_decode_nodes(nodes: Cluster, count: int) -> list[ScriptedDecode]:
+    """Ends so many decode nodes, one after the other, once each has been given the request."""
+    lost = []
+    for _ in range(count):
+        node = await next_decode(nodes)
+        await node.admit()
+        await ended(nodes, node)
+        lost.append(node)
+    return lost
+
+
 async def next_prefill(nodes: Cluster) -> PrefillCall:
     await until(lambda: any(not node.calls.empty() for node in nodes.prefills))
     return next(node.calls.get_nowait() for node in nodes.prefills if not node.calls.empty())
@@ -44,13 +55,7 @@ async def test_the_number_of_nodes_that_end_is_bounded(max_attempts: int) -> Non
     async with cluster(num_decode_nodes=5, max_attempts=max_attempts, local_prefill_max_tokens=64) as nodes:
         async with aclosing(nodes.relay.run(a_request())) as events:
             first = asyncio.create_task(take(events))
-            lost = []
-            for _ in range(1 + max_attempts):
-                node = await next_decode(nodes)
-                await node.admit()
-                await ended(nodes, node)
-                lost.append(node)
-            for node in lost:
+            for node in await lose_decode_nodes(nodes, 1 + max_attempts):
                 assert not first.done()
                 await node.start_again(epoch=2)
             with pytest.raises(GivenUpError, match=f"after {1 + max_attempts} losses of a decode node that"):
@@ -62,13 +67,10 @@ async def test_a_request_that_has_lost_too_many_nodes_goes_on_when_one_of_them_h
     async with cluster(num_decode_nodes=3, max_attempts=1, local_prefill_max_tokens=64) as nodes:
         async with aclosing(nodes.relay.run(a_request())) as events:
             first = asyncio.create_task(take(events))
-            for _ in range(2):
-                node = await next_decode(nodes)
-                await node.admit()
-                await ended(nodes, node)
-            await node.start_again(epoch=1)
+            lost = await lose_decode_nodes(nodes, 2)
+            await lost[0].start_again(epoch=1)
             again = await next_decode(nodes)
-            assert again is not node, "a node that the request has not lost"
+            assert again not in lost, "a node that the request has not lost"
             say(again, (await again.admit()).request_id, token(7))
             assert await first == token(7)
 
@@ -77,10 +79,7 @@ async def test_a_request_that_has_lost_too_many_nodes_ends_when_it_has_waited_to
     async with cluster(num_decode_nodes=3, max_attempts=1, node_wait=0.2, local_prefill_max_tokens=64) as nodes:
         async with aclosing(nodes.relay.run(a_request())) as events:
             first = asyncio.create_task(take(events))
-            for _ in range(2):
-                node = await next_decode(nodes)
-                await node.admit()
-                await ended(nodes, node)
+            await lose_decode_nodes(nodes, 2)
             with pytest.raises(GivenUpError, match="after 2 losses of a decode node that"):
                 await first
         assert_idle(nodes)
