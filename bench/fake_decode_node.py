@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from kvrelay.core.lifecycle import on_stdin_closed
+from kvrelay.core.node_report import PROTOCOL
 from kvrelay.core.rpc import serve_insecure, server_options
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc, node_pb2, node_pb2_grpc
 
@@ -41,6 +42,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             max_model_len=131_072,
             vocab_size=self._vocab_size,
             max_num_seqs=4096,
+            protocol=PROTOCOL,
         )
 
     async def Watch(self, request: node_pb2.WatchRequest, context: Any) -> AsyncIterator[node_pb2.WatchResponse]:

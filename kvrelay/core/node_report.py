@@ -10,6 +10,10 @@ from enum import Enum
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.kv_source import KVSource
 
+# Raised by every change after which a router and a node of before and after it would misunderstand each other. It is 0
+# for nodes that did not say it yet.
+PROTOCOL = 1
+
 
 class NodeRole(Enum):
     PREFILL = "prefill"
@@ -21,7 +25,7 @@ class NodeDescription:
     """A node's answer to Describe, fixed for its epoch. `role` is None when the reader does not know the node's kind.
 
     `connector`: its connectors, comma-separated, in the order in which they are tried. `max_model_len`: tokens of
-    prompt and output together.
+    prompt and output together. `protocol`: the number of the messages that it exchanges with routers.
     """
 
     role: NodeRole | None
@@ -31,6 +35,7 @@ class NodeDescription:
     max_model_len: int
     vocab_size: int
     max_num_seqs: int
+    protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)

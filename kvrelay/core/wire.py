@@ -180,6 +180,7 @@ def description_to_wire(description: NodeDescription) -> node_pb2.DescribeRespon
         max_model_len=description.max_model_len,
         vocab_size=description.vocab_size,
         max_num_seqs=description.max_num_seqs,
+        protocol=description.protocol,
     )
 
 
@@ -192,6 +193,7 @@ def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription
         max_model_len=message.max_model_len,
         vocab_size=message.vocab_size,
         max_num_seqs=message.max_num_seqs,
+        protocol=message.protocol,
     )
 
 

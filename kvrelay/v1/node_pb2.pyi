@@ -84,6 +84,7 @@ class DescribeResponse(google.protobuf.message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     role: global___NodeRole.ValueType
     connector: builtins.str
     """connector names, comma-separated, in the order of trying; nodes exchange KV if they share one"""
@@ -91,6 +92,8 @@ class DescribeResponse(google.protobuf.message.Message):
     """tokens of prompt and output together"""
     vocab_size: builtins.int
     max_num_seqs: builtins.int
+    protocol: builtins.int
+    """what its messages mean; a router refuses nodes whose number is not its own"""
     @property
     def source(self) -> kvrelay.v1.common_pb2.KVSource:
         """node id, epoch, connector endpoint"""
@@ -107,9 +110,10 @@ class DescribeResponse(google.protobuf.message.Message):
         max_model_len: builtins.int = ...,
         vocab_size: builtins.int = ...,
         max_num_seqs: builtins.int = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv_namespace", b"kv_namespace", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["connector", b"connector", "kv_namespace", b"kv_namespace", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "role", b"role", "source", b"source", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["connector", b"connector", "kv_namespace", b"kv_namespace", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "protocol", b"protocol", "role", b"role", "source", b"source", "vocab_size", b"vocab_size"]) -> None: ...
 
 global___DescribeResponse = DescribeResponse
 

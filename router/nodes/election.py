@@ -26,8 +26,8 @@ class Elected:
 
 
 def elect(nodes: Sequence[NodeHandle], difference: Difference, *, now: float) -> Elected | None:
-    """Returns the winner among the nodes that were heard of lately and have the role they are listed for; None if there
-    is no such node. `now` is read from the clock of their `heard_at`."""
+    """Returns the winner among the nodes that were heard of lately and can be this router's; None if there is no such
+    node. `now` is read from the clock of their `heard_at`."""
     voters = [node for node in nodes if _votes(node, now)]
     voters.sort(key=lambda node: node.role is not NodeRole.DECODE)  # stable: otherwise as listed
     if not voters:
@@ -43,7 +43,7 @@ def elect(nodes: Sequence[NodeHandle], difference: Difference, *, now: float) ->
 
 
 def _votes(node: NodeHandle, now: float) -> bool:
-    if node.description is None or node.description.role is not node.role:
+    if node.description is None or node.misfit is not None:
         return False
     return node.heard_at is not None and now - node.heard_at <= VOTE_SECONDS
 

@@ -11,7 +11,7 @@ import grpc
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv_source import KVSource
-from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
+from kvrelay.core.node_report import PROTOCOL, NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.wire import source_to_wire
 from kvrelay.v1 import common_pb2
 from router.nodes.outlier import Outlier
@@ -83,6 +83,19 @@ class NodeHandle:
         """The node as it was last described; it must have been."""
         assert self.description is not None
         return self.description.source
+
+    @property
+    def misfit(self) -> str | None:
+        """Why the node, as it was last described, can be none of this router's, whatever the others are; None if it
+        can."""
+        assert self.description is not None
+        role, protocol = self.description.role, self.description.protocol
+        if protocol != PROTOCOL:
+            return f"protocol is {protocol}, but this router's is {PROTOCOL}: run versions of kvrelay that share one"
+        if role is not self.role:
+            found = "unknown" if role is None else role.value
+            return f"role is {found}, but it is listed among the {self.role.value} nodes"
+        return None
 
     @property
     def is_watched(self) -> bool:

@@ -190,9 +190,8 @@ class Registry:
     def _check(self, node: NodeHandle, description: NodeDescription) -> None:
         """Checks a node against those that are live or, if there are none, against the elected one. Raises
         NodeRefusedError if it does not fit."""
-        if description.role is not node.role:
-            found = "unknown" if description.role is None else description.role.value
-            raise NodeRefusedError(f"role is {found}, but it is listed among the {node.role.value} nodes")
+        if node.misfit is not None:
+            raise NodeRefusedError(node.misfit)
         for other in self._rivals(node):
             assert other.description is not None
             if other.description.source.node_id == description.source.node_id:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.core.block_hash import BlockHash, KVNamespace
 from kvrelay.core.errors import KVRelayError
+from kvrelay.core.node_report import PROTOCOL
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.rpc import ErrorInterceptor, serve_insecure, server_options
 from kvrelay.core.wire import namespace_to_wire, output_to_wire
@@ -52,6 +53,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.max_model_len = 4096
         self.max_num_seqs = 8
         self.vocab_size = 1000
+        self.protocol = PROTOCOL
         self.updates: asyncio.Queue[node_pb2.WatchResponse] = asyncio.Queue()
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
@@ -115,6 +117,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             max_num_seqs=self.max_num_seqs,
+            protocol=self.protocol,
         )
 
     async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.WatchResponse]:

@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, UnavailableError
-from kvrelay.core.node_report import NodeRole
+from kvrelay.core.node_report import PROTOCOL, NodeRole
 from kvrelay.v1 import node_pb2
 from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
@@ -206,6 +206,17 @@ async def test_a_node_with_another_vocabulary_is_refused(caplog: pytest.LogCaptu
     decode, stranger = ScriptedDecode(), ScriptedDecode("decode-1")
     stranger.vocab_size = 999
     await refused(decode, stranger, "vocabulary size is 999, not 1000", caplog)
+
+
+async def test_a_node_of_another_protocol_is_refused_and_decides_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Listed first, it would be the one that the others have to fit, whose KV is different."""
+    stranger, decode = ScriptedDecode(), ScriptedDecode("decode-1")
+    stranger.protocol, stranger.namespace = 0, replace(NAMESPACE, block_size=32)
+    with caplog.at_level(logging.WARNING):
+        async with registered(stranger, decode) as registry:
+            assert await registry.wait_settled(PATIENCE)
+            assert [node.state for node in registry.decode] == [NodeState.REFUSED, NodeState.LIVE]
+    assert f"protocol is 0, but this router's is {PROTOCOL}: run versions of kvrelay that share one" in caplog.text
 
 
 async def test_nodes_that_share_one_of_their_connectors_fit() -> None:
