@@ -104,10 +104,9 @@ $(VENV)/installed: pyproject.toml constraints.txt $(KERNEL_SOURCES) $(VENV)/torc
 	$(PIP) --editable '.[engine,redis,bench]'
 	@touch $@
 
-# It is all that `installed` is: in a fresh clone the kernels are built once. Those for the matrix unit are tested on any processor
-# with AVX-512's bfloat16 dot products.
+# It is all that `installed` is: in a fresh clone the kernels are built once. Those that this processor cannot run are emulated.
 $(VENV)/installed-dev: pyproject.toml constraints.txt $(KERNEL_SOURCES) $(VENV)/torch
-	$(PIP) --config-settings=cmake.define.PAGED_EMULATE_AMX=ON --editable '.[engine,redis,dev]'
+	$(PIP) --config-settings=cmake.define.PAGED_EMULATE=ON --editable '.[engine,redis,dev]'
 	@touch $(VENV)/installed $@
 
 $(VENV)/oldest-triton/installed: $(VENV)/installed-dev

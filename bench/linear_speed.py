@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=positive, default=5, help="measurements, besides one to warm up (default: 5)")
     parser.add_argument("--copies", type=positive, default=8, help="weights of each shape, used in turn (default: 8)")
-    available = native.available_instruction_sets()
+    available = [name for name in native.available_instruction_sets() if not name.endswith("_emulated")]
     parser.add_argument(
         "--instruction-set", choices=available, default=available[0], help="which variant of our kernel to measure"
     )

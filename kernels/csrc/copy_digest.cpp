@@ -134,7 +134,7 @@ void store_big_endian(std::uint8_t* target, std::uint64_t word) {
 CopyStripes copy_stripes([[maybe_unused]] bool streams) {
 #if defined(__x86_64__)
   const std::string_view name = kernels().name;
-  if (name == "avx2") return streams ? copy_half_stripes<true> : copy_half_stripes<false>;
+  if (name == "avx2" || kernels().emulates_avx512) return streams ? copy_half_stripes<true> : copy_half_stripes<false>;
   if (name != "portable") return streams ? copy_whole_stripes<true> : copy_whole_stripes<false>;
 #endif
   return nullptr;

@@ -42,24 +42,31 @@ bool multiplies_pairs_slowly() { return __builtin_cpu_is("intel") && !__builtin_
 std::vector<const KernelTable*> find_tables() {
   std::vector<const KernelTable*> tables;
 #if defined(__x86_64__)
+  std::vector<const KernelTable*> emulated;  // last: only tests ask for them
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
+  const auto offer = [&](const KernelTable& table, bool is_supported) {
+    if (table.emulates_avx512 ? avx2 : is_supported) (table.emulates_avx512 ? emulated : tables).push_back(&table);
+  };
 #if PAGED_WITH_AMX
   if (avx512_bf16 && request_amx()) tables.push_back(&amx_bf16_kernels());
 #endif
-  if (avx512_bf16 && !multiplies_pairs_slowly()) tables.push_back(&avx512_bf16_kernels());
-  if (avx512_vnni) tables.push_back(&avx512_vnni_kernels());
-  if (avx512_bf16 && multiplies_pairs_slowly()) tables.push_back(&avx512_bf16_kernels());
-  if (avx512) tables.push_back(&avx512_kernels());
+  if (!multiplies_pairs_slowly()) offer(avx512_bf16_kernels(), avx512_bf16);
+  offer(avx512_vnni_kernels(), avx512_vnni);
+  if (multiplies_pairs_slowly()) offer(avx512_bf16_kernels(), avx512_bf16);
+  offer(avx512_kernels(), avx512);
   if (avx2) tables.push_back(&avx2_kernels());
+#if PAGED_EMULATE
+  if (amx_emulated_kernels().emulates_avx512 ? avx2 : avx512_bf16) emulated.push_back(&amx_emulated_kernels());
 #endif
   tables.push_back(&portable_kernels());
-#if defined(__x86_64__) && PAGED_EMULATE_AMX
-  if (avx512_bf16) tables.push_back(&amx_emulated_kernels());  // last: only a test asks for it
+  tables.insert(tables.end(), emulated.begin(), emulated.end());
+#else
+  tables.push_back(&portable_kernels());
 #endif
   return tables;
 }

@@ -6,14 +6,9 @@
 #include <type_traits>
 
 #include "kernel_table.h"
+#include "target.h"
 
-// Only what follows is compiled for the extension: headers come first, so that no inline function shared with other files is.
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8,avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8,avx2,fma,f16c")
-#endif
+PAGED_BEGIN_TARGET(PAGED_AMX_BF16)
 
 namespace paged::amx_bf16 {
 #define PAGED_BF16_DOT 1
@@ -24,11 +19,7 @@ namespace paged::amx_bf16 {
 #include "kernels.inl"
 }  // namespace paged::amx_bf16
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+PAGED_END_TARGET
 
 namespace paged {
 const KernelTable& amx_bf16_kernels() {

@@ -6,14 +6,9 @@
 #include <type_traits>
 
 #include "kernel_table.h"
+#include "target.h"
 
-// Only what follows is compiled for the extension: headers come first, so that no inline function shared with other files is.
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+PAGED_BEGIN_TARGET(PAGED_AVX2)
 
 namespace paged::avx2 {
 #include "simd_avx2.inl"
@@ -21,11 +16,7 @@ namespace paged::avx2 {
 #include "kernels.inl"
 }  // namespace paged::avx2
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+PAGED_END_TARGET
 
 namespace paged {
 const KernelTable& avx2_kernels() {

@@ -6,14 +6,9 @@
 #include <type_traits>
 
 #include "kernel_table.h"
+#include "target.h"
 
-// Only what follows is compiled for the extension: headers come first, so that no inline function shared with other files is.
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
-#endif
+PAGED_BEGIN_TARGET(PAGED_AVX512_VNNI)
 
 namespace paged::avx512_vnni {
 #define PAGED_BF16_DOT 0
@@ -24,15 +19,11 @@ namespace paged::avx512_vnni {
 #include "kernels.inl"
 }  // namespace paged::avx512_vnni
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+PAGED_END_TARGET
 
 namespace paged {
 const KernelTable& avx512_vnni_kernels() {
-  static constexpr KernelTable table = avx512_vnni::kernel_table("avx512_vnni");
+  static constexpr KernelTable table = avx512_vnni::kernel_table(PAGED_SET_NAME("avx512_vnni"));
   return table;
 }
 }  // namespace paged

@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "kernel_table.h"
+#include "target.h"
 
 namespace paged::portable {
 #include "simd_portable.inl"

@@ -190,6 +190,7 @@ struct PackedCall {
 
 struct KernelTable {
   const char* name;
+  bool emulates_avx512;  // runs on AVX2, for tests
   bool integer_inputs;  // of quantised products, unless x is float32: whole numbers instead of `wide`
   // The first tile of the item that is `following` on the same thread is asked for ahead; null: not known.
   void (*attend[kNumDTypes])(const AttentionCall&, const AttentionItem&, const AttentionItem* following, float* scratch);

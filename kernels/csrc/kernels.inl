@@ -15,6 +15,7 @@
 static constexpr KernelTable kernel_table(const char* name) {
   return KernelTable{
       name,
+      PAGED_EMULATE_AVX512 == 1,
       PAGED_INTEGER_DOT == 1,
       {attend_item<float, float>, attend_item<bf16, bf16>, attend_item<f16, f16>},
       {attend_item<float, e4m3>, attend_item<bf16, e4m3>, attend_item<f16, e4m3>},

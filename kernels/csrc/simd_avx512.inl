@@ -1,5 +1,9 @@
 // Vectors of sixteen floats: AVX-512 F, BW, DQ and VL, and with PAGED_BF16_DOT its bfloat16 dot products. Included inside a namespace,
-// under the matching target pragma; PAGED_BF16_DOT and PAGED_BYTE_DOT (VNNI) are set by the including file.
+// for the matching target; PAGED_BF16_DOT and PAGED_BYTE_DOT (VNNI) are set by the including file.
+
+#if PAGED_EMULATE_AVX512
+#include "avx512_emulation.inl"
+#endif
 
 #define PAGED_INTEGER_DOT PAGED_BYTE_DOT
 #define INLINE static inline __attribute__((always_inline))

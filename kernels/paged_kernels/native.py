@@ -81,8 +81,8 @@ def instruction_set() -> str:
 
 
 def available_instruction_sets() -> list[str]:
-    """Returns the sets that this processor can run, best first. Development builds add `amx_emulated`, last, for
-    tests."""
+    """Returns the sets that this processor can run, best first. Builds for tests add the others on emulations, last;
+    their names end in `_emulated`."""
     return _native.available_instruction_sets()
 
 
