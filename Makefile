@@ -14,7 +14,7 @@ KERNEL_SOURCES := $(shell find kernels -type f \( -name '*.cpp' -o -name '*.h' -
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test checks lint typecheck proto-check oldest-triton pytest chaos simulate proto bench redis-server upgrade clean
+.PHONY: help demo test checks lint typecheck proto-check oldest-triton pytest kernel-tests other-tests chaos simulate proto bench redis-server upgrade clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,9 +22,9 @@ help:  ## List the targets
 demo: $(VENV)/installed  ## Serve the demo model through real processes and ask it a few things
 	$(BIN)/python demo/run.py
 
-# The checks beside the tests, which often wait.
+# Two jobs, because most tests often wait: those of the kernels, which compute all the time, run with the checks beside the others.
 test: $(VENV)/installed-dev  ## Everything needed to trust a change
-	$(MAKE) --jobs=2 checks pytest
+	$(MAKE) --jobs=2 other-tests checks kernel-tests
 
 checks: lint typecheck proto-check oldest-triton  ## Ruff, mypy --strict, protobuf drift and the oldest Triton, without the tests
 
@@ -37,8 +37,16 @@ typecheck: $(VENV)/installed-dev  ## mypy --strict over code and tests
 
 # One thread for each process: tests run several at a time, and threads that wait for each other's cores cost minutes. Dozens of
 # processes import us, so what the first one compiles is kept whatever the caller prefers.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GRPC_VERBOSITY=NONE $(BIN)/python -m pytest
+
 pytest: $(VENV)/installed-dev redis-server  ## The tests; make pytest ARGS='tests/engine -k pool' runs some
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GRPC_VERBOSITY=NONE $(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+kernel-tests: $(VENV)/installed-dev
+	$(PYTEST) tests/kernels
+
+other-tests: $(VENV)/installed-dev redis-server
+	$(PYTEST) --ignore=tests/kernels
 
 chaos: $(VENV)/installed-dev redis-server  ## Minutes of killed, stopped and cut-off nodes under load; ARGS=--help explains
 	GRPC_VERBOSITY=NONE $(BIN)/python -m tests.chaos $(ARGS)
