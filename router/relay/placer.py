@@ -27,7 +27,7 @@ from router.policy import (
 from router.relay.decode_client import DecodeClient
 from router.relay.limits import RelayLimits
 from router.relay.prefill_client import PrefillClient
-from router.relay.resolved_placement import DecodePlacement, PrefillPlacement, ResolvedPlacement
+from router.relay.resolved_placement import ClientT, NodePlacement, PrefillPlacement, ResolvedPlacement
 from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
@@ -74,22 +74,11 @@ class Placer:
         facts, held = self._facts(node_request)
         placement = self._policy.choose(facts, _candidates(usable, held))
         _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
-        decode = usable[placement.decode]
+        decode = _resolved(self._decode_clients, placement.decode, placement.decode_sources, facts, usable, held)
         prefill = None
         if placement.prefill is not None:
-            prefill = self._prefill_placement(placement.prefill, placement.sources, facts, usable, held)
-        sources = _held_blocks(placement.decode_sources, usable)
-        most_held = max([held.get(placement.decode, 0), *(source.num_blocks for source in sources)])
-        return ResolvedPlacement(
-            DecodePlacement(
-                decode,
-                self._decode_clients[decode.address],
-                decode.source,
-                facts.uncached_tokens(most_held),
-                sources,
-            ),
-            prefill,
-        )
+            prefill = _resolved(self._prefill_clients, placement.prefill, placement.sources, facts, usable, held)
+        return ResolvedPlacement(decode, prefill)
 
     def refill(
         self, node_request: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int
@@ -100,7 +89,7 @@ class Placer:
         refill = self._policy.refill(facts, _candidates(usable, held), num_missing_tokens)
         if refill is None:
             return None
-        return self._prefill_placement(refill.prefill, refill.sources, facts, usable, held)
+        return _resolved(self._prefill_clients, refill.prefill, refill.sources, facts, usable, held)
 
     def is_live(self, node: KVSource) -> bool:
         """Implements `Place.is_live`."""
@@ -128,20 +117,21 @@ class Placer:
         facts = RequestFacts(next(self._numbers), len(node_request.token_ids), node_request.sampling.n, block_size)
         return facts, self._registry.index.leading(_names(node_request))
 
-    def _prefill_placement(
-        self,
-        node_id: str,
-        hints: Sequence[SourceHint],
-        facts: RequestFacts,
-        nodes: Mapping[str, NodeHandle],
-        held: Mapping[str, int],
-    ) -> PrefillPlacement:
-        node = nodes[node_id]
-        sources = _held_blocks(hints, nodes)
-        most_held = max([held.get(node_id, 0), *(source.num_blocks for source in sources)])
-        return PrefillPlacement(
-            node, self._prefill_clients[node.address], node.source, sources, facts.uncached_tokens(most_held)
-        )
+
+def _resolved(
+    clients: Mapping[str, ClientT],
+    node_id: str,
+    hints: Sequence[SourceHint],
+    facts: RequestFacts,
+    nodes: Mapping[str, NodeHandle],
+    held: Mapping[str, int],
+) -> NodePlacement[ClientT]:
+    """Returns a node that the policy has chosen, with its client (`clients` are by address). `hints` are its sources,
+    `nodes` those that it chose among, and `held` how many leading blocks each of them holds."""
+    node = nodes[node_id]
+    sources = tuple(HeldBlocks(nodes[hint.node_id].source, hint.num_blocks) for hint in hints)
+    most_held = max([held.get(node_id, 0), *(source.num_blocks for source in sources)])
+    return NodePlacement(node, clients[node.address], node.source, sources, facts.uncached_tokens(most_held))
 
 
 def _names(node_request: NodeRequest) -> Iterable[BlockHash]:
@@ -165,10 +155,6 @@ def _can_serve(node_request: NodeRequest, node: NodeDescription) -> bool:
 
 def _has_decode_node(nodes: Mapping[str, NodeHandle]) -> bool:
     return any(node.role is NodeRole.DECODE for node in nodes.values())
-
-
-def _held_blocks(hints: Sequence[SourceHint], nodes: Mapping[str, NodeHandle]) -> tuple[HeldBlocks, ...]:
-    return tuple(HeldBlocks(nodes[hint.node_id].source, hint.num_blocks) for hint in hints)
 
 
 def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Candidates:
