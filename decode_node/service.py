@@ -29,13 +29,13 @@ import grpc
 
 from decode_node.router_stream import RouterStream
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv_source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import Context
-from kvrelay.core.wire import fetch_report_to_wire, output_from_wire, source_from_wire
+from kvrelay.core.wire import fetch_report_to_wire, held_from_wire, output_from_wire, source_from_wire
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
-from kvrelay.node.convert import engine_request_from_wire, sources_from_wire
+from kvrelay.node.convert import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
 from kvrelay.v1 import decode_node_pb2 as pb
@@ -54,7 +54,7 @@ class _Decode:
 
     stream: RouterStream
     request: EngineRequest
-    sources: tuple[tuple[KVSource, int], ...]  # each with its number of leading blocks
+    sources: tuple[HeldBlocks, ...]
     ends_at: float | None  # the request's deadline in loop time, if the router has sent one
     num_unfinished: int
     fetches: FetchReport = NOTHING_FETCHED
@@ -149,7 +149,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             stream.send_failure(admit.request_id, error)
             return
         self._active[request.request_id] = _Decode(
-            stream, request, sources_from_wire(admit.sources), ends_at(admit.timeout_ms), request.sampling.n
+            stream, request, tuple(map(held_from_wire, admit.sources)), ends_at(admit.timeout_ms), request.sampling.n
         )
         stream.request_ids.add(request.request_id)
         self._node.activity.begin(request.request_id)
@@ -222,8 +222,8 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             receiver.discard()
             return
         decode.receiver = receiver
-        for source, num_blocks in decode.sources:
-            receiver.offer(source, num_blocks)
+        for held in decode.sources:
+            receiver.offer(held.source, held.num_blocks)
         for pull in decode.pulls:
             _announce(receiver, pull)
         decode.pulls.clear()

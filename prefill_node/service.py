@@ -22,13 +22,13 @@ import grpc
 
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv_source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import Context
-from kvrelay.core.wire import fetch_report_to_wire, output_to_wire, prompt_logprobs_to_wire
+from kvrelay.core.wire import fetch_report_to_wire, held_from_wire, output_to_wire, prompt_logprobs_to_wire
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
-from kvrelay.node.convert import engine_request_from_wire, sources_from_wire
+from kvrelay.node.convert import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
 from kvrelay.v1 import prefill_node_pb2 as pb
@@ -44,7 +44,7 @@ class _Prefill:
     """A request on this node. The stream sends what is in `events`; None ends it, an error fails it."""
 
     request: EngineRequest
-    sources: tuple[tuple[KVSource, int], ...]  # each with its number of leading blocks
+    sources: tuple[HeldBlocks, ...]
     ends_at: float | None  # the request's deadline in loop time, if the router has sent one
     num_blocks: int  # of the given tokens, including a partial tail block
     events: asyncio.Queue[pb.PrefillEvent | KVRelayError | None] = field(default_factory=asyncio.Queue)
@@ -96,7 +96,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         if request_id in self._active or request_id in self._leases:
             raise InvalidRequestError(f"request {request_id} is running already", field="request_id")
         prefill = self._active[request_id] = _Prefill(
-            engine_request, sources_from_wire(request.sources), ends_at(request.timeout_ms), num_blocks
+            engine_request, tuple(map(held_from_wire, request.sources)), ends_at(request.timeout_ms), num_blocks
         )
         self._leases.open(request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
         self._node.activity.begin(request_id)  # until its stream and its lease end
@@ -202,8 +202,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         if prefill is None:
             receiver.discard()
             return
-        for source, num_blocks in prefill.sources:
-            receiver.offer(source, num_blocks)
+        for held in prefill.sources:
+            receiver.offer(held.source, held.num_blocks)
         receiver.end()
         reception = self._run_reception(admission.request_id, prefill, receiver)
         prefill.reception = receiver.start(reception, prefill.events.put_nowait)

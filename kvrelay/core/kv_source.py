@@ -11,3 +11,11 @@ class KVSource:
     node_id: str
     epoch: int
     endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """A source that holds a prompt's first `num_blocks` blocks."""
+
+    source: KVSource
+    num_blocks: int

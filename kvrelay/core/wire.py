@@ -1,7 +1,7 @@
 """Our values to protobuf and back, for the messages that router and nodes exchange."""
 
 from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv_source import HeldBlocks, KVSource
 from kvrelay.core.node_report import (
     ConnectorCounters,
     FetchReport,
@@ -151,6 +151,14 @@ def source_to_wire(source: KVSource) -> common_pb2.KVSource:
 
 def source_from_wire(message: common_pb2.KVSource) -> KVSource:
     return KVSource(node_id=message.node_id, epoch=message.epoch, endpoint=message.endpoint)
+
+
+def held_to_wire(held: HeldBlocks) -> common_pb2.BlockSource:
+    return common_pb2.BlockSource(source=source_to_wire(held.source), num_blocks=held.num_blocks)
+
+
+def held_from_wire(message: common_pb2.BlockSource) -> HeldBlocks:
+    return HeldBlocks(source_from_wire(message.source), message.num_blocks)
 
 
 def namespace_to_wire(namespace: KVNamespace) -> node_pb2.KVNamespace:

@@ -1,15 +1,13 @@
 """Converts a router's request to an engine's, and checks it, for both kinds of node."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.kv_source import KVSource
 from kvrelay.core.model_limits import check_token_ids
 from kvrelay.core.sampling_params import MAX_N
-from kvrelay.core.wire import sampling_from_wire, source_from_wire
+from kvrelay.core.wire import sampling_from_wire
 from kvrelay.engine.request import EngineRequest, KVRole
-from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
+from kvrelay.v1 import decode_node_pb2, prefill_node_pb2
 
 
 def engine_request_from_wire(
@@ -48,8 +46,3 @@ def engine_request_from_wire(
         prior_output_token_ids=given[num_prompt_tokens:],
         first_choice_index=message.first_choice_index,
     )
-
-
-def sources_from_wire(sources: Iterable[common_pb2.BlockSource]) -> tuple[tuple[KVSource, int], ...]:
-    """Returns each source with the number of leading blocks that it holds."""
-    return tuple((source_from_wire(entry.source), entry.num_blocks) for entry in sources)

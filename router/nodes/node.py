@@ -12,8 +12,6 @@ import grpc
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import PROTOCOL, NodeDescription, NodeLoad, NodeRole, NodeStats
-from kvrelay.core.wire import source_to_wire
-from kvrelay.v1 import common_pb2
 from router.nodes.outlier import Outlier
 
 
@@ -24,22 +22,6 @@ class NodeState(Enum):
     DRAINING = "draining"  # finishes its requests, takes no new ones
     REFUSED = "refused"  # reached, but does not fit the others
     LOST = "lost"  # was live, then its stream broke or fell silent; tried again
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBlocks:
-    """A source that holds the prompt's first `num_blocks` blocks."""
-
-    source: KVSource
-    num_blocks: int
-
-
-def _nothing_to_lose(error: KVRelayError) -> None:
-    pass
-
-
-def _nobody_waits() -> None:
-    pass
 
 
 @dataclass(slots=True)
@@ -67,8 +49,8 @@ class NodeHandle:
     complaint: str = ""
     logged: set[str] = field(default_factory=set)
     heard_at: float | None = None
-    on_lost: Callable[[KVRelayError], None] = _nothing_to_lose
-    on_live: Callable[[], None] = _nobody_waits
+    on_lost: Callable[[KVRelayError], None] = lambda error: None
+    on_live: Callable[[], None] = lambda: None
     watched: tuple[int, int] | None = None  # epoch and sequence number of the last event that the index has
     num_queued_tokens: int = 0
     num_sequences: int = 0
@@ -101,7 +83,3 @@ class NodeHandle:
     def is_watched(self) -> bool:
         """Whether the node sends its updates now."""
         return self.state in (NodeState.LIVE, NodeState.DRAINING)
-
-
-def held_to_wire(held: HeldBlocks) -> common_pb2.BlockSource:
-    return common_pb2.BlockSource(source=source_to_wire(held.source), num_blocks=held.num_blocks)

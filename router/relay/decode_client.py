@@ -13,7 +13,7 @@ from typing import cast
 import grpc
 
 from kvrelay.core.errors import KVRelayError, UnavailableError, error_from_grpc
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv_source import HeldBlocks, KVSource
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
@@ -21,6 +21,7 @@ from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import (
     fetch_report_from_wire,
+    held_to_wire,
     output_from_wire,
     output_to_wire,
     prompt_logprobs_from_wire,
@@ -29,7 +30,6 @@ from kvrelay.core.wire import (
 )
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
-from router.nodes.node import HeldBlocks, held_to_wire
 from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from functools import partial
 
 from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.errors import UnavailableError
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv_source import HeldBlocks, KVSource
 from kvrelay.core.node_report import NodeDescription, NodeRole
-from router.nodes.node import HeldBlocks, NodeHandle, NodeState
+from router.nodes.node import NodeHandle, NodeState
 from router.nodes.registry import Registry
 from router.policy import (
     Candidates,

@@ -15,15 +15,21 @@ from typing import cast
 import grpc
 
 from kvrelay.core.errors import DeadlineError, KVRelayError
+from kvrelay.core.kv_source import HeldBlocks
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.rpc import error_from_rpc
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.wire import fetch_report_from_wire, output_from_wire, prompt_logprobs_from_wire, sampling_to_wire
+from kvrelay.core.wire import (
+    fetch_report_from_wire,
+    held_to_wire,
+    output_from_wire,
+    prompt_logprobs_from_wire,
+    sampling_to_wire,
+)
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
-from router.nodes.node import HeldBlocks, held_to_wire
 from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvrelay.core.kv_source import KVSource
-from router.nodes.node import HeldBlocks, NodeHandle
+from kvrelay.core.kv_source import HeldBlocks, KVSource
+from router.nodes.node import NodeHandle
 from router.relay.decode_client import DecodeClient
 from router.relay.prefill_client import PrefillClient
 
