@@ -102,7 +102,7 @@ def open_segment(directory: Path, source: KVSource, *, on_device: bool = False) 
 def sweep_and_log(directory: Path) -> None:
     """Removes the segments of dead nodes. Raises ConfigurationError when `directory` is not a directory."""
     if not directory.is_dir():
-        raise ConfigurationError(f"shared_memory.directory {str(directory)!r} is not a directory")
+        raise ConfigurationError(f"--shared-memory-dir: {str(directory)!r} is not a directory")
     swept = sweep(directory)
     if swept:
         _logger.info("removed %d shared-memory segments of dead nodes from %s", swept, directory)

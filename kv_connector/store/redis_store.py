@@ -24,7 +24,7 @@ from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLi
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
@@ -58,13 +58,7 @@ class RedisConnector:
     has_store = True
 
     def __init__(self, settings: RedisSettings, *, clock: Clock | None = None) -> None:
-        """Raises ConfigurationError when a setting cannot work, the URL among them; nothing is connected yet."""
-        if settings.ttl_seconds < 1 or settings.batch_bytes < 1 or settings.max_connections < 1:
-            raise ConfigurationError(
-                "redis.ttl_seconds, redis.batch_bytes and redis.max_connections must be at least 1"
-            )
-        if settings.operation_timeout_seconds <= 0:
-            raise ConfigurationError("redis.operation_timeout_seconds must be above 0")
+        """Raises ConfigurationError for a URL that is not valid; nothing is connected yet."""
         self.stats = ConnectorStats()
         self._settings = settings
         self._clock: Clock = clock or MonotonicClock()
