@@ -24,7 +24,7 @@ import torch
 
 from bench.arguments import positive
 from bench.child import Child, child
-from kv_connector.base import FetchOutcome, FetchResult, KVConnector
+from kv_connector.base import FetchOutcome, FetchOutcomes, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
 from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
 from kv_connector.tiered import TieredConnector
@@ -111,9 +111,9 @@ async def fetch_rate(
     best = float("inf")
     for _ in range(_ROUNDS):
         started = time.perf_counter()
-        result: FetchResult = await connector.fetch(source, blocks, timeout=60)
+        outcomes: FetchOutcomes = await connector.fetch(source, blocks, timeout=60)
         best = min(best, time.perf_counter() - started)
-        arrived = result.outcomes.count(FetchOutcome.FETCHED)
+        arrived = outcomes.count(FetchOutcome.FETCHED)
         if arrived != len(blocks):
             raise UnavailableError(f"only {arrived} of {len(blocks)} blocks arrived")
     return len(blocks) * block_bytes / best

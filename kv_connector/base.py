@@ -38,11 +38,8 @@ class FetchOutcome(Enum):
     FAILED = "failed"  # the source could not be reached
 
 
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """One outcome per requested block, in order."""
-
-    outcomes: tuple[FetchOutcome, ...]
+FetchOutcomes = tuple[FetchOutcome, ...]
+"""One outcome per requested block, in order."""
 
 
 class KVConnector(Protocol):
@@ -84,7 +81,7 @@ class KVConnector(Protocol):
         overlaps leaves the block missing, never wrong. Copies that a backend keeps elsewhere stay."""
         ...
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         """Copies blocks by name into the local pool at their `block_id`, in at most `timeout` seconds. Without a
         `source` only a store that all nodes share is asked.
 

@@ -8,12 +8,12 @@ wrapped connector has verified.
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from random import Random
 from typing import Protocol
 
-from kv_connector.base import FetchOutcome, FetchResult, HostConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector, PoolBuffer
 from kv_connector.header import Mismatch, payload_digest
 from kv_connector.pool import Rows, copy_payload
 from kv_connector.stats import ConnectorStats
@@ -109,7 +109,7 @@ class FaultyConnector:
     def retract(self, block_ids: Sequence[int]) -> None:
         self._inner.retract(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         with self._under_way():
             plan = self._faults.plan("fetch")
             await asyncio.sleep(min(plan.delay, timeout))
@@ -118,30 +118,30 @@ class FaultyConnector:
                     raise KVError("injected: nothing was fetched")
                 case ConnectorFault.STALL:
                     await asyncio.sleep(timeout)
-                    return FetchResult((FetchOutcome.FAILED,) * len(blocks))
-            result = await self._inner.fetch(source, blocks, timeout=max(0.0, timeout - plan.delay))
+                    return (FetchOutcome.FAILED,) * len(blocks)
+            outcomes = await self._inner.fetch(source, blocks, timeout=max(0.0, timeout - plan.delay))
             match plan.fault:
                 case ConnectorFault.LOSE:
                     raise KVError("injected: fetched, but nobody said so")
                 case ConnectorFault.DAMAGE:
-                    return self._damage(blocks, result)
-            return result
+                    return self._damage(blocks, outcomes)
+            return outcomes
 
     async def close(self) -> None:
         await self._inner.close()
 
-    def _damage(self, blocks: Sequence[NamedBlock], result: FetchResult) -> FetchResult:
+    def _damage(self, blocks: Sequence[NamedBlock], outcomes: FetchOutcomes) -> FetchOutcomes:
         """Overwrites the later half of what arrived: the content of a block that is not FETCHED is undefined."""
         assert self._buffer is not None
         block_bytes = self._buffer.layout.block_bytes
-        outcomes = list(result.outcomes)
+        damaged = list(outcomes)
         for index in range(len(blocks) // 2, len(blocks)):
             if outcomes[index] is FetchOutcome.FETCHED:
                 start = blocks[index].block_id * block_bytes
                 self._buffer.memory[start : start + block_bytes] = b"\xa5" * block_bytes
-                outcomes[index] = FetchOutcome.REFUSED
+                damaged[index] = FetchOutcome.REFUSED
                 self.stats.refused[Mismatch.DIGEST] += 1
-        return replace(result, outcomes=tuple(outcomes))
+        return tuple(damaged)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ Invariant: a block is reported as fetched only if its header was still visible (
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer
 from kv_connector.header import Mismatch
 from kv_connector.pool import CopyPayload, LocalPool, copy_payload, slices
 from kv_connector.shared_pool import SharedPool
@@ -70,7 +70,7 @@ class InProcessConnector:
         if shared is not None:
             shared.remove(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
         for part in slices(blocks, block_bytes, _SLICE_BYTES):

@@ -84,7 +84,7 @@ async def fetch_scratch(
     rate = 0.0
     for _ in range(2):
         started = time.monotonic()
-        outcomes = (await reader.fetch(source, blocks, timeout=timeout)).outcomes
+        outcomes = await reader.fetch(source, blocks, timeout=timeout)
         rate = num_bytes / (time.monotonic() - started)
         failures = [outcome for outcome in outcomes if outcome is not FetchOutcome.FETCHED]
         if failures:

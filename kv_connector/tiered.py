@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from kv_connector.base import FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector, KVConnector, PoolBuffer
 from kv_connector.cost_gate import CostGate, RecomputeSeconds
 from kv_connector.device.base import DeviceConnector
 from kv_connector.device.pool import DevicePool
@@ -114,7 +114,7 @@ class TieredConnector(Generic[TierT_co]):
         for tier in self.tiers:
             tier.retract(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         if not self._block_bytes:
             raise KVError("the tiered connector is not allocated, or closed")
         deadline = self._clock.now() + timeout
@@ -129,7 +129,7 @@ class TieredConnector(Generic[TierT_co]):
             found = await self._ask(tier, tier_source, [blocks[index] for index in wanted], share)
             for index, outcome in zip(wanted, found, strict=True):
                 outcomes[index] = _more_severe(outcomes[index], outcome)
-        return FetchResult(tuple(outcomes))
+        return tuple(outcomes)
 
     async def close(self) -> None:
         """Closes the tiers, that which owns the pool last."""
@@ -168,14 +168,14 @@ class TieredConnector(Generic[TierT_co]):
             return [FetchOutcome.MISSING] * len(blocks)
         started = self._clock.now()
         try:
-            result = await tier.fetch(source, blocks, timeout=timeout)
+            outcomes = await tier.fetch(source, blocks, timeout=timeout)
         except KVError as error:
             _logger.warning("fetching through %s failed: %s", tier.name, error)
             return [FetchOutcome.FAILED] * len(blocks)
         if gate is not None:
-            fetched = result.outcomes.count(FetchOutcome.FETCHED)
+            fetched = outcomes.count(FetchOutcome.FETCHED)
             gate.observe(fetched * self._block_bytes, self._clock.now() - started)
-        return result.outcomes
+        return outcomes
 
 
 def create_tiers(

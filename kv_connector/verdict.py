@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 
-from kv_connector.base import FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.header import Mismatch
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.clock import Clock
@@ -31,7 +31,7 @@ class Verdicts:
         """The time left; 0 or less when it is over."""
         return self._timeout - (self._clock.now() - self._started)
 
-    def settle(self, source: KVSource | None, stats: ConnectorStats, *, block_bytes: int) -> FetchResult:
+    def settle(self, source: KVSource | None, stats: ConnectorStats, *, block_bytes: int) -> FetchOutcomes:
         """Returns the result of the fetch. Blocks without a verdict have FAILED. `source` is None for a store."""
         self.found += [FetchOutcome.FAILED] * (self._num_blocks - len(self.found))
         outcomes = tuple(FetchOutcome.REFUSED if isinstance(found, Mismatch) else found for found in self.found)
@@ -46,4 +46,4 @@ class Verdicts:
         for mismatch, count in refused.items():
             stats.refused[mismatch] += count
             _logger.warning("refused %d of %d blocks from %s: %s differs", count, len(outcomes), origin, mismatch.value)
-        return FetchResult(outcomes)
+        return outcomes

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kv_connector.base import FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.device.memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
 from kv_connector.device.pool import DevicePool
 from kv_connector.pool import slices
@@ -99,7 +99,7 @@ class CudaIpcConnector:
         if state is not None:
             state.segment.slots.clear(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         return await self._require().reader.fetch(source, blocks, timeout=timeout)
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from kv_connector.base import FetchOutcome, FetchResult, KVConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchOutcomes, KVConnector, PoolBuffer
 from kv_connector.device.memory import BlockCopy, DeviceMemory
 from kv_connector.device.staging import ArrivalSlots, StagedBlock, StagedCopies
 from kv_connector.stats import ConnectorStats
@@ -98,7 +98,7 @@ class StagedConnector:
     def retract(self, block_ids: Sequence[int]) -> None:
         self._take_back(self._copies.forget(block_ids))
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         deadline = self._clock.now() + timeout
         outcomes: list[FetchOutcome] = []
         while len(outcomes) < len(blocks):
@@ -116,7 +116,7 @@ class StagedConnector:
                 outcomes += await self._fetch(source, rest[: len(slots)], slots, left)
             finally:
                 self._arrivals.give_back(slots)
-        return FetchResult(tuple(outcomes))
+        return tuple(outcomes)
 
     async def close(self) -> None:
         if not self._open:
@@ -162,7 +162,7 @@ class StagedConnector:
         wanted = [
             NamedBlock(slot, block.block_hash, block.num_tokens) for slot, block in zip(slots, blocks, strict=True)
         ]
-        outcomes = (await self._inner.fetch(source, wanted, timeout=timeout)).outcomes
+        outcomes = await self._inner.fetch(source, wanted, timeout=timeout)
         arrived = [
             BlockCopy(block.block_id, slot)
             for block, slot, outcome in zip(blocks, slots, outcomes, strict=True)

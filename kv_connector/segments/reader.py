@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from kv_connector.base import FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.header import Mismatch
 from kv_connector.payloads import Payloads
 from kv_connector.pool import slices
@@ -59,7 +59,7 @@ class SegmentReader(Generic[PeerT]):
         self._clock = clock
         self._open = True
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         """Implements `KVConnector.fetch`. Raises KVError when this is closed meanwhile."""
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         await self._fetch(source, blocks, verdicts)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_connector.base import FetchResult, PoolBuffer
+from kv_connector.base import FetchOutcomes, PoolBuffer
 from kv_connector.pool import CopyRows, LocalPool, copy_rows, slices
 from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
 from kv_connector.segments.prefault import Prefault
@@ -111,7 +111,7 @@ class SharedMemoryConnector:
         if state is not None:
             state.segment.slots.clear(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         return await self._require().reader.fetch(source, blocks, timeout=timeout)
 
     async def close(self) -> None:

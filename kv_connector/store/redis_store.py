@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
 from kv_connector.pool import LocalPool, slices
 from kv_connector.settings import RedisSettings
@@ -95,7 +95,7 @@ class RedisConnector:
             for block_id in block_ids:
                 state.generations[block_id] += 1
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
         for part in slices(blocks, block_bytes, self._settings.batch_bytes):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kv_connector.base import FetchOutcome, FetchResult, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer
 from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
 from kv_connector.payloads import Payloads
@@ -104,7 +104,7 @@ class UcxConnector:
         if state is not None:
             state.shared.remove(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         verdicts.found += [FetchOutcome.MISSING if source is None else FetchOutcome.FAILED] * len(blocks)
         state = self._require()

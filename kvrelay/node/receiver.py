@@ -169,7 +169,7 @@ class Receiver:
             return outcomes
         wanted = [self._missing[ask.indices[position]] for position in positions]
         try:
-            found = (await self._context.connector.fetch(source, wanted, timeout=self._timeout(ask))).outcomes
+            found = await self._context.connector.fetch(source, wanted, timeout=self._timeout(ask))
         except KVError as error:
             _logger.warning("request %s: nothing fetched: %s", self._request_id, error)
             found = (FetchOutcome.FAILED,) * len(wanted)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kv_connector.base import FetchOutcome, FetchResult, KVConnector
+from kv_connector.base import FetchOutcome, FetchOutcomes, KVConnector
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
@@ -41,15 +41,15 @@ class Interference:
                 row[7] ^= 1
         self.published += len(blocks)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         if source is not None or self._store is None:
-            result: FetchResult = await self._connector.fetch(source, blocks, timeout=timeout)
+            result: FetchOutcomes = await self._connector.fetch(source, blocks, timeout=timeout)
             return result
         found = [self._store.get(block.block_hash) for block in blocks]
         for block, payload in zip(blocks, found, strict=True):
             if payload is not None:
                 self._row(block)[:] = memoryview(payload)
-        return FetchResult(tuple(FetchOutcome.MISSING if one is None else FetchOutcome.FETCHED for one in found))
+        return tuple(FetchOutcome.MISSING if one is None else FetchOutcome.FETCHED for one in found)
 
     async def has_published(self, num_blocks: int) -> None:
         async with asyncio.timeout(20.0):

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import redis
 
-from kv_connector.base import FetchOutcome, FetchResult, HostConnector, KVConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector, KVConnector, PoolBuffer
 from kv_connector.device.base import DeviceConnector
 from kv_connector.device.cuda_ipc import CudaIpcConnector
 from kv_connector.device.pool import DevicePool
@@ -241,9 +241,9 @@ def content(name: BlockHash, size: int) -> bytes:
     return np.random.default_rng(seed).bytes(size)
 
 
-def num_leading_fetched(result: FetchResult) -> int:
+def num_leading_fetched(outcomes: FetchOutcomes) -> int:
     """Returns how many of the first blocks arrived."""
-    return next((i for i, one in enumerate(result.outcomes) if one is not FetchOutcome.FETCHED), len(result.outcomes))
+    return next((i for i, one in enumerate(outcomes) if one is not FetchOutcome.FETCHED), len(outcomes))
 
 
 def blocks(count: int, *, tag: str = "", first_id: int = 0, tail: int = 16) -> list[NamedBlock]:

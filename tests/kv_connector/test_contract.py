@@ -103,7 +103,7 @@ async def test_published_blocks_arrive_with_their_bytes(node: MakeNode) -> None:
     await write_and_publish(owner, sent)
     wanted = moved(sent, 3)
     result = await peer.connector.fetch(owner.source, wanted, timeout=10)
-    assert set(result.outcomes) == {FETCHED} and num_leading_fetched(result) == 40
+    assert set(result) == {FETCHED} and num_leading_fetched(result) == 40
     for block in wanted:
         assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
     assert not any(peer.row(2)) and not any(peer.row(43))
@@ -124,8 +124,8 @@ async def test_a_node_fetches_from_itself_and_without_a_source_only_from_a_store
     assert num_leading_fetched(await owner.connector.fetch(owner.source, wanted, timeout=10)) == 3
     assert owner.row(12) == owner.row(2)
     expected = FETCHED if harness.has_store else MISSING
-    assert set((await owner.connector.fetch(None, wanted, timeout=10)).outcomes) == {expected}
-    assert (await owner.connector.fetch(owner.source, [], timeout=10)).outcomes == ()
+    assert set(await owner.connector.fetch(None, wanted, timeout=10)) == {expected}
+    assert await owner.connector.fetch(owner.source, [], timeout=10) == ()
 
 
 async def test_a_missing_block_does_not_keep_those_behind_it_away(node: MakeNode) -> None:
@@ -133,7 +133,7 @@ async def test_a_missing_block_does_not_keep_those_behind_it_away(node: MakeNode
     sent = blocks(4)
     await write_and_publish(owner, [sent[0], sent[1], sent[3]])
     result = await peer.connector.fetch(owner.source, sent, timeout=10)
-    assert result.outcomes == (FETCHED, FETCHED, MISSING, FETCHED)
+    assert result == (FETCHED, FETCHED, MISSING, FETCHED)
     assert num_leading_fetched(result) == 2 and peer.first_stats.missing == 1
 
 
@@ -145,7 +145,7 @@ async def test_publishing_a_name_again_is_allowed(node: MakeNode) -> None:
     assert owner.first_stats.blocks_published == 2, "what is there already is not published once more"
     await write_and_publish(owner, moved(sent, 8))  # a second copy of the same blocks
     owner.connector.retract([0, 1])
-    assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
+    assert set(await peer.connector.fetch(owner.source, sent, timeout=10)) == {FETCHED}
 
 
 async def test_retracted_blocks_are_missing(node: MakeNode, harness: Harness | DirectHarness) -> None:
@@ -154,7 +154,7 @@ async def test_retracted_blocks_are_missing(node: MakeNode, harness: Harness | D
     await write_and_publish(owner, sent)
     await asyncio.to_thread(owner.connector.retract, [1])
     result = await peer.connector.fetch(owner.source, sent, timeout=10)
-    assert result.outcomes == (FETCHED, FETCHED if harness.outlives_owner else MISSING, FETCHED)
+    assert result == (FETCHED, FETCHED if harness.outlives_owner else MISSING, FETCHED)
 
 
 async def test_blocks_of_a_closed_owner_come_only_from_a_store(
@@ -163,10 +163,10 @@ async def test_blocks_of_a_closed_owner_come_only_from_a_store(
     owner, peer = node("owner"), node("peer")
     sent = blocks(2)
     await write_and_publish(owner, sent)
-    assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
+    assert set(await peer.connector.fetch(owner.source, sent, timeout=10)) == {FETCHED}
     await owner.connector.close()
     result = await peer.connector.fetch(owner.source, sent, timeout=10)
-    assert set(result.outcomes) == {FETCHED if harness.outlives_owner else FAILED}
+    assert set(result) == {FETCHED if harness.outlives_owner else FAILED}
     owner.connector.retract([0])
     with pytest.raises(KVError):
         await owner.connector.publish(sent)
@@ -180,7 +180,7 @@ async def test_another_layout_is_refused(layout: KVLayout, node: MakeNode) -> No
     sent = blocks(2)
     await write_and_publish(owner, sent)
     result = await peer.connector.fetch(owner.source, sent, timeout=10)
-    assert set(result.outcomes) == {REFUSED}
+    assert set(result) == {REFUSED}
     assert peer.first_stats.refused[Mismatch.LAYOUT] == 2
 
 
@@ -189,7 +189,7 @@ async def test_another_number_of_tokens_is_refused(node: MakeNode) -> None:
     sent = blocks(1, tail=5)
     await write_and_publish(owner, sent)
     wanted = [NamedBlock(0, sent[0].block_hash, 6)]
-    assert (await peer.connector.fetch(owner.source, wanted, timeout=10)).outcomes == (REFUSED,)
+    assert await peer.connector.fetch(owner.source, wanted, timeout=10) == (REFUSED,)
     assert peer.first_stats.refused[Mismatch.TOKENS] == 1
 
 
@@ -201,7 +201,7 @@ async def test_another_epoch_is_refused_where_the_source_matters(
     await write_and_publish(owner, sent)
     stale = KVSource("owner", owner.source.epoch + 7, owner.source.endpoint)
     result = await peer.connector.fetch(stale, sent, timeout=10)
-    assert set(result.outcomes) == {REFUSED if harness.has_source else FETCHED}
+    assert set(result) == {REFUSED if harness.has_source else FETCHED}
     assert peer.first_stats.refused[Mismatch.EPOCH] == (2 if harness.has_source else 0)
 
 
@@ -211,18 +211,18 @@ async def test_a_damaged_payload_is_refused(node: MakeNode, harness: Harness | D
     await write_and_publish(owner, sent)
     harness.damage(owner, sent[1])
     result = await peer.connector.fetch(owner.source, sent, timeout=10)
-    assert result.outcomes == (FETCHED, REFUSED, FETCHED)
+    assert result == (FETCHED, REFUSED, FETCHED)
     assert peer.first_stats.refused[Mismatch.DIGEST] == 1
     owner.connector.retract([1])
     await write_and_publish(owner, [sent[1]])  # the name can be used again
-    assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
+    assert set(await peer.connector.fetch(owner.source, sent, timeout=10)) == {FETCHED}
 
 
 async def test_without_time_left_every_block_fails(node: MakeNode) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(2)
     await write_and_publish(owner, sent)
-    assert set((await peer.connector.fetch(owner.source, sent, timeout=0.0)).outcomes) == {FAILED}
+    assert set(await peer.connector.fetch(owner.source, sent, timeout=0.0)) == {FAILED}
     assert peer.first_stats.failed == 2
 
 
@@ -239,7 +239,7 @@ async def test_after_a_cancelled_fetch_nothing_is_written(node: MakeNode) -> Non
         peer.pool.memory[:] = bytes(len(peer.pool.memory))
         await peer.connector.publish([NamedBlock(0, blocks(1, tag="other")[0].block_hash, 16)])  # behind any straggler
         assert not any(peer.pool.memory[:: LAYOUT.block_bytes])
-    assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
+    assert set(await peer.connector.fetch(owner.source, sent, timeout=10)) == {FETCHED}
 
 
 async def test_blocks_that_keep_changing_are_never_fetched_with_wrong_content(node: MakeNode) -> None:
@@ -265,7 +265,7 @@ async def test_blocks_that_keep_changing_are_never_fetched_with_wrong_content(no
     while not storm.done() or fetched == 0:
         wanted = list(current)
         result = await peer.connector.fetch(owner.source, wanted, timeout=10)
-        for block, outcome in zip(wanted, result.outcomes, strict=True):
+        for block, outcome in zip(wanted, result, strict=True):
             if outcome is FETCHED:
                 fetched += 1
                 assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)

@@ -51,7 +51,7 @@ class Pair:
         self.owner, self.peer = direct(names, "owner"), direct(names, "peer")
 
     async def fetch(self, count: int = 4, *, timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
-        return (await self.peer.connector.fetch(self.owner.source, blocks(count), timeout=timeout)).outcomes
+        return await self.peer.connector.fetch(self.owner.source, blocks(count), timeout=timeout)
 
 
 @pytest.fixture
@@ -145,14 +145,14 @@ class Child:
 async def test_another_process_serves_until_it_is_gone(names: str, killed: bool) -> None:
     child, peer = Child(names), direct(names)
     result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
-    assert set(result.outcomes) == {FETCHED}
+    assert set(result) == {FETCHED}
     for block in blocks(16):
         assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
     if killed:
         child.process.kill()
     child.process.communicate()
     result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
-    assert set(result.outcomes) == {FAILED}
+    assert set(result) == {FAILED}
     assert all(mapped.closed for mapped in peer.device.opened), "its memory is let go of"
     again = direct(names, "again")  # sweeps what the dead has left
     for node in (peer, again):
@@ -161,11 +161,11 @@ async def test_another_process_serves_until_it_is_gone(names: str, killed: bool)
 
 async def test_a_holder_that_stops_leaves_the_device_quiet() -> None:
     child, peer = Child("ucx"), direct("ucx")
-    assert set((await peer.connector.fetch(child.source, blocks(1), timeout=10)).outcomes) == {FETCHED}
+    assert set(await peer.connector.fetch(child.source, blocks(1), timeout=10)) == {FETCHED}
     assert peer.device.num_quiesced == 0
     os.kill(child.process.pid, signal.SIGSTOP)
     result = await peer.connector.fetch(child.source, blocks(4), timeout=0.2)
-    assert set(result.outcomes) == {FAILED} and peer.device.num_quiesced == 1
+    assert set(result) == {FAILED} and peer.device.num_quiesced == 1
     child.process.kill()
     child.process.communicate()
     await peer.close()
@@ -178,7 +178,7 @@ async def test_over_ucx_a_device_and_a_host_exchange_blocks() -> None:
         sent = blocks(5, tag=owner.source.node_id, tail=3)
         await write_and_publish(owner, sent[1:])
         result = await peer.connector.fetch(owner.source, sent, timeout=10)
-        assert result.outcomes == (MISSING, *(FETCHED,) * 4)
+        assert result == (MISSING, *(FETCHED,) * 4)
         assert peer.row(4) == owner.row(4)
     await host.connector.close()
     await device.close()
@@ -190,7 +190,7 @@ async def test_pools_on_the_host_and_on_a_device_are_not_taken_for_each_other(tm
     host = Node(SharedMemoryConnector(settings), "host", 8, LAYOUT, EPOCH)
     for owner, peer in ((device, host), (host, device)):
         await write_and_publish(owner, blocks(2))
-        outcomes = (await peer.connector.fetch(owner.source, blocks(2), timeout=10)).outcomes
+        outcomes = await peer.connector.fetch(owner.source, blocks(2), timeout=10)
         assert outcomes == (REFUSED,) * 2
         assert peer.connector.stats.refused[Mismatch.VERSION] == 2
     await host.connector.close()
@@ -201,7 +201,7 @@ async def test_a_wrong_handle_fails_the_fetch(tmp_path: Path) -> None:
     good = OwnedSegment(tmp_path, "good", EPOCH, LAYOUT, 8, device_handle=b"no such thing")
     peer = DirectNode(CudaIpcConnector(SharedMemorySettings(str(tmp_path))), "peer", 8, LAYOUT, EPOCH)
     source = KVSource("good", EPOCH, good.path.name)
-    assert (await peer.connector.fetch(source, blocks(1), timeout=10)).outcomes == (FAILED,)
+    assert await peer.connector.fetch(source, blocks(1), timeout=10) == (FAILED,)
     with good.path.open("r+b") as file:
         file.seek(good.preamble.pool_offset)
         file.write((HANDLE_ROOM - 3).to_bytes(4, "little"))
@@ -209,7 +209,7 @@ async def test_a_wrong_handle_fails_the_fetch(tmp_path: Path) -> None:
     with pytest.raises(KVError, match="a device handle of 4093 bytes"):
         _ = segment.device_handle
     segment.close()
-    assert (await peer.connector.fetch(source, blocks(1), timeout=10)).outcomes == (FAILED,)
+    assert await peer.connector.fetch(source, blocks(1), timeout=10) == (FAILED,)
     good.close()
     good.mapping.close()
     await peer.close()
@@ -230,7 +230,7 @@ async def test_ucx_without_cuda_refuses_device_memory() -> None:
 
 
 async def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="--shared-memory-dir: .* is not a directory"):
+    with pytest.raises(ConfigurationError, match=r"--shared-memory-dir: .* is not a directory"):
         DirectNode(CudaIpcConnector(SharedMemorySettings(f"{tmp_path}/absent")), "node", 4, LAYOUT, EPOCH)
 
 

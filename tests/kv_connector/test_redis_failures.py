@@ -50,7 +50,7 @@ class Setup:
         os.kill(self.server.pid, number)
 
     async def fetch(self, wanted: list[NamedBlock], timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
-        outcomes = (await self.node.connector.fetch(None, wanted, timeout=timeout)).outcomes
+        outcomes = await self.node.connector.fetch(None, wanted, timeout=timeout)
         for block, outcome in zip(wanted, outcomes, strict=True):
             if outcome is FETCHED:
                 assert self.node.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
@@ -111,7 +111,7 @@ async def test_behind_another_tier_a_dead_redis_fails_and_delays_nothing(setup: 
     for turn in range(6):
         sent = blocks(4, tag=str(turn), first_id=4 * turn)
         await write_and_publish(setup.behind, sent)
-        assert set((await reader.connector.fetch(setup.behind.source, sent, timeout=10)).outcomes) == {FETCHED}
+        assert set(await reader.connector.fetch(setup.behind.source, sent, timeout=10)) == {FETCHED}
     assert setup.tier.stats.failed == 24 and setup.tier.stats.skipped == 12, "asked three times"
     await reader.connector.close()
 

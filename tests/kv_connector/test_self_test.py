@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kv_connector.base import FetchResult, HostConnector
+from kv_connector.base import FetchOutcomes, HostConnector
 from kv_connector.faulty import CallPlan, ConnectorFault, FaultyConnector
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.self_test import check_transport
@@ -35,7 +35,7 @@ class PublishingHangs:
 class LyingConnector(FaultyConnector):
     """A connector that reports every block as fetched though one byte of them is wrong."""
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         result = await super().fetch(source, blocks, timeout=timeout)
         assert self._buffer is not None
         self._buffer.memory[-1] ^= 1

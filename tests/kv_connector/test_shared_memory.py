@@ -66,7 +66,7 @@ async def test_few_and_many_blocks_are_published(tmp_path: Path, num_blocks: int
     await write_and_publish(owner, blocks(num_blocks))
     assert owner.first_stats.blocks_published == num_blocks
     result = await peer.connector.fetch(owner.source, blocks(num_blocks), timeout=10)
-    assert set(result.outcomes) == {FetchOutcome.FETCHED}
+    assert set(result) == {FetchOutcome.FETCHED}
     await owner.connector.close()
     await peer.connector.close()
 
@@ -90,7 +90,7 @@ async def test_a_block_arrives_if_one_slot_of_several_is_good(tmp_path: Path, da
     reader._copy = watched
     result = await connector.fetch(owner.source, [block], timeout=10)
     assert copied == [[0], [1]][: 2 - damaged]  # a device would be waited for, were there nothing to copy
-    assert result.outcomes == (FetchOutcome.FETCHED,)
+    assert result == (FetchOutcome.FETCHED,)
     assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
     await owner.connector.close()
     await peer.connector.close()
@@ -101,14 +101,14 @@ async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: b
     process, source = spawn_owner(tmp_path)
     peer = node(tmp_path)
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
-    assert set(result.outcomes) == {FetchOutcome.FETCHED}
+    assert set(result) == {FetchOutcome.FETCHED}
     for block in blocks(16):
         assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
     if killed:
         process.kill()
     process.communicate()
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
-    assert set(result.outcomes) == {FetchOutcome.FAILED}
+    assert set(result) == {FetchOutcome.FAILED}
     assert source.endpoint not in mappings() and str(tmp_path / source.endpoint) not in open_files()
     assert (tmp_path / source.endpoint).exists() == killed
     other = node(tmp_path, "other")  # allocating sweeps the dead and spares the living
@@ -134,7 +134,7 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
                 await asyncio.sleep(0.01)
     process, source = spawn_owner(tmp_path)
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
-    assert set(result.outcomes) == {FetchOutcome.FETCHED}
+    assert set(result) == {FetchOutcome.FETCHED}
     await peer.connector.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
     process.kill()
@@ -199,7 +199,7 @@ async def test_nothing_is_copied_when_mapping_the_peer_took_all_the_time(
     await write_and_publish(owner, blocks(3))
     monkeypatch.setattr(MappedPeers, "get", find_slowly)
     result = await peer.connector.fetch(owner.source, blocks(3), timeout=0.5)
-    assert set(result.outcomes) == {FetchOutcome.FAILED}
+    assert set(result) == {FetchOutcome.FAILED}
     await owner.connector.close()
     await peer.connector.close()
 
@@ -217,7 +217,7 @@ async def test_nothing_more_is_copied_when_the_time_is_over(tmp_path: Path) -> N
     peer = Node(connector, "peer", 16, LAYOUT, 1)
     await write_and_publish(owner, blocks(3))
     result = await peer.connector.fetch(owner.source, blocks(3), timeout=1.5)
-    assert result.outcomes == (FetchOutcome.FETCHED, FetchOutcome.FETCHED, FetchOutcome.FAILED)
+    assert result == (FetchOutcome.FETCHED, FetchOutcome.FETCHED, FetchOutcome.FAILED)
     await owner.connector.close()
     await peer.connector.close()
 
@@ -240,7 +240,7 @@ async def test_an_owner_that_dies_during_a_fetch_fails_the_rest_of_it(tmp_path: 
     await asyncio.to_thread(copying.wait, 10)
     await owner.connector.close()
     go_on.set()
-    outcomes = [(await fetch).outcomes for fetch in fetches]
+    outcomes = [await fetch for fetch in fetches]
     assert outcomes == [(FetchOutcome.FETCHED, FetchOutcome.FAILED, FetchOutcome.FAILED), (FetchOutcome.FAILED,)]
     await peer.connector.close()
 
@@ -267,7 +267,7 @@ async def test_endpoints_that_name_no_segment_fail_or_are_refused(tmp_path: Path
     name = "kvrelay-x-0000000000000001.kv"
 
     async def outcome(endpoint: str) -> FetchOutcome:
-        return (await peer.connector.fetch(KVSource("x", 1, endpoint), blocks(1), timeout=10)).outcomes[0]
+        return (await peer.connector.fetch(KVSource("x", 1, endpoint), blocks(1), timeout=10))[0]
 
     assert await outcome(name) is FetchOutcome.FAILED
     assert await outcome("../../etc/passwd") is FetchOutcome.REFUSED
@@ -294,9 +294,9 @@ async def test_a_segment_of_another_user_is_not_mapped(
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: other_user)
         result = await reader.connector.fetch(owner.source, blocks(1), timeout=10)
-    assert result.outcomes == (FetchOutcome.FAILED,)
+    assert result == (FetchOutcome.FAILED,)
     assert "belongs to another user" in caplog.text
-    assert (await reader.connector.fetch(owner.source, blocks(1), timeout=10)).outcomes == (FetchOutcome.FETCHED,)
+    assert await reader.connector.fetch(owner.source, blocks(1), timeout=10) == (FetchOutcome.FETCHED,)
     await reader.connector.close()
     await owner.connector.close()
 

@@ -27,7 +27,7 @@ class Pair:
         )
 
     async def fetch(self, count: int, *, timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
-        return (await self.peer.connector.fetch(self.owner.source, blocks(count), timeout=timeout)).outcomes
+        return await self.peer.connector.fetch(self.owner.source, blocks(count), timeout=timeout)
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ async def test_a_slot_that_is_being_published_is_given_to_nobody_else() -> None:
     inner.open.set()
     await asyncio.gather(*publications[:2])
     for sent, outcome in zip(names, (MISSING, FETCHED, MISSING), strict=True):
-        assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {outcome}
+        assert set(await peer.connector.fetch(owner.source, sent, timeout=10)) == {outcome}
     await owner.connector.publish(names[2])
-    assert set((await peer.connector.fetch(owner.source, names[2], timeout=10)).outcomes) == {FETCHED}
+    assert set(await peer.connector.fetch(owner.source, names[2], timeout=10)) == {FETCHED}
     for node in (owner, peer):
         await node.connector.close()
 
@@ -151,8 +151,8 @@ async def test_another_name_for_a_block_replaces_its_copy(pair: Pair) -> None:
     await write_and_publish(pair.owner, first)
     await write_and_publish(pair.owner, second)
     source = pair.owner.source
-    assert (await pair.peer.connector.fetch(source, first, timeout=10)).outcomes == (MISSING,)
-    assert (await pair.peer.connector.fetch(source, second, timeout=10)).outcomes == (FETCHED,)
+    assert await pair.peer.connector.fetch(source, first, timeout=10) == (MISSING,)
+    assert await pair.peer.connector.fetch(source, second, timeout=10) == (FETCHED,)
 
 
 async def test_a_fetch_that_is_cancelled_while_blocks_go_to_the_device_waits_for_them(pair: Pair) -> None:
@@ -241,7 +241,7 @@ async def test_a_staged_pool_and_one_on_the_host_exchange_blocks() -> None:
     for owner, peer in ((device, host), (host, device)):
         sent = blocks(4, tag=owner.source.node_id)
         await write_and_publish(owner, sent)
-        assert set((await peer.connector.fetch(owner.source, sent, timeout=10)).outcomes) == {FETCHED}
+        assert set(await peer.connector.fetch(owner.source, sent, timeout=10)) == {FETCHED}
         assert peer.row(3) == owner.row(3)
     for node in (device, host):
         await node.connector.close()

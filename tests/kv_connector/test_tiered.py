@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_connector.base import FetchOutcome, FetchResult, HostConnector, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector, PoolBuffer
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.segments.shared_memory import SharedMemoryConnector
@@ -58,13 +58,13 @@ class Tier(InProcessConnector):
         self.retracted += block_ids
         super().retract(block_ids)
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         self.fetches.append((len(blocks), timeout))
         if self.fails:
             raise KVError("told to fail")
         if self.hangs:
             await asyncio.sleep(timeout)
-            return FetchResult((FAILED,) * len(blocks))
+            return (FAILED,) * len(blocks)
         return await super().fetch(source, blocks, timeout=timeout)
 
 
@@ -82,10 +82,10 @@ class Pair:
 
     async def fetch(self, wanted: Sequence[NamedBlock], timeout: float = PATIENCE) -> tuple[FetchOutcome, ...]:
         result = await self.peer.connector.fetch(self.owner.source, wanted, timeout=timeout)
-        for block, outcome in zip(wanted, result.outcomes, strict=True):
+        for block, outcome in zip(wanted, result, strict=True):
             if outcome is FETCHED:
                 assert self.peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
-        return result.outcomes
+        return result
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ async def test_after_a_cancelled_fetch_nothing_is_written(pair: Pair) -> None:
 async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: RedisServer) -> None:
     sent = blocks(3)
     await write_and_publish(pair.owner, sent)
-    assert set((await pair.peer.connector.fetch(None, sent, timeout=PATIENCE)).outcomes) == {MISSING}
+    assert set(await pair.peer.connector.fetch(None, sent, timeout=PATIENCE)) == {MISSING}
     assert not pair.peer_tiers[0].fetches
     store = RedisConnector(RedisSettings(url=redis_server.url, key_prefix="nowhere"))
     tier = Tier(InProcessHub())
@@ -183,7 +183,7 @@ async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: 
     node = Node(TieredConnector(tiers), "node", 8, LAYOUT, EPOCH)
     await write_and_publish(node, sent)
     wanted = moved(sent, 4)
-    assert set((await node.connector.fetch(None, wanted, timeout=PATIENCE)).outcomes) == {FETCHED}
+    assert set(await node.connector.fetch(None, wanted, timeout=PATIENCE)) == {FETCHED}
     assert not tier.fetches and node.row(6) == content(sent[2].block_hash, LAYOUT.block_bytes)
     await node.connector.close()
 
@@ -191,7 +191,7 @@ async def test_without_a_source_only_stores_are_asked(pair: Pair, redis_server: 
 async def test_a_source_that_no_tier_reaches_fails_without_a_fetch(pair: Pair) -> None:
     for endpoint in ("", "nonsense", f"host={this_host()};other=1"):
         source = KVSource("x", 1, endpoint)
-        assert set((await pair.peer.connector.fetch(source, blocks(2), timeout=1)).outcomes) == {FAILED}
+        assert set(await pair.peer.connector.fetch(source, blocks(2), timeout=1)) == {FAILED}
     assert not pair.peer_tiers[0].fetches
 
 
@@ -218,7 +218,7 @@ async def test_three_tiers_share_one_pool_and_leave_nothing(redis_server: RedisS
         peer.pool.memory[:] = bytes(len(peer.pool.memory))
         source = None if tier.has_store else owner.source
         result = await peer.connector.fetch(source, moved(sent, 4), timeout=PATIENCE)
-        assert set(result.outcomes) == {FETCHED}
+        assert set(result) == {FETCHED}
         assert [each.stats.blocks_fetched for each in peer_tiers] == [6] * (position + 1) + [0] * (2 - position)
         for block in moved(sent, 4):
             assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
@@ -237,9 +237,9 @@ async def test_a_block_with_a_flipped_byte_in_shared_memory_comes_from_redis(red
     await write_and_publish(owner, sent)
     owner.row(2)[77] ^= 1
     result = await peer.connector.fetch(owner.source, sent, timeout=PATIENCE)
-    assert result.outcomes == (FETCHED, FETCHED, REFUSED, FETCHED)
+    assert result == (FETCHED, FETCHED, REFUSED, FETCHED)
     result = await peer.connector.fetch(None, [sent[2]], timeout=PATIENCE)
-    assert result.outcomes == (FETCHED,)
+    assert result == (FETCHED,)
     assert peer.row(2) == content(sent[2].block_hash, LAYOUT.block_bytes)
     assert peer.first_stats.refused[Mismatch.DIGEST] == 1
     assert peer.connector.all_stats()["redis"].blocks_fetched == 1
@@ -256,7 +256,7 @@ async def test_shared_memory_of_another_host_is_not_tried(redis_server: RedisSer
     tiers = three(redis_server.url, "far")[:2]
     peer = Node(TieredConnector(tiers, host="0123456789abcdef"), "peer", 8, LAYOUT, EPOCH)
     await write_and_publish(owner, blocks(2))
-    assert set((await peer.connector.fetch(owner.source, blocks(2), timeout=PATIENCE)).outcomes) == {FETCHED}
+    assert set(await peer.connector.fetch(owner.source, blocks(2), timeout=PATIENCE)) == {FETCHED}
     assert [tier.stats.blocks_fetched for tier in tiers] == [0, 2] and tiers[0].stats.failed == 0
     for node in (owner, peer):
         await node.connector.close()
@@ -272,7 +272,7 @@ async def test_nodes_of_different_tiers_use_those_they_share() -> None:
     await write_and_publish(both, sent)
 
     async def outcome(reader: Node, holder: Node) -> set[FetchOutcome]:
-        return set((await reader.connector.fetch(holder.source, moved(sent, 4), timeout=PATIENCE)).outcomes)
+        return set(await reader.connector.fetch(holder.source, moved(sent, 4), timeout=PATIENCE))
 
     assert await outcome(both, owner) == await outcome(owner, both) == await outcome(other, both) == {FETCHED}
     assert await outcome(other, owner) == {FAILED}
@@ -296,8 +296,8 @@ async def test_a_store_slower_than_computing_is_skipped_and_counted(redis_server
     node = Node(tiered, "node", 8, LAYOUT, EPOCH)
     await write_and_publish(node, blocks(3))
     wanted = moved(blocks(3), 4)
-    assert set((await tiered.fetch(None, wanted, timeout=PATIENCE)).outcomes) == {FETCHED}
-    assert set((await tiered.fetch(None, wanted, timeout=PATIENCE)).outcomes) == {MISSING}
+    assert set(await tiered.fetch(None, wanted, timeout=PATIENCE)) == {FETCHED}
+    assert set(await tiered.fetch(None, wanted, timeout=PATIENCE)) == {MISSING}
     assert store.stats.not_worth == 3 and store.stats.blocks_fetched == 3
     await tiered.close()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_connector.base import FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
@@ -91,7 +91,7 @@ async def holder() -> AsyncIterator[Node]:
     await made.connector.close()
 
 
-async def first_bytes(peer: Node, block_id: int, fetch: "asyncio.Task[FetchResult]") -> None:
+async def first_bytes(peer: Node, block_id: int, fetch: "asyncio.Task[FetchOutcomes]") -> None:
     """Returns when a block has begun to arrive; fails when the fetch has ended before."""
     row = np.frombuffer(peer.row(block_id), np.uint8)
     while not row[::4096].any():
@@ -109,7 +109,7 @@ def is_clear(peer: Node) -> bool:
 
 async def test_blocks_arrive_from_another_process(child: Child, peer: Node) -> None:
     result = await peer.connector.fetch(child.source, blocks(NUM_BLOCKS), timeout=30)
-    assert set(result.outcomes) == {FETCHED}
+    assert set(result) == {FETCHED}
     for block in blocks(NUM_BLOCKS):
         assert peer.row(block.block_id) == content(block.block_hash, LARGE_LAYOUT.block_bytes)
 
@@ -120,10 +120,10 @@ async def test_a_killed_holder_fails_at_once(child: Child, peer: Node) -> None:
     child.signal(signal.SIGKILL)
     started = time.monotonic()
     result = await fetch
-    assert result.outcomes[-1] is FAILED and time.monotonic() - started < 5
+    assert result[-1] is FAILED and time.monotonic() - started < 5
     clear(peer)
     result = await peer.connector.fetch(child.source, blocks(2), timeout=60)
-    assert set(result.outcomes) == {FAILED} and time.monotonic() - started < 10
+    assert set(result) == {FAILED} and time.monotonic() - started < 10
     assert is_clear(peer) and peer.connector.stats.quarantined == 0
 
 
@@ -142,13 +142,13 @@ async def test_a_stopped_holder_writes_nothing_later(child: Child, peer: Node, c
         assert isinstance(peer.connector, UcxConnector)
         [under_way] = peer.connector._require().fetches
         under_way._deadline.reschedule(asyncio.get_running_loop().time())  # a short one might be over before the stop
-        assert (await asyncio.wait_for(fetch, 5)).outcomes[-1] is FAILED
+        assert (await asyncio.wait_for(fetch, 5))[-1] is FAILED
     clear(peer)
     stopped = await asyncio.wait_for(peer.connector.fetch(child.source, wanted[:1], timeout=0.2), 5)
-    assert stopped.outcomes == (FAILED,)  # the kernel accepts for it, nobody answers
+    assert stopped == (FAILED,)  # the kernel accepts for it, nobody answers
     child.signal(signal.SIGCONT)
     again = await peer.connector.fetch(child.source, moved(wanted[:1], NUM_BLOCKS - 1), timeout=30)
-    assert again.outcomes == (FETCHED,)  # behind whatever it had to send before
+    assert again == (FETCHED,)  # behind whatever it had to send before
     np.frombuffer(peer.row(NUM_BLOCKS - 1), np.uint8)[:] = 0
     assert is_clear(peer) and peer.connector.stats.quarantined == 0
 
@@ -160,17 +160,17 @@ async def test_one_slow_holder_does_not_hold_up_another(child: Child) -> None:
     child.signal(signal.SIGSTOP)
     stuck = asyncio.create_task(reader.connector.fetch(child.source, blocks(4), timeout=60))
     for _ in range(3):
-        assert set((await reader.connector.fetch(fast.source, moved(sent, 8), timeout=30)).outcomes) == {FETCHED}
+        assert set(await reader.connector.fetch(fast.source, moved(sent, 8), timeout=30)) == {FETCHED}
     assert not stuck.done()
     await reader.connector.close()  # fails what is under way, and leaves nothing
-    assert set((await stuck).outcomes) == {FAILED}
+    assert set(await stuck) == {FAILED}
     await fast.connector.close()
 
 
 async def test_a_wrong_secret_gets_nothing(holder: Node) -> None:
     stranger = node("stranger", secret="another cluster's secret", layout=LAYOUT)
     result = await stranger.connector.fetch(holder.source, blocks(3), timeout=10)
-    assert set(result.outcomes) == {FAILED} and is_clear(stranger)
+    assert set(result) == {FAILED} and is_clear(stranger)
     assert holder.connector.stats.peers_refused == 1
     await stranger.connector.close()
 
@@ -189,7 +189,7 @@ async def test_a_holder_that_can_not_prove_itself_is_not_believed(peer: Node) ->
     tasks: list[asyncio.Task[None]] = []
     listener, port = transport.listen(lambda link: tasks.append(asyncio.create_task(parrot(link))))
     result = await peer.connector.fetch(KVSource("parrot", EPOCH, f"127.0.0.1:{port}"), blocks(2), timeout=10)
-    assert set(result.outcomes) == {FAILED} and is_clear(peer)
+    assert set(result) == {FAILED} and is_clear(peer)
     await asyncio.gather(*tasks)
     del listener
     for link in links:
@@ -231,7 +231,7 @@ async def test_garbage_on_the_port_harms_nobody(holder: Node) -> None:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(garbage)
     reader = node("reader", layout=LAYOUT)
-    assert set((await reader.connector.fetch(holder.source, blocks(20), timeout=10)).outcomes) == {FETCHED}
+    assert set(await reader.connector.fetch(holder.source, blocks(20), timeout=10)) == {FETCHED}
     await reader.connector.close()
 
 
@@ -241,15 +241,15 @@ async def test_an_address_without_a_holder_fails_every_block(peer: Node) -> None
         closed = f"127.0.0.1:{free.getsockname()[1]}"
     for endpoint in (closed, "", "nonsense", "127.0.0.1:0", "no-such-host.invalid:7", "a..b:7", f"{'x' * 64}:7"):
         result = await asyncio.wait_for(peer.connector.fetch(KVSource("x", 1, endpoint), blocks(2), timeout=5), 20)
-        assert set(result.outcomes) == {FAILED}
+        assert set(result) == {FAILED}
 
 
 async def test_a_holder_that_restarted_is_refused_by_its_epoch(holder: Node) -> None:
     reader = node("reader", layout=LAYOUT)
     stale = KVSource("holder", EPOCH - 1, holder.source.endpoint)
-    assert set((await reader.connector.fetch(stale, blocks(9), timeout=10)).outcomes) == {REFUSED}
+    assert set(await reader.connector.fetch(stale, blocks(9), timeout=10)) == {REFUSED}
     assert reader.connector.stats.refused[Mismatch.EPOCH] == 9 and is_clear(reader)
-    assert set((await reader.connector.fetch(holder.source, blocks(9), timeout=10)).outcomes) == {FETCHED}
+    assert set(await reader.connector.fetch(holder.source, blocks(9), timeout=10)) == {FETCHED}
     assert isinstance(holder.connector, UcxConnector)
     side = holder.connector._require().holder
     assert (len(side._tasks), side._strangers) == (1, 0), "the connection is the same, and proven"
@@ -259,7 +259,7 @@ async def test_a_holder_that_restarted_is_refused_by_its_epoch(holder: Node) -> 
 async def test_a_reader_with_another_layout_leaves_and_is_no_stranger(holder: Node) -> None:
     reader = node("reader", layout=OTHER_LAYOUT)
     for source in (holder.source, KVSource("holder", EPOCH - 1, holder.source.endpoint)):
-        assert set((await reader.connector.fetch(source, blocks(9), timeout=10)).outcomes) == {REFUSED}
+        assert set(await reader.connector.fetch(source, blocks(9), timeout=10)) == {REFUSED}
     assert reader.connector.stats.refused[Mismatch.LAYOUT] == reader.connector.stats.refused[Mismatch.EPOCH] == 9
     assert isinstance(holder.connector, UcxConnector)
     async with asyncio.timeout(HANDSHAKE_SECONDS / 2):
@@ -273,7 +273,7 @@ async def test_a_flipped_byte_in_the_holders_memory_is_refused(holder: Node) -> 
     reader = node("reader", layout=LAYOUT)
     holder.row(5)[100] ^= 4
     result = await reader.connector.fetch(holder.source, blocks(8), timeout=10)
-    assert [index for index, outcome in enumerate(result.outcomes) if outcome is REFUSED] == [5]
+    assert [index for index, outcome in enumerate(result) if outcome is REFUSED] == [5]
     assert reader.connector.stats.refused[Mismatch.DIGEST] == 1
     await reader.connector.close()
 
@@ -284,7 +284,7 @@ async def test_a_small_fetch_overtakes_a_large_one(holder: Node) -> None:
 
     async def fetch(name: str, wanted: list[NamedBlock]) -> None:
         result = await reader.connector.fetch(holder.source, wanted, timeout=30)
-        assert set(result.outcomes) == {FETCHED}
+        assert set(result) == {FETCHED}
         done.append(name)
 
     assert isinstance(reader.connector, UcxConnector)
@@ -314,7 +314,7 @@ async def test_an_ask_that_is_too_large_ends_the_connection(holder: Node) -> Non
     with pytest.raises(LinkLostError):
         await asyncio.wait_for(lane.link.greeting(OPENING_BYTES), 10)
     assert holder.connector.stats.peers_refused == 1
-    assert (await reader.connector.fetch(holder.source, blocks(1), timeout=10)).outcomes == (FETCHED,)
+    assert await reader.connector.fetch(holder.source, blocks(1), timeout=10) == (FETCHED,)
     await reader.connector.close()
 
 
@@ -322,9 +322,9 @@ async def test_peers_without_a_connection_are_closed(peer: Node) -> None:
     for turn in range(3):
         holder = node(f"holder-{turn}", num_blocks=2)
         await write_and_publish(holder, blocks(2))
-        assert set((await peer.connector.fetch(holder.source, blocks(2), timeout=10)).outcomes) == {FETCHED}
+        assert set(await peer.connector.fetch(holder.source, blocks(2), timeout=10)) == {FETCHED}
         await holder.connector.close()
-        assert set((await peer.connector.fetch(holder.source, blocks(2), timeout=10)).outcomes) == {FAILED}
+        assert set(await peer.connector.fetch(holder.source, blocks(2), timeout=10)) == {FAILED}
     assert len(peers_of(peer)) == 1
 
 

@@ -21,9 +21,7 @@ async def test_closing_leaves_no_task_and_no_socket() -> None:
     for _ in range(3):
         owner, reader = node("owner"), node("reader")
         await write_and_publish(owner, blocks(4))
-        assert set((await reader.connector.fetch(owner.source, blocks(4), timeout=10)).outcomes) == {
-            FetchOutcome.FETCHED
-        }
+        assert set(await reader.connector.fetch(owner.source, blocks(4), timeout=10)) == {FetchOutcome.FETCHED}
         for each in (reader, owner, reader, owner):
             await each.connector.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from decode_node.service import DecodeService
-from kv_connector.base import FetchResult, HostConnector
+from kv_connector.base import FetchOutcomes, HostConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import KVRelayError
@@ -32,7 +32,7 @@ LAYOUT = KVLayout(num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=
 class BrokenConnector(InProcessConnector):
     """A connector whose fetches raise an unforeseen error."""
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         raise RuntimeError("no such case")
 
 

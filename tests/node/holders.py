@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kv_connector.base import FetchOutcome, FetchResult
+from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
@@ -27,7 +27,7 @@ class LadderConnector(InProcessConnector):
         self.fetches: list[tuple[str, int]] = []  # node id or "" and number of blocks
         self.timeouts: list[float] = []
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         self.fetches.append(("" if source is None else source.node_id, len(blocks)))
         self.timeouts.append(timeout)
         if source is not None and source.node_id in self.broken:
@@ -36,7 +36,7 @@ class LadderConnector(InProcessConnector):
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await asyncio.Event().wait()
-            return FetchResult((FetchOutcome.FAILED,) * len(blocks))
+            return (FetchOutcome.FAILED,) * len(blocks)
         return await super().fetch(source or self.store, blocks, timeout=timeout)
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kv_connector.base import FetchOutcome, FetchResult, HostConnector
+from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector
 from kv_connector.faulty import ConnectorFaults, DamagingCopy, FaultyConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.tiered import TieredConnector
@@ -90,8 +90,8 @@ class _OverNetwork(InProcessConnector):
         super().__init__(hub, clock=clock, copy=copy)
         self._is_silent = is_silent
 
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchResult:
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         if source is not None and self._is_silent(source.endpoint):
             await asyncio.sleep(timeout)
-            return FetchResult((FetchOutcome.FAILED,) * len(blocks))
+            return (FetchOutcome.FAILED,) * len(blocks)
         return await super().fetch(source, blocks, timeout=timeout)
