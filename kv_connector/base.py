@@ -55,13 +55,8 @@ class KVConnector(Protocol):
     """Tells whether blocks are also published to a store that all nodes share, which a `fetch` without a source asks.
     A store may forget a block that the pool still holds, so publish again what a request has found by name."""
 
-    @property
-    def stats(self) -> ConnectorStats:
-        """The counters over all backends in use."""
-        ...
-
     def all_stats(self) -> Mapping[str, ConnectorStats]:
-        """The counters of every backend in use, by the backend's name: its own, or those of each tier."""
+        """Returns the counters of every backend in use, by the backend's name: its own, or those of each tier."""
         ...
 
     @property

@@ -75,10 +75,6 @@ class FaultyConnector:
         self._faults = faults
         self._buffer: PoolBuffer | None = None
 
-    @property
-    def stats(self) -> ConnectorStats:
-        return self._inner.stats
-
     def all_stats(self) -> Mapping[str, ConnectorStats]:
         return self._inner.all_stats()
 
@@ -140,7 +136,7 @@ class FaultyConnector:
                 start = blocks[index].block_id * block_bytes
                 self._buffer.memory[start : start + block_bytes] = b"\xa5" * block_bytes
                 damaged[index] = FetchOutcome.REFUSED
-                self.stats.refused[Mismatch.DIGEST] += 1
+                self.all_stats()[self.name].refused[Mismatch.DIGEST] += 1
         return tuple(damaged)
 
     @contextmanager

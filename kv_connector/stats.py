@@ -1,7 +1,6 @@
 """The counters of a connector since it was created. They only grow and are written on the node's asyncio loop."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from kv_connector.header import Mismatch
 
@@ -32,15 +31,3 @@ class ConnectorStats:
     def count_published(self, num_blocks: int, block_bytes: int) -> None:
         self.blocks_published += num_blocks
         self.bytes_published += num_blocks * block_bytes
-
-
-def total(parts: Iterable[ConnectorStats]) -> ConnectorStats:
-    """Returns the present sums, in which a block that two backends missed counts twice."""
-    result = ConnectorStats()
-    for part in parts:
-        for counter in fields(ConnectorStats):
-            if counter.name != "refused":
-                setattr(result, counter.name, getattr(result, counter.name) + getattr(part, counter.name))
-        for mismatch, count in part.refused.items():
-            result.refused[mismatch] += count
-    return result

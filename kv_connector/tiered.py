@@ -20,7 +20,7 @@ from kv_connector.device.base import DeviceConnector
 from kv_connector.device.pool import DevicePool
 from kv_connector.registry import create_connector
 from kv_connector.settings import ConnectorSettings
-from kv_connector.stats import ConnectorStats, total
+from kv_connector.stats import ConnectorStats
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.connectors import needs_same_host
 from kvrelay.core.endpoints import Endpoints, parse_endpoints, this_host
@@ -62,10 +62,6 @@ class TieredConnector(Generic[TierT_co]):
         self._block_bytes = 0  # before `allocate` or `serve`, and after `close`
         # A store that is the only tier has no gate: without the store nodes would exchange nothing.
         self._gates = {tier.name: CostGate(recompute_seconds) for tier in self.tiers[1:] if tier.has_store}
-
-    @property
-    def stats(self) -> ConnectorStats:
-        return total(self.all_stats().values())
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
         return {name: stats for tier in self.tiers for name, stats in tier.all_stats().items()}
@@ -164,7 +160,7 @@ class TieredConnector(Generic[TierT_co]):
         gate = self._gates.get(tier.name)
         num_bytes = len(blocks) * self._block_bytes
         if gate is not None and not gate.opens(sum(block.num_tokens for block in blocks), num_bytes):
-            tier.stats.not_worth += len(blocks)
+            tier.all_stats()[tier.name].not_worth += len(blocks)
             return [FetchOutcome.MISSING] * len(blocks)
         started = self._clock.now()
         try:

@@ -70,10 +70,6 @@ class StagedConnector:
         self._worker = Worker("kv-staging")
         self._open = True
 
-    @property
-    def stats(self) -> ConnectorStats:
-        return self._inner.stats
-
     def all_stats(self) -> Mapping[str, ConnectorStats]:
         return self._inner.all_stats()
 

@@ -76,7 +76,8 @@ async def test_direct_transfers_between_devices_change_no_token(
             assert result.tokens == {0: reference.generate(prompt, 8)}
         await running.wait_idle()
         decode = running.nodes[1].connector
-        assert decode.name == direct and decode.stats.blocks_fetched >= 44
+        assert decode.name == direct
+        assert sum(stats.blocks_fetched for stats in decode.all_stats().values()) >= 44
 
 
 def device_of(connector: object) -> SlowDevice:

@@ -76,7 +76,7 @@ async def test_damaged_blocks_are_reported_as_refused() -> None:
         await write_and_publish(owner, wanted)
         result = await peer.connector.fetch(owner.source, wanted, timeout=_TIMEOUT)
         assert result == (FetchOutcome.FETCHED,) * 2 + (FetchOutcome.REFUSED,) * 2
-        assert peer.connector.stats.refused[Mismatch.DIGEST] == 2
+        assert peer.first_stats.refused[Mismatch.DIGEST] == 2
 
 
 async def test_a_bit_that_flips_on_the_way_is_found() -> None:
@@ -85,7 +85,7 @@ async def test_a_bit_that_flips_on_the_way_is_found() -> None:
         await write_and_publish(owner, wanted)
         result = await peer.connector.fetch(owner.source, wanted, timeout=_TIMEOUT)
         assert result == (FetchOutcome.REFUSED,) * 4
-        assert peer.connector.stats.refused[Mismatch.DIGEST] == 4
+        assert peer.first_stats.refused[Mismatch.DIGEST] == 4
 
 
 def test_the_same_seed_plans_the_same_faults() -> None:

@@ -281,7 +281,7 @@ async def test_endpoints_that_name_no_segment_fail_or_are_refused(tmp_path: Path
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to(peer.source.endpoint)
     assert await outcome(name) is FetchOutcome.FAILED
-    assert peer.connector.stats.refused[Mismatch.VERSION] == 3
+    assert peer.first_stats.refused[Mismatch.VERSION] == 3
     await peer.connector.close()
 
 

@@ -79,7 +79,7 @@ async def test_a_block_that_changes_while_it_is_copied_is_not_published(pair: Pa
     pair.owner.device.gate.set()
     await publishing
     assert await pair.fetch(2) == (MISSING, FETCHED)
-    assert pair.owner.connector.stats.blocks_published == 1, "not for a moment: the slot may hold bytes of both"
+    assert pair.owner.first_stats.blocks_published == 1, "not for a moment: the slot may hold bytes of both"
 
 
 async def test_a_copy_that_gives_way_is_missing_before_its_slot_is_written(pair: Pair) -> None:

@@ -102,7 +102,7 @@ async def test_blocks_that_the_first_tier_has_are_not_requested_from_the_second(
     await write_and_publish(pair.owner, sent)
     assert set(await pair.fetch(sent)) == {FETCHED}
     assert not pair.peer_tiers[1].fetches
-    assert pair.peer.connector.stats.blocks_fetched == 5
+    assert pair.peer.first_stats.blocks_fetched == 5
 
 
 async def test_only_the_blocks_that_the_first_tier_lacks_are_requested_from_the_second(pair: Pair) -> None:
@@ -209,21 +209,21 @@ def three(redis_url: str, prefix: str) -> list[HostConnector]:
 async def test_three_tiers_share_one_pool_and_leave_nothing(redis_server: RedisServer) -> None:
     """The same block is fetched through each tier, after those before it have lost it, and from the store."""
     owner = Node(TieredConnector(three(redis_server.url, "three")), "owner", 16, LAYOUT, EPOCH)
-    peer_tiers = three(redis_server.url, "three")
-    peer = Node(TieredConnector(peer_tiers), "peer", 16, LAYOUT, EPOCH + 1)
+    peer = Node(TieredConnector(three(redis_server.url, "three")), "peer", 16, LAYOUT, EPOCH + 1)
     sent = blocks(6)
     await write_and_publish(owner, sent)
     assert isinstance(owner.connector, TieredConnector)
+    all_stats = peer.connector.all_stats()
     for position, tier in enumerate(owner.connector.tiers):
         peer.pool.memory[:] = bytes(len(peer.pool.memory))
         source = None if tier.has_store else owner.source
         result = await peer.connector.fetch(source, moved(sent, 4), timeout=PATIENCE)
         assert set(result) == {FETCHED}
-        assert [each.stats.blocks_fetched for each in peer_tiers] == [6] * (position + 1) + [0] * (2 - position)
+        assert [stats.blocks_fetched for stats in all_stats.values()] == [6] * (position + 1) + [0] * (2 - position)
         for block in moved(sent, 4):
             assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
         tier.retract([block.block_id for block in sent])
-    assert list(peer.connector.all_stats()) == ["shared_memory", "ucx", "redis"]
+    assert list(all_stats) == ["shared_memory", "ucx", "redis"]
     for node in (owner, peer, owner):
         await node.connector.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
@@ -253,11 +253,11 @@ def shared_memory_and(harness: RedisHarness) -> TieredConnector[HostConnector]:
 
 async def test_shared_memory_of_another_host_is_not_tried(redis_server: RedisServer) -> None:
     owner = Node(TieredConnector(three(redis_server.url, "far")[:2]), "owner", 8, LAYOUT, EPOCH)
-    tiers = three(redis_server.url, "far")[:2]
-    peer = Node(TieredConnector(tiers, host="0123456789abcdef"), "peer", 8, LAYOUT, EPOCH)
+    peer = Node(TieredConnector(three(redis_server.url, "far")[:2], host="0123456789abcdef"), "peer", 8, LAYOUT, EPOCH)
     await write_and_publish(owner, blocks(2))
     assert set(await peer.connector.fetch(owner.source, blocks(2), timeout=PATIENCE)) == {FETCHED}
-    assert [tier.stats.blocks_fetched for tier in tiers] == [0, 2] and tiers[0].stats.failed == 0
+    assert [stats.blocks_fetched for stats in peer.connector.all_stats().values()] == [0, 2]
+    assert peer.first_stats.failed == 0
     for node in (owner, peer):
         await node.connector.close()
 

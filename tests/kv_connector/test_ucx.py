@@ -124,7 +124,7 @@ async def test_a_killed_holder_fails_at_once(child: Child, peer: Node) -> None:
     clear(peer)
     result = await peer.connector.fetch(child.source, blocks(2), timeout=60)
     assert set(result) == {FAILED} and time.monotonic() - started < 10
-    assert is_clear(peer) and peer.connector.stats.quarantined == 0
+    assert is_clear(peer) and peer.first_stats.quarantined == 0
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -150,7 +150,7 @@ async def test_a_stopped_holder_writes_nothing_later(child: Child, peer: Node, c
     again = await peer.connector.fetch(child.source, moved(wanted[:1], NUM_BLOCKS - 1), timeout=30)
     assert again == (FETCHED,)  # behind whatever it had to send before
     np.frombuffer(peer.row(NUM_BLOCKS - 1), np.uint8)[:] = 0
-    assert is_clear(peer) and peer.connector.stats.quarantined == 0
+    assert is_clear(peer) and peer.first_stats.quarantined == 0
 
 
 async def test_one_slow_holder_does_not_hold_up_another(child: Child) -> None:
@@ -171,7 +171,7 @@ async def test_a_wrong_secret_gets_nothing(holder: Node) -> None:
     stranger = node("stranger", secret="another cluster's secret", layout=LAYOUT)
     result = await stranger.connector.fetch(holder.source, blocks(3), timeout=10)
     assert set(result) == {FAILED} and is_clear(stranger)
-    assert holder.connector.stats.peers_refused == 1
+    assert holder.first_stats.peers_refused == 1
     await stranger.connector.close()
 
 
@@ -205,7 +205,7 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_counted(holder: No
     link.greet(opening)
     with pytest.raises(LinkLostError):
         await asyncio.wait_for(link.greeting(OPENING_BYTES), 10)
-    assert holder.connector.stats.peers_refused == 1
+    assert holder.first_stats.peers_refused == 1
     await link.close()
     transport.close()
 
@@ -217,7 +217,7 @@ async def test_strangers_that_come_together_are_no_more_than_may_be(holder: Node
     assert isinstance(holder.connector, UcxConnector)
     tasks = holder.connector._require().holder._tasks
     async with asyncio.timeout(HANDSHAKE_SECONDS):
-        while len(tasks) + holder.connector.stats.peers_refused < len(links):
+        while len(tasks) + holder.first_stats.peers_refused < len(links):
             await asyncio.sleep(0)
     assert len(tasks) == MAX_STRANGERS
     for link in links:
@@ -248,7 +248,7 @@ async def test_a_holder_that_restarted_is_refused_by_its_epoch(holder: Node) -> 
     reader = node("reader", layout=LAYOUT)
     stale = KVSource("holder", EPOCH - 1, holder.source.endpoint)
     assert set(await reader.connector.fetch(stale, blocks(9), timeout=10)) == {REFUSED}
-    assert reader.connector.stats.refused[Mismatch.EPOCH] == 9 and is_clear(reader)
+    assert reader.first_stats.refused[Mismatch.EPOCH] == 9 and is_clear(reader)
     assert set(await reader.connector.fetch(holder.source, blocks(9), timeout=10)) == {FETCHED}
     assert isinstance(holder.connector, UcxConnector)
     side = holder.connector._require().holder
@@ -260,12 +260,12 @@ async def test_a_reader_with_another_layout_leaves_and_is_no_stranger(holder: No
     reader = node("reader", layout=OTHER_LAYOUT)
     for source in (holder.source, KVSource("holder", EPOCH - 1, holder.source.endpoint)):
         assert set(await reader.connector.fetch(source, blocks(9), timeout=10)) == {REFUSED}
-    assert reader.connector.stats.refused[Mismatch.LAYOUT] == reader.connector.stats.refused[Mismatch.EPOCH] == 9
+    assert reader.first_stats.refused[Mismatch.LAYOUT] == reader.first_stats.refused[Mismatch.EPOCH] == 9
     assert isinstance(holder.connector, UcxConnector)
     async with asyncio.timeout(HANDSHAKE_SECONDS / 2):
         while holder.connector._require().holder._tasks:
             await asyncio.sleep(0.01)
-    assert holder.connector.stats.peers_refused == 0
+    assert holder.first_stats.peers_refused == 0
     await reader.connector.close()
 
 
@@ -274,7 +274,7 @@ async def test_a_flipped_byte_in_the_holders_memory_is_refused(holder: Node) -> 
     holder.row(5)[100] ^= 4
     result = await reader.connector.fetch(holder.source, blocks(8), timeout=10)
     assert [index for index, outcome in enumerate(result) if outcome is REFUSED] == [5]
-    assert reader.connector.stats.refused[Mismatch.DIGEST] == 1
+    assert reader.first_stats.refused[Mismatch.DIGEST] == 1
     await reader.connector.close()
 
 
@@ -313,7 +313,7 @@ async def test_an_ask_that_is_too_large_ends_the_connection(holder: Node) -> Non
     lane.link.send(np.full(4, 0xFF, np.uint8), lane.tag + ASK_POSITION)
     with pytest.raises(LinkLostError):
         await asyncio.wait_for(lane.link.greeting(OPENING_BYTES), 10)
-    assert holder.connector.stats.peers_refused == 1
+    assert holder.first_stats.peers_refused == 1
     assert await reader.connector.fetch(holder.source, blocks(1), timeout=10) == (FETCHED,)
     await reader.connector.close()
 
@@ -341,7 +341,7 @@ async def test_a_fetch_waits_for_buffers_that_ucx_still_holds(holder: Node) -> N
     stubborn = StubbornRequest()
     lane.link._posted.append((stubborn, None, None))
     result = asyncio.create_task(reader.connector.fetch(holder.source, blocks(3), timeout=0.05))
-    while not reader.connector.stats.quarantined:
+    while not reader.first_stats.quarantined:
         await asyncio.sleep(0.001)
     for _ in range(3):
         result.cancel()
@@ -349,7 +349,7 @@ async def test_a_fetch_waits_for_buffers_that_ucx_still_holds(holder: Node) -> N
         assert not result.done()
     stubborn.completed = True
     await asyncio.wait([result], timeout=10)
-    assert result.cancelled() and reader.connector.stats.quarantined == 3
+    assert result.cancelled() and reader.first_stats.quarantined == 3
     await reader.connector.close()
 
 
@@ -366,7 +366,7 @@ async def test_a_fetch_of_a_dead_holder_waits_for_ucx_and_then_for_the_device(
     fetch = asyncio.create_task(reader.connector.fetch(holder.source, blocks(3), timeout=30))
     await asyncio.sleep(0)
     await holder.connector.close()
-    while not reader.connector.stats.quarantined:
+    while not reader.first_stats.quarantined:
         await asyncio.sleep(0.001)
     reader.device.waiting.clear()
     reader.device.gate.clear()

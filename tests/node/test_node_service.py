@@ -22,8 +22,9 @@ PATIENCE = 10.0
 
 async def test_an_idle_node_sends_one_message_per_heartbeat() -> None:
     node = make_node()
-    node.connector.stats.refused[Mismatch.DIGEST] = 2
-    node.connector.stats.bytes_fetched = 4096
+    stats = node.connector.all_stats()["in_process"]
+    stats.refused[Mismatch.DIGEST] = 2
+    stats.bytes_fetched = 4096
     node.lease_counts.expired = 3
     async with serving(DecodeService, node):
         service = NodeService(node, NodeRole.DECODE, heartbeat=0.01, clock=ManualClock())
