@@ -10,7 +10,7 @@ Invariant: the engine and the connector know nothing of each other; blocks pass 
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from kvrelay.node.event_log import EventLog
 from kvrelay.node.lease_counts import LeaseCounts
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.publisher import Publisher
-from kvrelay.node.receiver import Receiver, ReceptionContext, posted_unpin
+from kvrelay.node.receiver import Receiver, ReceptionContext
 from kvrelay.node.watchdog import EngineHungError, Watchdog
 
 _logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Node:
         self.lease_counts = LeaseCounts()
         self.draining = False
         self.engine_thread = make_engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
-        self._publisher = Publisher(connector, posted_unpin(self.engine_thread))
+        self._publisher = Publisher(connector, self._unpin)
         self._reception = ReceptionContext(
             connector,
             self.engine_thread,
@@ -162,6 +162,9 @@ class Node:
     def require_alive(self) -> None:
         if self.crashed.is_set():
             raise UnavailableError(f"{self.identity.node_id} has crashed")
+
+    def _unpin(self, block_ids: Sequence[int]) -> None:
+        self.engine_thread.post(lambda engine: engine.unpin(block_ids))
 
     def _on_result(self, result: StepResult) -> None:
         self._handler(result)  # first, because clients wait for its tokens; publishing takes time on this thread

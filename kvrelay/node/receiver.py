@@ -192,8 +192,3 @@ def ends_at(timeout_ms: int) -> float | None:
     """Returns the request's deadline in loop time, given the milliseconds that it has left on arrival; 0 means that it
     has none, and gives None."""
     return asyncio.get_running_loop().time() + timeout_ms / 1000 if timeout_ms else None
-
-
-def posted_unpin(engine_thread: EngineThread) -> Callable[[Sequence[int]], None]:
-    """Returns `Engine.unpin` for callers on other threads than the engine's."""
-    return lambda block_ids: engine_thread.post(lambda engine: engine.unpin(block_ids))
