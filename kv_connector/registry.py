@@ -100,11 +100,11 @@ BACKENDS: Mapping[str, BackendSpec] = MappingProxyType({spec.name: spec for spec
 _OF_DIRECT: Mapping[str, BackendSpec] = MappingProxyType({spec.direct.name: spec for spec in _SPECS if spec.direct})
 
 
-def create_connector(name: str, settings: ConnectorSettings | None = None) -> HostConnector:
+def create_connector(name: str, settings: ConnectorSettings) -> HostConnector:
     """Returns the backend called `name`, not yet allocated. Raises ConfigurationError for an unknown name or a missing
     library."""
     spec = _find(BACKENDS, name)
-    return _create(spec, spec.make, settings or ConnectorSettings())
+    return _create(spec, spec.make, settings)
 
 
 def create_direct(name: str, settings: ConnectorSettings) -> DeviceConnector:

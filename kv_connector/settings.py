@@ -1,8 +1,8 @@
 """Settings of the connectors. Importing this loads no backend."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from kv_connector.pool import CopyRows, copy_rows
 
@@ -52,13 +52,11 @@ class ConnectorSettings:
 
     def plain(self) -> dict[str, dict[str, Any]]:
         """Returns every branch as a dictionary for `from_plain`. Secrets are in it."""
-        return {name: asdict(getattr(self, name)) for name in _branch_types()}
+        return {"shared_memory": asdict(self.shared_memory), "redis": asdict(self.redis), "ucx": asdict(self.ucx)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Mapping[str, Any]]) -> "ConnectorSettings":
         """Returns settings with the branches of another process, and this one's `copy`."""
-        return cls(**{name: branch(**plain[name]) for name, branch in _branch_types().items()})
-
-
-def _branch_types() -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(ConnectorSettings).items() if is_dataclass(hint)}
+        return cls(
+            SharedMemorySettings(**plain["shared_memory"]), RedisSettings(**plain["redis"]), UcxSettings(**plain["ucx"])
+        )

@@ -2,7 +2,8 @@
 
 The first tier allocates the pool, the others serve from the same memory. Tiers that reach the holder itself (shared
 memory, UCX) come before a store (Redis), which needs no holder: only a fetch without a source asks it. Nodes of one
-cluster may have different tiers; they exchange blocks through those that they share.
+cluster may have different tiers; they exchange blocks through those that they share. A node of one backend has a tier,
+too, so that all understand each other's endpoints.
 
 Invariant: a fetch takes no longer than its timeout, and a tier that hangs leaves time for the next; publishing waits
 for no store behind another tier, and fails only if all tiers fail.
@@ -18,8 +19,6 @@ from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector, KVConn
 from kv_connector.cost_gate import CostGate, RecomputeSeconds
 from kv_connector.device.base import DeviceConnector
 from kv_connector.device.pool import DevicePool
-from kv_connector.registry import create_connector
-from kv_connector.settings import ConnectorSettings
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.connectors import needs_same_host
@@ -172,15 +171,6 @@ class TieredConnector(Generic[TierT_co]):
             fetched = outcomes.count(FetchOutcome.FETCHED)
             gate.observe(fetched * self._block_bytes, self._clock.now() - started)
         return outcomes
-
-
-def create_tiers(
-    names: Sequence[str], settings: ConnectorSettings, *, recompute_seconds: RecomputeSeconds = lambda num_tokens: None
-) -> TieredConnector[HostConnector]:
-    """Returns what a node runs on: one backend or more, in the order of asking, not yet allocated. A node of one
-    backend has a tier, too, so that it and nodes of several understand each other's endpoints. Raises like
-    `create_connector`."""
-    return TieredConnector([create_connector(name, settings) for name in names], recompute_seconds=recompute_seconds)
 
 
 def _more_severe(one: FetchOutcome, other: FetchOutcome) -> FetchOutcome:

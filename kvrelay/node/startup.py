@@ -16,7 +16,7 @@ from kv_connector.device.self_test import check_direct
 from kv_connector.registry import create_connector, create_direct, is_installed
 from kv_connector.self_test import SelfTestReport, check_transport
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
-from kv_connector.tiered import TieredConnector, create_tiers
+from kv_connector.tiered import TieredConnector
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
@@ -142,8 +142,10 @@ async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> Trans
     if direct:
         device_tiers = TieredConnector([create_direct(name, connector_settings) for name in direct])
         return Transport(device_tiers, partial(make_direct_pool, device_tiers))
-    tiers = create_tiers(choice.names, connector_settings, recompute_seconds=prefill_rate.seconds)
-    return Transport(tiers, partial(make_pool, tiers))
+    host_tiers = TieredConnector(
+        [create_connector(name, connector_settings) for name in choice.names], recompute_seconds=prefill_rate.seconds
+    )
+    return Transport(host_tiers, partial(make_pool, host_tiers))
 
 
 async def _direct(

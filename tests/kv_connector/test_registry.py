@@ -36,7 +36,7 @@ def test_only_mapped_memory_needs_the_same_host() -> None:
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigurationError, match="'rdma'; there are: shared_memory, ucx, redis"):
-        create_connector("rdma")
+        create_connector("rdma", SETTINGS)
     with pytest.raises(ConfigurationError, match="'redis'; there are: cuda_ipc, ucx"):
         create_direct("redis", SETTINGS)
 
@@ -47,12 +47,13 @@ def test_a_missing_library_is_an_error_with_the_command_that_installs_it(monkeyp
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'kvrelay\[redis\]'"):
-        create_connector("redis")
+        create_connector("redis", SETTINGS)
 
 
 def test_creating_one_backend_imports_no_library_of_another() -> None:
     code = (
-        "import sys, kv_connector, kv_connector.registry as r; r.create_connector('shared_memory');"
+        "import sys, kv_connector.registry as r, kv_connector.settings as s;"
+        "r.create_connector('shared_memory', s.ConnectorSettings());"
         "sys.exit(any(m.partition('.')[0] in ('redis', 'ucxx', 'torch') for m in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,9 +11,9 @@ from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector, PoolBu
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.segments.shared_memory import SharedMemoryConnector
-from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
+from kv_connector.settings import RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.store.redis_store import RedisConnector
-from kv_connector.tiered import TieredConnector, create_tiers
+from kv_connector.tiered import TieredConnector
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.endpoints import this_host
@@ -263,10 +263,11 @@ async def test_shared_memory_of_another_host_is_not_tried(redis_server: RedisSer
 
 
 async def test_nodes_of_different_tiers_use_those_they_share() -> None:
-    settings = ConnectorSettings(ucx=UcxSettings(CLUSTER_SECRET))
-    owner = Node(create_tiers(("shared_memory",), settings), "owner", 8, LAYOUT, EPOCH)
-    both = Node(create_tiers(("shared_memory", "ucx"), settings), "both", 8, LAYOUT, EPOCH)
-    other = Node(create_tiers(("ucx",), settings), "other", 8, LAYOUT, EPOCH)
+    shared_memory, ucx = SharedMemorySettings(), UcxSettings(CLUSTER_SECRET)
+    owner = Node(TieredConnector([SharedMemoryConnector(shared_memory)]), "owner", 8, LAYOUT, EPOCH)
+    tiers: list[HostConnector] = [SharedMemoryConnector(shared_memory), UcxConnector(ucx)]
+    both = Node(TieredConnector(tiers), "both", 8, LAYOUT, EPOCH)
+    other = Node(TieredConnector([UcxConnector(ucx)]), "other", 8, LAYOUT, EPOCH)
     sent = blocks(2)
     await write_and_publish(owner, sent)
     await write_and_publish(both, sent)
