@@ -100,7 +100,7 @@ class Edge:
 class _Watch:
     """Measures one request. A request that ends without having finished or failed was aborted by the client."""
 
-    __slots__ = ("_clock", "_finish_reasons", "_last_times", "_metrics", "_outcome", "_request_id", "_start")
+    __slots__ = ("_clock", "_finish_reasons", "_has_outcome", "_last_times", "_metrics", "_request_id", "_start")
 
     def __init__(self, metrics: RouterMetrics, clock: Clock, request: RoutedRequest) -> None:
         self._metrics = metrics
@@ -108,7 +108,7 @@ class _Watch:
         self._request_id = request.request_id
         self._start = clock.now()
         self._last_times: dict[int, float] = {}  # of each choice, when its latest tokens came
-        self._outcome = False
+        self._has_outcome = False
         self._finish_reasons: list[FinishReason] = []
         metrics.num_requests_running.inc()
         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
@@ -128,12 +128,12 @@ class _Watch:
         self._metrics.prompt_tokens_cached.inc(trace.num_cached_tokens)
 
     def finished(self) -> None:
-        self._outcome = True
+        self._has_outcome = True
         self._metrics.e2e_latency.observe(self._clock.now() - self._start)
         self._metrics.count_success(self._finish_reasons[0].value if self._finish_reasons else FinishReason.ABORT.value)
 
     def failed(self, error: Exception) -> None:
-        self._outcome = True
+        self._has_outcome = True
         code = status_of(error).grpc_code
         self._metrics.count_error(code.name)
         if code is grpc.StatusCode.INTERNAL:  # all that the client is told of it is to look here
@@ -141,5 +141,5 @@ class _Watch:
 
     def ended(self) -> None:
         self._metrics.num_requests_running.dec()
-        if not self._outcome:
+        if not self._has_outcome:
             self._metrics.count_success(FinishReason.ABORT.value)

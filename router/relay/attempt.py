@@ -271,7 +271,7 @@ class Attempt:
             _logger.warning("request %s: %d tokens have no source", self._wire_id, num_missing_tokens)
             self._session.pull_no_more()
             return
-        self._tally.refilling()
+        self._tally.refill_began()
         self._refill = Refill(self._node_request, f"{self._wire_id}.refill", placement, self._session, self._tally)
         self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._timeout)
 

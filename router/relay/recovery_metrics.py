@@ -68,6 +68,6 @@ class RecoveryMetrics:
     def asked_in_vain(self, reader: str, cause: str, *, num_blocks: int) -> None:
         self._ladder_failures[reader, cause].inc(num_blocks)
 
-    def refilled(self) -> None:
+    def refill_began(self) -> None:
         """Counts that another prefill node was asked for blocks that did not arrive."""
         self._refills.inc()

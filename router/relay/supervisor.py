@@ -88,8 +88,8 @@ class _Share:
     attempt: Attempt | None = None
     wait: asyncio.TimerHandle | None = None
 
-    def has_new_tokens(self, *, are_first: bool) -> None:
-        """Forgets the losses that these tokens show to be no fault of the request. `are_first`: a prefill node has
+    def forgive_losses(self, *, are_first: bool) -> None:
+        """Forgets the losses that new tokens show to be no fault of the request. `are_first`: a prefill node has
         sampled them, which does not show that a decode node survives the request."""
         if are_first:
             self.losses = {(loss, node) for loss, node in self.losses if loss is Loss.DECODING}
@@ -186,7 +186,7 @@ class RequestSupervisor:
             return ()
         for output in events:
             self._remember(attempt, output)
-            share.has_new_tokens(are_first=isinstance(event, PrefillFinished))
+            share.forgive_losses(are_first=isinstance(event, PrefillFinished))
         if not attempt.unfinished:
             attempt.close()
         return events

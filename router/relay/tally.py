@@ -43,9 +43,9 @@ class Tally:
         if self._first_token_after is None:
             self._first_token_after = self._clock.now() - self._began
 
-    def refilling(self) -> None:
+    def refill_began(self) -> None:
         """Counts that another prefill node was asked for blocks that did not arrive."""
-        self._metrics.refilled()
+        self._metrics.refill_began()
 
     def migrated(self, node_request: NodeRequest, cause: str) -> None:
         """Counts that outputs were placed again, for the reason `cause`."""

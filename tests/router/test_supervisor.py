@@ -354,14 +354,14 @@ def test_a_token_of_a_decode_node_makes_the_waits_short_again() -> None:
     waits = []
     for are_first in (True, True, False, True):
         waits.append(share.backoff.next())
-        share.has_new_tokens(are_first=are_first)
+        share.forgive_losses(are_first=are_first)
     assert waits == [1.0, 2.0, 4.0, 1.0]
 
 
 def test_a_token_forgets_the_losses_before_it() -> None:
     node = KVSource("node", 1, "")
     share = _Share((0,), Backoff(), {(loss, node) for loss in Loss})
-    share.has_new_tokens(are_first=True)
+    share.forgive_losses(are_first=True)
     assert share.losses == {(Loss.DECODING, node)}
-    share.has_new_tokens(are_first=False)
+    share.forgive_losses(are_first=False)
     assert not share.losses
