@@ -25,12 +25,12 @@ class Changes:
     failures: list[RequestFailure] = field(default_factory=list)
     named: list[NamedBlock] = field(default_factory=list)
     progress: list[tuple[str, int]] = field(default_factory=list)
-    load: bool = False  # the load changed and nothing else did
+    load_changed: bool = False  # even if nothing else did
 
     def any(self) -> bool:
         """Tells whether there is anything to report."""
         events = self.admissions or self.prompts or self.outputs or self.failures or self.named or self.progress
-        return bool(events) or self.load
+        return bool(events) or self.load_changed
 
     def take(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], load: EngineLoad) -> StepResult:
         """Returns all events as a `StepResult` and clears them here."""
@@ -47,5 +47,5 @@ class Changes:
         )
         for events in (self.admissions, self.prompts, self.outputs, self.failures, self.named, self.progress):
             events.clear()
-        self.load = False
+        self.load_changed = False
         return result

@@ -106,7 +106,7 @@ class Engine:
             priority=request.priority if self.config.policy == "priority" else 0,
         )
         self._sequences[request.request_id] = [sequence]
-        self._changes.load = True
+        self._changes.load_changed = True
         if request.role is KVRole.PRODUCE:
             self._leases.open(request.request_id)
         self._scheduler.add(sequence)
@@ -140,7 +140,7 @@ class Engine:
         """Ends a request without further output, releases its blocks and ends its lease, if it has one. Idempotent."""
         for sequence in self._sequences.pop(request_id, []):
             self._scheduler.remove(sequence)
-            self._changes.load = True
+            self._changes.load_changed = True
         self.release_lease(request_id)
 
     def release_lease(self, request_id: str) -> None:
@@ -150,7 +150,7 @@ class Engine:
     def unpin(self, block_ids: SequenceOf[int]) -> None:
         """Unpins blocks reported in `Admission.missing` or `StepResult.named` when their transfer has ended."""
         self.pool.unpin(block_ids)
-        self._changes.load = True  # the last report of an idle node must count them as free
+        self._changes.load_changed = True  # the last report of an idle node must count them as free
 
     def check_idle(self) -> None:
         """Raises AssertionError if anything is left of any request. Steps in flight are collected first."""
@@ -245,7 +245,8 @@ class Engine:
             self._fail(step.sequences, str(error))
             return
         finally:
-            self._changes.load |= self._in_flight.end(step)  # the last report of an idle node must count them as free
+            # The last report of an idle node must count its blocks as free.
+            self._changes.load_changed |= self._in_flight.end(step)
         now = self._clock.now()
         self._costs.count(step.plan, now - max(step.launched_at, self._collected_at))
         self._collected_at = now

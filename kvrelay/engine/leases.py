@@ -59,7 +59,7 @@ class Leases:
         lease = self._blocks.pop(request_id, None)
         if lease is not None:
             self._pool.unpin(lease)
-            self._changes.load = True
+            self._changes.load_changed = True
 
     def check_idle(self) -> None:
         """Raises AssertionError if a lease is open."""

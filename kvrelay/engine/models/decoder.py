@@ -31,10 +31,6 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def _nothing() -> None:
-    pass
-
-
 class Attention:
     """The attention of one layer: projections, per-head norms and rotary positions around paged attention."""
 
@@ -200,7 +196,7 @@ class DecoderForCausalLM:
         kv_pool: Tensor,
         metadata: AttentionMetadata,
         last: LastTokens | None = None,
-        before_layer: Callable[[], None] = _nothing,
+        before_layer: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Writes the KV of all tokens into the pool. Returns the hidden states after the last norm, `[num_rows,
         hidden_size]`, of the tokens in `last` or of all. `input_ids` and `positions` are `[num_tokens]` int64. Calls
