@@ -252,8 +252,7 @@ def _flags(settings: ServeSettings, options: type[ProcessSettings]) -> list[str]
 
 
 def _announce(settings: ServeSettings, ready: ReadyLine) -> None:
-    http, grpc = str(ready["http_address"]), str(ready["grpc_address"])
-    model = str(ready.get("model") or settings.served_model_name or settings.model)
+    http, grpc, model = (str(ready[name]) for name in ("http_address", "grpc_address", "model"))
     if settings.json_ready:
         line = {"event": "ready", "role": "cluster", "http_address": http, "grpc_address": grpc, "model": model}
         print(json.dumps(line), flush=True)

@@ -185,8 +185,8 @@ def test_a_name_that_no_client_could_write_is_refused(
 
 
 def test_the_example_of_a_request_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
-    addresses = {"http_address": "127.0.0.1:8000", "grpc_address": "127.0.0.1:8001"}
-    _announce(settings_of("m", "--served-model-name", "it's"), {**addresses, "model": "it's"})
+    ready = {"http_address": "127.0.0.1:8000", "grpc_address": "127.0.0.1:8001", "model": "it's"}
+    _announce(settings_of("m", "--served-model-name", "it's"), ready)
     command = capsys.readouterr().out.partition("  curl ")[2]
     assert json.loads(shlex.split(command)[-1])["model"] == "it's"
 
