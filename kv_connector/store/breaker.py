@@ -8,7 +8,7 @@ most one is under way.
 """
 
 import logging
-import random
+from random import Random
 
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
@@ -27,12 +27,12 @@ class CircuitBreaker:
         threshold: int = 3,
         first_wait: float = 0.5,
         longest_wait: float = 30.0,
-        rng: random.Random | None = None,
+        random: Random | None = None,
     ) -> None:
         self._name = name
         self._clock = clock
         self._threshold = threshold
-        self._backoff = Backoff(first=first_wait, longest=longest_wait, random=rng)
+        self._backoff = Backoff(first=first_wait, longest=longest_wait, random=random)
         self._failures = 0
         self._retry_at: float | None = None  # None: closed
         self._trial: object | None = None  # the attempt that an open breaker has admitted

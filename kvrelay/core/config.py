@@ -36,9 +36,10 @@ from kvrelay.core.errors import ConfigurationError
 ENV_PREFIX = "KVRELAY_"
 
 # Settings of one kvrelay process whose names are almost those of another's settings.
-_TIMEOUTS_ALIKE = ("start_timeout", "stop_timeout", "step_timeout")
-_LOADS_ALIKE = ("concurrency", "concurrencies", "request_rate", "request_rates", "long_output_len")
-_ALIKE = frozenset((*_TIMEOUTS_ALIKE, *_LOADS_ALIKE))
+_ALIKE = (
+    *("start_timeout", "stop_timeout", "step_timeout"),
+    *("concurrency", "concurrencies", "request_rate", "request_rates", "long_output_len"),
+)
 
 # Settings that servers and clients both have, but not in the same sense: a server's file has settings that no client
 # knows, and its model is a folder, which it may serve under another name.

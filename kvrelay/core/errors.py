@@ -88,15 +88,13 @@ _STATUS: dict[type[KVRelayError], ErrorStatus] = {
     KVRelayError: ErrorStatus(grpc.StatusCode.INTERNAL, 500, "internal_error"),
 }
 
-_INTERNAL = _STATUS[KVRelayError]
-
 
 def status_of(error: BaseException) -> ErrorStatus:
     """Returns the status of the error's nearest ancestor in the table; an exception that is not ours is internal."""
     for cls in type(error).__mro__:
         if cls in _STATUS:
             return _STATUS[cls]
-    return _INTERNAL
+    return _STATUS[KVRelayError]
 
 
 def error_from_grpc(code: grpc.StatusCode, message: str, *, field: str | None = None) -> KVRelayError:

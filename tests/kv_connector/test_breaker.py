@@ -1,13 +1,13 @@
 """When the circuit breaker admits attempts: not after failures in a row, then one at a time after a wait."""
 
-import random
+from random import Random
 
 from kv_connector.store.breaker import CircuitBreaker
 from tests.manual_clock import ManualClock
 
 
 def breaker(clock: ManualClock, threshold: int = 3) -> CircuitBreaker:
-    return CircuitBreaker("x", clock, threshold=threshold, first_wait=1.0, longest_wait=4.0, rng=random.Random(7))
+    return CircuitBreaker("x", clock, threshold=threshold, first_wait=1.0, longest_wait=4.0, random=Random(7))
 
 
 def admitted(tried: CircuitBreaker) -> object:
