@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from paged_kernels import fused_reference, triton_rowwise
 from paged_kernels.kv_scales import FP8, KVScales
-from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight, dequantise
+from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight, dequantize
 from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import TritonBackend
 from paged_kernels.triton_digest import BlockDigests, key_table, plan_digests
@@ -182,7 +182,7 @@ def _prequantized(
     groups = (torch.randperm(num_inputs, device=device) // group_size).int() if scattered else None
     weight = PrequantizedWeight(form, codes, zeros, scales, group_size, groups, bits)
     x = torch.randn(num_rows, num_inputs, device=device, dtype=dtype)
-    dense = dequantise(weight).to(dtype)
+    dense = dequantize(weight).to(dtype)
     num_bytes = 4 * (codes.numel() + zeros.numel()) + scales.numel() * 2 + x.numel() * 2 + len(x) * num_outputs * 2
     return Case(
         lambda: prequantized_matmul(x, weight),

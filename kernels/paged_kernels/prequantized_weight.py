@@ -50,7 +50,7 @@ class PrequantizedWeight:
         return self.scales.shape[1]
 
 
-def dequantise(weight: PrequantizedWeight) -> Tensor:
+def dequantize(weight: PrequantizedWeight) -> Tensor:
     """Returns the exact weights, `[num_inputs, num_outputs]` float64."""
     groups = weight.group_of_input
     if groups is None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
-from paged_kernels.triton_device.prequantized import dequantise_kernel, prequantized_matmul_kernel
+from paged_kernels.triton_device.prequantized import dequantize_kernel, prequantized_matmul_kernel
 from paged_kernels.triton_launch import (
     Argument,
     GpuTraits,
@@ -30,7 +30,7 @@ def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | No
         raise ValueError(f"x {tuple(x.shape)} does not fit {weight.num_inputs} x {weight.num_outputs} weights")
     if x.shape[0] > _MOST_ROWS:
         dense = torch.empty((weight.num_inputs, weight.num_outputs), dtype=x.dtype, device=x.device)
-        launch([plan_dequantise(dense, weight)])
+        launch([plan_dequantize(dense, weight)])
         return x @ dense if bias is None else torch.addmm(bias, x, dense)
     traits = traits_of(x.device)
     splits = _num_splits(x.shape[0], weight, traits)
@@ -69,11 +69,11 @@ def plan_prequantized_matmul(
     )
 
 
-def plan_dequantise(output: Tensor, weight: PrequantizedWeight) -> KernelCall:
+def plan_dequantize(output: Tensor, weight: PrequantizedWeight) -> KernelCall:
     """Plans the dequantisation into `output` `[num_inputs, num_outputs]`, contiguous."""
     tiles = (ceil_divide(weight.num_outputs, _TILE_OUTPUTS), ceil_divide(weight.num_inputs, _TILE_INPUTS))
     return KernelCall(
-        dequantise_kernel, tiles, {"output": output, **_stored(weight), **_sizes(weight)}, _constants(weight)
+        dequantize_kernel, tiles, {"output": output, **_stored(weight), **_sizes(weight)}, _constants(weight)
     )
 
 

@@ -14,7 +14,7 @@ from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import AttentionCall, plan_attention
 from paged_kernels.triton_digest import plan_digests
 from paged_kernels.triton_launch import GpuTraits, KernelCall
-from paged_kernels.triton_prequantized import plan_dequantise, plan_prequantized_matmul
+from paged_kernels.triton_prequantized import plan_dequantize, plan_prequantized_matmul
 from paged_kernels.triton_rowwise import plan_rms_norm, plan_silu_mul
 from paged_kernels.triton_sampling import SamplingTensors, plan_sample
 from paged_kernels.triton_write_kv import plan_write_kv
@@ -152,7 +152,7 @@ def _prequantized() -> Iterator[tuple[str, KernelCall]]:
         yield name, plan_prequantized_matmul(output, x, weight, splits, bias)
         if splits == 1:
             dense = empty(4096, 4096, dtype=dtype)
-            yield f"dequantise_kernel {form} {bits} bits {dtype}", plan_dequantise(dense, weight)
+            yield f"dequantize_kernel {form} {bits} bits {dtype}", plan_dequantize(dense, weight)
 
 
 def _sample() -> KernelCall:

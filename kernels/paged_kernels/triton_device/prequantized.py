@@ -19,7 +19,7 @@ def unpack_columns(packed, shifts, BITS: tl.constexpr):
 
 
 @triton.jit
-def dequantised_tile(
+def dequantized_tile(
     codes,  # AWQ: [num_inputs, num_outputs / PER_WORD] int32; GPTQ: [num_inputs / PER_WORD, num_outputs]
     zeros,  # [num_groups, num_outputs / PER_WORD] int32
     scales,  # [num_groups, num_outputs]
@@ -110,7 +110,7 @@ def prequantized_matmul_kernel(
     last = tl.minimum(first + inputs_per_split, num_inputs)
     accumulator = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
     for start in tl.range(first, last, TILE_INPUTS):
-        weight = dequantised_tile(
+        weight = dequantized_tile(
             codes,
             zeros,
             scales,
@@ -140,7 +140,7 @@ def prequantized_matmul_kernel(
 
 
 @triton.jit
-def dequantise_kernel(
+def dequantize_kernel(
     output,  # [num_inputs, num_outputs], contiguous
     codes,
     zeros,
@@ -159,7 +159,7 @@ def dequantise_kernel(
 ):
     """Grid: (cdiv(num_outputs, TILE_OUTPUTS), cdiv(num_inputs, TILE_INPUTS))."""
     start = tl.program_id(1) * TILE_INPUTS
-    weight = dequantised_tile(
+    weight = dequantized_tile(
         codes,
         zeros,
         scales,

@@ -12,7 +12,7 @@ import math
 
 import torch
 from paged_kernels.kv_scales import LARGEST_FP8, KVScales
-from paged_kernels.prequantized_weight import dequantise
+from paged_kernels.prequantized_weight import dequantize
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
@@ -69,7 +69,7 @@ def _read_weight(tensors: dict[str, StoredTensor], config: ModelConfig, name: st
         return _read(tensors, f"{name}.weight")
     kinds = [kind for kind in ("qweight", "qzeros", "scales", "g_idx") if f"{name}.{kind}" in tensors]
     stored = {kind: read_tensor(tensors[f"{name}.{kind}"]) for kind in kinds}
-    return _finite(dequantise(layer_weight(stored, quantization, config.hidden_size)).T, f"{name}.scales")
+    return _finite(dequantize(layer_weight(stored, quantization, config.hidden_size)).T, f"{name}.scales")
 
 
 def _read(tensors: dict[str, StoredTensor], name: str) -> Tensor:

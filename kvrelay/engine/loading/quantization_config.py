@@ -20,7 +20,7 @@ GROUP_MULTIPLE = 32
 def parse_quantization(raw: Any, path: Path) -> CheckpointQuantization | None:
     """Returns the quantisation of the weights, or None if they are plain. `raw` is the field `quantization_config` of
     the configuration at `path`. Raises ModelLoadError."""
-    if raw is None or _quantises_only_kv(raw):
+    if raw is None or _quantizes_only_kv(raw):
         return None
     if not isinstance(raw, dict):
         raise ModelLoadError(f"{path}: quantization_config must be an object, not a {type(raw).__name__}")
@@ -33,7 +33,7 @@ def parse_quantization(raw: Any, path: Path) -> CheckpointQuantization | None:
             raise _unsupported("quant_method", method, path)
 
 
-def _quantises_only_kv(raw: Any) -> bool:
+def _quantizes_only_kv(raw: Any) -> bool:
     """Tells whether this is about nothing but a static FP8 KV cache, so that the weights are plain."""
     if not isinstance(raw, dict) or raw.get("config_groups"):
         return False
