@@ -1,6 +1,6 @@
 """Everything around attention: KV writes, norms, SiLU-mul, products with AWQ and GPTQ weights, digests, sampling."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ from paged_kernels.triton_attention import TritonBackend
 from paged_kernels.triton_digest import BlockDigests, key_table, plan_digests
 from paged_kernels.triton_launch import launch
 from paged_kernels.triton_prequantized import prequantized_matmul
-from paged_kernels.triton_sampling import sample_tokens
+from paged_kernels.triton_sampling import SamplingTensors, sample_tokens
 from torch import Tensor
 
 from bench.gpu.case import TOLERANCE, Case, case_task
@@ -21,7 +21,8 @@ from bench.gpu.measure import Rates, Stopwatch
 from bench.gpu.task import Task
 from kv_connector.header import payload_digest
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.gpu.sampler import sampling_tensors
+from kvrelay.engine.gpu.packed_arrays import PackedArrays
+from kvrelay.engine.gpu.sampler import sampling_arrays
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
@@ -217,6 +218,14 @@ def _as_tensor(digests: list[bytes]) -> Tensor:
     return torch.tensor([list(digest) for digest in digests])
 
 
+def sampling_tensors(rows: Sequence[SamplingRow], device: torch.device) -> SamplingTensors:
+    """Returns what the kernel reads for `rows`, in one piece of memory."""
+    packed = PackedArrays(sampling_arrays(rows, ()))
+    memory = torch.empty(packed.num_bytes, dtype=torch.uint8, device=device)
+    packed.to(memory)
+    return SamplingTensors(**packed.views(memory))
+
+
 def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Case:
     logits = torch.randn(sizes.num_tokens, sizes.vocab_size, device=device) * 3
     likely = logits.topk(3).indices.tolist()  # the outputs so far: without penalties they are sampled again
@@ -224,7 +233,7 @@ def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Cas
         SamplingRow(params, 0, 5 + index, 3, seen_tokens(params, ids[1:], ids[:1] * 3), fixed_edits(params))
         for index, ids in enumerate(likely)
     ]
-    tensors = sampling_tensors(rows, (), device)
+    tensors = sampling_tensors(rows, device)
 
     def expected() -> Tensor:
         sampled = Sampler(sizes.vocab_size, ()).sample(logits.cpu(), rows)

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from paged_kernels.triton_sampling import EDIT_BANNED, EDIT_SEEN, SamplingTensors, sample_tokens
 from torch import Tensor
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
-from kvrelay.engine.gpu.packed_arrays import PackedArrays, to_host
+from kvrelay.engine.gpu.packed_arrays import to_host
 from kvrelay.engine.sampling.penalties import changes_logits
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
@@ -72,7 +71,7 @@ class GpuSampler:
     def arrays(self, rows: Sequence[SamplingRow]) -> dict[str, Array]:
         """Returns the arrays that `launch` needs as tensors on the GPU, under names that no other input of a step
         has."""
-        arrays = {_PREFIX + name: array for name, array in _sampling_arrays(rows, self.eos_token_ids).items()}
+        arrays = {_PREFIX + name: array for name, array in sampling_arrays(rows, self.eos_token_ids).items()}
         if wanted := _logprob_rows(rows):
             arrays[_LOGPROB_ROWS] = np.array(wanted, dtype=np.int64)
         return arrays
@@ -97,17 +96,8 @@ def _logprob_rows(rows: Sequence[SamplingRow]) -> tuple[int, ...]:
     return tuple(index for index, row in enumerate(rows) if row.params.logprobs is not None)
 
 
-def sampling_tensors(
-    rows: Sequence[SamplingRow], eos_token_ids: Sequence[int], device: torch.device
-) -> SamplingTensors:
-    """Returns what the kernel reads for `rows`, in one piece of memory on `device`."""
-    packed = PackedArrays(_sampling_arrays(rows, eos_token_ids))
-    memory = torch.empty(packed.num_bytes, dtype=torch.uint8, device=device)
-    packed.to(memory)
-    return SamplingTensors(**packed.views(memory))
-
-
-def _sampling_arrays(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> dict[str, Array]:
+def sampling_arrays(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> dict[str, Array]:
+    """Returns what the kernel reads for `rows`: an array for each field of `SamplingTensors`."""
     columns: dict[str, list[int] | list[float]] = {
         "temperatures": [row.params.temperature for row in rows],
         "top_ks": [row.params.top_k for row in rows],

@@ -23,14 +23,13 @@ from triton.runtime.interpreter import InterpretedFunction
 from bench import gpu_suite
 from bench.even_batch import even_batch
 from bench.gpu import engine_cases, layer_cases, tuning
-from bench.gpu.layer_cases import Sizes, layer_tasks
+from bench.gpu.layer_cases import Sizes, layer_tasks, sampling_tensors
 from bench.gpu.measure import Rates, Stopwatch
 from bench.gpu.parts import PARTS, Suite
 from bench.gpu.report import Records, read_records
 from bench.gpu.task import Task
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.gpu.runner import GpuRunner, GpuStep
-from kvrelay.engine.gpu.sampler import sampling_tensors
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.sampling.sampler import SamplingRow
 
@@ -141,9 +140,9 @@ def test_of_layers_only_kernels_are_timed() -> None:
 
 @pytest.mark.parametrize("kind", ["min-p", "repetition penalty", "presence penalty", "frequency penalty", "logit bias"])
 def test_sampling_parameters_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(rows: Sequence[SamplingRow], *others: Any) -> Any:
+    def forget(rows: Sequence[SamplingRow], device: torch.device) -> Any:
         plain = [replace(row, params=SamplingParams(seed=1, temperature=row.params.temperature)) for row in rows]
-        return sampling_tensors(plain, *others)
+        return sampling_tensors(plain, device)
 
     torch.manual_seed(7)
     watch = Stopwatch(torch.device("cpu"), 1)
