@@ -20,7 +20,7 @@ def plan_write_kv(
     slot_mapping: Tensor,
     kv_scales: KVScales | None,
 ) -> KernelCall:
-    """`query` and `angles` go together: with them queries and keys are rotated."""
+    """Plans the write. `query` and `angles` go together: with them queries and keys are rotated."""
     assert (query is None) == (angles is None)
     num_tokens, num_kv_heads, head_dim = key.shape
     num_heads = 0 if query is None else query.shape[1]

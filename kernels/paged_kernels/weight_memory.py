@@ -18,8 +18,8 @@ _ALIGNMENT = 4096
 
 
 class WeightMemory:
-    """Takes memory from the system in chunks. What was not written to, the end of the last chunk in particular, costs
-    nothing. For one thread. `is_filled`: what is taken holds its values already, and nobody may write to it."""
+    """Memory that is taken from the system in chunks. What was not written to, the end of the last chunk in particular,
+    costs nothing. For one thread. `is_filled`: what is taken holds its values already, and nobody may write to it."""
 
     is_filled = False
 
@@ -27,7 +27,7 @@ class WeightMemory:
         self._rest = torch.empty(0, dtype=torch.uint8)  # of the current chunk
 
     def take(self, num_bytes: int) -> Tensor:
-        """`[num_bytes]` uint8, undefined."""
+        """Returns `[num_bytes]` uint8, undefined."""
         room = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if room > self._rest.numel():
             self._rest = self._chunk(-(-max(room, _CHUNK) // _LARGE_PAGE) * _LARGE_PAGE)
@@ -38,11 +38,11 @@ class WeightMemory:
         return taken
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As `take`."""
+        """Returns a tensor in memory as `take` returns it."""
         return self.take(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def _chunk(self, num_bytes: int) -> Tensor:
-        """From the system: `num_bytes`, a multiple of a large page, which begin with one where that can be had."""
+        """Returns `num_bytes` of the system, a multiple of a large page, which begin with one where that can be had."""
         whole = torch.empty(num_bytes + _LARGE_PAGE, dtype=torch.uint8)
         begin = -whole.data_ptr() % _LARGE_PAGE
         return whole[begin : begin + num_bytes]

@@ -201,7 +201,7 @@ class PeerSegment:
         return room[_HANDLE_LENGTH.size : _HANDLE_LENGTH.size + length]
 
     def owner_is_alive(self) -> bool:
-        """False once the owner has closed the segment or died."""
+        """Tells whether the owner has neither closed the segment nor died."""
         if os.fstat(self._fd).st_nlink == 0:
             return False
         try:

@@ -156,7 +156,7 @@ _PLACEHOLDERS = {
 
 
 class _HelpFormatter(RawDescriptionHelpFormatter):
-    """Formats `--help` without defaults that say nothing, and without Python's types for lists, files and secrets."""
+    """The format of `--help`: no defaults that say nothing, and none of Python's types for lists, files and secrets."""
 
     def __init__(self, fields: Mapping[str, FieldInfo], prog: str) -> None:
         super().__init__(prog)

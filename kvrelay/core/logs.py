@@ -17,7 +17,7 @@ _ESCAPES = {code: repr(chr(code))[1:-1] for code in _CONTROLS}
 
 
 class _LineFormatter(logging.Formatter):
-    """Formats a record as one line; only a traceback adds more."""
+    """The format of a record: one line; only a traceback adds more."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"

@@ -98,7 +98,7 @@ class Edge:
 
 
 class _Watch:
-    """Measures one request. A request that ends without having finished or failed was aborted by the client."""
+    """The measurement of one request. One that ends without having finished or failed was aborted by the client."""
 
     __slots__ = ("_clock", "_finish_reasons", "_has_outcome", "_last_times", "_metrics", "_request_id", "_start")
 

@@ -216,7 +216,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 class _RequestIds:
-    """Draws an id for every request and sends it back as `x-request-id`."""
+    """The middleware that draws an id for every request and sends it back as `x-request-id`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -208,7 +208,7 @@ class Envelope:
 
 
 class StreamFormatter:
-    """Turns the chunks of all choices of one request into server-sent events."""
+    """What turns the chunks of all choices of one request into server-sent events."""
 
     def __init__(self, shape: Format, envelope: Envelope, *, include_usage: bool) -> None:
         self._shape = shape

@@ -64,8 +64,8 @@ class ClientRequest:
 
 
 class RequestValidator:
-    """Checks requests against the model that the live nodes serve. `default_timeout`: seconds that a request may take
-    if the client does not set a shorter time."""
+    """The checks of requests against the model that the live nodes serve. `default_timeout`: seconds that a request may
+    take if the client does not set a shorter time."""
 
     def __init__(self, relay: Relay, tokenizer: Tokenizer, model_name: str, *, default_timeout: float) -> None:
         self._relay = relay
