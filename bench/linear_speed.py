@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
-from paged_kernels import native, packed
+from paged_kernels import _native, packed
 from paged_kernels.packed import PackedWeight
 from paged_kernels.threads import use_threads
 from torch import Tensor
@@ -40,12 +40,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=positive, default=5, help="measurements, besides one to warm up (default: 5)")
     parser.add_argument("--copies", type=positive, default=8, help="weights of each shape, used in turn (default: 8)")
-    available = [name for name in native.available_instruction_sets() if not name.endswith("_emulated")]
+    available = [name for name in _native.available_instruction_sets() if not name.endswith("_emulated")]
     parser.add_argument(
         "--instruction-set", choices=available, default=available[0], help="which variant of our kernel to measure"
     )
     arguments = parser.parse_args(argv)
-    native.set_instruction_set(arguments.instruction_set)
+    _native.set_instruction_set(arguments.instruction_set)
     use_threads(arguments.threads)
     for num_outputs, num_inputs in SHAPES:
         weights = [packed.pack(torch.randn(num_outputs, num_inputs).bfloat16()) for _ in range(arguments.copies)]

@@ -11,9 +11,16 @@ from torch import Tensor
 
 from paged_kernels.base import AttentionMetadata, LastTokens
 
-def instruction_set() -> str: ...
-def available_instruction_sets() -> list[str]: ...
-def set_instruction_set(name: str) -> None: ...
+def instruction_set() -> str:
+    """Returns the instruction set in use: `amx_bf16`, `avx512_bf16`, `avx512_vnni`, `avx512`, `avx2` or `portable`."""
+
+def available_instruction_sets() -> list[str]:
+    """Returns the sets that this processor can run, best first. Builds for tests add the others on emulations, last;
+    their names end in `_emulated`."""
+
+def set_instruction_set(name: str) -> None:
+    """Forces one for the whole process, for tests and measurements. Raises ValueError if the processor lacks it."""
+
 def start_together(whether: bool) -> None:
     """Whether a call waits until all of its threads have come, as tests want it; without, late ones find less to do."""
 

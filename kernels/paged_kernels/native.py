@@ -73,19 +73,3 @@ class NativeBackend:
             num_threads(),
         )
         return output
-
-
-def instruction_set() -> str:
-    """Returns the instruction set in use: `amx_bf16`, `avx512_bf16`, `avx512_vnni`, `avx512`, `avx2` or `portable`."""
-    return _native.instruction_set()
-
-
-def available_instruction_sets() -> list[str]:
-    """Returns the sets that this processor can run, best first. Builds for tests add the others on emulations, last;
-    their names end in `_emulated`."""
-    return _native.available_instruction_sets()
-
-
-def set_instruction_set(name: str) -> None:
-    """Forces one for the whole process, for tests and measurements. Raises ValueError if the processor lacks it."""
-    _native.set_instruction_set(name)

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from paged_kernels import native
-from paged_kernels._native import start_together
+from paged_kernels import _native
 from paged_kernels.threads import threads_kept, use_threads
 
 
@@ -17,18 +16,18 @@ def seed() -> None:
 @pytest.fixture(autouse=True, scope="package")
 def all_threads_compute() -> Iterator[None]:
     """However little there is to do."""
-    start_together(True)
+    _native.start_together(True)
     yield
-    start_together(False)
+    _native.start_together(False)
 
 
-@pytest.fixture(params=native.available_instruction_sets())
+@pytest.fixture(params=_native.available_instruction_sets())
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.instruction_set()
+    before = _native.instruction_set()
     name: str = request.param
-    native.set_instruction_set(name)
+    _native.set_instruction_set(name)
     yield name
-    native.set_instruction_set(before)
+    _native.set_instruction_set(before)
 
 
 @pytest.fixture(params=[1, 2])

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
-from paged_kernels import fused, fused_reference, native
+from paged_kernels import _native, fused, fused_reference, native
 from paged_kernels.extension import load_extension
 from paged_kernels.registry import BackendUnavailableError, select_backend
 
@@ -87,6 +87,6 @@ def test_fused_operations_fall_back(no_extension: None) -> None:
 
 
 def test_chooses_the_best_instruction_set() -> None:
-    assert native.instruction_set() == native.available_instruction_sets()[0]
+    assert _native.instruction_set() == _native.available_instruction_sets()[0]
     with pytest.raises(ValueError, match="not available"):
-        native.set_instruction_set("avx1024")
+        _native.set_instruction_set("avx1024")

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import xxhash
 from paged_kernels import _native
-from paged_kernels.native import available_instruction_sets
 
 from kv_connector.pool import copy_rows
 from kvrelay.node.block_copy import choose_copy
@@ -13,7 +12,7 @@ _SIZES = (64, 192, 256, 320, 1024, 1088, 2048, 4096 - 64, 4096, 65_536, 196_608,
 
 
 @pytest.mark.parametrize("size", _SIZES)
-@pytest.mark.parametrize("instruction_set", available_instruction_sets())
+@pytest.mark.parametrize("instruction_set", _native.available_instruction_sets())
 @pytest.mark.parametrize("shift", [0, 8])
 def test_rows_arrive_with_the_digest_of_the_library(size: int, instruction_set: str, shift: int) -> None:
     before = _native.instruction_set()
