@@ -59,11 +59,11 @@ class RecoveryMetrics:
         self._replayed.inc(num_tokens)
 
     def recomputed(self, cause: str, *, num_tokens: int) -> None:
-        self._recomputed[(cause,)].inc(max(0, num_tokens))
+        self._recomputed[(cause,)].inc(num_tokens)
 
     def came_from(self, reader: str, rung: str, *, num_blocks: int) -> None:
         """Counts blocks that a node of role `reader` did not hold, by the rung of the failure ladder they came from."""
-        self._ladder_blocks[reader, rung].inc(max(0, num_blocks))
+        self._ladder_blocks[reader, rung].inc(num_blocks)
 
     def asked_in_vain(self, reader: str, cause: str, *, num_blocks: int) -> None:
         self._ladder_failures[reader, cause].inc(num_blocks)

@@ -141,5 +141,6 @@ class Tally:
         self._metrics.asked_in_vain(reader, "failed", num_blocks=fetches.num_failed)
 
     def _recompute(self, cause: str, num_tokens: int) -> None:
-        self._recomputed[cause] += max(0, num_tokens)
+        num_tokens = max(0, num_tokens)  # below zero only if a node reports more than the prompt
+        self._recomputed[cause] += num_tokens
         self._metrics.recomputed(cause, num_tokens=num_tokens)
