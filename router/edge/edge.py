@@ -100,7 +100,7 @@ class Edge:
 class _Watch:
     """The measurement of one request. One that ends without having finished or failed was aborted by the client."""
 
-    __slots__ = ("_clock", "_finish_reasons", "_has_outcome", "_last_times", "_metrics", "_request_id", "_start")
+    __slots__ = ("_clock", "_finish_reason", "_has_outcome", "_last_times", "_metrics", "_request_id", "_start")
 
     def __init__(self, metrics: RouterMetrics, clock: Clock, request: RoutedRequest) -> None:
         self._metrics = metrics
@@ -109,7 +109,7 @@ class _Watch:
         self._start = clock.now()
         self._last_times: dict[int, float] = {}  # of each choice, when its latest tokens came
         self._has_outcome = False
-        self._finish_reasons: list[FinishReason] = []
+        self._finish_reason: FinishReason | None = None  # of the choice that finished first
         metrics.num_requests_running.inc()
         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
 
@@ -121,8 +121,7 @@ class _Watch:
             self._metrics.inter_token_latency.observe(now - self._last_times[chunk.index])
         self._last_times[chunk.index] = now
         self._metrics.generation_tokens.inc(len(chunk.token_ids))
-        if chunk.finish_reason is not None:
-            self._finish_reasons.append(chunk.finish_reason)
+        self._finish_reason = self._finish_reason or chunk.finish_reason
 
     def traced(self, trace: RequestTrace) -> None:
         self._metrics.prompt_tokens_cached.inc(trace.num_cached_tokens)
@@ -130,7 +129,7 @@ class _Watch:
     def finished(self) -> None:
         self._has_outcome = True
         self._metrics.e2e_latency.observe(self._clock.now() - self._start)
-        self._metrics.count_success(self._finish_reasons[0].value if self._finish_reasons else FinishReason.ABORT.value)
+        self._metrics.count_success((self._finish_reason or FinishReason.ABORT).value)
 
     def failed(self, error: Exception) -> None:
         self._has_outcome = True
