@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from kv_connector.base import PoolBuffer
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader, payload_digest
-from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.private_memory import map_private_memory
 
 Rows = NDArray[np.uint8]
 T = TypeVar("T")
@@ -56,13 +56,7 @@ class LocalPool:
     def anonymous(cls, layout: KVLayout, num_blocks: int) -> "LocalPool":
         """Returns a pool in private zeroed memory, in huge pages where possible. Raises ConfigurationError when the
         system refuses it."""
-        size = num_blocks * layout.block_bytes
-        try:
-            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError, MemoryError) as error:
-            raise ConfigurationError(
-                f"no memory for a KV pool of {num_blocks} blocks ({size} bytes): {error}; ask for fewer blocks"
-            ) from error
+        mapping = map_private_memory(layout, num_blocks)
         if sys.platform == "linux":
             with suppress(OSError):  # a kernel without huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)  # the system copies to and from sockets page by page

@@ -3,14 +3,12 @@
 Invariant: its dtype is the layout's, whichever dtype the model computes in.
 """
 
-import mmap
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.private_memory import map_private_memory
 from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
 
 _CPU = torch.device("cpu")
@@ -33,22 +31,9 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device = _CPU
     """Returns a pool in newly allocated, zeroed memory. In host memory, the kernel zeroes each page at its first use,
     and a forked process has a copy of its own. Raises ConfigurationError if there is too little memory."""
     if device.type == "cpu":
-        return pool_over(memoryview(_private_memory(layout, num_blocks)), layout, num_blocks)
+        return pool_over(memoryview(map_private_memory(layout, num_blocks)), layout, num_blocks)
     with out_of_memory_as_configuration_error(
         f"{device} has no room for {num_blocks} KV blocks ({num_blocks * layout.block_bytes / 2**30:.1f} GiB): end "
         "what else uses the GPU, or lower --gpu-memory-utilization or --num-blocks"
     ):
         return torch.zeros(num_blocks, *layout.block_shape, dtype=pool_dtype(layout), device=device)
-
-
-def _private_memory(layout: KVLayout, num_blocks: int) -> mmap.mmap:
-    """Maps memory that no other process sees. By default mmap shares it with forked ones, which would write their KV
-    into blocks that have names here."""
-    size = num_blocks * layout.block_bytes
-    try:
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, ValueError, OverflowError, MemoryError) as error:
-        raise ConfigurationError(
-            f"there is no memory for {num_blocks} KV blocks ({size / 2**30:.1f} GiB): {error}; lower --num-blocks or "
-            "--gpu-memory-utilization"
-        ) from error
