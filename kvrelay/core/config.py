@@ -88,8 +88,8 @@ class ProcessSettings(BaseSettings):
 
     config: Path | None = Field(
         default=None,
-        description="YAML file with any of these settings (log_level: debug). Flags win over variables of the "
-        "environment (KVRELAY_LOG_LEVEL), those over the file, and the file over the defaults.",
+        description="YAML file with any of these settings, written with underscores. Flags win over variables of the "
+        "environment (KVRELAY_ and the name in capitals), those over the file, and the file over the defaults.",
     )
 
     @classmethod

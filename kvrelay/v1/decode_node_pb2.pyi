@@ -72,7 +72,7 @@ class Admit(google.protobuf.message.Message):
     first_choice_index: builtins.int
     """index of the first output here; the seed and every event refer to outputs by such indices"""
     timeout_ms: builtins.int
-    """time the request has left; no fetch of its blocks takes more than half of it. 0: not known"""
+    """time the request has left; a fetch of its blocks takes at most half of what is left then. 0: not known"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property

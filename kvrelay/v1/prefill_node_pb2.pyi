@@ -31,7 +31,7 @@ class PrefillRequest(google.protobuf.message.Message):
     priority: builtins.int
     """lower runs earlier"""
     lease_ttl_ms: builtins.int
-    """how long published blocks stay pinned without renewal"""
+    """how long published blocks stay pinned without renewal; at most ten minutes"""
     cache_salt: builtins.bytes
     """part of the blocks' names; empty for none"""
     num_prior_output_tokens: builtins.int

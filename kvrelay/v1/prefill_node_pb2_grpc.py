@@ -64,7 +64,7 @@ class PrefillNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenewLeases(self, request, context):
-        """Extends leases to `ttl_ms` from now. The answer names those that no longer exist.
+        """Extends leases to `ttl_ms` from now, at most ten minutes. The answer names those that no longer exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

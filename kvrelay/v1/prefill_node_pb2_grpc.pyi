@@ -32,7 +32,7 @@ class PrefillNodeStub:
         kvrelay.v1.prefill_node_pb2.RenewLeasesRequest,
         kvrelay.v1.prefill_node_pb2.RenewLeasesResponse,
     ]
-    """Extends leases to `ttl_ms` from now. The answer names those that no longer exist."""
+    """Extends leases to `ttl_ms` from now, at most ten minutes. The answer names those that no longer exist."""
 
     ReleaseLeases: grpc.UnaryUnaryMultiCallable[
         kvrelay.v1.prefill_node_pb2.ReleaseLeasesRequest,
@@ -54,7 +54,7 @@ class PrefillNodeAsyncStub:
         kvrelay.v1.prefill_node_pb2.RenewLeasesRequest,
         kvrelay.v1.prefill_node_pb2.RenewLeasesResponse,
     ]
-    """Extends leases to `ttl_ms` from now. The answer names those that no longer exist."""
+    """Extends leases to `ttl_ms` from now, at most ten minutes. The answer names those that no longer exist."""
 
     ReleaseLeases: grpc.aio.UnaryUnaryMultiCallable[
         kvrelay.v1.prefill_node_pb2.ReleaseLeasesRequest,
@@ -80,7 +80,7 @@ class PrefillNodeServicer(metaclass=abc.ABCMeta):
         request: kvrelay.v1.prefill_node_pb2.RenewLeasesRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvrelay.v1.prefill_node_pb2.RenewLeasesResponse, collections.abc.Awaitable[kvrelay.v1.prefill_node_pb2.RenewLeasesResponse]]:
-        """Extends leases to `ttl_ms` from now. The answer names those that no longer exist."""
+        """Extends leases to `ttl_ms` from now, at most ten minutes. The answer names those that no longer exist."""
 
     @abc.abstractmethod
     def ReleaseLeases(

@@ -225,7 +225,7 @@ class OutputChunk(google.protobuf.message.Message):
     """what these tokens added"""
     finish_reason: kvrelay.v1.common_pb2.FinishReason.ValueType
     stop_reason: builtins.str
-    """the stop string that matched, or the stop token's id in decimal"""
+    """what ended it: a stop string, or a token's id in decimal, also of the model's own end tokens"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
