@@ -31,14 +31,17 @@ class RouterOptions(ProcessSettings):
     local_prefill_max_tokens: int = Field(
         default=64,
         ge=0,
-        description="A decode node computes a prompt itself if it lacks at most this many of its tokens; 0: never "
-        "while a prefill node lives.",
+        description="With policy prefix_aware, a decode node computes a prompt itself if it lacks at most this many of "
+        "its tokens; 0: never while a prefill node lives.",
     )
     kv_index_capacity: int = Field(
         default=262_144, ge=1, description="Most KV blocks whose holders the router remembers (about 250 bytes each)."
     )
-    lease_ttl: Timeout = Field(
-        default=30.0, description="Seconds that a prefill node keeps blocks for a request without hearing of it."
+    lease_ttl: float = Field(
+        default=30.0,
+        gt=0,
+        le=600,  # a node grants no longer lease
+        description="Seconds that a prefill node keeps blocks for a request without hearing of it, at most 600.",
     )
     request_timeout: Timeout = Field(
         default=600.0, description="Most seconds a request may take; a client's own deadline only shortens it."

@@ -249,9 +249,9 @@ def test_without_redis_no_node_hears_of_it() -> None:
     "argv",
     [
         *(("--threads", "0"), ("--threads", "many"), ("--decode-nodes", "0")),
-        *(("--connector", "redis,ucx"), ("--block-size", "7"), ("--node-silence", "1")),
+        *(("--connector", "redis,ucx"), ("--block-size", "7"), ("--node-silence", "1"), ("--lease-ttl", "601")),
         # gRPC's clock ends before these timeouts.
-        *(("--request-timeout", "1e10"), ("--node-timeout", "1e10"), ("--lease-ttl", "1e10")),
+        *(("--request-timeout", "1e10"), ("--node-timeout", "1e10")),
         ("--port", "8001"),
     ],
 )
