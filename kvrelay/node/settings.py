@@ -67,8 +67,9 @@ class NodeOptions(ProcessSettings):
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
-        description="Redis for the redis connector; redis:// or rediss://. Unset: redis://127.0.0.1:6379/0. A URL with "
-        "a password belongs in KVRELAY_REDIS_URL or the file: arguments are visible to everyone on the machine.",
+        description="Redis for the redis connector: redis://, rediss:// (TLS) or unix://. Unset: "
+        "redis://127.0.0.1:6379/0. A URL with a password belongs in KVRELAY_REDIS_URL or the file: arguments are "
+        "visible to everyone on the machine.",
     )
     redis_ttl: int = Field(default=3600, gt=0, description="Seconds a block stays in Redis.")
     shared_memory_dir: str = Field(default="", description="Directory for KV pools; empty: /dev/shm.")
@@ -86,7 +87,7 @@ class NodeOptions(ProcessSettings):
     fetch_timeout: float = Field(
         default=10.0, gt=0, le=600, description="Seconds that one fetch of KV from another node may take."
     )
-    block_size: BlockSize = Field(default=16, description="Tokens per KV block.")
+    block_size: BlockSize = Field(default=16, description="Tokens per KV block, a multiple of 8 up to 256.")
     num_blocks: Count = Field(default=0, description="KV blocks in a node's pool; 0 sizes the pool by memory.")
     max_model_len: Count = Field(
         default=0, description="Most tokens of prompt and output together; 0 takes the model's."
@@ -146,7 +147,7 @@ class NodeSettings(NodeOptions):
         default=0.0,
         description="When num_blocks is 0. On a GPU: share of its memory for this node, weights and all; 0 takes 0.9, "
         "divided by nodes_per_device. On a CPU: share of free RAM for KV; 0 takes 1 GiB, or what one sequence of "
-        "max_model_len needs if that is more.",
+        "max_model_len needs if that is more, but at most half of the free RAM.",
     )
     nodes_per_device: NodesPerDevice = Field(
         default=1,
