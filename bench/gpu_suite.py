@@ -8,7 +8,8 @@ Each part is a process of its own: one that crashes or hangs does not take the o
 the file as they come, so that several runs may share it, and a run that is cut short leaves what it has; `--show FILE`
 prints a file again. The floor of a case is the larger of two times, both from rates measured first: the bytes it must
 move at the GPU's copy bandwidth, and its operations at the GPU's matrix rate. `--self-test` runs tiny shapes in
-Triton's interpreter, where times mean nothing. The exit status is 1 when a result is wrong or missing.
+Triton's interpreter, where times mean nothing. The exit status is 1 when a result is wrong, or when there is none: what
+is left out for lack of time or of a package does not count.
 """
 
 import argparse
