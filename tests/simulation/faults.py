@@ -33,11 +33,10 @@ CALM = FaultRates()
 
 class SeededFaults:
     """Implements NetworkFaults and ConnectorFaults by chance. `num_injected` counts all faults that can end a call
-    badly; `ends_attempts` says whether some of them end attempts of requests, which are bounded."""
+    badly."""
 
     def __init__(self, random: Random, rates: FaultRates, *, longest_delay: float = 0.005) -> None:
         self.num_injected = 0
-        self.ends_attempts = rates.message > 0 or rates.step > 0
         self._random = random
         self._rates = rates
         self._longest_delay = longest_delay
@@ -96,7 +95,6 @@ class NthFault:
     ) -> None:
         assert number == 0 or earlier < number
         self.num_injected = 0
-        self.ends_attempts = fate is not None
         self.where = ""
         self._number = number
         self._earlier = earlier

@@ -150,8 +150,6 @@ class _Run:
         """Returns what a request may fail with. The loss of a node alone is no reason for a request that has begun,
         since nodes come back."""
         excuses = ["no decode node can serve now", "no decode node lives that has"]  # has not begun
-        if self._cluster.faults.ends_attempts:
-            excuses.append("more placements")
         if self._cluster.config.node_wait < LONG_WAIT:
             excuses.append("no decode node came")
         return tuple(excuses)
