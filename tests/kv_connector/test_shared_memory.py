@@ -275,13 +275,15 @@ async def test_endpoints_that_name_no_segment_fail_or_are_refused(tmp_path: Path
     assert await outcome(name) is FetchOutcome.REFUSED
     (tmp_path / name).write_bytes(b"KVRELAY\0" + bytes(8192))
     assert await outcome(name) is FetchOutcome.REFUSED
+    (tmp_path / name).write_bytes((tmp_path / peer.source.endpoint).read_bytes()[:-1])
+    assert await outcome(name) is FetchOutcome.REFUSED, "it is cut short"
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
     assert await outcome(name) is FetchOutcome.FAILED
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to(peer.source.endpoint)
     assert await outcome(name) is FetchOutcome.FAILED
-    assert peer.first_stats.refused[Mismatch.VERSION] == 3
+    assert peer.first_stats.refused[Mismatch.VERSION] == 4
     await peer.connector.close()
 
 
