@@ -297,6 +297,8 @@ async def test_a_store_slower_than_computing_is_skipped_and_counted(redis_server
     node = Node(tiered, "node", 8, LAYOUT, EPOCH)
     await write_and_publish(node, blocks(3))
     wanted = moved(blocks(3), 4)
+    absent = blocks(1, tag="absent")
+    assert set(await tiered.fetch(None, absent, timeout=PATIENCE)) == {MISSING}, "which says nothing of it"
     assert set(await tiered.fetch(None, wanted, timeout=PATIENCE)) == {FETCHED}
     assert set(await tiered.fetch(None, wanted, timeout=PATIENCE)) == {MISSING}
     assert store.stats.not_worth == 3 and store.stats.blocks_fetched == 3
