@@ -210,6 +210,20 @@ async def test_a_redis_that_refuses_writes_is_sent_few_blocks_and_still_serves(s
     assert set(await setup.fetch(more)) == {FETCHED}
 
 
+async def test_a_redis_that_refused_a_block_is_tried_again_though_the_next_was_lost_before(setup: Setup) -> None:
+    with setup.client() as client:
+        client.execute_command("ACL", "SETUSER", "default", "-set")
+        await write_and_publish(setup.behind, blocks(1))
+        client.execute_command("ACL", "SETUSER", "default", "+set")
+    setup.clock.seconds += 1.0
+    await setup.behind.connector.publish(blocks(1))
+    setup.behind.connector.retract([0])
+    await settled(setup.behind.connector)
+    assert (setup.tier.stats.blocks_published, setup.tier.stats.lost_unstored) == (0, 1)
+    await write_and_publish(setup.behind, blocks(1))
+    assert setup.tier.stats.blocks_published == 1
+
+
 async def test_blocks_that_redis_evicts_are_missing(setup: Setup) -> None:
     with setup.client() as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
