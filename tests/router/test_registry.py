@@ -164,6 +164,20 @@ async def test_a_majority_that_comes_later_does_not_replace_what_is_live() -> No
         assert registry.served_model().kv_namespace == NAMESPACE
 
 
+async def test_a_node_that_others_were_live_before_is_checked_against_them() -> None:
+    """Nothing was live when it described itself, and it has said nothing since."""
+    slow, other = ScriptedPrefill(), ScriptedDecode()
+    slow.updates.get_nowait()
+    other.namespace = replace(NAMESPACE, block_size=32)
+    async with registered(slow, late=other, silence=PATIENCE) as registry:
+        await soon(slow.watch_requests)
+        await other.start()
+        await until(lambda: registry.decode[0].state is NodeState.LIVE)
+        slow.update(0, reset=True)
+        await until(lambda: registry.prefill[0].state is not NodeState.CONNECTING)
+        assert registry.prefill[0].state is NodeState.REFUSED
+
+
 async def test_an_epoch_that_changes_within_a_stream_is_asked_about() -> None:
     decode = ScriptedDecode()
     async with registered(decode) as registry:
