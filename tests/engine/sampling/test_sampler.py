@@ -241,6 +241,13 @@ def test_nucleus_at_exact_boundaries() -> None:
     assert (almost_one > EXCLUDED).all()
 
 
+def test_a_goal_that_rounding_puts_out_of_reach_is_met_by_all_tokens() -> None:
+    for logits in 2.0 * make_logits(5, 100, vocab_size=2000):
+        scores = logits - logits.max()
+        truncated = truncate(scores, SamplingParams(top_p=math.nextafter(1.0, 0.0)))
+        assert (truncated[scores > -25.0] > EXCLUDED).all()
+
+
 def test_most_likely_breaks_ties_by_id() -> None:
     scores = torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0])
     expected = [1, 3, 2, 4, 5, 0]
