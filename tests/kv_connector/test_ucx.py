@@ -17,8 +17,8 @@ from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
-from kv_connector.ucx.holder import HANDSHAKE_SECONDS, MAX_STRANGERS
-from kv_connector.ucx.protocol import ASK_POSITION, OPENING_BYTES, PROOF_BYTES, encode_opening
+from kv_connector.ucx.holder import HANDSHAKE_SECONDS
+from kv_connector.ucx.protocol import OPENING_BYTES, PROOF_BYTES, encode_opening
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.kv_layout import KVLayout
@@ -210,21 +210,6 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_counted(holder: No
     transport.close()
 
 
-async def test_strangers_that_come_together_are_no_more_than_may_be(holder: Node) -> None:
-    transport = Transport("")
-    host, _, port = holder.source.endpoint.rpartition(":")
-    links = [transport.connect(host, int(port)) for _ in range(MAX_STRANGERS + 64)]
-    assert isinstance(holder.connector, UcxConnector)
-    tasks = holder.connector._require().holder._tasks
-    async with asyncio.timeout(HANDSHAKE_SECONDS):
-        while len(tasks) + holder.first_stats.peers_refused < len(links):
-            await asyncio.sleep(0)
-    assert len(tasks) == MAX_STRANGERS
-    for link in links:
-        await link.close()
-    transport.close()
-
-
 async def test_garbage_on_the_port_harms_nobody(holder: Node) -> None:
     host, _, port = holder.source.endpoint.rpartition(":")
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" * 64, np.random.default_rng(0).bytes(100_000)):
@@ -304,18 +289,6 @@ async def test_a_small_fetch_overtakes_a_large_one(holder: Node) -> None:
 def peers_of(reader: Node) -> list[Peer]:
     assert isinstance(reader.connector, UcxConnector)
     return list(reader.connector._require().peers.values())
-
-
-async def test_an_ask_that_is_too_large_ends_the_connection(holder: Node) -> None:
-    reader = node("reader", layout=LAYOUT)
-    await reader.connector.fetch(holder.source, blocks(1), timeout=10)
-    [lane] = peers_of(reader)[0]._idle
-    lane.link.send(np.full(4, 0xFF, np.uint8), lane.tag + ASK_POSITION)
-    with pytest.raises(LinkLostError):
-        await asyncio.wait_for(lane.link.greeting(OPENING_BYTES), 10)
-    assert holder.first_stats.peers_refused == 1
-    assert await reader.connector.fetch(holder.source, blocks(1), timeout=10) == (FETCHED,)
-    await reader.connector.close()
 
 
 async def test_peers_without_a_connection_are_closed(peer: Node) -> None:
