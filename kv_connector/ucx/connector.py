@@ -201,10 +201,8 @@ class _Fetch:
                 answer = await self.peer.ask(self._source, part)
             except (KVError, TimeoutError, OSError) as error:
                 _logger.warning("fetching from node %s failed: %s", self._source.node_id, error or "no answer")
-                self._parts = iter(())
                 return
             if isinstance(answer, Mismatch):
                 self._verdicts[:] = [answer] * len(self._blocks)
-                self._parts = iter(())
                 return
             self._verdicts[start : start + len(part)] = answer
