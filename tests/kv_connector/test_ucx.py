@@ -16,6 +16,7 @@ import pytest
 from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
+from kv_connector.ucx import transport as transport_module
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.holder import HANDSHAKE_SECONDS
 from kv_connector.ucx.protocol import OPENING_BYTES, PROOF_BYTES, encode_opening
@@ -260,6 +261,15 @@ async def test_a_flipped_byte_in_the_holders_memory_is_refused(holder: Node) -> 
     result = await reader.connector.fetch(holder.source, blocks(8), timeout=10)
     assert [index for index, outcome in enumerate(result) if outcome is REFUSED] == [5]
     assert reader.first_stats.refused[Mismatch.DIGEST] == 1
+    await reader.connector.close()
+
+
+async def test_a_fetch_goes_on_when_ucx_misses_every_wake_up(holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_module, "_GUARD_SECONDS", 0.001)
+    reader = node("reader", layout=LAYOUT)
+    assert isinstance(reader.connector, UcxConnector)
+    asyncio.get_running_loop().remove_reader(reader.connector._require().transport._fd)
+    assert set(await reader.connector.fetch(holder.source, blocks(20), timeout=10)) == {FETCHED}
     await reader.connector.close()
 
 
