@@ -171,15 +171,20 @@ async def test_outputs_that_are_placed_alone_keep_their_index_and_end_alone(*, b
         await take_trace(events)
 
 
-async def test_outputs_without_a_token_are_placed_alone_once_another_one_has_ended() -> None:
+@pytest.mark.parametrize("by_client", [True, False])
+async def test_outputs_without_a_token_are_placed_alone_once_another_one_has_ended(*, by_client: bool) -> None:
     """Placed together, outputs have consecutive indices."""
     async with cluster(num_decode_nodes=2, local_prefill_max_tokens=64) as nodes:
         async with aclosing(nodes.relay.run(a_request(n=3))) as events:
-            first = asyncio.create_task(take(events))
-            say(nodes.decode, (await nodes.decode.admit()).request_id, token(20, index=1, finish=FinishReason.STOP))
-            await first
-            nodes.decode.end_stream()
             next_event = asyncio.create_task(take(events))
+            wire_id = (await nodes.decode.admit()).request_id
+            if by_client:
+                nodes.relay.finish("r", 1)
+            else:
+                say(nodes.decode, wire_id, token(20, index=1, finish=FinishReason.STOP))
+                await next_event
+                next_event = asyncio.create_task(take(events))
+            nodes.decode.end_stream()
             admits = [await nodes.decodes[1].admit() for _ in range(2)]
             assert [(admit.first_choice_index, admit.sampling_params.n) for admit in admits] == [(0, 1), (2, 1)]
             await give_up(next_event)

@@ -117,6 +117,12 @@ async def test_a_decode_node_is_chosen_by_the_load_that_nodes_report(load: dict[
         assert placement.decode.source.node_id == chosen
 
 
+async def test_a_decode_node_need_not_compute_what_it_holds() -> None:
+    async with decode_node_holds_the_prompt() as nodes:
+        placement = nodes.placer.place(NODE_REQUEST, lost=set(), last_resort=False)
+        assert placement.decode.num_uncached_tokens == 1
+
+
 async def test_a_node_that_was_lost_is_no_last_resort_while_another_lives() -> None:
     async with cluster(num_decode_nodes=2) as nodes:
         lost, other = nodes.registry.decode

@@ -156,6 +156,20 @@ async def test_without_any_decode_node_a_request_ends_with_one_error(node_wait: 
         assert_idle(nodes)
 
 
+async def test_nodes_that_come_and_go_lengthen_no_wait() -> None:
+    async with cluster(node_wait=0.3) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        await begun(nodes, events, token(7))
+        await nodes.decode.stop()
+        next_event = asyncio.create_task(take(events))
+        await until(lambda: not nodes.registry.can_serve())
+        [run] = nodes.relay._running.values()
+        while not next_event.done():
+            run.on_decode_node_live()
+            await asyncio.sleep(0.01)
+        with pytest.raises(UnavailableError, match="no decode node came that could go on within"):
+            await next_event
+
+
 async def test_the_deadline_holds_while_a_request_waits_for_a_node() -> None:
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request(timeout=0.5))) as events:
         first, _, _ = await opened(nodes, events)
