@@ -276,7 +276,6 @@ class Attempt:
         self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._timeout)
 
     def _on_kv_ready(self, ready: KVReady) -> None:
-        self._tally.accepted()
         self._tally.decode_ready(
             self._node_request,
             num_recomputed_tokens=ready.num_recomputed_tokens,
