@@ -279,8 +279,7 @@ class Registry:
             node.complaint = ""
             node.logged.clear()
             self.changed.set()
-        if state is not NodeState.LOST:
-            self._settled[node.address].set()
+        self._settled[node.address].set()
 
 
 def _state_with_reason(node: NodeHandle) -> str:
