@@ -166,9 +166,8 @@ class PrefillClient:
             self._spawn(self._release(lease_id), name=f"release {lease_id}")
 
     async def close(self) -> None:
-        """Releases all leases, for which it waits at most `timeout` seconds, and ends all tasks."""
-        for lease_id in list(self._held):
-            self.release(lease_id)
+        """Waits at most `timeout` seconds for the releases under way, and ends all tasks. Called when all sessions are
+        closed."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._timeout)
         await end_tasks(*self._tasks, self._heartbeat)
