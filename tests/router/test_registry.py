@@ -319,8 +319,10 @@ async def test_a_node_that_is_not_there_is_found_when_it_comes() -> None:
     async with registered(decode, late=late) as registry:
         await until(lambda: registry.decode[0].state is NodeState.LIVE)
         assert registry.decode[1].state is NodeState.CONNECTING
+        await until(lambda: registry.decode[1].complaint != "")
         await late.start()
         await until(lambda: registry.decode[1].state is NodeState.LIVE)
+        assert not registry.decode[1].complaint
 
 
 async def test_waiting_for_nodes_is_bounded() -> None:
