@@ -42,7 +42,6 @@ class Tokenizer:
         self.backend: tokenizers.Tokenizer = backend
         self._hf = hf_tokenizer
         added = backend.get_added_tokens_decoder()
-        self._added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoders = _decoder_types(backend)
         self._byte_of_char = _byte_alphabet() if "ByteLevel" in decoders else None
@@ -131,11 +130,10 @@ class Tokenizer:
         piece = self.backend.id_to_token(token_id)
         if piece is None:
             return b""
-        if self._byte_of_char is not None:  # for added tokens, too, as the library decodes them
+        # Added tokens are no different: the library decodes them as it does the others.
+        if self._byte_of_char is not None:
             if all(char in self._byte_of_char for char in piece):
                 return bytes(self._byte_of_char[char] for char in piece)
-            return piece.encode()
-        if token_id in self._added_token_ids:
             return piece.encode()
         if match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])

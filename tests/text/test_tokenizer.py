@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.text.tokenizer import LONG_CHAT_MESSAGES, LONG_TEXT_CHARS, Tokenizer
@@ -29,6 +30,16 @@ def test_bytes_of_a_sentencepiece_tokenizer_join_to_the_text_with_its_first_spac
     tokenizer = sentencepiece_like()
     token_ids = [1, 2, *(5 + byte for byte in "你J".encode()), 3, 4, 5 + 256]
     assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == " hello world你Jlo </s>"
+
+
+def test_bytes_of_an_added_token_are_those_of_its_text() -> None:
+    """Code Llama has such tokens."""
+    backend = sentencepiece_like().backend
+    backend.add_special_tokens(["\u2581<PRE>"])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))  # type: ignore[no-untyped-call]
+    token_ids = [2, tokenizer.vocab_size - 1]
+    assert b"".join(map(tokenizer.token_bytes, token_ids)) == b" world <PRE>"
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == "world <PRE>"
 
 
 def test_prompts_are_neither_cut_nor_filled_up_whatever_the_checkpoint_says(tmp_path: Path) -> None:
