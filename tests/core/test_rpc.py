@@ -32,6 +32,7 @@ from kvrelay.core.rpc import (
     add_health_and_reflection,
     channel_options,
     error_from_rpc,
+    rich_status,
     serve_insecure,
     server_options,
     set_serving,
@@ -137,6 +138,8 @@ async def test_an_error_comes_back_as_itself(error: KVRelayError, code: grpc.Sta
     assert type(restored) is type(error)
     assert str(restored) == str(error)
     assert getattr(restored, "field", None) == getattr(error, "field", None)
+    details = {detail.TypeName() for detail in rich_status(error).details}
+    assert ("google.rpc.RetryInfo" in details) is isinstance(error, OverloadedError | UnavailableError)
 
 
 async def test_a_foreign_exception_is_internal_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,6 +155,15 @@ async def test_a_very_long_message_is_cut_instead_of_breaking_the_connection() -
     assert isinstance(restored, InvalidRequestError)
     assert restored.field == "prompt"
     assert set(str(restored)) == {"漢"}
+
+
+async def test_no_proxy_is_between_nodes_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("grpc_proxy", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    _, restored = await raised_by_generate(OverloadedError("full"))
+    assert type(restored) is OverloadedError
 
 
 async def test_an_error_in_the_middle_of_a_stream_keeps_its_class() -> None:

@@ -85,6 +85,23 @@ async def test_a_request_that_has_lost_too_many_nodes_ends_when_it_has_waited_to
         assert_idle(nodes)
 
 
+async def test_outputs_that_run_apart_lose_nodes_each_on_its_own() -> None:
+    async with cluster(num_prefill_nodes=0, num_decode_nodes=4, max_attempts=2) as nodes:
+        async with aclosing(nodes.relay.run(a_request(n=2))) as events:
+            first = asyncio.create_task(take(events))
+            node = await next_decode(nodes)
+            say(node, (await node.admit()).request_id, token(7), token(8, index=1))
+            assert [await first, await take(events)] == [token(7), token(8, index=1)]
+            next_event = asyncio.create_task(take(events))
+            await ended(nodes, node)
+            _, last, *apart = nodes.decodes
+            assert [(await each.admit()).first_choice_index for each in apart] == [0, 1]
+            for each in apart:
+                await ended(nodes, each)
+            assert [(await last.admit()).first_choice_index for _ in apart] == [0, 1]
+            await give_up(next_event)
+
+
 async def test_a_new_token_starts_the_count_of_losses_again() -> None:
     async with (
         cluster(max_attempts=1, local_prefill_max_tokens=64) as nodes,
