@@ -151,17 +151,22 @@ async def test_each_reason_for_which_a_node_is_not_reached_is_logged_once(caplog
 
 
 async def test_a_majority_that_comes_later_does_not_replace_what_is_live() -> None:
-    nodes = [ScriptedDecode(f"decode-{number}") for number in range(3)]
-    async with registered(*nodes) as registry:
-        assert await registry.wait_settled(PATIENCE)
+    """Nor does it keep others out that fit what is live."""
+    nodes, late = [ScriptedDecode(f"decode-{number}") for number in range(4)], ScriptedDecode("late")
+    async with registered(*nodes, late=late) as registry:
+        first, *others, last = registry.decode
+        await until(lambda: all(node.state is NodeState.LIVE for node in (first, *others)))
         for node in nodes[1:]:
             await node.stop()
             node.namespace = replace(NAMESPACE, block_size=32)
-        await until(lambda: [node.state for node in registry.decode[1:]] == [NodeState.LOST] * 2)
+        await until(lambda: all(node.state is NodeState.LOST for node in others))
         for node in nodes[1:]:
             await node.start_again(epoch=2)
-        await until(lambda: [node.state for node in registry.decode[1:]] == [NodeState.REFUSED] * 2)
+        await until(lambda: all(node.state is NodeState.REFUSED for node in others))
         assert registry.served_model().kv_namespace == NAMESPACE
+        await late.start()
+        await until(lambda: last.state is not NodeState.CONNECTING)
+        assert last.state is NodeState.LIVE
 
 
 async def test_a_node_that_others_were_live_before_is_checked_against_them() -> None:
