@@ -173,14 +173,29 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_parts")
-async def test_closing_during_a_fetch_raises(tmp_path: Path) -> None:
-    owner, peer = node(tmp_path, "owner"), node(tmp_path)
+@pytest.mark.parametrize(("part", "num_parts"), [(1, 1), (2, 16)])
+async def test_closing_during_a_fetch_raises(tmp_path: Path, part: int, num_parts: int) -> None:
+    loop, reached, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    parts = iter(range(1, 17))
+
+    def copy(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> Sequence[bytes]:
+        if next(parts) == part:
+            loop.call_soon_threadsafe(reached.set)
+            go_on.wait(10)
+        return copy_rows(target, target_rows, source, source_rows)
+
+    owner = node(tmp_path, "owner")
+    peer = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), copy=copy), "peer", 16, LAYOUT, 1)
     await write_and_publish(owner, blocks(16))
-    fetch = asyncio.create_task(peer.connector.fetch(owner.source, blocks(16), timeout=10))
+    fetch = asyncio.create_task(peer.connector.fetch(owner.source, blocks(num_parts), timeout=10))
+    await reached.wait()
+    closing = asyncio.create_task(peer.connector.close())
     await asyncio.sleep(0)
-    await peer.connector.close()
+    go_on.set()
     with pytest.raises(KVError, match="closed"):
         await fetch
+    await closing
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     await owner.connector.close()
 
 
