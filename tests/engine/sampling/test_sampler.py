@@ -303,6 +303,13 @@ def test_no_penalty_is_too_extreme(penalty: float, temperature: float) -> None:
     assert sample_one(make_logits(4)[0] - 50.0, params, output=list(range(VOCAB_SIZE))).token_id != EOS
 
 
+def test_tokens_that_a_penalty_makes_as_likely_as_can_be_share_the_draws() -> None:
+    params = SamplingParams(seed=1, repetition_penalty=5e-324)
+    rows = [make_row(params, output=[4, 7], position=position) for position in range(40)]
+    tokens = Sampler(VOCAB_SIZE, [EOS]).sample(torch.ones(len(rows), VOCAB_SIZE), rows)
+    assert {token.token_id for token in tokens} == {4, 7}
+
+
 def test_logprobs_are_those_of_the_unmodified_logits() -> None:
     logits = make_logits(5)[0]
     exact = logits.to(torch.float64).log_softmax(-1)
