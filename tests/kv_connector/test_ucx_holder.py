@@ -95,3 +95,15 @@ async def test_a_reader_that_asks_for_nothing_more_is_dropped_and_may_come_again
         with pytest.raises(LinkLostError):
             await asyncio.wait_for(lane.link.greeting(OPENING_BYTES), 10)
     await lane_of(reader, holder)
+
+
+async def test_no_more_readers_are_served_than_may_be(
+    holder: Node, reader: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder_module, "MAX_READERS", 1)
+    await lane_of(reader, holder)
+    late = node("late")
+    assert await late.connector.fetch(holder.source, blocks(1), timeout=10) == (FetchOutcome.FAILED,)
+    assert holder.first_stats.peers_refused == 1
+    await late.connector.close()
+    await lane_of(reader, holder)
