@@ -68,6 +68,14 @@ def test_beside_decodes_a_prompt_takes_four_steps_at_least_unless_it_is_short(
     harness.engine.check_idle()
 
 
+def test_beside_decodes_the_smallest_chunk_makes_no_step_larger_than_any_may_be() -> None:
+    harness = Harness(max_num_batched_tokens=16, max_num_mixed_tokens=8)
+    harness.engine.add(request("decode", prompt_of(4), 6))
+    harness.step()
+    harness.engine.add(request("prompt", prompt_of(40, 1), 1))
+    assert harness.count_step() == 16
+
+
 def test_beside_decodes_a_prompt_is_not_split_if_such_steps_may_be_as_long_as_others() -> None:
     harness = Harness(max_num_batched_tokens=48, max_num_mixed_tokens=48)
     harness.engine.add(request("decode", prompt_of(4), 6))
