@@ -150,6 +150,15 @@ async def test_publishing_behind_another_tier_does_not_wait_for_a_stopped_redis(
     assert (setup.tier.stats.blocks_published, setup.tier.stats.lost_unstored) == (7, 1)
 
 
+async def test_closing_drops_what_still_waits_for_a_stopped_redis(setup: Setup) -> None:
+    setup.signal(signal.SIGSTOP)
+    await setup.behind.connector.publish(blocks(8))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10.0):
+        await setup.behind.connector.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 async def test_a_fetch_with_hardly_any_time_does_not_open_the_breaker(setup: Setup) -> None:
     setup.signal(signal.SIGSTOP)
     for _ in range(10):
