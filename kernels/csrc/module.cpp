@@ -89,7 +89,8 @@ void bind_paged_attention(nb::handle output_object, nb::handle query_object, nb:
   const Sequences sequences(block_tables, query_start_loc, seq_lens);
   output.require_contiguous_from(0);
   require(output.shape(0) == query.shape(0) && output.shape(1) == query.shape(1), "output and query differ in shape");
-  require(query.shape(1) > 0 && query.shape(1) % pool.num_kv_heads() == 0, "query heads are not a multiple of the pool's KV heads");
+  require(query.shape(1) > 0 && pool.num_kv_heads() > 0 && query.shape(1) % pool.num_kv_heads() == 0,
+          "query heads are not a multiple of the pool's KV heads");
   require(scale > 0.0f, "scale must be positive");
   AttentionCall call = pool.attention_call(layer, sequences);
   call.query = query.data<const void>();

@@ -154,6 +154,8 @@ def test_refuses_what_does_not_fit() -> None:
         replace(batch, query=batch.query.bfloat16()).attend(backend)
     with pytest.raises(ValueError, match="KV heads"):
         replace(batch, query=batch.query[:, :3]).attend(backend)
+    with pytest.raises(ValueError, match="KV heads"):
+        replace(batch, pool=batch.pool[:, :0]).attend(backend)
     with pytest.raises(ValueError, match="seq_lens is not int32"):
         replace(batch, metadata=replace(batch.metadata, seq_lens=batch.metadata.seq_lens.long())).attend(backend)
     with pytest.raises(ValueError, match="query_start_loc"):
