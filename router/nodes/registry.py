@@ -184,12 +184,14 @@ class Registry:
             node.load, node.stats, node.watched = NodeLoad(), NodeStats(), None
         for tried in self._tried.values():  # so that it does not matter who answers first
             await tried.wait()
-        self._check(node, description)
+        self._check(node)
         _logger.info("%s node %s is connected", node.role.value, node.name)  # live when its first load has come
 
-    def _check(self, node: NodeHandle, description: NodeDescription) -> None:
-        """Checks a node against those that are live or, if there are none, against the elected one. Raises
-        NodeRefusedError if it does not fit."""
+    def _check(self, node: NodeHandle) -> None:
+        """Checks a node, as it was last described, against those that are live or, if there are none, against the
+        elected one. Raises NodeRefusedError if it does not fit."""
+        description = node.description
+        assert description is not None
         if node.misfit is not None:
             raise NodeRefusedError(node.misfit)
         for other in self._rivals(node):
@@ -249,7 +251,7 @@ class Registry:
         if message.epoch != source.epoch:
             raise UnavailableError(f"it was restarted: epoch {message.epoch:#x} after {source.epoch:#x}")
         if not node.is_watched:
-            self._check(node, node.description)  # another node may have become live since this one was described
+            self._check(node)  # another node may have become live since this one was described
         if message.reset:
             self.index.drop(source.node_id)
             node.watched = None  # if the stream breaks within the snapshot, it is asked for again from its beginning
