@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -185,6 +186,24 @@ void bind_prefer_huge_pages(nb::handle object) {
   prefer_huge_pages(data, bytes);
 }
 
+// A word of shared memory that limits the threads of regions between `begin` and `end`. It stays mapped for ever, because helpers may read
+// it at any time.
+class ThreadLimit {
+ public:
+  explicit ThreadLimit(nb::handle word) {
+    auto view = std::make_unique<Py_buffer>();
+    if (PyObject_GetBuffer(word.ptr(), view.get(), PyBUF_SIMPLE) != 0) throw nb::python_error();
+    const bool is_word = view->len == sizeof(std::uint16_t);
+    word_ = static_cast<const std::uint16_t*>(view.release()->buf);
+    require(is_word, "a limit has two bytes");
+  }
+  void begin() const { limit_threads(word_); }
+  void end() const { limit_threads(nullptr); }
+
+ private:
+  const std::uint16_t* word_;
+};
+
 }  // namespace
 }  // namespace paged
 
@@ -198,6 +217,10 @@ NB_MODULE(_native, m) {
   m.def("paged_attention", &paged::bind_paged_attention, "output"_a, "query"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
         "query_start_loc"_a, "seq_lens"_a, "scale"_a, "window"_a, "key_scale"_a.none(), "value_scale"_a.none(), "num_threads"_a);
   m.def("start_together", &paged::start_together, "whether"_a);
+  nb::class_<paged::ThreadLimit>(m, "ThreadLimit")
+      .def(nb::init<nb::handle>(), "word"_a)
+      .def("begin", &paged::ThreadLimit::begin)
+      .def("end", &paged::ThreadLimit::end);
   m.def("rms_norm", &paged::bind_rms_norm, "out"_a, "x"_a, "weight"_a, "epsilon"_a, "num_threads"_a);
   m.def("add_rms_norm", &paged::bind_add_rms_norm, "out"_a, "residual_out"_a, "x"_a, "residual"_a, "weight"_a, "epsilon"_a,
         "num_threads"_a);

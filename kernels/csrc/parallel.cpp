@@ -21,6 +21,14 @@ constexpr auto kHelperSpins = std::chrono::microseconds(200);
 // How long the caller does so before it leaves its core to a helper that has not finished: perhaps that one has none.
 constexpr auto kCallerSpins = std::chrono::microseconds(100);
 
+// How many threads a region may use, in memory that other processes write to; null: as many as it asks for.
+std::atomic<const std::uint16_t*> limit_word{nullptr};
+
+int limit() {
+  const std::uint16_t* word = limit_word.load(std::memory_order_relaxed);
+  return word == nullptr ? kMostHelpers + 1 : __atomic_load_n(word, __ATOMIC_RELAXED);
+}
+
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -51,6 +59,14 @@ struct State {
   std::uint16_t helpers;  // that have come and not finished
 };
 
+class Team;
+
+// What `goes_on` has to know of its thread.
+thread_local Team* led_by_this_thread = nullptr;
+thread_local int helper_number = -1;
+
+bool has_core(int helper) { return helper + 1 < limit(); }
+
 // One region at a time. A helper reads `body_` and `context_` only after it has been counted, and the caller leaves the region only when
 // nobody is counted any more, so that neither outlives its use.
 class Team {
@@ -63,12 +79,24 @@ class Team {
     body_ = body;
     context_ = context;
     state_.store({++region_, static_cast<std::uint16_t>(places), 0});
-    for (int i = 0; i < places; ++i) helpers_[i].wake();
-    while (starts_together_.load(std::memory_order_relaxed) && state_.load().places > 0) sched_yield();
+    num_places_ = places;
+    num_woken_ = 0;
+    wake_helpers();
+    while (starts_together_.load(std::memory_order_relaxed) && places - state_.load().places < std::min(places, limit() - 1)) {
+      sched_yield();
+      wake_helpers();
+    }
+    led_by_this_thread = this;
     body(context);
+    led_by_this_thread = nullptr;
     close();
     wait_for_helpers();
     return true;
+  }
+
+  // Those for which there are cores, which may become more while a region runs.
+  void wake_helpers() {
+    for (const int allowed = std::min(num_places_, limit() - 1); num_woken_ < allowed; ++num_woken_) helpers_[num_woken_].wake();
   }
 
   void start_together(bool whether) { starts_together_.store(whether); }
@@ -86,7 +114,7 @@ class Team {
   int start_helpers(int wanted) {
     while (num_helpers_ < std::min(wanted, most_helpers_)) {
       try {
-        std::thread helper([this, &own = helpers_[num_helpers_]] { help(own); });
+        std::thread helper([this, number = num_helpers_] { help(number); });
 #if defined(__linux__)
         pthread_setname_np(helper.native_handle(), "kernel-helper");
 #endif
@@ -100,14 +128,16 @@ class Team {
     return std::min(num_helpers_, wanted);
   }
 
-  [[noreturn]] void help(Helper& helper) {
+  [[noreturn]] void help(int number) {
+    Helper& helper = helpers_[number];
+    helper_number = number;
     std::uint32_t done = 0;  // the last region that this helper was in, or came too late for
     for (;;) {
       State state{};
-      const bool found = spin(kHelperSpins, [&] { return (state = state_.load(std::memory_order_acquire)).region != done; });
-      if (!found) {
+      const auto is_wanted = [&] { return (state = state_.load()).region != done && has_core(number); };
+      if (!spin(kHelperSpins, is_wanted)) {
         helper.is_asleep.store(1);
-        if (state_.load().region == done) helper.is_asleep.wait(1);
+        if (!is_wanted()) helper.is_asleep.wait(1);
         helper.is_asleep.store(0, std::memory_order_relaxed);
         continue;
       }
@@ -158,6 +188,8 @@ class Team {
   void (*body_)(void*) = nullptr;
   void* context_ = nullptr;
   std::uint32_t region_ = 0;
+  int num_places_ = 0;
+  int num_woken_ = 0;
   std::mutex mutex_;  // of the caller
   int num_helpers_ = 0;
   int most_helpers_ = kMostHelpers;
@@ -177,6 +209,13 @@ Team& current_team() {
 }
 
 }  // namespace
+
+bool goes_on() {
+  if (led_by_this_thread != nullptr) led_by_this_thread->wake_helpers();
+  return helper_number < 0 || has_core(helper_number);
+}
+
+void limit_threads(const std::uint16_t* word) { limit_word.store(word); }
 
 void start_together(bool whether) { current_team().start_together(whether); }
 

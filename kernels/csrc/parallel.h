@@ -17,6 +17,14 @@ namespace paged {
 // gone; without memory for scratch, the process ends.
 void run_team(void (*body)(void*) noexcept, void* context, int num_threads);
 
+// Whether the calling thread, in a region, takes another item. A caller always does, and wakes the helpers for which there are cores now. A
+// helper stops once there is none for it.
+bool goes_on();
+
+// Limits how many threads regions use to what `word` says at any time: it is read before every item, and other processes may change it.
+// Null: as many as a region asks for. Helpers may still read it after another one has been set.
+void limit_threads(const std::uint16_t* word);
+
 // Whether the caller begins only once all helpers have come: for tests, in whose small work they would find nothing left to do.
 void start_together(bool whether);
 
@@ -36,7 +44,7 @@ void parallel_for(int num_threads, std::int64_t count, const Item& item) {
   run_team(
       [](void* context) noexcept {
         Shared& work = *static_cast<Shared*>(context);
-        for (std::int64_t i; (i = work.next.fetch_add(1, std::memory_order_relaxed)) < work.count;) work.item(i);
+        for (std::int64_t i; goes_on() && (i = work.next.fetch_add(1, std::memory_order_relaxed)) < work.count;) work.item(i);
       },
       &shared, num_threads);
 }
@@ -63,7 +71,7 @@ void parallel_spans(int num_threads, std::int64_t count, std::int64_t least, con
       [](void* context) noexcept {
         Shared& work = *static_cast<Shared*>(context);
         std::int64_t begin = work.next.load(std::memory_order_relaxed);
-        while (begin < work.count) {
+        while (begin < work.count && goes_on()) {
           const std::int64_t length = begin < work.singles ? 1 : std::max(work.least, (work.count - begin) / work.divisor);
           const std::int64_t end = std::min(work.count, begin + length);
           if (!work.next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;

@@ -24,6 +24,15 @@ def set_instruction_set(name: str) -> None:
 def start_together(whether: bool) -> None:
     """Whether a call waits until all of its threads have come, as tests want it; without, late ones find less to do."""
 
+class ThreadLimit:
+    """Limits the threads of all calls of the process between `begin` and `end` to the number in `word`, two bytes of
+    memory that other processes may change at any time: a call that goes on then takes or leaves threads. The memory is
+    kept for ever."""
+
+    def __init__(self, word: memoryview) -> None: ...
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+
 def write_kv(
     key: Tensor,
     value: Tensor,

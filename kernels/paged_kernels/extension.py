@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         """The module `_native` as a type: the functions of it whose callers can do without, as its stub declares them.
         What cannot do without imports the module itself."""
 
+        ThreadLimit = _native.ThreadLimit
         available_instruction_sets = staticmethod(_native.available_instruction_sets)
         rms_norm = staticmethod(_native.rms_norm)
         add_rms_norm = staticmethod(_native.add_rms_norm)

@@ -1,10 +1,11 @@
 """The cores that the nodes of one machine lend each other: a table in shared memory with an entry per node.
 
-An entry is the number of cores that its node claims: its own share while its engine has work, 0 while it waits.
-Unclaimed cores are divided among the nodes that claim some. An entry is one word, written only by its node, and, once
-the node has ended, by the process that started it. So there are no locks, and no system calls after the start.
-Invariant: only speed depends on the table. A late or stale entry makes nodes share a core, or leaves one unused, until
-it is read again.
+An entry says how many cores its node claims: its own share while its engine has work, 0 while it waits. Unclaimed cores
+are divided among the nodes that claim some, and a node that changes its claim writes how many cores each of them may
+use now. An entry also says whether prompts wait on its node: nodes that only decode then leave their cores to it for a
+part of the time. All are words that are written at once, so there are no locks, and no system calls after the start.
+Invariant: only speed depends on the table. What is late, or written by two nodes at the same time, makes nodes share a
+core, or leaves one unused, until one of them begins its next step.
 """
 
 import mmap
@@ -37,6 +38,8 @@ class CoreTable:
     def __init__(self, descriptor: int) -> None:
         self._words = memoryview(mmap.mmap(descriptor, 0)).cast(_WORD)
         self._claims = self._words[_STRIDE::_STRIDE]
+        self._limits = self._words[_STRIDE + 1 :: _STRIDE]
+        self._waiting = self._words[_STRIDE + 2 :: _STRIDE]
 
     @staticmethod
     def create(num_cores: int, num_nodes: int) -> int:
@@ -48,13 +51,32 @@ class CoreTable:
         CoreTable(descriptor)._words[0] = num_cores
         return descriptor
 
-    def claim(self, entry: int, num_cores: int) -> None:
-        """Claims cores for a node that has work, or 0 for a node that has none."""
+    @property
+    def num_cores(self) -> int:
+        return self._words[0]
+
+    def claim(self, entry: int, num_cores: int, *, prompts_wait: bool = False) -> None:
+        """Claims cores for a node that has work, or 0 for a node that has none. `prompts_wait` says whether the node
+        has more prompts than it computes now."""
         self._claims[entry] = num_cores
+        self._waiting[entry] = prompts_wait
+        claims = self._claims.tolist()
+        for index in range(len(claims)):
+            self._limits[index] = cores_of(index, claims, self.num_cores)
 
     def cores_of(self, entry: int) -> int:
-        """Applies the function `cores_of` to the current claims."""
-        return cores_of(entry, self._claims.tolist(), self._words[0])
+        """Applies the function `cores_of` to the current claims, and corrects the node's limit, if it was written by
+        two nodes at the same time."""
+        found = self._limits[entry] = cores_of(entry, self._claims.tolist(), self.num_cores)
+        return found
+
+    def limit(self, entry: int) -> memoryview:
+        """Returns the word that says how many cores a node may use now."""
+        return self._limits[entry : entry + 1]
+
+    def prompts_wait_beside(self, entry: int) -> bool:
+        """Tells whether prompts wait on another node."""
+        return any(waits for index, waits in enumerate(self._waiting) if index != entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +87,9 @@ class CoreShare:
     table: CoreTable | None = None
     entry: int = 0
 
-    def claim(self) -> None:
+    def claim(self, *, prompts_wait: bool = False) -> None:
         if self.table is not None:
-            self.table.claim(self.entry, self.num_cores)
+            self.table.claim(self.entry, self.num_cores, prompts_wait=prompts_wait)
 
     def release(self) -> None:
         if self.table is not None:
@@ -76,3 +98,7 @@ class CoreShare:
     def available(self) -> int:
         """Returns how many cores to use now, after `claim`; never fewer than the node's own."""
         return self.num_cores if self.table is None else max(self.num_cores, self.table.cores_of(self.entry))
+
+    def is_wanted(self) -> bool:
+        """Tells whether prompts wait on another node, which computes them sooner with this one's cores."""
+        return self.table is not None and self.table.prompts_wait_beside(self.entry)

@@ -47,7 +47,7 @@ class Engine:
     so that the node can publish them. With `publish_hits`, so are blocks that a PRODUCE request has found by name,
     because what was published before may be gone. `run_ahead` is of use only with a runner whose steps run concurrently
     with the caller, on a GPU. `threads` are those of a runner that computes on the CPU. They rest when a step finds
-    nothing to do; a caller that stops stepping before that calls `threads.rest`."""
+    nothing to do; a caller that stops stepping before that calls `threads.rest`. `costs` are those of all steps."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Engine:
             publish_hits=publish_hits,
         )
         self._leases = Leases(pool, self._names, self._changes)
-        self._costs = StepCosts()
-        self._scheduler = Scheduler(config, pool, self._in_flight, self._costs, on_preempt=self._leases.restart)
+        self.costs = StepCosts()
+        self._scheduler = Scheduler(config, pool, self._in_flight, self.costs, on_preempt=self._leases.restart)
         self._sequences: dict[str, list[Sequence]] = {}
         self._num_arrived = 0
         self._num_steps = 0
@@ -207,7 +207,7 @@ class Engine:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        self.threads.begin_step(on_layers_begin)
+        self.threads.begin_step(on_layers_begin, prompts_wait=self._scheduler.prompts_wait)
         try:
             self._in_flight.launch(self._runner, plan, sequences, started)
         except KVRelayError as error:
@@ -248,7 +248,7 @@ class Engine:
             # The last report of an idle node must count its blocks as free.
             self._changes.load_changed |= self._in_flight.end(step)
         now = self._clock.now()
-        self._costs.count(step.plan, now - max(step.launched_at, self._collected_at))
+        self.costs.count(step.plan, now - max(step.launched_at, self._collected_at))
         self._collected_at = now
         self._update(step, output)
 
@@ -377,8 +377,8 @@ class Engine:
             num_leases=len(self._leases),
             num_steps=self._num_steps,
             num_lent_steps=self.threads.num_lent_steps,
-            num_prefilled_tokens=self._costs.num_prompt_tokens,
-            prefill_seconds=self._costs.prompt_seconds,
+            num_prefilled_tokens=self.costs.num_prompt_tokens,
+            prefill_seconds=self.costs.prompt_seconds,
         )
 
     def _receiving(self, request_id: str) -> Sequence | None:

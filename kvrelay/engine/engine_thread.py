@@ -3,7 +3,7 @@
 There are no locks. A step's result is handed to the loop when the layers of the next step begin, because these release
 the interpreter; any earlier, the two threads would only wait for each other. Invariant: messages run in the order in
 which they were posted, and results and answers to messages reach the loop in the order in which they were made. Except
-while the cores are left to a first token, a step lies between the answer to a message and a message posted because of
+while the cores are left to others, a step lies between the answer to a message and a message posted because of
 it: what the first one changed is on the loop before the second one is answered.
 """
 
@@ -25,6 +25,12 @@ _IDLE_WAIT_SECONDS = 1.0  # an idle engine makes a turn this often; messages wak
 # A first token passes through the loop, the router and its client. While a step uses all cores, each of them waits
 # for a time slice (docs/benchmarks.md, The wait for a first token). A lone request therefore yields the cores once.
 _FIRST_TOKEN_SECONDS = 0.0015
+# While prompts wait on another node of the machine, a node that only decodes rests after each step for so many times
+# as long as the step took, but step and rest together take no longer than so many seconds, unless the step does. After
+# steps that are shorter than so many seconds it goes on: prompts do not take long there, and who wakes up has to wait.
+_MOST_STEPS_RESTED = 2
+_LONGEST_TURN_SECONDS = 0.1
+_SHORTEST_STEP_SECONDS = 0.010
 
 T = TypeVar("T")
 Message = Callable[[Engine], None]
@@ -39,6 +45,14 @@ def should_yield_cores(engine: Engine, result: StepResult | None) -> bool:
         and engine.threads.num_threads > 1
         and engine.serves_only(result.prompts[0].request_id)
     )
+
+
+def seconds_to_rest(engine: Engine) -> float:
+    """Returns how long to leave the cores to prompts that wait on another node, after a step that only decoded."""
+    step = engine.costs.newest_decode
+    if step < _SHORTEST_STEP_SECONDS or not engine.threads.are_wanted():
+        return 0.0
+    return max(0.0, min(_MOST_STEPS_RESTED * step, _LONGEST_TURN_SECONDS - step))
 
 
 class EngineThread:
@@ -131,7 +145,11 @@ class EngineThread:
         busy, result = False, None
         while True:
             if should_yield_cores(self._engine, result):
-                goes_on = self._yield_cores()
+                goes_on = self._yield_cores(_FIRST_TOKEN_SECONDS)
+            elif busy and (seconds := seconds_to_rest(self._engine)) > 0.0:
+                self._hand_over()
+                self._engine.threads.rest()
+                goes_on = self._yield_cores(seconds)
             else:
                 goes_on = self._handle_messages(0.0 if busy else _IDLE_WAIT_SECONDS)
             if not goes_on:
@@ -145,9 +163,9 @@ class EngineThread:
             if not busy or self._engine.has_steps_in_flight or (result is not None and result.prompts):
                 self._hand_over()  # at once: a first token is more urgent than the next step
 
-    def _yield_cores(self) -> bool:
-        """Leaves the cores to others for a moment, and handles messages meanwhile. Returns False if asked to stop."""
-        end = time.monotonic() + _FIRST_TOKEN_SECONDS
+    def _yield_cores(self, seconds: float) -> bool:
+        """Leaves the cores to others for a while, and handles messages meanwhile. Returns False if asked to stop."""
+        end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if not self._handle_messages(left):
                 return False

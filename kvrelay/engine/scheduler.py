@@ -147,6 +147,11 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         self.running.push(sequence)
 
+    @property
+    def prompts_wait(self) -> bool:
+        """Tells whether a sequence waits for the steps of others alone, not for blocks or a place among the running."""
+        return any(not sequence.lacks_room for sequence in self.waiting)
+
     def can_run_ahead(self) -> bool:
         """Tells whether the next step can be planned while one is in flight: no sampling reads a token that is still
         unknown, and no sequence has to be preempted, whose blocks would be free only after the step in flight."""

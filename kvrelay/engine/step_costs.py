@@ -14,11 +14,13 @@ _NEWEST_WEIGHT = 1 / 8
 
 class StepCosts:
     """The costs of one engine's steps. `num_prompt_tokens` and `prompt_seconds` are sums since its start: the tokens,
-    and the time of all steps that computed some."""
+    and the time of all steps that computed some. `newest_decode` is how many seconds the newest step took, 0 if it
+    computed some."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
         self.prompt_seconds = 0.0
+        self.newest_decode = 0.0
         # Moving averages in seconds; None before the first step of the kind.
         self._decode: float | None = None
         self._prompt_token: float | None = None
@@ -28,6 +30,7 @@ class StepCosts:
         tokens took that long. In the averages, what a step takes without them, above all to read the weights, is
         assumed to be what steps take that only decode."""
         num_tokens = sum(entry.num_scheduled_tokens for entry in plan.scheduled if entry.num_scheduled_tokens > 1)
+        self.newest_decode = seconds if num_tokens == 0 else 0.0
         if num_tokens == 0:
             self._decode = _averaged(self._decode, seconds)
             return

@@ -105,3 +105,34 @@ def test_entries_do_not_touch(descriptor: int) -> None:
     table.claim(1, 0)
     table.claim(0, 1)
     assert (table.cores_of(0), table.cores_of(1)) == (4, 0)
+
+
+def test_whoever_changes_a_claim_writes_what_every_node_may_use(descriptor: int) -> None:
+    ours, others = CoreTable(descriptor), CoreTable(descriptor)
+    limits = [ours.limit(entry) for entry in range(2)]
+    for claims in ((2, 0), (2, 2), (0, 2), (0, 0)):
+        ours.claim(0, claims[0])
+        others.claim(1, claims[1])
+        assert [limit[0] for limit in limits] == [cores_of(entry, claims, 4) for entry in range(2)]
+
+
+def test_a_limit_that_was_written_too_early_is_corrected_by_its_node(descriptor: int) -> None:
+    table = CoreTable(descriptor)
+    table.claim(0, 2)
+    table.claim(1, 2)
+    limit = table.limit(0)
+    limit[0] = 4  # by the other node, which had read the claims before its own was seen
+    assert table.cores_of(0) == limit[0] == 2
+
+
+def test_a_node_is_wanted_while_prompts_wait_on_another(descriptor: int) -> None:
+    ours, other = (CoreShare(2, CoreTable(descriptor), entry) for entry in range(2))
+    other.claim()
+    ours.claim(prompts_wait=True)
+    assert (ours.is_wanted(), other.is_wanted()) == (False, True)
+    ours.claim()
+    assert not other.is_wanted()
+    ours.claim(prompts_wait=True)
+    CoreTable(descriptor).claim(0, 0)  # it has ended
+    assert not other.is_wanted()
+    assert not CoreShare(2).is_wanted()

@@ -3,11 +3,11 @@
 import pytest
 
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
-from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.scheduler import MIXED_TOKENS
 from kvrelay.engine.step_costs import StepCosts
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import Harness, prompt_of, request
+from tests.engine.timed_runner import TimedRunner
 from tests.manual_clock import ManualClock
 
 
@@ -74,21 +74,6 @@ def test_sums_are_of_all_steps_that_compute_prompts() -> None:
     costs.count(step(30, 20), 0.050)
     assert costs.num_prompt_tokens == 55
     assert costs.prompt_seconds == pytest.approx(0.090)
-
-
-class TimedRunner:
-    """A runner whose steps take the time that they would take on some machine."""
-
-    def __init__(self, runner: Runner, clock: ManualClock, *, decode: float, prompt_token: float) -> None:
-        self._runner = runner
-        self._clock = clock
-        self._decode = decode
-        self._prompt_token = prompt_token
-
-    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
-        counts = [entry.num_scheduled_tokens for entry in plan.scheduled]
-        self._clock.seconds += self._decode + self._prompt_token * sum(count for count in counts if count > 1)
-        return self._runner.launch(plan)
 
 
 @pytest.mark.parametrize(

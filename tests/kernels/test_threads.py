@@ -5,15 +5,16 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from paged_kernels import packed
-from paged_kernels._native import start_together
+from paged_kernels._native import ThreadLimit, start_together
 from paged_kernels.packed import PackedWeight
 from paged_kernels.threads import num_threads, remember_threads, threads_kept, use_threads
 from torch import Tensor
+
+from tests.kernel_helpers import helper_seconds, helpers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of /proc")
 
@@ -33,16 +34,6 @@ def weight() -> PackedWeight:
 def product(weight: PackedWeight, x: Tensor, count: int) -> Tensor:
     use_threads(count)
     return packed.linear(x, weight)
-
-
-def helpers() -> list[Path]:
-    tasks = Path("/proc/self/task").iterdir()
-    return [task for task in tasks if task.joinpath("comm").read_text().strip() == "kernel-helper"]
-
-
-def helper_seconds() -> float:
-    """Of processors' time."""
-    return sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in helpers()) / 1e9
 
 
 def test_a_thread_has_torchs_number_until_it_is_told_another() -> None:
@@ -110,6 +101,55 @@ def test_many_short_calls(weight: PackedWeight, together: bool) -> None:
         assert all(torch.equal(packed.linear(x, weight), alone) for _ in range(3000))
     finally:
         start_together(True)
+
+
+@pytest.fixture
+def limit() -> Iterator[memoryview]:
+    """The word that limits the threads of all calls of a test."""
+    word = memoryview(bytearray(2)).cast("H")
+    word[0] = 1
+    applied = ThreadLimit(word)
+    applied.begin()
+    yield word
+    applied.end()
+
+
+def test_a_limit_keeps_helpers_away_and_lets_them_come(weight: PackedWeight, limit: memoryview) -> None:
+    x = torch.randn(512, 256).bfloat16()
+    seconds = []
+    for limit[0] in (1, 3, 1, 3):
+        before = helper_seconds()
+        for _ in range(10):
+            product(weight, x, 3)
+        seconds.append(helper_seconds() - before)
+    assert max(seconds[0], seconds[2]) < 0.1 * min(seconds[1], seconds[3])
+
+
+def test_helpers_come_and_go_within_a_call(weight: PackedWeight, limit: memoryview) -> None:
+    """Each value is there for less time than a call takes."""
+    start_together(False)
+    try:
+        x = torch.randn(2048, 256).bfloat16()
+        alone = product(weight, x, 1)
+        use_threads(4)
+        with ThreadPoolExecutor(1) as pool:
+            computed = pool.submit(lambda: [torch.equal(packed.linear(x, weight), alone) for _ in range(30)])
+            changes = 0
+            while not computed.done():
+                limit[0] = (3, 1, 0, 4, 2)[changes % 5]
+                changes += 1
+                time.sleep(0.0005)
+            assert all(computed.result())
+        assert changes > 30
+    finally:
+        start_together(True)
+
+
+def test_a_limit_is_two_bytes() -> None:
+    with pytest.raises(ValueError, match="two bytes"):
+        ThreadLimit(memoryview(bytearray(4)))
+    with pytest.raises((TypeError, BufferError)):
+        ThreadLimit(3)  # type: ignore[arg-type]
 
 
 def test_callers_that_come_together(weight: PackedWeight) -> None:

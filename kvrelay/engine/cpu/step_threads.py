@@ -1,16 +1,21 @@
 """How many threads the engine computes with: its node's own, and those that other nodes of the machine lend it.
 
-The number is set before each step and, in a step of many tokens, before each layer. A node that wakes up therefore has
-its cores back after one decode step or one layer of the other nodes. A callback for the process's other threads is
-called when a step's layers begin, because these release the interpreter. Invariant: only the engine's thread calls
-this, because numbers of threads belong to the calling thread.
+Our kernels read the number from the table of cores while they compute, so that cores change hands within milliseconds.
+Where torch multiplies, it is set before each step and, in a step of many tokens, before each layer. A callback for the
+process's other threads is called when a step's layers begin, because these release the interpreter. Invariant: only the
+engine's thread calls this, because numbers of threads belong to the calling thread.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from paged_kernels.extension import load_extension
 from paged_kernels.threads import remember_threads, use_threads
 
 from kvrelay.core.core_table import CoreShare
+
+if TYPE_CHECKING:
+    from paged_kernels._native import ThreadLimit
 
 
 class StepThreads:
@@ -23,17 +28,22 @@ class StepThreads:
         self.num_threads = 0  # the number set last; 0 before the first step
         self._share = share
         self._torch_multiplies = torch_multiplies
+        self._limit = None if torch_multiplies or share is None else _thread_limit(share)
         # Restores the thread's numbers; set while there are steps to run.
         self._put_back: Callable[[], None] | None = None
         self._on_layers_begin: Callable[[], None] | None = None
 
-    def begin_step(self, on_layers_begin: Callable[[], None] | None = None) -> None:
-        """Claims the node's share of cores, and takes those that other nodes do not need. `on_layers_begin` is called
-        before the first layer, if the runner calls `before_layer`."""
+    def begin_step(self, on_layers_begin: Callable[[], None] | None = None, *, prompts_wait: bool = False) -> None:
+        """Claims the node's share of cores, and takes those that other nodes do not need. `prompts_wait` says whether
+        some are left for later steps. `on_layers_begin` is called before the first layer, if the runner calls
+        `before_layer`."""
         self._on_layers_begin = on_layers_begin
         if self._share is not None:
-            self._put_back = self._put_back or remember_threads()
-            self._share.claim()
+            if self._put_back is None:
+                self._put_back = remember_threads()
+                if self._limit is not None:
+                    self._limit.begin()
+            self._share.claim(prompts_wait=prompts_wait)
             self._use(self._share.available())
             self.num_lent_steps += self.num_threads > self._share.num_cores
 
@@ -47,8 +57,16 @@ class StepThreads:
             self._use(num_threads)
 
     def _use(self, num_threads: int) -> None:
-        use_threads(num_threads, torch_multiplies=self._torch_multiplies)
+        if self._share is not None and self._share.table is not None and self._limit is not None:
+            most = max(self._share.num_cores, self._share.table.num_cores)
+            use_threads(most)  # of which calls use as many as the limit says
+        else:
+            use_threads(num_threads, torch_multiplies=self._torch_multiplies)
         self.num_threads = num_threads
+
+    def are_wanted(self) -> bool:
+        """Tells whether prompts wait on another node, which computes them sooner with the cores of this one."""
+        return self._share is not None and self._share.is_wanted()
 
     def rest(self) -> None:
         """Gives the node's cores to other nodes and restores the thread's numbers of threads, as there is nothing to
@@ -56,5 +74,13 @@ class StepThreads:
         if self._share is not None:
             self._share.release()
         if self._put_back is not None:
+            if self._limit is not None:
+                self._limit.end()
             self._put_back()
             self._put_back = None
+
+
+def _thread_limit(share: CoreShare) -> "ThreadLimit | None":
+    """Returns what lets our kernels read how many threads to use, if the kernels were compiled and nodes lend cores."""
+    extension = load_extension()
+    return None if extension is None or share.table is None else extension.ThreadLimit(share.table.limit(share.entry))

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from paged_kernels import packed
 from paged_kernels._native import start_together
 from paged_kernels.base import AttentionMetadata
 from paged_kernels.layer_stack import FEW_ROWS
@@ -21,6 +22,7 @@ from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from tests.engine.harness import Harness, prompt_of, request
 from tests.engine.tiny_models import make_tiny_model
+from tests.kernel_helpers import helper_seconds
 
 BLOCK_SIZE = 16
 
@@ -40,29 +42,63 @@ def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
     yield CoreShare(1, table, 0), CoreShare(1, table, 1)
 
 
-def test_cores_are_taken_and_given_back_between_layers(shares: tuple[CoreShare, CoreShare]) -> None:
+@pytest.mark.parametrize("torch_multiplies", [True, False])
+def test_cores_are_taken_and_given_back_between_layers(
+    shares: tuple[CoreShare, CoreShare], torch_multiplies: bool
+) -> None:
     ours, other = shares
-    threads = StepThreads(ours)
+    threads = StepThreads(ours, torch_multiplies=torch_multiplies)
     threads.begin_step()
-    found = [num_threads()]
+    found = [threads.num_threads]
+    told = [num_threads()]
     for change in (other.claim, other.claim, other.release):
         change()
         threads.before_layer()
-        found.append(num_threads())
+        found.append(threads.num_threads)
+        told.append(num_threads())
     assert found == [2, 1, 1, 2]
+    assert told == (found if torch_multiplies else [2, 2, 2, 2]), "our kernels look at the table themselves"
     threads.rest()
     other.claim()
     assert other.available() == 2
     threads.begin_step()
-    assert num_threads() == 1
+    assert threads.num_threads == 1
     threads.rest()
     assert threads.num_lent_steps == 1
+
+
+def test_a_product_takes_and_leaves_threads_as_the_table_says(shares: tuple[CoreShare, CoreShare]) -> None:
+    ours, other = shares
+    threads, weight = StepThreads(ours), packed.pack(torch.randn(6000, 256).bfloat16())
+    x = torch.randn(64, 256).bfloat16()
+    with ExitStack() as stack:
+        start_together(True)
+        stack.callback(start_together, False)
+        expected = packed.linear(x, weight)
+        seconds = []
+        for change in (other.claim, other.release):
+            change()
+            threads.begin_step()
+            before = helper_seconds()
+            assert all(torch.equal(packed.linear(x, weight), expected) for _ in range(20))
+            seconds.append(helper_seconds() - before)
+            threads.rest()
+    assert seconds[0] < 0.1 * seconds[1]
 
 
 def test_torch_gets_one_thread_unless_products_are_its(shares: tuple[CoreShare, CoreShare]) -> None:
     for torch_multiplies, expected in ((False, 1), (True, 2)):
         StepThreads(shares[0], torch_multiplies=torch_multiplies).begin_step()
         assert (num_threads(), torch.get_num_threads()) == (2, expected)
+
+
+def test_a_node_has_the_threads_that_its_user_gave_it_though_there_are_fewer_cores(
+    shares: tuple[CoreShare, CoreShare],
+) -> None:
+    threads = StepThreads(CoreShare(3, shares[0].table, 0))
+    threads.begin_step()
+    assert threads.num_threads == num_threads() == 3
+    threads.rest()
 
 
 def test_numbers_are_put_back_when_there_is_nothing_to_do(shares: tuple[CoreShare, CoreShare]) -> None:
@@ -115,6 +151,22 @@ def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, C
         pass
     load = harness.engine.load()
     assert 0 < load.num_lent_steps < load.num_steps
+    harness.engine.check_idle()
+
+
+def test_an_engine_says_whether_prompts_wait_for_its_steps_alone(shares: tuple[CoreShare, CoreShare]) -> None:
+    ours, other = shares
+    harness = Harness(threads=StepThreads(ours), max_num_batched_tokens=64, max_num_seqs=3)
+    said = []
+    for name in "abcd":
+        harness.engine.add(request(name, prompt_of(60, seed=ord(name)), 50))
+    for _ in range(4):
+        harness.step()
+        said.append(other.is_wanted())
+    assert said == [True, True, False, False], "the fourth waits for a place among the running ones"
+    for name in "abcd":
+        harness.engine.abort(name)
+    harness.step()
     harness.engine.check_idle()
 
 

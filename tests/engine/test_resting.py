@@ -1,0 +1,91 @@
+"""A node that only decodes leaves its cores to prompts that wait on another node, for a part of the time."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+from paged_kernels.threads import threads_kept
+
+from kvrelay.core.core_table import CoreShare, CoreTable
+from kvrelay.engine.cpu.step_threads import StepThreads
+from kvrelay.engine.engine_thread import EngineThread, seconds_to_rest
+from kvrelay.engine.request import StepResult
+from tests.engine.harness import Harness, prompt_of, request
+from tests.engine.timed_runner import TimedRunner
+from tests.manual_clock import ManualClock
+
+PATIENCE = 10.0
+
+
+@pytest.fixture
+def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
+    """Those of a node that decodes and of another one, with one core each."""
+    descriptor = CoreTable.create(2, 2)
+    table = CoreTable(descriptor)
+    os.close(descriptor)  # the mapping stays
+    with threads_kept():
+        yield CoreShare(1, table, 0), CoreShare(1, table, 1)
+
+
+def harness_of(share: CoreShare, decode: float) -> Harness:
+    """With steps of `decode` seconds."""
+    clock = ManualClock()
+    return Harness(
+        threads=StepThreads(share), clock=clock, wrap=lambda runner: TimedRunner(runner, clock, decode=decode)
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "rest"),
+    [
+        (0.009, 0.0),  # not worth it
+        (0.011, 0.022),  # twice as long
+        (0.030, 0.060),
+        (0.040, 0.060),  # ten tokens a second
+        (0.090, 0.010),
+        (0.150, 0.0),  # which are not to be had
+    ],
+)
+def test_how_long_it_rests_depends_on_how_long_it_took(
+    shares: tuple[CoreShare, CoreShare], step: float, rest: float
+) -> None:
+    ours, other = shares
+    harness = harness_of(ours, step)
+    harness.engine.add(request("a", prompt_of(20), 10))
+    other.claim(prompts_wait=True)
+    rests = []
+    for _ in range(3):
+        harness.step()
+        rests.append(seconds_to_rest(harness.engine))
+    assert rests == [0.0, pytest.approx(rest), pytest.approx(rest)], "the first step computed a prompt"
+    other.claim()
+    assert seconds_to_rest(harness.engine) == 0.0
+    harness.engine.abort("a")
+    harness.step()
+    harness.engine.check_idle()
+
+
+async def test_other_nodes_have_the_cores_while_it_rests(shares: tuple[CoreShare, CoreShare]) -> None:
+    ours, other = shares
+    harness = harness_of(ours, 0.030)
+    seen: list[int] = []
+
+    def on_result(result: StepResult) -> None:
+        if result.outputs:  # handed over before the rest
+            seen.append(len(seen))
+
+    thread = EngineThread(
+        harness.engine, asyncio.get_running_loop(), on_result=on_result, on_crash=lambda error: seen.append(-1)
+    )
+    other.claim(prompts_wait=True)
+    thread.start()
+    async with asyncio.timeout(PATIENCE):
+        await thread.call(lambda engine: engine.add(request("a", prompt_of(5), 400)))
+        while len(seen) < 4 or other.available() < 2:
+            await asyncio.sleep(0)
+        await thread.call(lambda engine: engine.abort("a"))  # answered within the rest
+        await thread.stop(PATIENCE)
+    assert seen == list(range(len(seen)))
+    assert other.available() == 2
+    harness.engine.check_idle()
