@@ -20,13 +20,15 @@ struct Buffers {
     const std::int64_t hidden = rounded(call.rows * call.hidden_size * bytes);
     const std::int64_t all_heads = rounded(call.rows * num_heads * call.head_dim * bytes);
     const std::int64_t queries = rounded(call.rows * call.num_heads * call.head_dim * bytes);
-    char* next = reinterpret_cast<char*>(stack_scratch.floats(static_cast<std::size_t>(hidden + all_heads + queries) / sizeof(float)));
+    char* next = reinterpret_cast<char*>(stack_scratch.floats(static_cast<std::size_t>(2 * hidden + all_heads + queries) / sizeof(float)));
     residual = next;
-    heads = next + hidden;
+    carried = next + hidden;
+    heads = carried + hidden;
     attended = heads + all_heads;
   }
 
   char* residual;  // within a layer
+  char* carried;   // from a layer to the next
   char* heads;     // queries, keys and values
   void* attended;
 };
@@ -89,7 +91,7 @@ void layer_stack(const StackCall& call, int num_threads) {
   heads.num_kv_heads = call.num_kv_heads;
   heads.head_dim = call.head_dim;
   heads.out = buffers.heads;
-  for (std::size_t layer = call.first; layer < call.last; ++layer) {
+  for (std::size_t layer = 0; layer < call.layers->size(); ++layer) {
     const StackedLayer& stacked = (*call.layers)[layer];
     heads.qkv = stacked.qkv;
     heads.norm = stacked.input_norm;
@@ -97,7 +99,7 @@ void layer_stack(const StackCall& call, int num_threads) {
     heads.key_norm = stacked.key_norm;
     void* residual = call.hidden;  // of the first layer: its input, to which nothing is added yet
     if (layer > 0) {
-      heads.residual = call.residual;
+      heads.residual = buffers.carried;
       residual = heads.residual_out = buffers.residual;
     }
     project_heads(heads, num_threads);
@@ -112,14 +114,13 @@ void layer_stack(const StackCall& call, int num_threads) {
     }
     attend(call, buffers, *attention, static_cast<std::int64_t>(layer), num_threads);
     finish_layer(
-        {stacked.output, stacked.gate_up, stacked.down, buffers.attended, residual, rows, stacked.norm, call.epsilon, call.hidden, call.residual},
+        {stacked.output, stacked.gate_up, stacked.down, buffers.attended, residual, rows, stacked.norm, call.epsilon, call.hidden, buffers.carried},
         num_threads);
   }
-  if (call.last < call.layers->size()) return;
   NormCall norm{};
   norm.x = call.hidden;
   norm.x_stride = norm.residual_stride = norm.size = call.hidden_size;
-  norm.residual = call.residual;
+  norm.residual = buffers.carried;
   norm.residual_out = buffers.residual;
   norm.weight = call.final_norm;
   norm.out = call.hidden;

@@ -1,4 +1,4 @@
-// Layers of a decoder one after the other, their attention included, in one call: see decoder_layer.h. Every piece is the same as by
+// All layers of a decoder one after the other, their attention included, and the last norm, in one call: see decoder_layer.h. Every piece is the same as by
 // itself, and so is every result.
 #pragma once
 
@@ -35,8 +35,6 @@ struct LastRows {
 
 struct StackCall {
   const std::vector<StackedLayer>* layers;  // all of the decoder
-  std::size_t first;                        // of those to go through
-  std::size_t last;                         // the one behind them; the end of all: the last norm, too
   const void* final_norm;
   float epsilon;
   float scale;  // of the attention's scores
@@ -46,8 +44,7 @@ struct StackCall {
   std::int64_t num_kv_heads;
   std::int64_t head_dim;
   DType dtype;
-  void* hidden;    // [rows, hidden_size] contiguous: what a layer gets and gives
-  void* residual;  // the same, undefined before the first layer
+  void* hidden;  // [rows, hidden_size] contiguous: what a layer gets and gives
   const float* cos;  // as HeadsCall's
   const float* sin;
   std::int64_t angle_stride;
@@ -58,7 +55,7 @@ struct StackCall {
 };
 
 // Throws as write_kv and paged_attention do. For a slot outside the pool nothing has been written then; for metadata that attention
-// refuses, the KV of layer `first` has.
+// refuses, the KV of the first layer has.
 void layer_stack(const StackCall& call, int num_threads);
 
 }  // namespace paged

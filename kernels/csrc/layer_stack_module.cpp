@@ -45,7 +45,7 @@ class LayerStack {
     layers_.push_back(layer);
   }
 
-  void run(nb::handle hidden, nb::handle residual, std::int64_t first, std::int64_t last, nb::handle cos, nb::handle sin, nb::handle pool_object, nb::handle metadata,
+  void run(nb::handle hidden, nb::handle cos, nb::handle sin, nb::handle pool_object, nb::handle metadata,
            nb::handle last_tokens, nb::handle key_scales, nb::handle value_scales, int num_threads) const {
     const PoolView pool(pool_object, !key_scales.is_none());
     if (pool.dtype) pool.view.require_element_type(dtype_);
@@ -53,9 +53,6 @@ class LayerStack {
     require(pool.num_kv_heads() == num_kv_heads_ && pool.head_dim() == head_dim_, "the pool has other heads");
     StackCall call{};
     call.layers = &layers_;
-    require(0 <= first && first <= last && last <= static_cast<std::int64_t>(layers_.size()), "there are no such layers");
-    call.first = static_cast<std::size_t>(first);
-    call.last = static_cast<std::size_t>(last);
     call.final_norm = final_norm_;
     call.epsilon = epsilon_;
     call.scale = scale_;
@@ -67,7 +64,6 @@ class LayerStack {
     const TensorView input = matrix(hidden, "hidden", dtype_, -1, hidden_size_);
     call.hidden = input.data<void>();
     call.rows = input.shape(0);
-    call.residual = matrix(residual, "residual", dtype_, call.rows, hidden_size_).data<void>();
     const Angles angles(cos, sin, call.rows, head_dim_);
     call.cos = angles.cos;
     call.sin = angles.sin;
@@ -158,7 +154,7 @@ void define_layer_stack(nb::module_& m) {
            "num_kv_heads"_a, "head_dim"_a)
       .def("add", &LayerStack::add, "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "input_norm"_a, "norm"_a, "query_norm"_a.none(),
            "key_norm"_a.none(), "window"_a)
-      .def("run", &LayerStack::run, "hidden"_a, "residual"_a, "first"_a, "last"_a, "cos"_a, "sin"_a, "kv_pool"_a, "metadata"_a,
+      .def("run", &LayerStack::run, "hidden"_a, "cos"_a, "sin"_a, "kv_pool"_a, "metadata"_a,
            "last_tokens"_a.none(), "key_scales"_a.none(), "value_scales"_a.none(), "num_threads"_a);
 }
 

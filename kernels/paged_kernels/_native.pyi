@@ -136,9 +136,6 @@ class LayerStack:
     def run(
         self,
         hidden: Tensor,
-        residual: Tensor,
-        first: int,
-        last: int,
         cos: Tensor,
         sin: Tensor,
         kv_pool: Tensor,

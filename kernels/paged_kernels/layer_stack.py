@@ -1,4 +1,4 @@
-"""All layers of a decoder compiled, their attention and the last norm included: few rows go through in one call.
+"""All layers of a decoder compiled, their attention and the last norm included: a step is one call.
 
 The pieces are those of `packed`, `quantized`, `fused` and `native`, in the same order, and so are the results, to the
 bit. What is saved is the way into and out of Python around each of them, which costs more than most of the pieces do,
@@ -6,7 +6,7 @@ and with it the moments at which another thread of the process takes the interpr
 Imports the extension, which must have been built.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +32,6 @@ def projection(weight: object, bias: Tensor | None) -> Projection | None:
             weight.group_size,
         )  # fmt: skip
     return None
-
-
-FEW_ROWS = 32
-"""A step of at most so many rows is one call for all layers: it is over soon, since it takes little more than reading
-the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,6 @@ class LayerStack:
     ) -> None:
         """`scale` multiplies the attention's scores. Raises ValueError for layers that do not fit together."""
         self._kv_scales = kv_scales
-        self._num_layers = len(layers)
         self._stack = _native.LayerStack(final_norm, eps, scale, num_heads, num_kv_heads, head_dim)
         for layer in layers:
             self._stack.add(
@@ -89,24 +83,16 @@ class LayerStack:
         kv_pool: Tensor,
         metadata: AttentionMetadata,
         last: LastTokens | None,
-        before_layer: Callable[[], None],
     ) -> Tensor:
         """Computes all layers and the last norm of the embedded tokens `x` `[num_tokens, hidden_size]`, in place, and
         returns the rows of `last`, which are the first ones of `x` then, or all rows. Writes the KV of all tokens into
-        the pool. `cos` and `sin` are float32 as for `fused.rotary`. `before_layer` is called between the layers of many
-        rows, which take long, and before those of few, which are one call. Raises what the attention backend raises."""
-        residual = torch.empty_like(x)
+        the pool. `cos` and `sin` are float32 as for `fused.rotary`. Raises what the attention backend raises."""
         is_fp8 = kv_pool.dtype is torch.float8_e4m3fn
         if is_fp8 and self._kv_scales is None:
             raise ValueError("a float8_e4m3fn pool needs kv_scales")
         scales = self._kv_scales if is_fp8 else None
-        at_once = self._num_layers if x.shape[0] <= FEW_ROWS else 1
-        for first in range(0, self._num_layers, at_once):
-            before_layer()
-            self._stack.run(
-                x, residual, first, first + at_once, cos, sin, kv_pool.view(torch.uint8) if is_fp8 else kv_pool,
-                metadata, last,
-                None if scales is None else scales.key, None if scales is None else scales.value,
-                num_threads(),
-            )  # fmt: skip
+        self._stack.run(
+            x, cos, sin, kv_pool.view(torch.uint8) if is_fp8 else kv_pool, metadata, last,
+            None if scales is None else scales.key, None if scales is None else scales.value, num_threads(),
+        )  # fmt: skip
         return x if last is None else x[: len(last.rows)]

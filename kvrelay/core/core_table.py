@@ -4,8 +4,8 @@ An entry says how many cores its node claims: its own share while its engine has
 are divided among the nodes that claim some, and a node that changes its claim writes how many cores each of them may
 use now. An entry also says whether prompts wait on its node: nodes that only decode then leave their cores to it for a
 part of the time. All are words that are written at once, so there are no locks, and no system calls after the start.
-Invariant: only speed depends on the table. What is late, or written by two nodes at the same time, makes nodes share a
-core, or leaves one unused, until one of them begins its next step.
+Invariant: only speed depends on the table. What is late makes nodes share a core, or leaves one unused, until it is
+read again.
 """
 
 import mmap
@@ -60,18 +60,19 @@ class CoreTable:
         has more prompts than it computes now."""
         self._claims[entry] = num_cores
         self._waiting[entry] = prompts_wait
-        claims = self._claims.tolist()
-        for index in range(len(claims)):
-            self._limits[index] = cores_of(index, claims, self.num_cores)
+        written: list[int] = []
+        # Of nodes that do this at the same time, the one that writes last sees all claims before it leaves.
+        while written != (claims := self._claims.tolist()):
+            for index in range(len(claims)):
+                self._limits[index] = cores_of(index, claims, self.num_cores)
+            written = claims
 
     def cores_of(self, entry: int) -> int:
-        """Applies the function `cores_of` to the current claims, and corrects the node's limit, if it was written by
-        two nodes at the same time."""
-        found = self._limits[entry] = cores_of(entry, self._claims.tolist(), self.num_cores)
-        return found
+        """Returns how many cores a node may use now, by the function `cores_of`."""
+        return self._limits[entry]
 
     def limit(self, entry: int) -> memoryview:
-        """Returns the word that says how many cores a node may use now."""
+        """Returns the word that says so."""
         return self._limits[entry : entry + 1]
 
     def prompts_wait_beside(self, entry: int) -> bool:

@@ -2,9 +2,11 @@
 
 import itertools
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,13 +118,19 @@ def test_whoever_changes_a_claim_writes_what_every_node_may_use(descriptor: int)
         assert [limit[0] for limit in limits] == [cores_of(entry, claims, 4) for entry in range(2)]
 
 
-def test_a_limit_that_was_written_too_early_is_corrected_by_its_node(descriptor: int) -> None:
-    table = CoreTable(descriptor)
-    table.claim(0, 2)
-    table.claim(1, 2)
-    limit = table.limit(0)
-    limit[0] = 4  # by the other node, which had read the claims before its own was seen
-    assert table.cores_of(0) == limit[0] == 2
+def test_nodes_that_change_their_claims_at_the_same_time_leave_the_right_limits(descriptor: int) -> None:
+    def changes_often(entry: int) -> int:
+        """Returns the last claim."""
+        table, chosen = CoreTable(descriptor), random.Random(entry)
+        for _ in range(200):
+            table.claim(entry, claim := chosen.randrange(4))
+        return claim
+
+    with ThreadPoolExecutor(2) as nodes:
+        for _ in range(50):
+            claims = list(nodes.map(changes_often, range(2)))
+            table = CoreTable(descriptor)
+            assert [table.cores_of(entry) for entry in range(2)] == [cores_of(entry, claims, 4) for entry in range(2)]
 
 
 def test_a_node_is_wanted_while_prompts_wait_on_another(descriptor: int) -> None:

@@ -71,7 +71,7 @@ class Layer:
         for num_rows in row_counts:
             batch, (cos, sin) = one_sequence(num_rows), (part[:num_rows] for part in angles)
             expected = self.in_pieces(x[:num_rows], (cos, sin), pools[0], batch)
-            assert torch.equal(compiled(x[:num_rows].clone(), cos, sin, pools[1], batch, None, lambda: None), expected)
+            assert torch.equal(compiled(x[:num_rows].clone(), cos, sin, pools[1], batch, None), expected)
             assert torch.equal(pools[0], pools[1])
 
 

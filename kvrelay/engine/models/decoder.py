@@ -200,11 +200,12 @@ class DecoderForCausalLM:
     ) -> Tensor:
         """Writes the KV of all tokens into the pool. Returns the hidden states after the last norm, `[num_rows,
         hidden_size]`, of the tokens in `last` or of all. `input_ids` and `positions` are `[num_tokens]` int64. Calls
-        `before_layer` before each layer, or once before all layers if they are computed in one call."""
+        `before_layer` before each layer, or once before all of them if compiled kernels compute them."""
         cos, sin = self.rotary.rows(positions)
         x = self._embed(input_ids)
         if self.stack is not None:
-            return self.stack(x, cos, sin, kv_pool, metadata, last, before_layer)
+            before_layer()
+            return self.stack(x, cos, sin, kv_pool, metadata, last)
         residual: Tensor | None = None
         for layer in self.layers:
             before_layer()

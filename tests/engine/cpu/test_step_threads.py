@@ -10,7 +10,6 @@ import torch
 from paged_kernels import packed
 from paged_kernels._native import start_together
 from paged_kernels.base import AttentionMetadata
-from paged_kernels.layer_stack import FEW_ROWS
 from paged_kernels.registry import select_backend
 from paged_kernels.threads import num_threads, threads_kept, use_threads
 from torch import Tensor
@@ -197,8 +196,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderForCausalLM:
     return loaded.model
 
 
-def logits_of(model: DecoderForCausalLM, num_tokens: int, threads_by_layer: tuple[int, ...]) -> Tensor:
-    """Returns the logits of all positions of one prompt."""
+def logits_of(model: DecoderForCausalLM, num_tokens: int, count: int) -> Tensor:
+    """Returns the logits of all positions of one prompt, computed on `count` threads."""
     config = model.config
     pool = torch.zeros(8, config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim, dtype=torch.bfloat16)
     positions = torch.arange(num_tokens)
@@ -210,13 +209,8 @@ def logits_of(model: DecoderForCausalLM, num_tokens: int, threads_by_layer: tupl
         max_query_len=num_tokens,
         max_seq_len=num_tokens,
     )
-    layers = iter(threads_by_layer)
-    hidden = model.forward(
-        positions * 7 % 300, positions, pool, metadata, before_layer=lambda: use_threads(next(layers))
-    )
-    at_once = num_tokens <= FEW_ROWS
-    assert len(list(layers)) == (len(threads_by_layer) - 1 if at_once else 0), "few tokens go through at once"
-    return model.compute_logits(hidden)
+    use_threads(count)
+    return model.compute_logits(model.forward(positions * 7 % 300, positions, pool, metadata))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 120])
@@ -224,6 +218,6 @@ def test_the_number_of_threads_changes_no_bit(model: DecoderForCausalLM, num_tok
     with torch.inference_mode(), ExitStack() as stack:
         start_together(True)  # else helpers might find nothing left to do
         stack.callback(start_together, False)
-        alone = logits_of(model, num_tokens, (1, 1, 1))
-        assert torch.equal(logits_of(model, num_tokens, (2, 2, 2)), alone)
-        assert torch.equal(logits_of(model, num_tokens, (2, 1, 3)), alone)
+        alone = logits_of(model, num_tokens, 1)
+        assert torch.equal(logits_of(model, num_tokens, 2), alone)
+        assert torch.equal(logits_of(model, num_tokens, 3), alone)

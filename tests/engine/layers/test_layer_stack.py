@@ -140,7 +140,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
             max_seq_len=1,
         )
         last = None if last_rows is None else LastTokens(torch.tensor(last_rows), metadata)
-        return few(x.clone(), angles, angles, pool, metadata, last, lambda: None)
+        return few(x.clone(), angles, angles, pool, metadata, last)
 
     assert run().shape == (2, 32)
     with pytest.raises(ValueError, match="shapes do not fit"):
