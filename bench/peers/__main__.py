@@ -87,7 +87,9 @@ class PeersSettings(ProcessSettings):
         default=3, ge=1, description="Turns that the engines take; each starts both afresh, unless --together."
     )
     together: bool = Field(
-        default=False, description="Start both once and alternate: shorter, but no start-up times and no memory."
+        default=False,
+        description="Start both once and alternate: shorter, but no start-up times and no memory. Not for "
+        "openvino-genai, which has no server, and vllm-cpu-nixl, whose servers never rest.",
     )
     scale: float = Field(default=1.0, gt=0, le=1, description="Less than 1: fewer requests, for a first look.")
     seed: int = Field(default=0, ge=0, description="Seed of the first round's requests.")
