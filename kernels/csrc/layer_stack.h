@@ -1,5 +1,5 @@
-// All layers of a decoder one after the other, their attention included, and the last norm, in one call: see decoder_layer.h. Every piece is the same as by
-// itself, and so is every result.
+// All layers of a decoder one after the other, their attention included, and the last norm, in one call: see decoder_layer.h. Every piece
+// is the same as by itself, and so is every result.
 #pragma once
 
 #include <vector>

@@ -72,7 +72,7 @@ class CoreTable:
         return self._limits[entry]
 
     def limit(self, entry: int) -> memoryview:
-        """Returns the word that says so."""
+        """Returns the word in which `cores_of` looks, for who reads it while others write."""
         return self._limits[entry : entry + 1]
 
     def prompts_wait_beside(self, entry: int) -> bool:
@@ -99,6 +99,10 @@ class CoreShare:
     def available(self) -> int:
         """Returns how many cores to use now, after `claim`; never fewer than the node's own."""
         return self.num_cores if self.table is None else max(self.num_cores, self.table.cores_of(self.entry))
+
+    def most(self) -> int:
+        """Returns how many cores can be available at any time."""
+        return self.num_cores if self.table is None else max(self.num_cores, self.table.num_cores)
 
     def is_wanted(self) -> bool:
         """Tells whether prompts wait on another node, which computes them sooner with this one's cores."""

@@ -131,16 +131,22 @@ def test_helpers_come_and_go_within_a_call(weight: PackedWeight, limit: memoryvi
     try:
         x = torch.randn(2048, 256).bfloat16()
         alone = product(weight, x, 1)
-        use_threads(4)
+
+        def computes() -> bool:
+            with threads_kept():
+                return all(torch.equal(product(weight, x, 4), alone) for _ in range(30))
+
+        before = helper_seconds()
         with ThreadPoolExecutor(1) as pool:
-            computed = pool.submit(lambda: [torch.equal(packed.linear(x, weight), alone) for _ in range(30)])
+            computed = pool.submit(computes)
             changes = 0
             while not computed.done():
                 limit[0] = (3, 1, 0, 4, 2)[changes % 5]
                 changes += 1
                 time.sleep(0.0005)
-            assert all(computed.result())
+            assert computed.result()
         assert changes > 30
+        assert helper_seconds() > before
     finally:
         start_together(True)
 

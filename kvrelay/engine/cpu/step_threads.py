@@ -1,6 +1,6 @@
 """How many threads the engine computes with: its node's own, and those that other nodes of the machine lend it.
 
-Our kernels read the number from the table of cores while they compute, so that cores change hands within milliseconds.
+Our kernels read the number from the table of cores before every item of their work, of which a product has several.
 Where torch multiplies, it is set before each step and, in a step of many tokens, before each layer. A callback for the
 process's other threads is called when a step's layers begin, because these release the interpreter. Invariant: only the
 engine's thread calls this, because numbers of threads belong to the calling thread.
@@ -25,7 +25,7 @@ class StepThreads:
 
     def __init__(self, share: CoreShare | None = None, *, torch_multiplies: bool = False) -> None:
         self.num_lent_steps = 0  # steps that began with more threads than the node's own
-        self.num_threads = 0  # the number set last; 0 before the first step
+        self.num_threads = 0  # how many there were for the last step or layer; 0 before the first step
         self._share = share
         self._torch_multiplies = torch_multiplies
         self._limit = None if torch_multiplies or share is None else _thread_limit(share)
@@ -44,7 +44,7 @@ class StepThreads:
                 if self._limit is not None:
                     self._limit.begin()
             self._share.claim(prompts_wait=prompts_wait)
-            self._use(self._share.available())
+            self._use(self._share, self._share.available())
             self.num_lent_steps += self.num_threads > self._share.num_cores
 
     def before_layer(self) -> None:
@@ -54,14 +54,11 @@ class StepThreads:
             self._on_layers_begin()
             self._on_layers_begin = None
         if self._share is not None and (num_threads := self._share.available()) != self.num_threads:
-            self._use(num_threads)
+            self._use(self._share, num_threads)
 
-    def _use(self, num_threads: int) -> None:
-        if self._share is not None and self._share.table is not None and self._limit is not None:
-            most = max(self._share.num_cores, self._share.table.num_cores)
-            use_threads(most)  # of which calls use as many as the limit says
-        else:
-            use_threads(num_threads, torch_multiplies=self._torch_multiplies)
+    def _use(self, share: CoreShare, num_threads: int) -> None:
+        told = num_threads if self._limit is None else share.most()  # of which calls use as many as the limit says
+        use_threads(told, torch_multiplies=self._torch_multiplies)
         self.num_threads = num_threads
 
     def are_wanted(self) -> bool:
