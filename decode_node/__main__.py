@@ -3,7 +3,7 @@
 import sys
 
 from kvrelay.core.extras import ENGINE_MODULES, require_extra
-from kvrelay.core.interruptible import INTERRUPTED, interruptible_imports
+from kvrelay.core.interruptible import exit_with, interruptible_imports
 
 
 def run() -> int:
@@ -16,7 +16,4 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(run())
-    except KeyboardInterrupt:  # before it takes signals as a wish to stop
-        sys.exit(INTERRUPTED)
+    exit_with(run)

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvrelay.core.interruptible import INTERRUPTED, interruptible_imports
+from kvrelay.core.interruptible import exit_with, interruptible_imports
 
 
 def run() -> int:
@@ -13,7 +13,4 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(run())
-    except KeyboardInterrupt:  # before it takes signals as a wish to stop
-        sys.exit(INTERRUPTED)
+    exit_with(run)

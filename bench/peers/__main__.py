@@ -30,7 +30,8 @@ from bench.peers.workloads import WORKLOADS, vocabulary_settings
 from bench.random_model import SHAPES, write_random_model
 from bench.topology import Topology
 from kvrelay.bench.result import environment
-from kvrelay.core.config import ProcessSettings, flag_of, load_settings
+from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.config_fields import flag_of
 from kvrelay.core.errors import KVRelayError
 
 SERVERS: Mapping[str, VllmCpu | VllmNixl | TransformersServe | LlamaCpp] = {

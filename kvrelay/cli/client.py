@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2
 from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg
 
-from kvrelay.core.config import ProcessSettings, Verbatim, load_settings
+from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.config_fields import Verbatim
 from kvrelay.core.option_types import HostPort, Timeout
 from kvrelay.core.rpc import DETAILS_KEY, WITHOUT_PROXY
 from kvrelay.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from kvrelay import __version__
-from kvrelay.core.interruptible import INTERRUPTED, interruptible_imports
+from kvrelay.core.interruptible import exit_with, interruptible_imports
 
 Command = Callable[[Sequence[str]], int]
 
@@ -41,9 +41,7 @@ Measure any OpenAI-compatible or kvrelay server:
 def main() -> None:
     """Runs the console script."""
     try:
-        sys.exit(run(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        exit_with(lambda: run(sys.argv[1:]))
     except BrokenPipeError:
         # The reader of our output is gone (`kvrelay complete ... | head`): say nothing, nor when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -23,7 +23,8 @@ from pydantic_settings import CliPositionalArg
 from kvrelay.cli.cores import available_cores, thread_environment
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
 from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor, write_line
-from kvrelay.core.config import ENV_PREFIX, ProcessSettings, flag_of, load_settings
+from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.config_fields import ENV_PREFIX, flag_of, variable_of
 from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.core_table import CoreTable
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
@@ -179,10 +180,10 @@ def node_commands(
     shared = dict(environment)
     connectors = parse_connectors(settings.connector)
     if "redis" in connectors:  # not a flag: its password would be in the process list
-        shared[f"{ENV_PREFIX}REDIS_URL"] = settings.redis_url.get_secret_value()
+        shared[variable_of("redis_url")] = settings.redis_url.get_secret_value()
     if "ucx" in connectors:  # no flag either
         secret = settings.cluster_secret.get_secret_value() or secrets.token_hex(32)
-        shared[f"{ENV_PREFIX}CLUSTER_SECRET"] = secret
+        shared[variable_of("cluster_secret")] = secret
     commands: list[ChildCommand] = []
     for index, role in enumerate(roles):
         name = f"{role}-{index if role == 'prefill' else index - settings.prefill_nodes}"

@@ -9,17 +9,14 @@ import inspect
 import os
 import re
 import sys
-import types
 from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, NoReturn, TypeVar
 
-import yaml
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -31,9 +28,10 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from kvrelay.core.config_fields import ENV_PREFIX, is_list, is_positional, is_verbatim, items_of, variable_of
+from kvrelay.core.config_file import read_config_file
+from kvrelay.core.config_problems import explain, explain_flag, nearest, remedy
 from kvrelay.core.errors import ConfigurationError
-
-ENV_PREFIX = "KVRELAY_"
 
 # Settings of one kvrelay process whose names are almost those of another's settings.
 _ALIKE = (
@@ -45,17 +43,7 @@ _ALIKE = (
 # knows, and its model is a folder, which it may serve under another name.
 _OF_SERVERS = ("config", "model")
 
-_SERVICE_LINK = (
-    "Kubernetes gives every pod such a variable, KVRELAY_PORT, for a Service called kvrelay: "
-    "set `enableServiceLinks: false` in the pod, or call the Service otherwise"
-)
-
 _Settings = TypeVar("_Settings", bound="ProcessSettings")
-
-
-class Verbatim:
-    """A mark on a list of texts, `Annotated[tuple[str, ...], Verbatim()]`: each flag of that name is one item, with its
-    commas and blanks, and so is the variable."""
 
 
 class ProcessSettings(BaseSettings):
@@ -127,8 +115,8 @@ class ProcessSettings(BaseSettings):
             return values
         fields = cls.model_fields
         return {
-            name: _items(value, fields[name])
-            if isinstance(value, str) and name in fields and _is_list(fields[name].annotation)
+            name: items_of(value, fields[name])
+            if isinstance(value, str) and name in fields and is_list(fields[name])
             else value
             for name, value in values.items()
         }
@@ -143,7 +131,8 @@ class _ConfigFileSource(InitSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         path = self.current_state.get("config")
-        return {} if path is None else _read_file(Path(path), self.settings_cls.model_fields)
+        names = [name for name in self.settings_cls.model_fields if name != "config"]
+        return {} if path is None else read_config_file(Path(path), names)
 
 
 _PLACEHOLDERS = {
@@ -160,7 +149,7 @@ class _HelpFormatter(RawDescriptionHelpFormatter):
 
     def __init__(self, fields: Mapping[str, FieldInfo], prog: str) -> None:
         super().__init__(prog)
-        self._verbatim = {name for name, field in fields.items() if _is_verbatim(field)}
+        self._verbatim = {name for name, field in fields.items() if is_verbatim(field)}
 
     def _get_help_string(self, action: Action) -> str:
         return re.sub(r" \(default: (None|\(\)|\**)\)$", "", action.help or "")
@@ -190,9 +179,9 @@ def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _S
         _check_arguments(settings)
         return settings
     except ValidationError as error:
-        _fail(prog, [_explain(details, cls.model_fields) for details in error.errors()])
+        _fail(prog, [explain(details, cls.model_fields) for details in error.errors()])
     except (SettingsError, ConfigurationError) as error:
-        _fail(prog, [_explain_flag(str(error), cls.model_fields)])
+        _fail(prog, [explain_flag(str(error), cls.model_fields)])
 
 
 def _parse_arguments(
@@ -201,57 +190,9 @@ def _parse_arguments(
     """Parses flags. Verbatim items become a tuple, because pydantic-settings joins lists with commas."""
     parsed = parser.parse_args(argv, namespace)
     for name, field in fields.items():
-        if _is_verbatim(field) and isinstance(items := getattr(parsed, name, None), list):
+        if is_verbatim(field) and isinstance(items := getattr(parsed, name, None), list):
             setattr(parsed, name, tuple(items))
     return parsed
-
-
-def flag_of(name: str) -> str:
-    """Returns the flag of a setting: `--block-size` for `block_size`."""
-    return "--" + name.replace("_", "-")
-
-
-def _read_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        loaded, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ConfigurationError(f"--config: cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--config: {path} is not valid YAML{_place(error)}") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigurationError(f"--config: {path} must hold settings as `name: value`, not a {type(loaded).__name__}")
-    if isinstance(root, yaml.MappingNode):
-        _refuse_twice(root, path)
-    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    for name in values:
-        if name not in fields or name == "config":
-            raise ConfigurationError(f"--config: {path}: there is no setting {name!r}{_nearest(name, fields)}")
-    return values
-
-
-def _refuse_twice(root: yaml.MappingNode, path: Path) -> None:
-    """Raises ConfigurationError for a setting that a file has twice, which YAML itself forbids but the library takes,
-    or once with dashes and once with underscores."""
-    lines: dict[str, int] = {}
-    for key, _ in root.value:
-        name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
-        if name in lines:
-            raise ConfigurationError(
-                f"--config: {path}: line {line} sets {name!r} again, after line {lines[name]}: remove one of them"
-            )
-        lines[name] = line
-
-
-def _place(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """Returns where a file is wrong and what often is. The error's own words quote the file, which may hold secrets."""
-    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-    if mark is None:
-        return ": it has characters that are no text"
-    often = "a line is `name: value`, without tabs, and a text with special characters has to be in quotes"
-    return f" at line {mark.line + 1}, column {mark.column + 1}: {often}"
 
 
 def _check_environment(environment: Mapping[str, str], fields: Sequence[str]) -> None:
@@ -262,45 +203,15 @@ def _check_environment(environment: Mapping[str, str], fields: Sequence[str]) ->
         if not variable.startswith(ENV_PREFIX) or name in fields:
             continue
         if name not in _ALIKE and difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
-            names = {ENV_PREFIX + field.upper(): field for field in fields}
-            raise ConfigurationError(f"there is no setting for the variable {variable}{_nearest(variable, names)}")
+            names = [variable_of(field) for field in fields]
+            raise ConfigurationError(f"there is no setting for the variable {variable}{nearest(variable, names)}")
         sys.stderr.write(f"note: the variable {variable} is not a setting of this process; ignored\n")
 
 
 def _check_arguments(settings: ProcessSettings) -> None:
     for name, field in type(settings).model_fields.items():
-        if _is_positional(field) and getattr(settings, name) == "":
-            raise ConfigurationError(f"{name.upper()} is missing: {field.description}\n  {_remedy(name, field)}")
-
-
-def _explain(details: ErrorDetails, fields: Mapping[str, FieldInfo]) -> str:
-    name = str(details["loc"][0]) if details["loc"] else ""
-    problem = details["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
-    if name not in fields:
-        return problem
-    got = "" if _is_secret(fields[name].annotation) else f", got {details['input']!r}"
-    is_service_link = fields[name].annotation is int and str(details["input"]).startswith("tcp://")
-    remedy = _SERVICE_LINK if is_service_link else _remedy(name, fields[name])
-    return f"{_argument(name, fields[name])}: {problem}{got}\n  {remedy}"
-
-
-def _explain_flag(message: str, fields: Mapping[str, FieldInfo]) -> str:
-    """Returns argparse's message without what pydantic-settings adds, and for an unknown flag with the nearest known
-    one."""
-    problem = message.removeprefix("error parsing CLI: ")
-    if problem.endswith("expected one argument"):
-        problem += ", written --name=VALUE if it begins with a dash"
-    marker = "unrecognized arguments: "
-    if marker not in problem:
-        return problem
-    unknown = problem.split(marker, 1)[1]
-    first = unknown.split()[0].split("=")[0]
-    if not first.startswith("-"):
-        return f"there is one argument too many: {unknown!r}"
-    flags = {flag_of(name): _argument(name, field) for name, field in fields.items()}
-    if first in flags:
-        return f"{flags[first]} is given without {first}"
-    return f"there is no setting {unknown!r}{_nearest(first, [flag for flag in flags if flag == flags[flag]])}"
+        if is_positional(field) and getattr(settings, name) == "":
+            raise ConfigurationError(f"{name.upper()} is missing: {field.description}\n  {remedy(name, field)}")
 
 
 def _fail(prog: str, problems: Iterable[str]) -> NoReturn:
@@ -308,45 +219,3 @@ def _fail(prog: str, problems: Iterable[str]) -> NoReturn:
         sys.stderr.write(f"{prog}: {problem}\n")
     sys.stderr.write(f"Try `{prog} --help`.\n")
     sys.exit(2)
-
-
-def _nearest(name: str, candidates: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(candidates), n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
-
-
-def _remedy(name: str, field: FieldInfo) -> str:
-    return f"set it with {_argument(name, field)}, {ENV_PREFIX}{name.upper()} or `{name}:` in the --config file"
-
-
-def _argument(name: str, field: FieldInfo) -> str:
-    return name.upper() if _is_positional(field) else flag_of(name)
-
-
-def _is_positional(field: FieldInfo) -> bool:
-    return any(getattr(item, "__name__", "") == "_CliPositionalArg" for item in field.metadata)
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """Returns the members of a union, or the annotation itself if it is none."""
-    if get_origin(annotation) is Annotated:
-        return _members(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return get_args(annotation)
-    return (annotation,)
-
-
-def _is_list(annotation: Any) -> bool:
-    return any(get_origin(member) in (list, tuple) for member in _members(annotation))
-
-
-def _is_secret(annotation: Any) -> bool:
-    return SecretStr in _members(annotation)
-
-
-def _is_verbatim(field: FieldInfo) -> bool:
-    return any(isinstance(item, Verbatim) for item in field.metadata)
-
-
-def _items(value: str, field: FieldInfo) -> list[str]:
-    return [value] if _is_verbatim(field) else [item.strip() for item in value.split(",") if item.strip()]

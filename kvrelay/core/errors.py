@@ -97,7 +97,7 @@ def status_of(error: BaseException) -> ErrorStatus:
     return _STATUS[KVRelayError]
 
 
-def error_from_grpc(code: grpc.StatusCode, message: str, *, field: str | None = None) -> KVRelayError:
+def error_of_code(code: grpc.StatusCode, message: str, *, field: str | None = None) -> KVRelayError:
     """Returns the error that a peer has reported, as an exception of our own tree. `field` is the wrong one of an
     invalid request."""
     if code is grpc.StatusCode.INVALID_ARGUMENT:

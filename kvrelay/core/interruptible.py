@@ -1,4 +1,4 @@
-"""Imports that Ctrl-C ends at once.
+"""A process that Ctrl-C ends without a traceback, and imports that it ends at once.
 
 An interrupt is an exception, and in the middle of an import that may show as a traceback, become an ImportError (in a
 compiled module), or be lost in a callback, after which the process would go on. Little is imported here, because
@@ -7,8 +7,10 @@ everything comes after it.
 
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 INTERRUPTED = 130  # the exit status that a shell gives to what Ctrl-C has ended
 
@@ -23,3 +25,11 @@ def interruptible_imports() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def exit_with(run: Callable[[], int]) -> NoReturn:
+    """Ends the process with the status that `run` returns, or with 130 if an interrupt ends it."""
+    try:
+        sys.exit(run())
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -31,7 +31,7 @@ from kvrelay.core.errors import (
     OverloadedError,
     UnavailableError,
     UnknownModelError,
-    error_from_grpc,
+    error_of_code,
     status_of,
 )
 from kvrelay.core.health_service import HealthService
@@ -164,7 +164,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:
     reason, field = _details_of(error)
     cls = _REASONS.get(reason)
     if cls is None:
-        return error_from_grpc(error.code(), message)
+        return error_of_code(error.code(), message)
     if issubclass(cls, InvalidRequestError):
         return cls(message, field=field)
     return cls(message)

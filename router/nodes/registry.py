@@ -108,15 +108,15 @@ class Registry:
             await node.channel.close()
 
     def live(
-        self, role: NodeRole, can_serve: Callable[[NodeDescription], bool] = lambda description: True
+        self, role: NodeRole, suits: Callable[[NodeDescription], bool] = lambda description: True
     ) -> list[NodeHandle]:
-        """Returns the nodes that get requests which `can_serve` says they can serve, in the order in which they are
-        listed: the live ones without the ejected ones, or with them if all are ejected."""
+        """Returns the nodes that get requests, of those that `suits` accepts, in the order in which they are listed:
+        the live ones without the ejected ones, or with them if all are ejected."""
         nodes = self.prefill if role is NodeRole.PREFILL else self.decode
         live = [
             node
             for node in nodes
-            if node.state is NodeState.LIVE and node.description is not None and can_serve(node.description)
+            if node.state is NodeState.LIVE and node.description is not None and suits(node.description)
         ]
         return [node for node in live if not node.outlier.is_ejected] or live
 

@@ -12,7 +12,7 @@ from typing import cast
 
 import grpc
 
-from kvrelay.core.errors import KVRelayError, UnavailableError, error_from_grpc
+from kvrelay.core.errors import KVRelayError, UnavailableError, error_of_code
 from kvrelay.core.kv_source import HeldBlocks, KVSource
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
@@ -234,6 +234,6 @@ def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
         case "failed":
             failed = message.failed
             code = _CODES.get(failed.code, grpc.StatusCode.UNKNOWN)
-            return DecodeFailed(error_from_grpc(code, failed.message, field=failed.field or None))
+            return DecodeFailed(error_of_code(code, failed.message, field=failed.field or None))
         case _:
             return None

@@ -103,11 +103,11 @@ class Placer:
     def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
         """Returns the live nodes that are not among the lost ones and can serve the request to its end, by id, prefill
         nodes first. What nodes were like when it was admitted says nothing of those that have come since."""
-        can_serve = partial(_can_serve, node_request)
+        suits = partial(_suits, node_request)
         return {
             node.source.node_id: node
             for role in NodeRole
-            for node in self._registry.live(role, can_serve)
+            for node in self._registry.live(role, suits)
             if node.source not in lost
         }
 
@@ -143,7 +143,7 @@ def _names(node_request: NodeRequest) -> Iterable[BlockHash]:
     return block_hashes(root, node_request.token_ids, node_request.kv_namespace.block_size, include_partial=True)
 
 
-def _can_serve(node_request: NodeRequest, node: NodeDescription) -> bool:
+def _suits(node_request: NodeRequest, node: NodeDescription) -> bool:
     """Tells whether a node has the model with which the request began, and room for all its outputs and for the longest
     that one may become."""
     return (

@@ -11,7 +11,8 @@ from pydantic_settings import CliPositionalArg
 from kvrelay.bench.command import SETTINGS as BENCH_SETTINGS
 from kvrelay.cli.client import ChatSettings, CompleteSettings, StatusSettings
 from kvrelay.cli.serve import ServeSettings
-from kvrelay.core.config import ProcessSettings, Verbatim, flag_of, load_settings
+from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.config_fields import Verbatim, flag_of
 from kvrelay.node.settings import NodeSettings
 from router.settings import RouterSettings
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from kvrelay.core import errors
-from kvrelay.core.errors import KVRelayError, error_from_grpc, status_of
+from kvrelay.core.errors import KVRelayError, error_of_code, status_of
 
 ALL_ERRORS = sorted(
     (cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVRelayError)),
@@ -55,19 +55,19 @@ def test_an_exception_that_is_not_ours_is_internal(error: BaseException) -> None
     ],
 )
 def test_every_error_keeps_its_class_over_its_grpc_code(cls: type[KVRelayError]) -> None:
-    error = error_from_grpc(status_of(cls("x")).grpc_code, "what happened")
+    error = error_of_code(status_of(cls("x")).grpc_code, "what happened")
     assert type(error) is cls
     assert str(error) == "what happened"
 
 
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
 def test_every_grpc_code_becomes_an_error_of_ours(code: grpc.StatusCode) -> None:
-    error = error_from_grpc(code, "what happened")
+    error = error_of_code(code, "what happened")
     assert isinstance(error, KVRelayError)
     assert "what happened" in str(error)
 
 
 def test_only_an_invalid_request_has_a_field_and_only_a_peer_of_ours_knows_models() -> None:
-    refused = error_from_grpc(grpc.StatusCode.INVALID_ARGUMENT, "what happened", field="n")
+    refused = error_of_code(grpc.StatusCode.INVALID_ARGUMENT, "what happened", field="n")
     assert isinstance(refused, errors.InvalidRequestError) and refused.field == "n"
-    assert type(error_from_grpc(grpc.StatusCode.NOT_FOUND, "no such method")) is KVRelayError
+    assert type(error_of_code(grpc.StatusCode.NOT_FOUND, "no such method")) is KVRelayError

@@ -23,6 +23,24 @@ except KeyboardInterrupt:
 """
 
 
+EXITS = """
+from kvrelay.core.interruptible import exit_with
+
+def run() -> int:
+    {body}
+
+exit_with(run)
+"""
+
+
+@pytest.mark.parametrize(("body", "status"), [("return 3", 3), ("raise KeyboardInterrupt", 130)])
+def test_a_process_ends_with_its_status_or_that_of_an_interrupt(body: str, status: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITS.format(body=body)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
+
+
 @pytest.mark.parametrize(
     ("before", "status", "output"), [("default_int_handler", 130, ""), ("SIG_IGN", 0, "imported\ngoes on\n")]
 )
