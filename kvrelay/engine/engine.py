@@ -41,6 +41,9 @@ from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
 from kvrelay.engine.step_costs import StepCosts
 
+# Other nodes leave their cores to the prompts that wait here only if those take longer than this to compute.
+_SHORT_QUEUE_SECONDS = 1.0
+
 
 class Engine:
     """What turns requests into `StepResult`s, step by step. With `publish`, newly named blocks are pinned and reported
@@ -207,7 +210,8 @@ class Engine:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        self.threads.begin_step(on_layers_begin, prompts_wait=self._scheduler.prompts_wait)
+        queue_seconds = self.costs.seconds_of_prompts(self._scheduler.num_waiting_tokens)
+        self.threads.begin_step(on_layers_begin, prompts_wait=queue_seconds > _SHORT_QUEUE_SECONDS)
         try:
             self._in_flight.launch(self._runner, plan, sequences, started)
         except KVRelayError as error:
@@ -295,22 +299,11 @@ class Engine:
     def _report(
         self, sequence: Sequence, index: int, sampled: SampledToken, *, num_output_tokens: int
     ) -> FinishReason | None:
-        reason, stop_token_id = self._finish_reason(sequence, sampled.token_id, num_output_tokens)
+        reason, stop_token_id = sequence.finish_reason(sampled.token_id, num_output_tokens, self._eos_token_ids)
         logprobs: tuple[TokenLogprobs, ...] = () if sampled.logprobs is None else (sampled.logprobs,)
         output = TokenOutput(index, (sampled.token_id,), logprobs, reason, stop_token_id)
         self._changes.outputs.append(SequenceOutput(sequence.request.request_id, output))
         return reason
-
-    def _finish_reason(
-        self, sequence: Sequence, token_id: int, num_output_tokens: int
-    ) -> tuple[FinishReason | None, int | None]:
-        sampling = sequence.request.sampling
-        ended = token_id in self._eos_token_ids and not sampling.ignore_eos
-        if ended or token_id in sequence.fixed_edits().stop_token_ids:
-            return FinishReason.STOP, token_id
-        if sequence.num_prompt_tokens + num_output_tokens >= sequence.max_num_tokens:
-            return FinishReason.LENGTH, None
-        return None, None
 
     def _branch(self, sequence: Sequence, tokens: list[tuple[int, int]]) -> None:
         """Continues each output (index, first new token) as a sequence of its own. They share the given tokens'

@@ -148,9 +148,10 @@ class Scheduler:
         self.running.push(sequence)
 
     @property
-    def prompts_wait(self) -> bool:
-        """Tells whether a sequence waits for the steps of others alone, not for blocks or a place among the running."""
-        return any(not sequence.lacks_room for sequence in self.waiting)
+    def num_waiting_tokens(self) -> int:
+        """Counts the missing tokens of sequences that wait for the steps of others alone, not for blocks or a place
+        among the running."""
+        return sum(sequence.num_missing_tokens for sequence in self.waiting if not sequence.lacks_room)
 
     def can_run_ahead(self) -> bool:
         """Tells whether the next step can be planned while one is in flight: no sampling reads a token that is still

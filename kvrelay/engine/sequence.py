@@ -5,9 +5,11 @@ Invariant: the first `num_computed_tokens` tokens have their KV in `block_table`
 """
 
 from array import array
+from collections.abc import Set
 from enum import Enum
 
 from kvrelay.core.block_hash import BlockHash, block_hashes, next_block_hash
+from kvrelay.core.outputs import FinishReason
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.sampling.fixed_edits import FixedEdits, fixed_edits
@@ -183,6 +185,18 @@ class Sequence:
         if self._seen is not None:
             self._seen.add(self.token_ids[self.num_prompt_tokens + self._seen.num_output_tokens :])
         return self._seen
+
+    def finish_reason(
+        self, token_id: int, num_output_tokens: int, eos_token_ids: Set[int]
+    ) -> tuple[FinishReason | None, int | None]:
+        """Returns why the output ends with `token_id`, its `num_output_tokens`-th token, and the token that stops it.
+        Both are None if the output goes on."""
+        ended = token_id in eos_token_ids and not self.request.sampling.ignore_eos
+        if ended or token_id in self.fixed_edits().stop_token_ids:
+            return FinishReason.STOP, token_id
+        if self.num_prompt_tokens + num_output_tokens >= self.max_num_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
 
     def given_tail(self) -> tuple[BlockHash, int] | None:
         """Returns the name and the number of tokens of the given tokens' partial last block, or None if their last

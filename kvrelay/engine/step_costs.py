@@ -40,6 +40,10 @@ class StepCosts:
             longer = max(0.0, seconds - self._decode)
             self._prompt_token = _averaged(self._prompt_token, longer / num_tokens)
 
+    def seconds_of_prompts(self, num_tokens: int) -> float:
+        """Returns how long so many prompt tokens take, at the rate of all so far; 0 before the first."""
+        return num_tokens * self.prompt_seconds / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
     def num_cheap_tokens(self) -> int:
         """Returns how many prompt tokens make a step that decodes twice as long at most, or `UNNOTICED_SECONDS` longer;
         0 as long as that is unknown."""

@@ -74,6 +74,13 @@ def test_sums_are_of_all_steps_that_compute_prompts() -> None:
     costs.count(step(30, 20), 0.050)
     assert costs.num_prompt_tokens == 55
     assert costs.prompt_seconds == pytest.approx(0.090)
+    assert costs.seconds_of_prompts(110) == pytest.approx(0.180)
+
+
+def test_nobody_knows_how_long_prompts_take_before_the_first() -> None:
+    costs = StepCosts()
+    costs.count(step(1, 1), 0.030)
+    assert costs.seconds_of_prompts(1000) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from tests.engine.harness import Harness, prompt_of, request
+from tests.engine.timed_runner import TimedRunner
 from tests.engine.tiny_models import make_tiny_model
 from tests.kernel_helpers import helper_seconds
+from tests.manual_clock import ManualClock
 
 BLOCK_SIZE = 16
 
@@ -153,16 +155,34 @@ def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, C
     harness.engine.check_idle()
 
 
-def test_an_engine_says_whether_prompts_wait_for_its_steps_alone(shares: tuple[CoreShare, CoreShare]) -> None:
+@pytest.mark.parametrize(
+    ("prompt_token", "expected"),
+    [
+        (0.020, [True, True, False, False]),  # the fourth waits for a place among the running ones
+        (0.002, [False, False, False, False]),  # three prompts do not take long
+    ],
+)
+def test_an_engine_says_whether_prompts_wait_long_for_its_steps_alone(
+    shares: tuple[CoreShare, CoreShare], prompt_token: float, expected: list[bool]
+) -> None:
     ours, other = shares
-    harness = Harness(threads=StepThreads(ours), max_num_batched_tokens=64, max_num_seqs=3)
+    clock = ManualClock()
+    harness = Harness(
+        threads=StepThreads(ours),
+        clock=clock,
+        max_num_batched_tokens=64,
+        max_num_seqs=3,
+        wrap=lambda runner: TimedRunner(runner, clock, decode=0.001, prompt_token=prompt_token),
+    )
+    harness.engine.add(request("first", prompt_of(60), 1))  # shows what prompts cost
+    harness.run()
     said = []
     for name in "abcd":
         harness.engine.add(request(name, prompt_of(60, seed=ord(name)), 50))
     for _ in range(4):
         harness.step()
         said.append(other.is_wanted())
-    assert said == [True, True, False, False], "the fourth waits for a place among the running ones"
+    assert said == expected
     for name in "abcd":
         harness.engine.abort(name)
     harness.step()
