@@ -4,10 +4,16 @@ from pathlib import Path
 
 
 def helpers() -> list[Path]:
-    tasks = Path("/proc/self/task").iterdir()
-    return [task for task in tasks if task.joinpath("comm").read_text().strip() == "kernel-helper"]
+    return [task for task in Path("/proc/self/task").iterdir() if _name(task) == "kernel-helper"]
 
 
 def helper_seconds() -> float:
     """Of processors' time."""
     return sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in helpers()) / 1e9
+
+
+def _name(task: Path) -> str:
+    try:
+        return task.joinpath("comm").read_text().strip()
+    except FileNotFoundError:  # other threads may end meanwhile; helpers never do
+        return ""

@@ -165,13 +165,17 @@ def describe_trace(response: router_pb2.GenerateResponse) -> str:
     """Describes on one line how the request was served."""
     trace, usage = response.trace, response.usage
     nodes = f"{trace.prefill_node} -> {trace.decode_node}" if trace.prefill_node else trace.decode_node
-    migrated = f"; placed again {trace.num_migrations} times" if trace.num_migrations else ""
+    migrated = f"; placed again {_counted(trace.num_migrations, 'time')}" if trace.num_migrations else ""
     return (
-        f"{nodes}; prompt of {usage.prompt_tokens} tokens in {trace.num_prompt_blocks} blocks: "
-        f"{trace.num_computed_tokens} tokens computed, {trace.num_cached_tokens} found by name, "
-        f"{trace.num_transferred_blocks} blocks moved; {usage.completion_tokens} tokens, the first after "
-        f"{trace.ttft_seconds * 1000:.0f} ms, all after {trace.e2e_seconds * 1000:.0f} ms{migrated}"
+        f"{nodes}; prompt of {_counted(usage.prompt_tokens, 'token')} in {_counted(trace.num_prompt_blocks, 'block')}: "
+        f"{_counted(trace.num_computed_tokens, 'token')} computed, {trace.num_cached_tokens} found by name, "
+        f"{_counted(trace.num_transferred_blocks, 'block')} moved; {_counted(usage.completion_tokens, 'token')}, "
+        f"the first after {trace.ttft_seconds * 1000:.0f} ms, all after {trace.e2e_seconds * 1000:.0f} ms{migrated}"
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _user_messages(message: str | None) -> Iterator[str]:

@@ -152,13 +152,19 @@ class _HelpFormatter(RawDescriptionHelpFormatter):
         self._verbatim = {name for name, field in fields.items() if is_verbatim(field)}
 
     def _get_help_string(self, action: Action) -> str:
-        return re.sub(r" \(default: (None|\(\)|\**)\)$", "", action.help or "")
+        said = re.sub(r" \(default: (None|\(\)|\**)\)$", "", action.help or "")
+        return re.sub(r"\(default: \((.+)\)\)$", lambda match: f"(default: {_as_written(match[1])})", said)
 
     def _metavar_formatter(self, action: Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
         if action.dest in self._verbatim:
             return lambda count: ("TEXT",) * count
         names = super()._metavar_formatter(action, default_metavar)
         return lambda count: tuple(_PLACEHOLDERS.get(name, name) for name in names(count))
+
+
+def _as_written(items: str) -> str:
+    """Returns the items of a tuple, as Python shows them, in the way in which a flag takes them."""
+    return ",".join(item.strip(" '") for item in items.rstrip(",").split(","))
 
 
 def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _Settings:

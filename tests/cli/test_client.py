@@ -122,7 +122,7 @@ def test_complete_reads_standard_input(
     captured = capsys.readouterr()
     assert captured.out == " from a pipe\n"
     assert "prefill-0 -> decode-0; prompt of 9 tokens" in captured.err
-    assert "1 blocks moved; 3 tokens" in captured.err
+    assert "1 block moved; 3 tokens" in captured.err
 
 
 def test_chat_keeps_the_conversation(

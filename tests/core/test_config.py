@@ -34,6 +34,8 @@ class SampleSettings(ProcessSettings):
     block_size: int = Field(default=16, gt=0, description="Tokens per block.")
     max_model_len: int | None = Field(default=None, gt=0, description="Longest sequence.")
     decode_nodes: tuple[str, ...] = Field(default=(), description="Addresses of decode nodes.")
+    connector: tuple[str, ...] = Field(default=("redis",), description="How blocks move.")
+    rates: tuple[float, ...] = Field(default=(0.5, 1.0), description="One after the other.")
     stop: Annotated[tuple[str, ...], Verbatim()] = Field(default=(), description="Where to stop.")
     wait: float = Field(default=1.0, ge=0, description="Seconds to wait.")
     dtype: Literal["auto", "bfloat16"] = Field(default="auto", description="Of the weights.")
@@ -159,7 +161,7 @@ def test_every_process_describes_every_setting(capsys: pytest.CaptureFixture[str
     for name, field in SampleSettings.model_fields.items():
         assert (field.description or "?").split()[0] in text
         assert name == "model" or flag_of(name) in text
-    assert "(default: 16)" in text
+    assert "(default: 16)" in text and "(default: redis)" in text and "(default: 0.5,1.0)" in text
     assert "--config FILE" in text and "--decode-nodes A,B" in text and "--stop TEXT" in text
     assert "tuple[" not in text and "SecretStr" not in text
     assert "(default: None)" not in text and "(default: )" not in text, "says nothing"
