@@ -14,7 +14,7 @@ KERNEL_SOURCES := $(shell find kernels -type f \( -name '*.cpp' -o -name '*.h' -
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test checks lint typecheck proto-check oldest-triton pytest kernel-tests other-tests chaos simulate proto bench redis-server upgrade clean
+.PHONY: help demo test checks lint typecheck proto-check oldest-triton pytest kernel-tests other-tests sanitize chaos simulate proto bench redis-server upgrade clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,25 @@ kernel-tests: $(VENV)/installed-dev
 
 other-tests: $(VENV)/installed-dev redis-server
 	$(PYTEST) --ignore=tests/kernels
+
+# The kernels as GCC's sanitizers see them, in environments that take everything else from .venv. Nothing is captured, because who finds
+# something ends the process. Triton's tests have none of these kernels.
+SANITIZED := build/sanitized
+PYTEST_SANITIZED = OMP_NUM_THREADS=1 PYTHONMALLOC=malloc LD_PRELOAD="$$($(CXX) -print-file-name=$(2).so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	$(SANITIZED)/$(1)/bin/python -m pytest --capture=no --override-ini=timeout=1800
+
+sanitize: $(SANITIZED)/address/installed $(SANITIZED)/thread/installed  ## The kernels under sanitizers of memory, undefined behaviour and threads
+	ASAN_OPTIONS=detect_leaks=0 $(call PYTEST_SANITIZED,address,libasan) tests/kernels --ignore-glob='*triton*'
+	TSAN_OPTIONS=halt_on_error=1,die_after_fork=0 $(call PYTEST_SANITIZED,thread,libtsan) tests/kernels/test_threads.py
+
+$(SANITIZED)/address/installed: SANITIZERS := address,undefined
+$(SANITIZED)/thread/installed: SANITIZERS := thread
+$(SANITIZED)/%/installed: $(VENV)/installed-dev
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(ls -d $(@D)/lib/python*/site-packages)/borrowed.pth
+	$(@D)/bin/python -m pip install --no-deps --config-settings=build-dir=$(@D)/cmake --config-settings=install.strip=false \
+		--config-settings=cmake.define.PAGED_EMULATE=ON --config-settings=cmake.define.PAGED_SANITIZE=$(SANITIZERS) .
+	@touch $@
 
 chaos: $(VENV)/installed-dev redis-server  ## Minutes of killed, stopped and cut-off nodes under load; ARGS=--help explains
 	GRPC_VERBOSITY=NONE $(BIN)/python -m tests.chaos $(ARGS)
