@@ -1,11 +1,10 @@
-// Products of many bfloat16 rows with packed weights (packed_linear.h). Inputs are cut into parts: a panel's part stays in a near cache while
-// all rows go by. Between two parts sums lie in scratch memory as they are, so that every result is to the bit that of
+// Products of many bfloat16 rows with packed weights (packed_linear.h). Inputs are cut into parts: a panel's part stays in the nearest cache
+// while all rows go by. Between two parts sums lie in scratch memory as they are, so that every result is to the bit that of
 // `multiply_packed` for few rows.
 
-// Inputs of a part, at most. Of a matrix unit's panel, 512 stay in the nearest cache. Elsewhere those would leave no room for rows in one of
-// 32 KiB. Products of pairs take so long that weights come in time from the second level: there, fewer parts, in which sums are loaded and
-// stored again, are worth more.
-inline constexpr std::int64_t kPackedPartInputs = PAGED_AMX ? 512 : PAGED_BF16_DOT ? 1664 : 448;
+// Inputs of a part, at most. 512 of a panel would fill a cache of 32 KiB, with no room for rows; processors with a matrix unit have larger
+// ones.
+inline constexpr std::int64_t kPackedPartInputs = PAGED_AMX ? 512 : 448;
 
 #include "pending_rows.inl"
 #if PAGED_AMX

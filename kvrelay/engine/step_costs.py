@@ -45,11 +45,11 @@ class StepCosts:
         return num_tokens * self.prompt_seconds / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     def num_cheap_tokens(self) -> int:
-        """Returns how many prompt tokens make a step that decodes twice as long at most, or `UNNOTICED_SECONDS` longer;
-        0 as long as that is unknown."""
+        """Returns how many prompt tokens make a step that decodes half as long again at most, or `UNNOTICED_SECONDS`
+        longer; 0 as long as that is unknown."""
         if self._decode is None or not self._prompt_token:
             return 0
-        return int(max(self._decode, UNNOTICED_SECONDS) / self._prompt_token)
+        return int(max(self._decode / 2, UNNOTICED_SECONDS) / self._prompt_token)
 
 
 def _averaged(average: float | None, newest: float) -> float:

@@ -107,7 +107,7 @@ class NodeOptions(ProcessSettings):
         description="Most tokens computed in a step that also decodes: a smaller value makes decoding steadier while "
         "prompts are computed, and delays those prompts' first tokens. If it is below max_num_batched_tokens, a prompt "
         "takes at least four such steps, unless it is short. 0 is max_num_batched_tokens on a GPU; on a CPU it is 128, "
-        "or as many prompt tokens as make a step twice as long or 10 ms longer, by what earlier steps have taken.",
+        "or as many prompt tokens as make a step half as long again or 10 ms longer, by what earlier steps have taken.",
     )
     stream_interval: float = Field(
         default=0.008,
