@@ -210,8 +210,8 @@ class Engine:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        queue_seconds = self.costs.seconds_of_prompts(self._scheduler.num_waiting_tokens)
-        self.threads.begin_step(on_layers_begin, prompts_wait=queue_seconds > _SHORT_QUEUE_SECONDS)
+        prompts_wait = self._scheduler.prompts_wait(self.costs.prompt_tokens_within(_SHORT_QUEUE_SECONDS))
+        self.threads.begin_step(on_layers_begin, prompts_wait=prompts_wait)
         try:
             self._in_flight.launch(self._runner, plan, sequences, started)
         except KVRelayError as error:

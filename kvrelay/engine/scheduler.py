@@ -147,11 +147,16 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         self.running.push(sequence)
 
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Counts the missing tokens of sequences that wait for the steps of others alone, not for blocks or a place
+    def prompts_wait(self, num_tokens: float) -> bool:
+        """Tells whether more than `num_tokens` tokens wait for the steps of others alone, not for blocks or a place
         among the running."""
-        return sum(sequence.num_missing_tokens for sequence in self.waiting if not sequence.lacks_room)
+        left = num_tokens
+        for sequence in self.waiting:
+            if not sequence.lacks_room:
+                left -= sequence.num_missing_tokens
+                if left < 0:
+                    return True
+        return False
 
     def can_run_ahead(self) -> bool:
         """Tells whether the next step can be planned while one is in flight: no sampling reads a token that is still

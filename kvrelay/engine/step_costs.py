@@ -5,6 +5,8 @@ By the averages the scheduler knows how many prompt tokens are cheap beside deco
 between processors that read the same weights in the same time, and it changes with the cores that a node is lent.
 """
 
+import math
+
 from kvrelay.engine.plan import SchedulerOutput
 
 LEAST_PROMPT_TOKENS = 16  # fewer say little about the cost of one
@@ -40,9 +42,9 @@ class StepCosts:
             longer = max(0.0, seconds - self._decode)
             self._prompt_token = _averaged(self._prompt_token, longer / num_tokens)
 
-    def seconds_of_prompts(self, num_tokens: int) -> float:
-        """Returns how long so many prompt tokens take, at the rate of all so far; 0 before the first."""
-        return num_tokens * self.prompt_seconds / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+    def prompt_tokens_within(self, seconds: float) -> float:
+        """Returns how many prompt tokens take so long, at the rate of all so far; infinitely many before the first."""
+        return seconds * self.num_prompt_tokens / self.prompt_seconds if self.prompt_seconds else math.inf
 
     def num_cheap_tokens(self) -> int:
         """Returns how many prompt tokens make a step that decodes half as long again at most, or `UNNOTICED_SECONDS`

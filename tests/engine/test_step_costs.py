@@ -1,5 +1,7 @@
 """What steps have cost, and the chunks that prompts get beside decodes because of it."""
 
+import math
+
 import pytest
 
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
@@ -74,13 +76,13 @@ def test_sums_are_of_all_steps_that_compute_prompts() -> None:
     costs.count(step(30, 20), 0.050)
     assert costs.num_prompt_tokens == 55
     assert costs.prompt_seconds == pytest.approx(0.090)
-    assert costs.seconds_of_prompts(110) == pytest.approx(0.180)
+    assert costs.prompt_tokens_within(0.180) == pytest.approx(110)
 
 
 def test_nobody_knows_how_long_prompts_take_before_the_first() -> None:
     costs = StepCosts()
     costs.count(step(1, 1), 0.030)
-    assert costs.seconds_of_prompts(1000) == 0.0
+    assert costs.prompt_tokens_within(0.001) == math.inf
 
 
 @pytest.mark.parametrize(
