@@ -12,6 +12,7 @@ from kvrelay.bench.base import PromptFormat
 from kvrelay.bench.slo import Slos
 from kvrelay.bench.workloads import Lengths
 from kvrelay.core.config import ProcessSettings
+from kvrelay.core.config_fields import Placeholder
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.option_types import Timeout
 
@@ -81,7 +82,7 @@ class BenchSettings(ProcessSettings):
     seed: int = Field(
         default=0, ge=0, description="Decides prompts, lengths and arrivals: the same seed gives the same load."
     )
-    slo: tuple[str, ...] = Field(
+    slo: Annotated[tuple[str, ...], Placeholder("METRIC=MS")] = Field(
         default=(),
         description="Limit in ms as METRIC=MS, repeatable: ttft, itl (longest gap), tpot (mean gap), e2e. Adds "
         "goodput, the requests per second that meet all of them.",

@@ -28,7 +28,15 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvrelay.core.config_fields import ENV_PREFIX, is_list, is_positional, is_verbatim, items_of, variable_of
+from kvrelay.core.config_fields import (
+    ENV_PREFIX,
+    is_list,
+    is_positional,
+    is_verbatim,
+    items_of,
+    placeholder_of,
+    variable_of,
+)
 from kvrelay.core.config_file import read_config_file
 from kvrelay.core.config_problems import explain, explain_flag, nearest, remedy
 from kvrelay.core.errors import ConfigurationError
@@ -149,15 +157,15 @@ class _HelpFormatter(RawDescriptionHelpFormatter):
 
     def __init__(self, fields: Mapping[str, FieldInfo], prog: str) -> None:
         super().__init__(prog)
-        self._verbatim = {name for name, field in fields.items() if is_verbatim(field)}
+        self._placeholders = {name: placeholder_of(field) for name, field in fields.items()}
 
     def _get_help_string(self, action: Action) -> str:
         said = re.sub(r" \(default: (None|\(\)|\**)\)$", "", action.help or "")
         return re.sub(r"\(default: \((.+)\)\)$", lambda match: f"(default: {_as_written(match[1])})", said)
 
     def _metavar_formatter(self, action: Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
-        if action.dest in self._verbatim:
-            return lambda count: ("TEXT",) * count
+        if (placeholder := self._placeholders.get(action.dest)) is not None:
+            return lambda count: (placeholder,) * count
         names = super()._metavar_formatter(action, default_metavar)
         return lambda count: tuple(_PLACEHOLDERS.get(name, name) for name in names(count))
 

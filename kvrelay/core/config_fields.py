@@ -1,6 +1,7 @@
 """What a field of a process's settings is, by its annotation: an argument or a flag, a list, a secret."""
 
 import types
+from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import SecretStr
@@ -12,6 +13,13 @@ ENV_PREFIX = "KVRELAY_"
 class Verbatim:
     """A mark on a list of texts, `Annotated[tuple[str, ...], Verbatim()]`: each flag of that name is one item, with its
     commas and blanks, and so is the variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A mark on a type, `Annotated[tuple[str, ...], Placeholder("METRIC=MS")]`: what stands for a value in `--help`."""
+
+    text: str
 
 
 def flag_of(name: str) -> str:
@@ -43,6 +51,12 @@ def is_secret(field: FieldInfo) -> bool:
 
 def is_verbatim(field: FieldInfo) -> bool:
     return any(isinstance(item, Verbatim) for item in field.metadata)
+
+
+def placeholder_of(field: FieldInfo) -> str | None:
+    """Returns what stands for a value in `--help`, None if the type says enough."""
+    marks = [item.text for item in field.metadata if isinstance(item, Placeholder)]
+    return marks[0] if marks else "TEXT" if is_verbatim(field) else None
 
 
 def items_of(value: str, field: FieldInfo) -> list[str]:

@@ -12,7 +12,7 @@ from kvrelay.bench.command import SETTINGS as BENCH_SETTINGS
 from kvrelay.cli.client import ChatSettings, CompleteSettings, StatusSettings
 from kvrelay.cli.serve import ServeSettings
 from kvrelay.core.config import ProcessSettings, load_settings
-from kvrelay.core.config_fields import Verbatim, flag_of
+from kvrelay.core.config_fields import Placeholder, Verbatim, flag_of
 from kvrelay.node.settings import NodeSettings
 from router.settings import RouterSettings
 
@@ -36,6 +36,7 @@ class SampleSettings(ProcessSettings):
     decode_nodes: tuple[str, ...] = Field(default=(), description="Addresses of decode nodes.")
     connector: tuple[str, ...] = Field(default=("redis",), description="How blocks move.")
     rates: tuple[float, ...] = Field(default=(0.5, 1.0), description="One after the other.")
+    limits: Annotated[tuple[str, ...], Placeholder("NAME=MS")] = Field(default=(), description="What is too slow.")
     stop: Annotated[tuple[str, ...], Verbatim()] = Field(default=(), description="Where to stop.")
     wait: float = Field(default=1.0, ge=0, description="Seconds to wait.")
     dtype: Literal["auto", "bfloat16"] = Field(default="auto", description="Of the weights.")
@@ -163,6 +164,7 @@ def test_every_process_describes_every_setting(capsys: pytest.CaptureFixture[str
         assert name == "model" or flag_of(name) in text
     assert "(default: 16)" in text and "(default: redis)" in text and "(default: 0.5,1.0)" in text
     assert "--config FILE" in text and "--decode-nodes A,B" in text and "--stop TEXT" in text
+    assert "--limits NAME=MS" in text
     assert "tuple[" not in text and "SecretStr" not in text
     assert "(default: None)" not in text and "(default: )" not in text, "says nothing"
 
