@@ -48,8 +48,8 @@ kernel-tests: $(VENV)/installed-dev
 other-tests: $(VENV)/installed-dev redis-server
 	$(PYTEST) --ignore=tests/kernels
 
-# The kernels as GCC's sanitizers see them, in environments that take everything else from .venv. Nothing is captured, because who finds
-# something ends the process. Triton's tests have none of these kernels.
+# The kernels as GCC's sanitizers see them, in environments that take everything else from .venv. Nothing is captured, because a finding
+# ends the process. Triton's tests use none of these kernels.
 SANITIZED := build/sanitized
 PYTEST_SANITIZED = OMP_NUM_THREADS=1 PYTHONMALLOC=malloc LD_PRELOAD="$$($(CXX) -print-file-name=$(2).so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	$(SANITIZED)/$(1)/bin/python -m pytest --capture=no --override-ini=timeout=1800

@@ -210,7 +210,8 @@ class Engine:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        prompts_wait = self._scheduler.prompts_wait(self.costs.prompt_tokens_within(_SHORT_QUEUE_SECONDS))
+        short_queue = self.costs.prompt_tokens_within(_SHORT_QUEUE_SECONDS)
+        prompts_wait = self.threads.shares_cores and self._scheduler.prompts_wait(short_queue)
         self.threads.begin_step(on_layers_begin, prompts_wait=prompts_wait)
         try:
             self._in_flight.launch(self._runner, plan, sequences, started)

@@ -61,6 +61,11 @@ class StepThreads:
         use_threads(told, torch_multiplies=self._torch_multiplies)
         self.num_threads = num_threads
 
+    @property
+    def shares_cores(self) -> bool:
+        """Tells whether other nodes of the machine may use the cores of this one."""
+        return self._share is not None and self._share.table is not None
+
     def are_wanted(self) -> bool:
         """Tells whether prompts wait on another node, which computes them sooner with the cores of this one."""
         return self._share is not None and self._share.is_wanted()
