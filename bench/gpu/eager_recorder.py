@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvrelay.engine.gpu.decode_graphs import RecordedStep, Step
+from kvrelay.engine.gpu.step_graphs import RecordedStep, Step
 
 
 @dataclass(slots=True)

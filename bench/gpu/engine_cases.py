@@ -28,9 +28,9 @@ from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
 from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
 from kvrelay.engine.gpu.sampler import GpuSampler
+from kvrelay.engine.gpu.step_graphs import CudaGraphRecorder
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
 from kvrelay.engine.request import EngineRequest
 from kvrelay.engine.sampling.sampler import SamplingRow
@@ -104,7 +104,7 @@ class EngineBench:
         start = time.perf_counter()
         recorder = CudaGraphRecorder() if device.type == "cuda" else EagerRecorder()
         self._runner = GpuRunner(self.model, self._sampler, self._pool, limits, recorder)
-        _logger.info("%s: recorded decode steps in %.1f s", plan.name, time.perf_counter() - start)
+        _logger.info("%s: recorded steps in %.1f s", plan.name, time.perf_counter() - start)
         self._engine = self._make_engine()
         self._num_requests = 0
         # By id, with the tokens so far. Empty between measurements, unless the last one failed.

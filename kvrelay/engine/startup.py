@@ -79,7 +79,7 @@ class PreparedEngine:
         the model's device. `on_evict` is that of `BlockPool`, `publish` and `publish_hits` are those of `Engine`.
 
         `core_share` is for an engine that computes on the CPU. Without it, the engine has as many cores as the option
-        `threads` says, or as the calling thread has threads. On a GPU this also records decode steps, which takes
+        `threads` says, or as the calling thread has threads. On a GPU this also records steps, which takes
         seconds, and raises ConfigurationError if there is no memory for them."""
         assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape) and kv_pool.device == self.device
         eos_token_ids = self.loaded.config.eos_token_ids

@@ -5,7 +5,7 @@ included.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,26 +50,29 @@ class StepInputs:
     def num_seqs(self) -> int:
         return len(self.seq_lens)
 
-    @property
-    def one_token_each(self) -> bool:
-        return self.num_tokens == self.num_seqs
+    def with_all_tokens(self) -> "StepInputs":
+        """Returns the same step, of which the model returns the hidden states of all tokens."""
+        if self.last_seqs is None:
+            return self
+        last_tokens = [self.query_start_loc[index + 1] - 1 for index in self.last_seqs]
+        return replace(self, hidden_rows=[last_tokens[row] for row in self.hidden_rows], last_seqs=None)
 
-    def arrays(self, *, num_rows: int = 0) -> dict[str, Array]:
-        """Returns the arrays by name, block tables last. A step of one token per sequence is padded to `num_rows`
-        sequences if that is more. Padding has length 0, and its KV is not written."""
-        padding = max(0, num_rows - self.num_seqs)
-        assert not padding or self.one_token_each, "only a step of one token each is padded"
-        input_rows = _array(self.input_rows, padding, -1, np.int64)
-        last = self.query_start_loc[-1]
+    def arrays(self, *, num_tokens: int = 0, num_seqs: int = 0) -> dict[str, Array]:
+        """Returns the arrays by name, block tables last. A step with fewer tokens or sequences is padded to
+        `num_tokens` and `num_seqs`. Padding sequences have length 0 and one token each, as long as there are padding
+        tokens; of the others nobody reads the results. Their KV is not written."""
+        tokens, seqs = max(0, num_tokens - self.num_tokens), max(0, num_seqs - self.num_seqs)
+        input_rows = _array(self.input_rows, tokens, -1, np.int64)
+        starts = np.arange(self.num_tokens + 1, self.num_tokens + 1 + seqs).clip(max=self.num_tokens + tokens)
         return {
-            "token_ids": _array(self.token_ids, padding, 0, np.int64),
+            "token_ids": _array(self.token_ids, tokens, 0, np.int64),
             "known": input_rows < 0,
             "input_rows": np.maximum(input_rows, 0),
-            "positions": _array(self.positions, padding, 0, np.int64),
-            "slots": _array(self.slots, padding, _PADDING_SLOT, np.int64),
-            "query_start_loc": np.array([*self.query_start_loc, *range(last + 1, last + 1 + padding)], dtype=np.int32),
-            "seq_lens": _array(self.seq_lens, padding, 0, np.int32),
-            "block_tables": padded_tables(self.block_tables, self.num_seqs + padding),
+            "positions": _array(self.positions, tokens, 0, np.int64),
+            "slots": _array(self.slots, tokens, _PADDING_SLOT, np.int64),
+            "query_start_loc": np.concatenate((self.query_start_loc, starts), dtype=np.int32),
+            "seq_lens": _array(self.seq_lens, seqs, 0, np.int32),
+            "block_tables": padded_tables(self.block_tables, self.num_seqs + seqs),
         }
 
 

@@ -56,7 +56,7 @@ class NodeOptions(ProcessSettings):
     )
     enforce_eager: bool = Field(
         default=False,
-        description="On a GPU: record no decode steps (CUDA graphs) at the start; starts faster, decodes slower.",
+        description="On a GPU: record no steps (CUDA graphs) at the start; starts faster, decodes slower.",
     )
     connector: ConnectorSetting = Field(
         default=AUTO,

@@ -5,16 +5,16 @@ memory, and below what is free when the pool is made.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvrelay.core.errors import ConfigurationError, KVRelayError, ModelLoadError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from kvrelay.engine.gpu.decode_graphs import batch_sizes
 from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
 from kvrelay.engine.gpu.sampler import GpuSampler
+from kvrelay.engine.gpu.step_graphs import step_shapes
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
@@ -71,12 +71,17 @@ def blocks_that_fit(profile: MemoryProfile, layout: KVLayout, *, utilization: fl
     return num_blocks or pool_bytes // layout.block_bytes
 
 
+def largest_recorded_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
+    """Returns a plan with as many tokens and sequences as the largest recorded step."""
+    shapes = step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+    num_tokens = max(shape.num_tokens for shape in shapes)
+    return largest_step(replace(limits, max_num_batched_tokens=num_tokens), block_size)
+
+
 def graph_bytes(step_bytes: int, limits: StepLimits) -> int:
-    """Returns the bytes to set aside for recorded steps. They share the activations of the largest recorded step, which
-    are a part of `step_bytes`, those of the largest step of all."""
-    sizes = batch_sizes(limits.max_num_seqs)
-    num_tokens = max(1, min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len))
-    return len(sizes) * _GRAPH_BYTES + step_bytes * min(sizes[-1], num_tokens) // num_tokens
+    """Returns the bytes to set aside for recorded steps. They share the activations of the largest of them, which takes
+    `step_bytes`."""
+    return len(step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)) * _GRAPH_BYTES + step_bytes
 
 
 def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
@@ -98,7 +103,7 @@ def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
     """Returns plans that launch a prompt's attention and products in every way, so that all kernels are compiled before
     a request waits for them. They are prompts of several lengths, alone and together with a decode, whose tokens all
     stay until the end of the step; and the ends of ever shorter prompts, whose last layer attends with one token or
-    with all. Decode steps are compiled when they are recorded."""
+    with all. Recorded steps are compiled when they are recorded."""
     longest = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
     plans = []
     for length in sorted({min(length, longest) for length in (*_SHORTER_PROMPTS, longest)}, reverse=True):
@@ -136,16 +141,23 @@ def profile_memory(
     device = model.device
     torch.cuda.empty_cache()
     resident = torch.cuda.memory_reserved(device)
-    torch.cuda.reset_peak_memory_stats(device)
     runner = GpuRunner(model, sampler, allocate_pool(layout, 1, device), limits)
-    _run(runner, largest_step(limits, layout.block_size))
-    step = torch.cuda.max_memory_reserved(device) - resident
+    step = _peak_bytes(device, runner, largest_step(limits, layout.block_size)) - resident
+    recorded = _peak_bytes(device, runner, largest_recorded_step(limits, layout.block_size)) - resident
     for plan in smaller_steps(limits, layout.block_size):
         _run(runner, plan)
     del runner
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return MemoryProfile(total, free, resident, step, graph_bytes(step, limits) if graphs else 0)
+    return MemoryProfile(total, free, resident, step, graph_bytes(recorded, limits) if graphs else 0)
+
+
+def _peak_bytes(device: torch.device, runner: GpuRunner, plan: SchedulerOutput) -> int:
+    """Runs a step. Returns the most memory that this process had reserved meanwhile."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    _run(runner, plan)
+    return torch.cuda.max_memory_reserved(device)
 
 
 def _run(runner: GpuRunner, plan: SchedulerOutput) -> None:

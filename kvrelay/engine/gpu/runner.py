@@ -16,10 +16,10 @@ from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
 from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.engine.gpu.decode_graphs import DecodeGraphs, Step, StepRecorder, batch_sizes
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
 from kvrelay.engine.gpu.sampler import GpuSampler, LaunchedSampling
+from kvrelay.engine.gpu.step_graphs import Step, StepGraphs, StepRecorder, StepShape, step_shapes
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.out_of_memory import GpuMemoryError, is_out_of_memory
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
@@ -43,7 +43,7 @@ class StepLimits:
 class GpuRunner:
     """The `Runner` of a GPU, or of a CPU with Triton interpreted. `kv_pool` is that of `CpuRunner`.
 
-    With a `recorder`, steps of one token per sequence are recorded here for all `batch_sizes`, and replayed later.
+    With a `recorder`, steps of all `step_shapes` are recorded here, and replayed later.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GpuRunner:
         # part it needs; what earlier steps have left in the rest is beyond the end of every sequence.
         self._inputs = torch.zeros(0, dtype=torch.uint8, device=kv_pool.device)
         self._tables = torch.zeros(0, self._table_width, dtype=torch.int32, device=kv_pool.device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if recorder is not None:
             self._record(recorder)
 
@@ -89,16 +89,18 @@ class GpuRunner:
         for source, target in plan.copies:
             self._kv_pool[target].copy_(self._kv_pool[source], non_blocking=True)
         inputs = flatten(plan, self._block_size)
-        size = self._graphs.size_for(inputs.num_seqs) if self._graphs is not None and inputs.one_token_each else None
-        packed = PackedArrays(self._arrays(plan, inputs, size))
-        replayed = size is not None and packed.num_bytes <= len(self._inputs)
+        shape = None if self._graphs is None else self._graphs.shape_for(inputs.num_tokens, inputs.num_seqs)
+        if shape is not None:
+            inputs = inputs.with_all_tokens()
+        packed = PackedArrays(self._arrays(plan, inputs, shape))
+        replayed = shape is not None and packed.num_bytes <= len(self._inputs)
         memory = self._inputs if replayed else self._empty(packed.num_bytes)
         packed.to(memory)
         tensors = packed.views(memory)
-        if replayed and self._graphs is not None and size is not None:
+        if replayed and self._graphs is not None and shape is not None:
             tables = tensors["block_tables"]
-            self._tables[:size, : tables.shape[1]].copy_(tables)
-            hidden = self._graphs.replay(size)
+            self._tables[: shape.num_seqs, : tables.shape[1]].copy_(tables)
+            hidden = self._graphs.replay(shape)
         else:
             unknown = any(row >= 0 for row in inputs.input_rows)
             longest = max(entry.num_scheduled_tokens for entry in plan.scheduled)
@@ -107,10 +109,11 @@ class GpuRunner:
         prompt_logprobs = self._prompt_logprobs(plan, hidden, tensors)
         return GpuStep(plan.scheduled, sampled, prompt_logprobs, _mark(self._kv_pool.device))
 
-    def _arrays(self, plan: SchedulerOutput, inputs: StepInputs, size: int | None) -> dict[str, Array]:
+    def _arrays(self, plan: SchedulerOutput, inputs: StepInputs, shape: StepShape | None) -> dict[str, Array]:
         """Returns all arrays that travel to the GPU, by name. Those that recorded steps read come first, at places that
         never change; the block tables after them vary in width."""
-        arrays = inputs.arrays() if size is None else inputs.arrays(num_rows=size)
+        num_tokens, num_seqs = (0, 0) if shape is None else (shape.num_tokens, shape.num_seqs)
+        arrays = inputs.arrays(num_tokens=num_tokens, num_seqs=num_seqs)
         if inputs.rows:
             arrays["hidden_rows"] = np.array(inputs.hidden_rows, dtype=np.int64)
             arrays |= self._sampler.arrays(inputs.rows)
@@ -169,23 +172,24 @@ class GpuRunner:
 
     @torch.inference_mode()
     def _record(self, recorder: StepRecorder) -> None:
-        sizes = batch_sizes(self._limits.max_num_seqs)
+        shapes = step_shapes(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
         padding = flatten(SchedulerOutput((_PADDING,), ()), self._block_size)
-        arrays = {size: padding.arrays(num_rows=size) for size in sizes}
-        for of_size in arrays.values():  # the only sequence of the plan becomes padding, too
-            of_size["slots"][:] = -1
-            of_size["seq_lens"][:] = 0
-        packed = {size: PackedArrays(of_size) for size, of_size in arrays.items()}
+        arrays = {shape: padding.arrays(num_tokens=shape.num_tokens, num_seqs=shape.num_seqs) for shape in shapes}
+        for of_shape in arrays.values():  # the only sequence of the plan becomes padding, too
+            of_shape["slots"][:] = -1
+            of_shape["seq_lens"][:] = 0
+        packed = {shape: PackedArrays(of_shape) for shape, of_shape in arrays.items()}
         largest = max(one.num_bytes for one in packed.values())
-        self._tables = self._tables.new_zeros(sizes[-1], self._table_width)
-        self._inputs = self._empty(largest + self._tables.nbytes + sizes[-1] * _SAMPLING_BYTES + _SAMPLING_BYTES)
+        num_rows = self._limits.max_num_seqs
+        self._tables = self._tables.new_zeros(num_rows, self._table_width)
+        self._inputs = self._empty(largest + self._tables.nbytes + num_rows * _SAMPLING_BYTES + _SAMPLING_BYTES)
 
-        def step_of(size: int) -> Step:
-            packed[size].to(self._inputs)
-            tensors = packed[size].views(self._inputs) | {"block_tables": self._tables[:size]}
-            return lambda: self._forward(tensors, 1, self._limits.max_model_len, resolve=True)
+        def step_of(shape: StepShape) -> Step:
+            packed[shape].to(self._inputs)
+            tensors = packed[shape].views(self._inputs) | {"block_tables": self._tables[: shape.num_seqs]}
+            return lambda: self._forward(tensors, shape.longest_query, self._limits.max_model_len, resolve=True)
 
-        self._graphs = DecodeGraphs(recorder, sizes, step_of)
+        self._graphs = StepGraphs(recorder, shapes, step_of)
 
     def _empty(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._kv_pool.device)

@@ -1,4 +1,4 @@
-"""The part of start-up that needs Triton and a GPU: profiles a step, sizes the pool, records decode steps.
+"""The part of start-up that needs Triton and a GPU: profiles a step, sizes the pool, records steps.
 
 It is imported only if the engine runs on a GPU.
 """
@@ -9,10 +9,10 @@ import time
 from torch import Tensor
 
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.gpu.decode_graphs import CudaGraphRecorder
 from kvrelay.engine.gpu.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
 from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
 from kvrelay.engine.gpu.sampler import GpuSampler
+from kvrelay.engine.gpu.step_graphs import CudaGraphRecorder
 from kvrelay.engine.loading.loader import LoadedModel
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
@@ -45,23 +45,23 @@ def size_gpu_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout)
 
 
 def gpu_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max_model_len: int) -> Runner:
-    """Returns the runner, after recording decode steps unless the options say not to. Raises ConfigurationError if
+    """Returns the runner, after recording steps unless the options say not to. Raises ConfigurationError if
     there is no memory for them."""
     start = time.monotonic()
     recorder = CudaGraphRecorder() if _records(options) else None
     sampler = GpuSampler(loaded.config.eos_token_ids)
     with out_of_memory_as_configuration_error(
-        "the GPU has no memory left for recorded decode steps: lower --gpu-memory-utilization or --max-num-seqs, or "
+        "the GPU has no memory left for recorded steps: lower --gpu-memory-utilization or --max-num-seqs, or "
         "record none with --enforce-eager"
     ):
         runner = GpuRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
     if recorder is not None:
-        _logger.info("recorded decode steps in %.1f s", time.monotonic() - start)
+        _logger.info("recorded steps in %.1f s", time.monotonic() - start)
     return runner
 
 
 def _records(options: EngineOptions) -> bool:
-    """Tells whether decode steps are recorded. With the reference attention they cannot be: it reads sizes of the batch
+    """Tells whether steps are recorded. With the reference attention they cannot be: it reads sizes of the batch
     from the GPU."""
     return not options.enforce_eager and options.attention_backend != "reference"
 

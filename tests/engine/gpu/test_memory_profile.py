@@ -4,7 +4,14 @@ import pytest
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
-from kvrelay.engine.gpu.memory_profile import MemoryProfile, blocks_that_fit, graph_bytes, largest_step, smaller_steps
+from kvrelay.engine.gpu.memory_profile import (
+    MemoryProfile,
+    blocks_that_fit,
+    graph_bytes,
+    largest_recorded_step,
+    largest_step,
+    smaller_steps,
+)
 from kvrelay.engine.gpu.runner import StepLimits
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="bfloat16")  # 32 KiB a block
@@ -35,10 +42,12 @@ def test_too_little_memory_is_refused_with_sizes_and_remedies(num_blocks: int, u
         blocks_that_fit(PROFILE, LAYOUT, utilization=utilization, num_blocks=num_blocks)
 
 
-def test_recorded_steps_get_their_share_of_the_largest_step() -> None:
-    limits = StepLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)
-    sizes = 11  # 1, 2, 4, 8, 16 .. 64
-    assert graph_bytes(GIB, limits) == GIB // 8 + sizes * (8 << 20)
+def test_recorded_steps_get_the_memory_of_the_largest_of_them() -> None:
+    limits = StepLimits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096)
+    plan = largest_recorded_step(limits, 16)
+    assert (plan.num_scheduled_tokens, len(plan.scheduled)) == (512, 64)
+    num_shapes = 11 + 19  # decodes: 1, 2, 4, 8, 16 .. 64; prompts: for 1 and 16 sequences seven each, for 64 five
+    assert graph_bytes(GIB, limits) == GIB + num_shapes * (8 << 20)
 
 
 @pytest.mark.parametrize(
