@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"--part: unknown: {', '.join(unknown)}; there are: all, {', '.join(PARTS)}")
+    _prepare_environment()
     if args.self_test:
         if args.output is None:
             parser.error("--self-test needs --output")
@@ -83,6 +84,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _prepare_environment() -> None:
+    """Sets what the processes of parts, and those that these start, need to know."""
+    path = [*map(str, sys.path[:2]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path).strip(os.pathsep)
+    # Inductor would set a folder of its own, and the next part would have to compile the same kernels again.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+
+
 def _run_process(part: str, output: Path, args: argparse.Namespace, deadline: float) -> None:
     left = deadline - time.monotonic()
     if left <= 0:
@@ -91,11 +100,7 @@ def _run_process(part: str, output: Path, args: argparse.Namespace, deadline: fl
     command = [sys.executable, str(Path(__file__).resolve()), "--in-this-process", "--part", part]
     command += ["--output", str(output), "--budget", str(left), "--repeats", str(args.repeats)]
     command += ["--seed", str(args.seed)]
-    path = os.pathsep.join([*map(str, sys.path[:2]), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-    environment = os.environ | {"PYTHONPATH": path}  # for the processes that parts start
-    # Inductor would set a folder of its own, and the next part would have to compile the same kernels again.
-    environment.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-    with subprocess.Popen(command, cwd=_ROOT, env=environment) as process:
+    with subprocess.Popen(command, cwd=_ROOT) as process:
         try:
             status = process.wait(left + 2 * _END_SECONDS)
         except subprocess.TimeoutExpired:

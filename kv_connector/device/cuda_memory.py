@@ -1,5 +1,4 @@
-"""A KV pool in CUDA memory: copied block by block through pinned host memory, or from GPU to GPU, on a stream of its
-own.
+"""A KV pool in CUDA memory: copied through pinned host memory, or from GPU to GPU, on a stream of its own.
 
 Needs a GPU; its copies are checked at every start (`self_test.py`).
 Invariant: nothing here waits for the engine's steps, nor they for what is here. The engine gives a block to a transfer
@@ -18,7 +17,7 @@ import torch
 
 from kv_connector.base import PoolBuffer
 from kv_connector.device import cuda_handles
-from kv_connector.device.memory import BlockCopy, DeviceBuffer, PeerMemory
+from kv_connector.device.memory import BlockCopy, CopyRun, DeviceBuffer, PeerMemory, copy_runs
 from kvrelay.core.errors import KVError
 
 BlockDigests = Callable[[Sequence[int]], list[bytes]]
@@ -90,14 +89,14 @@ class CudaMemory:
     def to_host(self, copies: Sequence[BlockCopy]) -> None:
         staging = self._require_staging()
         with self._copying("copying to the host"):
-            for copy in copies:
-                staging[copy.slot].copy_(self._rows[copy.block_id], non_blocking=True)
+            for run in copy_runs(copies):
+                _slots(staging, run).copy_(_blocks(self._rows, run), non_blocking=True)
 
     def from_host(self, copies: Sequence[BlockCopy]) -> None:
         staging = self._require_staging()
         with self._copying("copying from the host"):
-            for copy in copies:
-                self._rows[copy.block_id].copy_(staging[copy.slot], non_blocking=True)
+            for run in copy_runs(copies):
+                _blocks(self._rows, run).copy_(_slots(staging, run), non_blocking=True)
 
     def detach(self) -> None:
         staging, self._staging = self._staging, None
@@ -147,10 +146,10 @@ class CudaMemory:
         block_bytes = self._rows.shape[1]
         with self._copying("copying from a peer"):
             self._select()
-            for copy in copies:
-                ours = self._rows.data_ptr() + copy.block_id * block_bytes
-                theirs = peer.first + copy.slot * block_bytes
-                cuda_handles.copy(ours, theirs, block_bytes, self._stream.cuda_stream)
+            for run in copy_runs(copies):
+                ours = self._rows.data_ptr() + run.block_id * block_bytes
+                theirs = peer.first + run.slot * block_bytes
+                cuda_handles.copy(ours, theirs, run.count * block_bytes, self._stream.cuda_stream)
 
     def _map(self, index: int, allocation: bytes, offset: int, num_blocks: int) -> CudaPeer:
         cuda_handles.select_device(index)
@@ -204,6 +203,14 @@ class CudaMemory:
             yield
         except RuntimeError as error:
             raise KVError(f"{doing} failed on {self._device}: {error}") from error
+
+
+def _blocks(rows: torch.Tensor, run: CopyRun) -> torch.Tensor:
+    return rows[run.block_id : run.block_id + run.count]
+
+
+def _slots(staging: torch.Tensor, run: CopyRun) -> torch.Tensor:
+    return staging[run.slot : run.slot + run.count]
 
 
 def _uuid(device: torch.device | int) -> bytes:

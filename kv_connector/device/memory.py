@@ -1,6 +1,6 @@
 """The seams of a pool in device memory: copied to host memory and back, or read and written where it is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,29 @@ class BlockCopy:
 
     block_id: int
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRun:
+    """`count` copies of consecutive blocks to or from consecutive slots: one range of bytes at each end."""
+
+    block_id: int
+    slot: int
+    count: int
+
+
+def copy_runs(copies: Iterable[BlockCopy]) -> list[CopyRun]:
+    """Joins copies to as few runs as there are, in any order. Queueing a copy costs the host as much as the GPU needs
+    for megabytes, and pools give out neighbouring blocks where they can."""
+    runs: list[CopyRun] = []
+    for copy in sorted(copies, key=lambda copy: copy.block_id):
+        if runs:
+            last = runs[-1]
+            if (copy.block_id, copy.slot) == (last.block_id + last.count, last.slot + last.count):
+                runs[-1] = CopyRun(last.block_id, last.slot, last.count + 1)
+                continue
+        runs.append(CopyRun(copy.block_id, copy.slot, 1))
+    return runs
 
 
 class DeviceMemory(Protocol):
