@@ -28,8 +28,10 @@ _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # the smallest matrix product that Triton has
 _MAX_SPLITS = 64
 _MIN_SPLIT_TOKENS = 256
-_PROGRAMS_PER_SM = 4
-_NEARLY_FULL = 0.9
+_PROGRAMS_PER_SM = 4  # of four warps; of eight, half as many
+_NEARLY = 0.9
+_LARGEST_TILE = 64
+_SHARED_BYTES_OF_SM_90 = 200 << 10  # at least, and more than before it
 _FEW_TOKENS = 16  # new tokens of a sequence whose step is split like one of decodes: a prompt's end after a fetch
 
 
@@ -107,6 +109,8 @@ def plan_attention(call: AttentionCall, traits: GpuTraits) -> list[KernelCall]:
     over the KV they see; other prompts take the prefill kernel. A mixture takes both: the first for its decodes."""
     if call.query.shape[1] % call.kv_pool.shape[1] or call.query.stride(-1) != 1:
         raise ValueError("query heads must be a multiple of KV heads, with a contiguous last axis")
+    if call.kv_pool.dtype not in (FP8, call.query.dtype):
+        raise ValueError(f"the pool is {call.kv_pool.dtype} and the query {call.query.dtype}")
     if _is_short(call, traits):
         return _plan_split(call, traits, call.metadata.max_query_len)
     if len(call.metadata.seq_lens) == 1:
@@ -120,15 +124,25 @@ def _is_short(call: AttentionCall, traits: GpuTraits) -> bool:
         return True
     tiles = ceil_divide(longest_query, _prompt_rows(call) // call.group)
     num_programs = len(call.metadata.seq_lens) * tiles * call.kv_pool.shape[1]
-    return 2 * num_programs <= traits.num_sms and num_splits(num_programs, call.longest, traits) > 1
+    return 2 * num_programs <= traits.num_sms and num_splits(num_programs, call.longest, _num_places(traits, 8)) > 1
 
 
-def num_splits(num_programs: int, longest: int, traits: GpuTraits) -> int:
-    """Returns how many programs share one sequence and KV head: enough to fill the GPU, none with too little to do.
-    One, if that nearly fills it: a second would mean another wave of programs, and partial results to merge."""
-    room = _PROGRAMS_PER_SM * traits.num_sms
-    wanted = 1 if num_programs >= _NEARLY_FULL * room else ceil_divide(room, num_programs)
-    return max(1, min(wanted, ceil_divide(longest, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
+def num_splits(num_programs: int, longest: int, num_places: int) -> int:
+    """Returns how many programs share one sequence and KV head, none with too little to do, where `num_places` run at
+    once. One, if one each nearly fills the GPU: more would mean another wave of programs, and partial results to merge.
+    Otherwise the fewest that are nearly as good as any, by the tiles that the places take in all waves."""
+    if num_programs >= _NEARLY * num_places:
+        return 1
+    most = max(1, min(ceil_divide(longest, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
+    num_tiles = ceil_divide(longest, _LARGEST_TILE)
+    choices = range(1, most + 1)
+    costs = [ceil_divide(num_programs * splits, num_places) * ceil_divide(num_tiles, splits) for splits in choices]
+    return next(splits for splits, cost in zip(choices, costs, strict=True) if cost <= min(costs) / _NEARLY)
+
+
+def _num_places(traits: GpuTraits, num_warps: int) -> int:
+    """Returns how many programs of the decode kernel run at once, by the registers that heads of 128 take."""
+    return _PROGRAMS_PER_SM * traits.num_sms * 4 // num_warps
 
 
 def _plan_split(call: AttentionCall, traits: GpuTraits, longest_query: int) -> list[KernelCall]:
@@ -141,19 +155,20 @@ def _plan_split(call: AttentionCall, traits: GpuTraits, longest_query: int) -> l
         rows = max(_MIN_ROWS if _is_exact(call) else 64, next_power_of_two(call.group))
         tokens, num_warps = rows // call.group, 8  # fewer warps would overflow registers before sm_90
     num_tiles = ceil_divide(longest_query, tokens)
-    splits = num_splits(max(1, num_seqs * num_tiles * num_kv_heads), call.longest, traits)
+    num_programs = max(1, num_seqs * num_tiles * num_kv_heads)
+    splits = num_splits(num_programs, call.longest, _num_places(traits, num_warps))
     partial_output = partial_weight = None
     if splits > 1:
         shape = (num_seqs * num_tiles * tokens, num_heads, splits)
         partial_output = torch.empty((*shape, head_dim), dtype=torch.float32, device=call.query.device)
         partial_weight = torch.empty(shape, dtype=torch.float32, device=call.query.device)
-    tile, num_stages = _tile(call, traits, largest=64 if longest_query == 1 else _prompt_tile(call, traits))
+    tile, num_stages = _tile(call, traits)
     partials = {"output": call.output, "partial_output": partial_output, "partial_weight": partial_weight}
     decode = KernelCall(
         decode_attention_kernel,
         (num_seqs * num_tiles, num_kv_heads, splits),
         {**partials, "num_tiles": num_tiles, **_inputs(call), **_strides(call)},
-        {"ROWS": rows, "TOKENS": tokens, "TILE": tile, "SPLIT": splits > 1} | _shared_constants(call),
+        {"TOKENS": tokens, "TILE": tile, "SPLIT": splits > 1} | _shared_constants(call, rows, traits),
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -184,12 +199,12 @@ def _plan_prefill(call: AttentionCall, traits: GpuTraits, *, skip_decodes: bool)
     if not (_is_exact(call) or _is_big(call) or few or traits.shared_bytes < 128 << 10):
         rows = max(rows, 128)
     tokens = rows // call.group
-    tile, num_stages = _tile(call, traits, largest=_prompt_tile(call, traits))
+    tile, num_stages = _tile(call, traits)
     return KernelCall(
         prefill_attention_kernel,
         (num_tokens // tokens + num_seqs, call.kv_pool.shape[1]),
         {"output": call.output, "num_seqs": num_seqs, **_inputs(call), **_strides(call)},
-        {"ROWS": rows, "TOKENS": tokens, "TILE": tile, "SKIP_DECODES": skip_decodes} | _shared_constants(call),
+        {"TOKENS": tokens, "TILE": tile, "SKIP_DECODES": skip_decodes} | _shared_constants(call, rows, traits),
         num_warps=_prompt_warps(call, rows),
         num_stages=num_stages,
     )
@@ -214,34 +229,23 @@ def _prompt_warps(call: AttentionCall, rows: int) -> int:
     return 8 if _is_exact(call) or _is_big(call) or rows >= 128 else 4
 
 
-def _prompt_tile(call: AttentionCall, traits: GpuTraits) -> int:
-    """Returns the largest KV tile, in tokens. Widening 64 FP8 tokens overflows registers before sm_90, which is
-    recognised by its shared memory."""
-    return 32 if call.kv_pool.dtype is FP8 and traits.shared_bytes < 200 << 10 else 64
-
-
-def _tile(call: AttentionCall, traits: GpuTraits, *, largest: int) -> tuple[int, int]:
+def _tile(call: AttentionCall, traits: GpuTraits) -> tuple[int, int]:
     """Returns the tokens of a KV tile and the number of pipeline stages, such that the tiles in flight take at most
     half of shared memory."""
     if _is_exact(call):
         return 16, 2  # operands are in registers: see `_is_exact`
     row_bytes = 2 * next_power_of_two(call.query.shape[2]) * call.query.element_size()  # K and V
-    for tile, stages in ((64, 3), (64, 2), (32, 2), (16, 2)):
-        if tile <= largest and tile * row_bytes * stages <= traits.shared_bytes // 2:
+    for tile, stages in ((_LARGEST_TILE, 3), (_LARGEST_TILE, 2), (32, 2), (16, 2)):
+        if tile * row_bytes * stages <= traits.shared_bytes // 2:
             return tile, stages
     return 16, 1
 
 
 def _inputs(call: AttentionCall) -> dict[str, Tensor | int | float | None]:
     key_scale, value_scale = scales_of_pool(call.kv_pool, call.layer, call.kv_scales)
-    stored = call.kv_pool
-    if stored.dtype is FP8:
-        stored = stored.view(torch.uint8)
-    elif stored.dtype != call.query.dtype:
-        raise ValueError(f"the pool is {stored.dtype} and the query {call.query.dtype}")
     return {
         "query": call.query,
-        "kv_pool": stored,
+        "kv_pool": call.kv_pool.view(torch.uint8) if call.kv_pool.dtype is FP8 else call.kv_pool,
         "block_tables": call.metadata.block_tables,
         "query_start_loc": call.metadata.query_start_loc,
         "seq_lens": call.metadata.seq_lens,
@@ -267,14 +271,20 @@ def _strides(call: AttentionCall) -> dict[str, int]:
     }
 
 
-def _shared_constants(call: AttentionCall) -> dict[str, int | bool]:
+def _shared_constants(call: AttentionCall, rows: int, traits: GpuTraits) -> dict[str, int | bool]:
     head_dim = call.query.shape[2]
+    fp8 = call.kv_pool.dtype is FP8
+    # Operands of `wgmma` (sm_90) come from shared memory, through which decoded tiles have to pass anyway.
+    wgmma = rows >= 64 and traits.shared_bytes >= _SHARED_BYTES_OF_SM_90 and not _is_exact(call)
     return {
         "GROUP": call.group,
+        "ROWS": rows,
         "BLOCK_SIZE": call.kv_pool.shape[4],
         "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": next_power_of_two(max(16, head_dim)),
+        "HEAD_DIM_PADDED": next_power_of_two(max(32 if fp8 else 16, head_dim)),
         "WINDOWED": call.sliding_window is not None,
-        "FP8": call.kv_pool.dtype is FP8,
+        "FP8": fp8,
+        "CONVERT_FP8": fp8 and traits.converts_fp8,
+        "PAIRS": fp8 and not wgmma,
         "DOT_FP32": widen_products(call.query.dtype),
     }

@@ -30,10 +30,12 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True)
 class GpuTraits:
-    """What launch parameters depend on. `shared_bytes` is what one thread block may use."""
+    """What launch parameters depend on. `shared_bytes` is what one thread block may use, `converts_fp8` whether there
+    are instructions that convert e4m3."""
 
     num_sms: int
     shared_bytes: int
+    converts_fp8: bool = False
 
 
 def launch(calls: Iterable[KernelCall]) -> None:
@@ -52,7 +54,8 @@ def traits_of(device: torch.device) -> GpuTraits:
         return GpuTraits(num_sms=4, shared_bytes=64 << 10)
     properties = torch.cuda.get_device_properties(device)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return GpuTraits(properties.multi_processor_count, shared_bytes)
+    converts_fp8 = torch.version.hip is None and (properties.major, properties.minor) >= (8, 9)
+    return GpuTraits(properties.multi_processor_count, shared_bytes, converts_fp8)
 
 
 def widen_products(dtype: torch.dtype) -> bool:

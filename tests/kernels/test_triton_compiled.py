@@ -44,8 +44,8 @@ class Gpu:
 GPUS = {
     "sm_80": Gpu(GPUTarget("cuda", 80, 32), GpuTraits(num_sms=108, shared_bytes=163 << 10)),
     # Of sm_80 with less shared memory, by which attention alone is launched differently.
-    "sm_89": Gpu(GPUTarget("cuda", 89, 32), GpuTraits(num_sms=142, shared_bytes=99 << 10), only="attention_kernel"),
-    "sm_90": Gpu(GPUTarget("cuda", 90, 32), GpuTraits(num_sms=132, shared_bytes=227 << 10)),
+    "sm_89": Gpu(GPUTarget("cuda", 89, 32), GpuTraits(142, 99 << 10, converts_fp8=True), only="attention_kernel"),
+    "sm_90": Gpu(GPUTarget("cuda", 90, 32), GpuTraits(132, 227 << 10, converts_fp8=True)),
     "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), GpuTraits(num_sms=304, shared_bytes=64 << 10)),
 }
 LEAST_SHARED_BYTES = min(gpu.traits.shared_bytes for gpu in GPUS.values())
@@ -107,6 +107,16 @@ def test_compiles(gpu: str, name: str, tmp_path: Path) -> None:
     if gpu.startswith("sm"):
         a_little = 0 if gpu == "sm_90" else 32
         assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") <= a_little, "registers spill"
+
+
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_89", "sm_90"])
+def test_fp8_is_decoded_by_instructions_where_there_are_any(gpu: str) -> None:
+    launches = GPUS[gpu].launches().items()
+    over_fp8 = [call for name, call in launches if "attention_kernel" in name and call.constants["FP8"]]
+    assert over_fp8
+    for call in over_fp8:
+        ptx = compile_for(call, GPUS[gpu].target).asm["ptx"]
+        assert ("cvt.rn.f16x2.e4m3x2" in ptx) == GPUS[gpu].traits.converts_fp8
 
 
 @pytest.mark.parametrize("name", [name for name in GPUS["sm_90"].launches() if "write_kv_kernel" in name])

@@ -9,6 +9,7 @@ the query heads of that KV head are the rows of its tiles, so KV is read once. S
 import triton
 import triton.language as tl
 
+from paged_kernels.triton_device.fp8 import fit_to_codes
 from paged_kernels.triton_device.tiles import NOTHING_SEEN, attend_tiles
 
 
@@ -46,6 +47,8 @@ def decode_attention_kernel(
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
     FP8: tl.constexpr,
+    CONVERT_FP8: tl.constexpr,
+    PAIRS: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Grid: (num_seqs * num_tiles, num_kv_heads, num_splits)."""
@@ -79,6 +82,9 @@ def decode_attention_kernel(
     key_base = kv_pool + kv_head.to(tl.int64) * head_stride + layer.to(tl.int64) * layer_stride
     if FP8:
         scale *= tl.load(key_scale + kv_head)
+        if tile.dtype == tl.bfloat16:
+            tile, factors = fit_to_codes(tile)
+            scale = scale * factors
     accumulator = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
     maximum = tl.full([ROWS], NOTHING_SEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -99,11 +105,12 @@ def decode_attention_kernel(
         token_stride,
         BLOCK_SIZE,
         HEAD_DIM,
-        HEAD_DIM_PADDED,
         TILE,
         True,
         WINDOWED,
         FP8,
+        CONVERT_FP8,
+        PAIRS,
         DOT_FP32,
     )
     total_or_one = tl.where(total > 0.0, total, 1.0)

@@ -1,6 +1,7 @@
-"""FP8 e4m3 ("fn": no infinities, largest 448) by integer arithmetic, so that it is exact on every GPU.
+"""FP8 e4m3 ("fn": no infinities, largest 448), exactly: by a GPU's own conversions, or by integer arithmetic.
 
-Hardware conversions exist only from sm_89 on, and gfx942 has another e4m3. Codes are uint8.
+Hardware decodes from sm_89 on; gfx942 has another e4m3. Codes are uint8, or pairs of them in an int16. The NaN codes
+0x7f and 0xff are never written; hardware makes them NaN, integers +-480.
 """
 
 import triton
@@ -10,12 +11,54 @@ LARGEST_E4M3 = tl.constexpr(448.0)
 
 
 @triton.jit
-def decode_e4m3(code):
-    """Converts uint8 codes to float32, exactly. The NaN codes 0x7f and 0xff are never written and become +-480."""
-    bits = code.to(tl.int16)
+def decode_e4m3(codes, CONVERT_FP8: tl.constexpr):
+    """Converts uint8 codes to float16."""
+    if CONVERT_FP8:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        return _half_of_code(codes.to(tl.int16) << 8)
+
+
+@triton.jit
+def decode_pairs(pairs, CONVERT_FP8: tl.constexpr):
+    """Converts int16, each two codes, to two float16 tensors: of the low and of the high bytes."""
+    if CONVERT_FP8:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return _half_of_code(pairs << 8), _half_of_code(pairs)
+
+
+@triton.jit
+def _half_of_code(bits):
+    """Decodes the high bytes of int16."""
     # The seven magnitude bits in a float16's exponent and mantissa: right but for a bias of 15 instead of 7.
-    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    half = (bits & -0x8000) | ((bits >> 1) & 0x3F80)
+    return half.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def fit_to_codes(rows):
+    """Converts bfloat16 to float16, which codes are decoded to. Each row is divided by a power of two, returned as
+    `[len(rows), 1]` float32, so that it fits. Exact but for numbers below 2**-17 of the largest of their row, whose
+    error is at most 2**-25 of that."""
+    wide = rows.to(tl.float32)
+    exponent = tl.max(tl.abs(wide), 1)[:, None].to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    return (wide * inverse).to(tl.float16), exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ the KV head. The grid is bounded from the number of tokens alone: sequence i's t
 import triton
 import triton.language as tl
 
+from paged_kernels.triton_device.fp8 import fit_to_codes
 from paged_kernels.triton_device.tiles import NOTHING_SEEN, attend_tiles
 
 
@@ -57,6 +58,8 @@ def prefill_attention_kernel(
     WINDOWED: tl.constexpr,
     SKIP_DECODES: tl.constexpr,
     FP8: tl.constexpr,
+    CONVERT_FP8: tl.constexpr,
+    PAIRS: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Grid: (num_tokens // TOKENS + num_seqs, num_kv_heads). The last tiles of a prompt see most and start first."""
@@ -87,6 +90,9 @@ def prefill_attention_kernel(
     row_positions = prefix + queries
     if FP8:
         scale *= tl.load(key_scale + kv_head)
+        if query_tile.dtype == tl.bfloat16:
+            query_tile, factors = fit_to_codes(query_tile)
+            scale = scale * factors
 
     # Tokens that every row sees lie between two ranges in which rows differ.
     first_position = prefix + first_query
@@ -124,11 +130,12 @@ def prefill_attention_kernel(
             token_stride,
             BLOCK_SIZE,
             HEAD_DIM,
-            HEAD_DIM_PADDED,
             TILE,
             part != 1,
             WINDOWED,
             FP8,
+            CONVERT_FP8,
+            PAIRS,
             DOT_FP32,
         )
     attended = accumulator / tl.where(total > 0.0, total, 1.0)[:, None]

@@ -8,7 +8,7 @@ negative number instead of -inf, so that a row that sees nothing of a tile compu
 import triton
 import triton.language as tl
 
-from paged_kernels.triton_device.fp8 import decode_e4m3
+from paged_kernels.triton_device.fp8 import decode_e4m3, decode_pairs
 
 NOTHING_SEEN = tl.constexpr(-1.0e30)
 
@@ -24,13 +24,22 @@ def matmul(a, b, DOT_FP32: tl.constexpr):
 
 
 @triton.jit
-def load_tile(pointers, mask, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Loads rows of K or V in the dtype of the products; what `mask` hides is 0."""
-    stored = tl.load(pointers, mask=mask, other=0)
-    if FP8:
-        return decode_e4m3(stored).to(DTYPE)
-    else:
-        return stored
+def load_tile(rows, dims, mask, PAIRS: tl.constexpr):
+    """Loads rows of K or V; what `mask` hides is 0."""
+    if PAIRS:
+        rows = rows.to(tl.pointer_type(tl.int16))
+    return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def split_pairs(rows):
+    """Returns the even and the odd columns."""
+    return tl.split(rows.reshape(rows.shape[0], rows.shape[1] // 2, 2))
+
+
+@triton.jit
+def join_pairs(even, odd):
+    return tl.join(even, odd).reshape(even.shape[0], 2 * even.shape[1])
 
 
 @triton.jit
@@ -44,32 +53,47 @@ def attend_tiles(
     block_table,
     begin,
     end,
-    scale,  # times log2(e)
+    scale,  # times log2(e); one, or [ROWS, 1]
     window,
     block_stride,
     value_stride,
     token_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     FP8: tl.constexpr,
+    CONVERT_FP8: tl.constexpr,
+    PAIRS: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Adds tokens [begin, end) to the running softmax. Without MASKED every row sees all of them, and their number is a
-    multiple of TILE."""
-    dims = tl.arange(0, HEAD_DIM_PADDED)
+    multiple of TILE.
+
+    With PAIRS two FP8 codes are read as one 16-bit number, and even and odd dimensions are multiplied apart. So a tile
+    is decoded where its products need it: 8-bit codes would come from shared memory one by one."""
+    if PAIRS:
+        query, odd_query = split_pairs(query)
+        accumulator, odd_accumulator = split_pairs(accumulator)
+    dims = tl.arange(0, query.shape[1])
+    inside = dims < (HEAD_DIM // 2 if PAIRS else HEAD_DIM)
     for start in tl.range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
         held = positions < end
         block_ids = tl.load(block_table + positions // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-        offsets = block_ids * block_stride + (positions % BLOCK_SIZE) * token_stride
-        pointers = key_base + offsets[:, None] + dims[None, :]
-        mask = held[:, None] & (dims < HEAD_DIM)[None, :]
-        key = load_tile(pointers, mask, query.dtype, FP8)
-        scores = matmul(query, tl.trans(key), DOT_FP32) * scale  # [ROWS, TILE]
+        rows = key_base + block_ids * block_stride + (positions % BLOCK_SIZE) * token_stride
+        mask = held[:, None] & inside[None, :]
+        key = load_tile(rows, dims, mask, PAIRS)
+        if PAIRS:
+            even, odd = decode_pairs(key, CONVERT_FP8)
+            scores = matmul(query, tl.trans(even.to(query.dtype)), DOT_FP32)
+            scores += matmul(odd_query, tl.trans(odd.to(query.dtype)), DOT_FP32)
+        else:
+            if FP8:
+                key = decode_e4m3(key, CONVERT_FP8).to(query.dtype)
+            scores = matmul(query, tl.trans(key), DOT_FP32)
+        scores *= scale  # [ROWS, TILE]
         if MASKED:
             seen = held[None, :] & (positions[None, :] <= row_positions[:, None])
             if WINDOWED:
@@ -79,7 +103,17 @@ def attend_tiles(
         weights = tl.exp2(scores - new_maximum[:, None])
         correction = tl.exp2(maximum - new_maximum)
         total = total * correction + tl.sum(weights, 1)
-        value = load_tile(pointers + value_stride, mask, query.dtype, FP8)
-        accumulator = accumulator * correction[:, None] + matmul(weights.to(query.dtype), value, DOT_FP32)
+        weights = weights.to(query.dtype)
+        value = load_tile(rows + value_stride, dims, mask, PAIRS)
+        if PAIRS:
+            even, odd = decode_pairs(value, CONVERT_FP8)
+            value = even.to(query.dtype)
+            odd_accumulator *= correction[:, None]
+            odd_accumulator += matmul(weights, odd.to(query.dtype), DOT_FP32)
+        elif FP8:
+            value = decode_e4m3(value, CONVERT_FP8).to(query.dtype)
+        accumulator = accumulator * correction[:, None] + matmul(weights, value, DOT_FP32)
         maximum = new_maximum
+    if PAIRS:
+        accumulator = join_pairs(accumulator, odd_accumulator)
     return accumulator, maximum, total

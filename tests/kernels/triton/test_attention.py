@@ -116,13 +116,20 @@ def test_strided_queries() -> None:
 
 
 def test_number_of_splits() -> None:
-    traits = GpuTraits(num_sms=132, shared_bytes=228 << 10)
-    assert num_splits(8, 100, traits) == 1
-    assert num_splits(8, 4096, traits) == 16
-    assert num_splits(8, 1 << 20, traits) == 64
-    assert num_splits(48 * 8, 4096, traits) == 2
-    assert num_splits(64 * 8, 4096, traits) == 1, "nearly full"
-    assert num_splits(256 * 8, 4096, traits) == 1
+    assert num_splits(8, 100, 528) == 1
+    assert num_splits(8, 4096, 528) == 16
+    assert num_splits(8, 32768, 528) == 64
+    assert num_splits(16 * 8, 4096, 528) == 4, "one wave"
+    assert num_splits(48 * 8, 4096, 528) == 4, "three waves of a quarter each"
+    assert num_splits(64 * 8, 4096, 528) == 1, "nearly full"
+    assert num_splits(256 * 8, 4096, 528) == 1
+
+
+@pytest.mark.parametrize("num_programs", [1, 7, 30, 100, 300, 474])
+@pytest.mark.parametrize("longest", [300, 5000, 1 << 17])
+def test_splits_keep_their_limits(num_programs: int, longest: int) -> None:
+    splits = num_splits(num_programs, longest, 528)
+    assert 1 <= splits <= min(64, -(-longest // 256))
 
 
 def test_refuses_what_does_not_fit() -> None:
