@@ -5,14 +5,16 @@ above all) in their own way, so two tokens whose noisy scores differ by less tha
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from paged_kernels.triton_device.sampling import BANNED, SEEN, sample_kernel
-from paged_kernels.triton_launch import KernelCall, launch, next_power_of_two
+from paged_kernels.triton_device.sampling import BANNED, GROUP, SEEN, sample_kernel
+from paged_kernels.triton_launch import KernelCall, ceil_divide, launch, next_power_of_two
 
-_TILE = 8192  # a row is one program's work, and rows are few: half the iterations of a smaller one
+_TILE = 2048  # what a loop keeps for each lane of a tile fits in registers
+_NUM_WARPS = 16  # a row is one program's work, and rows are few
 EDIT_BANNED = int(BANNED.value)
 """Flag of a token that would end the output too early. Ignored in a row in which nothing else could be chosen."""
 EDIT_SEEN = int(SEEN.value)
@@ -44,8 +46,9 @@ class SamplingTensors:
 
 
 def sample_tokens(logits: Tensor, tensors: SamplingTensors, token_ids: Tensor | None = None) -> Tensor:
-    """Returns one token id per row of `logits` `[num_rows, vocab_size]`, `[num_rows]` int64 on the same device; -1 for
-    a row whose largest logit is not finite. Does not write to `logits`. `token_ids` receives the result, if given.
+    """Returns one token id per row of `logits` `[num_rows, vocab_size]` float32, `[num_rows]` int64 on the same device;
+    -1 for a row whose largest logit is not finite. Does not write to `logits`. `token_ids` receives the result, if
+    given.
     """
     if token_ids is None:
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -56,17 +59,20 @@ def sample_tokens(logits: Tensor, tensors: SamplingTensors, token_ids: Tensor | 
 def plan_sample(token_ids: Tensor, logits: Tensor, tensors: SamplingTensors) -> KernelCall:
     num_rows, vocab_size = logits.shape
     tile = min(_TILE, max(256, next_power_of_two(vocab_size)))
+    empty = partial(torch.empty, device=logits.device)
     return KernelCall(
         sample_kernel,
         (num_rows,),
         {
             "token_ids": token_ids,
             "logits": logits,
-            "scratch": torch.empty(logits.shape, dtype=torch.float32, device=logits.device),
+            "edited_logits": empty(logits.shape, dtype=torch.float32),
+            "keys": empty(num_rows, ceil_divide(vocab_size, tile) * tile, dtype=torch.int32),
+            "totals": empty(num_rows, ceil_divide(vocab_size, GROUP.value), dtype=torch.float32),
             "vocab_size": vocab_size,
             "logits_stride": logits.stride(0),
             **{name: getattr(tensors, name) for name in SamplingTensors.__dataclass_fields__},
         },
         {"TILE": tile},
-        num_warps=16 if tile == _TILE else 8,
+        num_warps=_NUM_WARPS,
     )

@@ -130,6 +130,15 @@ def test_ties_are_decided_for_the_lowest_ids(fields: dict[str, Any]) -> None:
     check(logits, [make_row(index, **fields) for index in range(2)])
 
 
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 0.3, 30.0])
+@pytest.mark.parametrize("fields", [{"top_k": 70}, {"top_k": 4000}, {"top_p": 0.6}, {"top_k": 3000, "top_p": 0.9}])
+def test_flat_and_peaked_rows(spread: float, fields: dict[str, Any]) -> None:
+    """Of a vocabulary of several tiles: more or fewer tokens are in question after each pass."""
+    logits = torch.randn(2, 5000) * spread
+    logits[1] = logits[1].bfloat16().float()  # many ties
+    check(logits, [SamplingRow(SamplingParams(seed=seed, **fields), 0, seed, 0) for seed in (1, 2)])
+
+
 def test_a_ban_of_everything_is_no_ban() -> None:
     everything = tuple(range(VOCAB_SIZE))
     check(make_logits(2), [make_row(i, min_tokens=40, max_tokens=50, stop_token_ids=everything) for i in range(2)])
