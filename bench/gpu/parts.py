@@ -98,7 +98,7 @@ def _layers(suite: Suite) -> Iterable[Task]:
 
     sizes = Sizes(64, 4096, 14336, 32, 8, 128, 32, 128256, prequantized_rows=(1, 16, 64, 256, 1024))
     if suite.tiny:
-        sizes = Sizes(3, 128, 64, 4, 2, 64, 1, 300, prequantized_rows=(3, 257))
+        sizes = Sizes(3, 256, 64, 4, 2, 64, 1, 300, prequantized_rows=(3, 257))
     return layer_tasks(sizes, suite.dtype, suite.watch, suite.rates)
 
 

@@ -1,10 +1,16 @@
 """Linear layers whose weights stay on the GPU as AWQ or GPTQ publish them."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
-from paged_kernels.triton_device.prequantized import dequantize_kernel, prequantized_matmul_kernel
+from paged_kernels.triton_device.prequantized import (
+    add_splits_kernel,
+    dequantize_kernel,
+    prequantized_matmul_kernel,
+)
 from paged_kernels.triton_launch import (
     Argument,
     GpuTraits,
@@ -16,11 +22,21 @@ from paged_kernels.triton_launch import (
     widen_products,
 )
 
-_TILE_OUTPUTS = 64
-_TILE_INPUTS = 64
 _MAX_SPLITS = 16
-_PROGRAMS_PER_SM = 2
-_MOST_ROWS = 256  # beyond, writing the weights dequantised costs less than dequantising them for every 64 rows
+_MOST_ROWS = 256  # beyond, writing the weights dequantised costs less than dequantising them for every tile of rows
+_SUM_TILE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    """Launch parameters of a product. A program has `rows` by `outputs` sums, and takes up `inputs` at a time."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
 
 
 def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -32,55 +48,98 @@ def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | No
         dense = torch.empty((weight.num_inputs, weight.num_outputs), dtype=x.dtype, device=x.device)
         launch([plan_dequantize(dense, weight)])
         return x @ dense if bias is None else torch.addmm(bias, x, dense)
-    traits = traits_of(x.device)
-    splits = _num_splits(x.shape[0], weight, traits)
-    if splits == 1:
-        output = torch.empty((x.shape[0], weight.num_outputs), dtype=x.dtype, device=x.device)
-        launch([plan_prequantized_matmul(output, x, weight, splits, bias)])
-        return output
-    parts = torch.empty((splits, x.shape[0], weight.num_outputs), dtype=torch.float32, device=x.device)
-    launch([plan_prequantized_matmul(parts, x, weight, splits)])
-    total = parts.sum(0)
-    return (total if bias is None else total.add_(bias)).to(x.dtype)
+    output = torch.empty((x.shape[0], weight.num_outputs), dtype=x.dtype, device=x.device)
+    launch(plan_product(output, x, weight, bias, product_tiles(x, weight), traits_of(x.device)))
+    return output
 
 
-def plan_prequantized_matmul(
-    output: Tensor, x: Tensor, weight: PrequantizedWeight, splits: int, bias: Tensor | None = None
-) -> KernelCall:
-    """Plans the product. `bias` is allowed only with one split: the caller sums several parts."""
-    num_rows, num_inputs = x.shape
-    tile_rows = min(64, max(16, next_power_of_two(num_rows)))
-    return KernelCall(
+def product_tiles(x: Tensor, weight: PrequantizedWeight) -> ProductTiles:
+    """Returns launch parameters that fit any GPU: tiles of x, and with `desc_act` of zeros and scales, are in shared
+    memory, operands of float32 in registers."""
+    rows = min(128, max(16, next_power_of_two(x.shape[0])))
+    scattered = weight.group_of_input is not None
+    inputs = _tile_inputs(weight, most=16 if x.dtype == torch.float32 else 64 if scattered or weight.bits == 8 else 128)
+    if rows <= 32:
+        # Codes of different inputs of AWQ's are in the same banks of shared memory, more so if a tile has more outputs.
+        outputs = 64 if scattered or weight.format is PrequantizedFormat.AWQ else 128
+        return ProductTiles(rows, outputs, inputs, num_warps=4, num_stages=4, programs_per_sm=4)
+    if rows <= 64:
+        return ProductTiles(rows, 128, min(64, inputs), num_warps=4, num_stages=3, programs_per_sm=4)
+    return ProductTiles(rows, 128, min(inputs, max(32, inputs // 2)), num_warps=8, num_stages=3, programs_per_sm=2)
+
+
+def plan_product(
+    output: Tensor, x: Tensor, weight: PrequantizedWeight, bias: Tensor | None, tiles: ProductTiles, traits: GpuTraits
+) -> list[KernelCall]:
+    """Plans the product. Few rows make few programs, so the inputs are split over several, and their sums added."""
+    (num_rows, num_inputs), num_outputs = x.shape, weight.num_outputs
+    grid = (ceil_divide(num_outputs, tiles.outputs), ceil_divide(num_rows, tiles.rows))
+    wanted = tiles.programs_per_sm * traits.num_sms // max(1, grid[0] * grid[1])
+    input_tiles = ceil_divide(num_inputs, tiles.inputs)
+    tiles_per_split = ceil_divide(input_tiles, max(1, min(wanted, _MAX_SPLITS)))
+    splits = ceil_divide(input_tiles, tiles_per_split)
+    parts = output
+    if splits > 1:
+        parts = torch.empty((splits, num_rows, num_outputs), dtype=torch.float32, device=output.device)
+    product_bias = bias if splits == 1 else None
+    product = KernelCall(
         prequantized_matmul_kernel,
-        (ceil_divide(weight.num_outputs, _TILE_OUTPUTS), ceil_divide(num_rows, tile_rows), splits),
+        (*grid, splits),
         {
-            "output": output,
+            "output": parts,
             "x": x,
             **_stored(weight),
-            "bias": bias,
+            "bias": product_bias,
             "num_rows": num_rows,
             **_sizes(weight),
-            "inputs_per_split": ceil_divide(ceil_divide(num_inputs, _TILE_INPUTS), splits) * _TILE_INPUTS,
+            "inputs_per_split": tiles_per_split * tiles.inputs,
             "x_stride": x.stride(0),
         },
-        _constants(weight)
-        | {"HAS_BIAS": bias is not None, "TILE_ROWS": tile_rows, "DOT_FP32": widen_products(x.dtype)},
-        num_stages=3,
+        _constants(weight, tiles.outputs, tiles.inputs)
+        | {"HAS_BIAS": product_bias is not None, "TILE_ROWS": tiles.rows, "DOT_FP32": widen_products(x.dtype)},
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
+    return [product] if splits == 1 else [product, _plan_sum(output, parts, bias)]
 
 
 def plan_dequantize(output: Tensor, weight: PrequantizedWeight) -> KernelCall:
     """Plans the dequantisation into `output` `[num_inputs, num_outputs]`, contiguous."""
-    tiles = (ceil_divide(weight.num_outputs, _TILE_OUTPUTS), ceil_divide(weight.num_inputs, _TILE_INPUTS))
+    tile_outputs, tile_inputs = 64, _tile_inputs(weight, most=64)
     return KernelCall(
-        dequantize_kernel, tiles, {"output": output, **_stored(weight), **_sizes(weight)}, _constants(weight)
+        dequantize_kernel,
+        (ceil_divide(weight.num_outputs, tile_outputs), ceil_divide(weight.num_inputs, tile_inputs)),
+        {"output": output, **_stored(weight), **_sizes(weight)},
+        _constants(weight, tile_outputs, tile_inputs),
     )
+
+
+def _plan_sum(output: Tensor, parts: Tensor, bias: Tensor | None) -> KernelCall:
+    num_splits, num_rows, num_outputs = parts.shape
+    return KernelCall(
+        add_splits_kernel,
+        (ceil_divide(num_outputs, _SUM_TILE), num_rows),
+        {
+            "output": output,
+            "parts": parts,
+            "bias": bias,
+            "num_rows": num_rows,
+            "num_outputs": num_outputs,
+            "num_splits": num_splits,
+        },
+        {"HAS_BIAS": bias is not None, "SPLITS": next_power_of_two(num_splits), "TILE_OUTPUTS": _SUM_TILE},
+    )
+
+
+def _tile_inputs(weight: PrequantizedWeight, *, most: int) -> int:
+    """Returns how many inputs a tile has: a whole group, or a part of one, if its size allows."""
+    return min(most, max(32, weight.group_size & -weight.group_size))
 
 
 def _stored(weight: PrequantizedWeight) -> dict[str, Argument]:
     return {
-        "codes": weight.codes,
-        "zeros": weight.zeros,
+        "codes": weight.codes.view(torch.uint8),
+        "zeros": weight.zeros.view(torch.uint8),
         "scales": weight.scales,
         "group_of_input": weight.group_of_input,
     }
@@ -91,23 +150,18 @@ def _sizes(weight: PrequantizedWeight) -> dict[str, Argument]:
         "num_outputs": weight.num_outputs,
         "num_inputs": weight.num_inputs,
         "group_size": weight.group_size,
-        "zero_offset": int(weight.format is PrequantizedFormat.GPTQ),
+        "code_stride": 4 * weight.codes.shape[1],
+        "zero_stride": 4 * weight.zeros.shape[1],
     }
 
 
-def _constants(weight: PrequantizedWeight) -> dict[str, int | bool]:
+def _constants(weight: PrequantizedWeight, tile_outputs: int, tile_inputs: int) -> dict[str, int | bool]:
     return {
         "BITS": weight.bits,
         "AWQ": weight.format is PrequantizedFormat.AWQ,
+        "ZERO_OFFSET": int(weight.format is PrequantizedFormat.GPTQ),
         "SHUFFLED": weight.group_of_input is not None,
-        "ONE_GROUP": weight.group_of_input is None and weight.group_size % _TILE_INPUTS == 0,
-        "TILE_OUTPUTS": _TILE_OUTPUTS,
-        "TILE_INPUTS": _TILE_INPUTS,
+        "ONE_GROUP": weight.group_of_input is None and weight.group_size % tile_inputs == 0,
+        "TILE_OUTPUTS": tile_outputs,
+        "TILE_INPUTS": tile_inputs,
     }
-
-
-def _num_splits(num_rows: int, weight: PrequantizedWeight, traits: GpuTraits) -> int:
-    """Returns into how many parts the inputs are split: few rows make few programs."""
-    programs = ceil_divide(weight.num_outputs, _TILE_OUTPUTS) * ceil_divide(max(1, num_rows), 64)
-    most = max(1, weight.num_inputs // (4 * _TILE_INPUTS))
-    return min(ceil_divide(_PROGRAMS_PER_SM * traits.num_sms, programs), most, _MAX_SPLITS)

@@ -14,7 +14,7 @@ from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import AttentionCall, plan_attention
 from paged_kernels.triton_digest import plan_digests
 from paged_kernels.triton_launch import GpuTraits, KernelCall
-from paged_kernels.triton_prequantized import plan_dequantize, plan_prequantized_matmul
+from paged_kernels.triton_prequantized import plan_dequantize, plan_product, product_tiles
 from paged_kernels.triton_rowwise import plan_rms_norm, plan_silu_mul
 from paged_kernels.triton_sampling import SamplingTensors, plan_sample
 from paged_kernels.triton_write_kv import plan_write_kv
@@ -68,7 +68,7 @@ def all_launches(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
     heads = Heads(32, 8, 128)
     yield "write_kv_kernel without rotary", _write(heads, torch.bfloat16, torch.bfloat16, rotary=False)
     yield from _rowwise()
-    yield from _prequantized()
+    yield from _prequantized(traits)
     yield "sample_kernel", _sample()
     yield from _digests()
 
@@ -128,16 +128,17 @@ def _rowwise() -> Iterator[tuple[str, KernelCall]]:
     yield "rms_norm_kernel of heads", plan_rms_norm(rows, None, rows, None, head_weight, 1e-5)
 
 
-def _prequantized() -> Iterator[tuple[str, KernelCall]]:
-    cases: tuple[tuple[PrequantizedFormat, Bits, int, int, bool, int, torch.dtype], ...] = (
-        (PrequantizedFormat.AWQ, 4, 1, 4, False, 128, torch.bfloat16),
-        (PrequantizedFormat.AWQ, 4, 512, 1, False, 32, torch.float16),
-        (PrequantizedFormat.GPTQ, 4, 1, 4, False, 128, torch.float16),
-        (PrequantizedFormat.GPTQ, 4, 512, 1, True, 128, torch.bfloat16),
-        (PrequantizedFormat.GPTQ, 8, 1, 4, True, 128, torch.float16),
-        (PrequantizedFormat.GPTQ, 8, 512, 1, False, 128, torch.bfloat16),
+def _prequantized(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
+    cases: tuple[tuple[PrequantizedFormat, Bits, int, bool, int, torch.dtype], ...] = (
+        (PrequantizedFormat.AWQ, 4, 1, False, 128, torch.bfloat16),
+        (PrequantizedFormat.AWQ, 4, 256, False, 32, torch.float16),
+        (PrequantizedFormat.GPTQ, 4, 1, False, 128, torch.float16),
+        (PrequantizedFormat.GPTQ, 4, 256, True, 128, torch.bfloat16),
+        (PrequantizedFormat.GPTQ, 4, 64, False, 128, torch.float32),
+        (PrequantizedFormat.GPTQ, 8, 1, True, 128, torch.float16),
+        (PrequantizedFormat.GPTQ, 8, 64, False, 128, torch.bfloat16),
     )
-    for form, bits, num_rows, splits, shuffled, group_size, dtype in cases:
+    for form, bits, num_rows, shuffled, group_size, dtype in cases:
         words = 4096 * bits // 32
         code_shape = (4096, words) if form is PrequantizedFormat.AWQ else (words, 4096)
         codes = empty(*code_shape, dtype=torch.int32)
@@ -145,14 +146,13 @@ def _prequantized() -> Iterator[tuple[str, KernelCall]]:
         num_groups = 4096 // group_size
         zeros, scales = empty(num_groups, words, dtype=torch.int32), empty(num_groups, 4096, dtype=torch.float16)
         weight = PrequantizedWeight(form, codes, zeros, scales, group_size, groups, bits)
-        x = empty(num_rows, 4096, dtype=dtype)
-        output = empty(splits, num_rows, 4096, dtype=torch.float32 if splits > 1 else dtype)
+        x, output = empty(num_rows, 4096, dtype=dtype), empty(num_rows, 4096, dtype=dtype)
         bias = empty(4096, dtype=dtype) if shuffled else None
-        name = f"prequantized_matmul_kernel {form} {bits} bits {num_rows} rows {dtype}"
-        yield name, plan_prequantized_matmul(output, x, weight, splits, bias)
-        if splits == 1:
-            dense = empty(4096, 4096, dtype=dtype)
-            yield f"dequantize_kernel {form} {bits} bits {dtype}", plan_dequantize(dense, weight)
+        label = f"{form} {bits} bits {num_rows} rows {dtype}"
+        for call in plan_product(output, x, weight, bias, product_tiles(x, weight), traits):
+            yield f"{call.kernel.__name__} {label}", call
+        dense = empty(4096, 4096, dtype=dtype)
+        yield f"dequantize_kernel {label}", plan_dequantize(dense, weight)
 
 
 def _sample() -> KernelCall:

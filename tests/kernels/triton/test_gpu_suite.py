@@ -33,7 +33,7 @@ from kvrelay.engine.gpu.runner import GpuRunner, GpuStep
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.sampling.sampler import SamplingRow
 
-SIZES = Sizes(3, 128, 64, 4, 2, 64, 1, 300, prequantized_rows=(3,))
+SIZES = Sizes(3, 256, 64, 4, 2, 64, 1, 300, prequantized_rows=(3,))
 
 
 def test_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

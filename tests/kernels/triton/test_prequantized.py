@@ -71,10 +71,20 @@ def test_inputs_in_shuffled_groups(num_rows: int) -> None:
     check(torch.randn(num_rows, 192), weight, exact)
 
 
-def test_inputs_are_split_for_stack() -> None:
-    """17 tiles of inputs over 4 programs."""
+@pytest.mark.parametrize("num_rows", [2, 100])
+def test_inputs_are_split(num_rows: int) -> None:
+    """17 groups of inputs over several programs, whose sums are added."""
     weight, exact = make_weight(PrequantizedFormat.AWQ, 1088, 16, 64, torch.float16)
-    check(torch.randn(2, 1088), weight, exact)
+    check(torch.randn(num_rows, 1088), weight, exact, torch.randn(16))
+
+
+@pytest.mark.parametrize("num_rows", [32, 256, 512])
+@pytest.mark.parametrize("form", list(PrequantizedFormat))
+def test_weights_are_rounded_once(form: PrequantizedFormat, num_rows: int) -> None:
+    """Rows with a single 1 return them bit for bit."""
+    weight, exact = make_weight(form, 512, 72, 128, torch.float16)
+    rows = torch.eye(512, dtype=torch.bfloat16)[-num_rows:]
+    assert torch.equal(prequantized_matmul(rows, weight), exact[-num_rows:].bfloat16())
 
 
 def test_refuses_what_does_not_fit() -> None:
