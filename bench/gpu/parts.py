@@ -124,7 +124,7 @@ def _engine(shape: str, *, by_kernel: bool = False) -> Callable[[Suite], Iterabl
             return measured(plan, torch.float32, suite.device, suite.rates, suite.seed)
         limits = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=9216)
         decode = ((64, 1024), (1, 1024), (16, 1024), (256, 1024))
-        plan = EnginePlan(shape, config, decode, (512, 2048, 8192), (64, 512, 128), 64, 3, limits)
+        plan = EnginePlan(shape, config, decode, (128, 512, 2048, 8192), (64, 512, 128), 64, 3, limits)
         return measured(plan, suite.dtype, suite.device, suite.rates, suite.seed)
 
     return tasks

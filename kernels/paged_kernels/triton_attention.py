@@ -27,11 +27,11 @@ from paged_kernels.triton_write_kv import plan_write_kv
 _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # the smallest matrix product that Triton has
 _MAX_SPLITS = 64
-_MIN_SPLIT_TOKENS = 256
+_MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_SM = 4  # of four warps; of eight, half as many
-_NEARLY = 0.9
+_NEARLY_FULL = 0.7
+_NEARLY_AS_GOOD = 0.9
 _LARGEST_TILE = 64
-_SHARED_BYTES_OF_SM_90 = 200 << 10  # at least, and more than before it
 _FEW_TOKENS = 16  # new tokens of a sequence whose step is split like one of decodes: a prompt's end after a fetch
 
 
@@ -131,13 +131,13 @@ def num_splits(num_programs: int, longest: int, num_places: int) -> int:
     """Returns how many programs share one sequence and KV head, none with too little to do, where `num_places` run at
     once. One, if one each nearly fills the GPU: more would mean another wave of programs, and partial results to merge.
     Otherwise the fewest that are nearly as good as any, by the tiles that the places take in all waves."""
-    if num_programs >= _NEARLY * num_places:
+    if num_programs >= _NEARLY_FULL * num_places:
         return 1
     most = max(1, min(ceil_divide(longest, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
     num_tiles = ceil_divide(longest, _LARGEST_TILE)
     choices = range(1, most + 1)
     costs = [ceil_divide(num_programs * splits, num_places) * ceil_divide(num_tiles, splits) for splits in choices]
-    return next(splits for splits, cost in zip(choices, costs, strict=True) if cost <= min(costs) / _NEARLY)
+    return next(splits for splits, cost in zip(choices, costs, strict=True) if cost <= min(costs) / _NEARLY_AS_GOOD)
 
 
 def _num_places(traits: GpuTraits, num_warps: int) -> int:
@@ -199,7 +199,7 @@ def _plan_prefill(call: AttentionCall, traits: GpuTraits, *, skip_decodes: bool)
     if not (_is_exact(call) or _is_big(call) or few or traits.shared_bytes < 128 << 10):
         rows = max(rows, 128)
     tokens = rows // call.group
-    tile, num_stages = _tile(call, traits)
+    tile, num_stages = (128, 2) if rows >= 128 and _is_sm_90(traits) else _tile(call, traits)
     return KernelCall(
         prefill_attention_kernel,
         (num_tokens // tokens + num_seqs, call.kv_pool.shape[1]),
@@ -208,6 +208,11 @@ def _plan_prefill(call: AttentionCall, traits: GpuTraits, *, skip_decodes: bool)
         num_warps=_prompt_warps(call, rows),
         num_stages=num_stages,
     )
+
+
+def _is_sm_90(traits: GpuTraits) -> bool:
+    """Returns whether the GPU has as much shared memory as sm_90, or more: it has `wgmma` then."""
+    return traits.shared_bytes >= 200 << 10
 
 
 def _is_exact(call: AttentionCall) -> bool:
@@ -274,8 +279,8 @@ def _strides(call: AttentionCall) -> dict[str, int]:
 def _shared_constants(call: AttentionCall, rows: int, traits: GpuTraits) -> dict[str, int | bool]:
     head_dim = call.query.shape[2]
     fp8 = call.kv_pool.dtype is FP8
-    # Operands of `wgmma` (sm_90) come from shared memory, through which decoded tiles have to pass anyway.
-    wgmma = rows >= 64 and traits.shared_bytes >= _SHARED_BYTES_OF_SM_90 and not _is_exact(call)
+    # Operands of `wgmma` come from shared memory, through which decoded tiles have to pass anyway.
+    wgmma = rows >= 64 and _is_sm_90(traits) and not _is_exact(call)
     return {
         "GROUP": call.group,
         "ROWS": rows,

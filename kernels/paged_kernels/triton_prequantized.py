@@ -49,23 +49,31 @@ def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | No
         launch([plan_dequantize(dense, weight)])
         return x @ dense if bias is None else torch.addmm(bias, x, dense)
     output = torch.empty((x.shape[0], weight.num_outputs), dtype=x.dtype, device=x.device)
-    launch(plan_product(output, x, weight, bias, product_tiles(x, weight), traits_of(x.device)))
+    traits = traits_of(x.device)
+    launch(plan_product(output, x, weight, bias, product_tiles(x, weight, traits), traits))
     return output
 
 
-def product_tiles(x: Tensor, weight: PrequantizedWeight) -> ProductTiles:
-    """Returns launch parameters that fit any GPU: tiles of x, and with `desc_act` of zeros and scales, are in shared
-    memory, operands of float32 in registers."""
-    rows = min(128, max(16, next_power_of_two(x.shape[0])))
+def product_tiles(x: Tensor, weight: PrequantizedWeight, traits: GpuTraits) -> ProductTiles:
+    """Returns the launch parameters that are the fastest on an H100, as far as they fit: tiles of x, and with
+    `desc_act` of zeros and scales, are in shared memory, operands of float32 in registers."""
+    num_rows = x.shape[0]
     scattered = weight.group_of_input is not None
-    inputs = _tile_inputs(weight, most=16 if x.dtype == torch.float32 else 64 if scattered or weight.bits == 8 else 128)
-    if rows <= 32:
-        # Codes of different inputs of AWQ's are in the same banks of shared memory, more so if a tile has more outputs.
-        outputs = 64 if scattered or weight.format is PrequantizedFormat.AWQ else 128
-        return ProductTiles(rows, outputs, inputs, num_warps=4, num_stages=4, programs_per_sm=4)
-    if rows <= 64:
+    has_room = traits.shared_bytes >= 160 << 10
+    inputs = _tile_inputs(weight, most=16 if x.dtype == torch.float32 else 64 if scattered else 128)
+    rows = min(256 if has_room else 128, max(16, next_power_of_two(num_rows)))
+    if rows > 64:
+        inputs = min(inputs, max(32, inputs // 2))
+        return ProductTiles(rows, 128, inputs, num_warps=8, num_stages=3, programs_per_sm=256 // rows)
+    if scattered:
+        return ProductTiles(rows, 64 if rows <= 32 else 128, inputs, num_warps=4, num_stages=4, programs_per_sm=4)
+    if weight.bits == 8 and (rows <= 32 or has_room):
+        return ProductTiles(rows, 64, inputs, num_warps=4, num_stages=4 if rows <= 32 else 3, programs_per_sm=2)
+    if rows > 32:
         return ProductTiles(rows, 128, min(64, inputs), num_warps=4, num_stages=3, programs_per_sm=4)
-    return ProductTiles(rows, 128, min(inputs, max(32, inputs // 2)), num_warps=8, num_stages=3, programs_per_sm=2)
+    # Codes of different inputs of AWQ's are in the same banks of shared memory, more so if a tile has more outputs.
+    outputs, num_stages = (64, 4) if weight.format is PrequantizedFormat.AWQ else (128, 3)
+    return ProductTiles(rows, outputs, inputs, num_warps=4, num_stages=num_stages, programs_per_sm=7)
 
 
 def plan_product(

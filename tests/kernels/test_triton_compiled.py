@@ -43,7 +43,7 @@ class Gpu:
 
 GPUS = {
     "sm_80": Gpu(GPUTarget("cuda", 80, 32), GpuTraits(num_sms=108, shared_bytes=163 << 10)),
-    # Of sm_80 with less shared memory, by which attention alone is launched differently.
+    # Of sm_80 with less shared memory, with which attention is launched as for none of the others.
     "sm_89": Gpu(GPUTarget("cuda", 89, 32), GpuTraits(142, 99 << 10, converts_fp8=True), only="attention_kernel"),
     "sm_90": Gpu(GPUTarget("cuda", 90, 32), GpuTraits(132, 227 << 10, converts_fp8=True)),
     "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), GpuTraits(num_sms=304, shared_bytes=64 << 10)),
@@ -102,8 +102,8 @@ def test_compiles(gpu: str, name: str, tmp_path: Path) -> None:
     call = GPUS[gpu].launches()[name]
     compiled = compile_for(call, GPUS[gpu].target)
     assert compiled.asm["cubin" if gpu.startswith("sm") else "hsaco"]
-    is_attention = "attention_kernel" in name  # all else is launched the same whatever shared memory there is
-    assert compiled.metadata.shared <= (GPUS[gpu].traits.shared_bytes if is_attention else LEAST_SHARED_BYTES)
+    adapts = "attention_kernel" in name or "matmul_kernel" in name  # to the shared memory that there is
+    assert compiled.metadata.shared <= (GPUS[gpu].traits.shared_bytes if adapts else LEAST_SHARED_BYTES)
     if gpu.startswith("sm"):
         a_little = 0 if gpu == "sm_90" else 32
         assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") <= a_little, "registers spill"

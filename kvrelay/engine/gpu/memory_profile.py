@@ -28,7 +28,7 @@ _GRAPH_BYTES = 8 << 20  # an estimate of the driver's memory for one recorded st
 _GIB = 1 << 30
 _ALL_THAT_CAN_BE_ASKED_FOR = SamplingParams(seed=0, top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 # Products with quantised weights are launched differently for these numbers of rows.
-_SHORTER_PROMPTS = (256, 64, 32, 2)
+_SHORTER_PROMPTS = (256, 128, 64, 32, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,11 +59,12 @@ def test_as_many_rows_as_a_large_gpu_takes(heads: Heads, window: int | None, mon
         launched.extend(calls)
         launch(calls)
 
-    traits = GpuTraits(num_sms=132, shared_bytes=227 << 10)
+    traits = GpuTraits(num_sms=4, shared_bytes=227 << 10)  # few enough for one program each to fill them
     monkeypatch.setattr(triton_attention, "traits_of", lambda device: traits)
     monkeypatch.setattr(triton_attention, "launch", record)
     make_batch(heads, torch.float16, CHUNKS, sliding_window=window).check(TritonBackend())
-    assert [call.constants["ROWS"] for call in launched if call.kernel is prefill_attention_kernel] == [128]
+    [prefill] = (call for call in launched if call.kernel is prefill_attention_kernel)
+    assert prefill.constants["ROWS"] == prefill.constants["TILE"] == 128
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -90,7 +91,7 @@ def test_a_prompt_that_leaves_the_gpu_idle_is_split(monkeypatch: pytest.MonkeyPa
     batch = make_batch(Heads(4, 2, 64), torch.float16, ((500, 40),))
     call = AttentionCall(batch.query, batch.query, batch.pool, 0, batch.metadata, 0.1, None, None)
     first, _merge = plan_attention(call, traits)
-    assert first.grid == (2, 2, 3)
+    assert first.grid == (2, 2, 5)
     batch.check(TritonBackend())
 
 
@@ -117,11 +118,11 @@ def test_strided_queries() -> None:
 
 def test_number_of_splits() -> None:
     assert num_splits(8, 100, 528) == 1
-    assert num_splits(8, 4096, 528) == 16
+    assert num_splits(8, 4096, 528) == 32
     assert num_splits(8, 32768, 528) == 64
     assert num_splits(16 * 8, 4096, 528) == 4, "one wave"
-    assert num_splits(48 * 8, 4096, 528) == 4, "three waves of a quarter each"
-    assert num_splits(64 * 8, 4096, 528) == 1, "nearly full"
+    assert num_splits(40 * 8, 4096, 528) == 3, "two waves of a third each"
+    assert num_splits(48 * 8, 4096, 528) == 1, "nearly full"
     assert num_splits(256 * 8, 4096, 528) == 1
 
 
@@ -129,7 +130,7 @@ def test_number_of_splits() -> None:
 @pytest.mark.parametrize("longest", [300, 5000, 1 << 17])
 def test_splits_keep_their_limits(num_programs: int, longest: int) -> None:
     splits = num_splits(num_programs, longest, 528)
-    assert 1 <= splits <= min(64, -(-longest // 256))
+    assert 1 <= splits <= min(64, -(-longest // 128))
 
 
 def test_refuses_what_does_not_fit() -> None:
