@@ -10,6 +10,7 @@ decodes to text. With `--quantization` the matrices of the layers are random 4-b
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -146,10 +147,15 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 
 
 def write_random_model(
-    directory: Path, shape: str, *, seed: int = 0, quantization: PrequantizedMethod | None = None
+    directory: Path,
+    shape: str,
+    *,
+    seed: int = 0,
+    quantization: PrequantizedMethod | None = None,
+    device: str = "cpu",
 ) -> Path:
-    """Writes the model and its tokenizer into `directory`, created if needed, and returns it. Raises ValueError for a
-    shape that does not divide into groups."""
+    """Writes the model and its tokenizer into `directory`, created if needed, and returns it. Weights are drawn on
+    `device`, and are others on each kind. Raises ValueError for a shape that does not divide into groups."""
     config = SHAPES[shape]()
     if quantization is not None and (config.hidden_size % GROUP_SIZE or config.intermediate_size % GROUP_SIZE):
         raise ValueError(f"the sizes of the shape {shape} are not multiples of {GROUP_SIZE}: choose another --shape")
@@ -159,7 +165,7 @@ def write_random_model(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if config.tie_word_embeddings and name == "lm_head.weight":
@@ -204,7 +210,8 @@ def write_byte_tokenizer(directory: Path, *, vocab_size: int) -> None:
 def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=torch.bfloat16)
-    return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+    weights = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    return weights.normal_(0.0, 0.02, generator=generator).cpu()
 
 
 def _random_codes(
@@ -215,12 +222,13 @@ def _random_codes(
     num_outputs, num_inputs = shape
     num_groups = num_inputs // GROUP_SIZE
     code_shape = (num_inputs, num_outputs // 8) if method == "awq" else (num_inputs // 8, num_outputs)
-    codes = torch.empty(code_shape, dtype=torch.int32).random_(-(2**31), 2**31 - 1, generator=generator)
+    empty = partial(torch.empty, device=generator.device)
+    codes = empty(code_shape, dtype=torch.int32).random_(-(2**31), 2**31 - 1, generator=generator).cpu()
     # Every zero point is 8; GPTQ's first format stores one less.
     middle = -0x77777778 if method in ("awq", "gptq_v2") else 0x77777777
     zeros = torch.full((num_groups, num_outputs // 8), middle, dtype=torch.int32)
     spread = 0.02 / (16**2 / 12) ** 0.5
-    scales = torch.empty(num_groups, num_outputs).uniform_(0.8 * spread, 1.2 * spread, generator=generator)
+    scales = empty(num_groups, num_outputs).uniform_(0.8 * spread, 1.2 * spread, generator=generator).cpu()
     tensors = {"qweight": codes, "qzeros": zeros, "scales": scales.half()}
     if method != "awq":
         order = torch.arange(num_inputs)

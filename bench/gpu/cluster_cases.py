@@ -102,7 +102,7 @@ def _serve(
     """Serves the requests with a new cluster. The result's seconds are those of all requests together."""
     model = directory / "model"
     if not model.exists():
-        write_random_model(model, load.shape, seed=seed % 2**31)
+        write_random_model(model, load.shape, seed=seed % 2**31, device=load.device)
     with _cluster(model, way, load) as address:
         start = time.perf_counter()
         answers = asyncio.run(_ask(address.grpc, load, seed))

@@ -40,6 +40,7 @@ _logger = logging.getLogger(__name__)
 _BLOCK_SIZE = 16
 _WARMUP_STEPS = 3
 _PROFILED_STEPS = 4
+_MOST_CHECKED = 32  # requests of a measurement, each of which plain torch needs a tenth of a second for
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,32 +160,35 @@ class EngineBench:
         return Measured(seconds, self._answers_error())
 
     def launch(self) -> Measured:
-        """Measures the seconds until a decode step is launched. Neither that nor the prompts before it may wait for the
+        """Measures the seconds until a decode step is launched. Neither that nor the steps around it may wait for the
         GPU."""
-        *prompts, decode = self._plans()
+        *prompts, decode, mixed = self._plans()
         with never_waiting(self._device):
             for plan in prompts:
                 self._runner.launch(plan)
             start = time.perf_counter()
-            step = self._runner.launch(decode)
+            self._runner.launch(decode)
             seconds = time.perf_counter() - start
-        step.collect()
+            last = self._runner.launch(mixed)
+        last.collect()
         return Measured(seconds, 0.0)
 
     def replay_error(self) -> float:
-        """Compares a recorded step with the same one launched kernel by kernel, with attention in plain torch. Returns
-        the deviation between the log-probabilities of the likeliest tokens, as a share of what is allowed."""
+        """Compares a recorded step of decodes, and one with a prompt, with the same ones launched kernel by kernel, with
+        attention in plain torch. Returns the deviation between the log-probabilities of the likeliest tokens, as a
+        share of what is allowed."""
         found = self._top_logprobs(self._runner)
         with self._plain_runner() as runner:
             expected = self._top_logprobs(runner)
         return deviation(found.to(self.model.dtype), expected.double())
 
     def _answers_error(self) -> float:
-        """Checks the tokens of all requests since the last call, and forgets them. The requests must have ended."""
-        answers, self._answers = self._answers, {}
+        """Checks the tokens of the requests since the last call, or of some if they are many, and forgets them. The
+        requests must have ended."""
+        answers, self._answers = [*self._answers.values()], {}
         found: list[TokenLogprobs] = []
         with self._plain_runner() as runner:
-            for request, output in answers.values():
+            for request, output in answers[:: -(-len(answers) // _MOST_CHECKED)]:
                 prompt = request.prompt_token_ids
                 table = range(-(-(len(prompt) + len(output)) // _BLOCK_SIZE))
                 runner.launch(SchedulerOutput((ScheduledSequence(prompt[:-1], 0, table, ()),), ())).collect()
@@ -206,11 +210,12 @@ class EngineBench:
         """Returns `[num_seqs, 20]`, largest first. It has no token ids: the order of equally likely ones does not
         matter."""
         outputs = [runner.launch(plan).collect() for plan in self._plans()]
-        rows = [result.sampled[0].logprobs for result in outputs[-1].results]
+        rows = [result.sampled[0].logprobs for output in outputs[-2:] for result in output.results]
         return torch.tensor([[value for _, value in one.top] for one in rows if one is not None])
 
     def _plans(self) -> list[SchedulerOutput]:
-        """Returns a plan for each of a few prompts, the same each time, and then one decode step of them all."""
+        """Returns a plan for each of a few prompts, the same each time, and then one decode step of them all. In the
+        last one a new prompt takes the blocks of the last, while the others decode once more."""
         sampling = SamplingParams(temperature=0.0, seed=0, logprobs=20)
         length = 3 * _BLOCK_SIZE - 5
         tables = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(min(3, self._plan.limits.max_num_seqs))]
@@ -219,8 +224,12 @@ class EngineBench:
             prompt = [(31 * at + 7 * index) % self.model.config.vocab_size for at in range(length)]
             plans.append(SchedulerOutput((ScheduledSequence(prompt, 0, table, ()),), ()))
         row = SamplingRow(sampling, 0, length + 1, 1)
-        decode = tuple(ScheduledSequence((7,), length, table, (row,)) for table in tables)
-        return [*plans, SchedulerOutput(decode, ())]
+        decodes = tuple(ScheduledSequence((7,), length, table, (row,)) for table in tables)
+        later = SamplingRow(sampling, 0, length + 2, 2)
+        mixed = [ScheduledSequence((8,), length + 1, table, (later,)) for table in tables[:-1]]
+        new = range(9, 9 + _BLOCK_SIZE + 4)
+        mixed.append(ScheduledSequence(new, 0, tables[-1], (SamplingRow(sampling, 0, len(new), 0),)))
+        return [*plans, SchedulerOutput(decodes, ()), SchedulerOutput(tuple(mixed), ())]
 
     def _add(self, length: int, sampling: SamplingParams) -> None:
         self._num_requests += 1

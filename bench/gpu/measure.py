@@ -1,12 +1,13 @@
 """Times work on a GPU, and measures in the same run the two rates that every floor is computed from.
 
 A time is the median over repeats between CUDA events. Before each repeat the caches are flushed with so much memory
-that the host has enqueued the work before the GPU gets to it, so that only the GPU is timed. On the CPU, where nothing
-but this code is tested, wall time serves.
+that the host has enqueued the work before the GPU gets to it, so that only the GPU is timed; repeats in which the host
+was late do not count. On the CPU, where nothing but this code is tested, wall time serves.
 """
 
+import logging
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 
 from bench.timing import wall_seconds
 
+_logger = logging.getLogger(__name__)
 _FLUSH_BYTES = 2 << 30  # many times the L2 cache of any GPU, and half a millisecond of writing
 
 
@@ -29,6 +31,19 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
+class Repeat:
+    """One run between two events on the GPU."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    host_was_ahead: bool  # everything was enqueued before the GPU began
+
+    @property
+    def milliseconds(self) -> float:
+        return float(self.begin.elapsed_time(self.end))
+
+
+@dataclass(frozen=True, slots=True)
 class Stopwatch:
     device: torch.device
     repeats: int
@@ -41,16 +56,25 @@ class Stopwatch:
             run()
         flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
-        begins = [_event() for _ in range(self.repeats)]
-        ends = [_event() for _ in range(self.repeats)]
-        for begin, end in zip(begins, ends, strict=True):
-            flush.zero_()
-            begin.record()
-            run()
-            end.record()
+        timed = [self._timed(run, flush) for _ in range(self.repeats)]
         torch.cuda.synchronize(self.device)
-        milliseconds = [float(begin.elapsed_time(end)) for begin, end in zip(begins, ends, strict=True)]
-        return statistics.median(milliseconds) / 1e3
+        return statistics.median(repeat.milliseconds for repeat in unaffected(timed)) / 1e3
+
+    def _timed(self, run: Callable[[], object], flush: torch.Tensor) -> Repeat:
+        begin, end = _event(), _event()
+        flush.zero_()
+        begin.record()
+        run()
+        end.record()
+        return Repeat(begin, end, host_was_ahead=not begin.query())  # type: ignore[no-untyped-call]
+
+
+def unaffected(repeats: Sequence[Repeat]) -> Sequence[Repeat]:
+    """Returns the repeats in which the GPU did not wait for the host, or all, if it always did."""
+    found = [repeat for repeat in repeats if repeat.host_was_ahead]
+    if not found:
+        _logger.warning("the GPU waited for the host: what was measured includes launching")
+    return found or repeats
 
 
 def _event() -> torch.cuda.Event:

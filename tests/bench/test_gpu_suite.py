@@ -21,7 +21,7 @@ from bench.gpu.bars import BARS, Bar, judged
 from bench.gpu.case import Case, deviation
 from bench.gpu.cluster_cases import ClusterLoad, cluster_tasks
 from bench.gpu.greedy import greedy_error
-from bench.gpu.measure import Rates, Stopwatch, measure_rates, never_waiting, poisoned
+from bench.gpu.measure import Rates, Repeat, Stopwatch, measure_rates, never_waiting, poisoned, unaffected
 from bench.gpu.model_cases import KINDS, model_tasks
 from bench.gpu.report import Record, Result, read_records, table
 from bench.gpu.task import Task, run_tasks
@@ -256,3 +256,23 @@ def test_bars_are_judged() -> None:
     wrong = Result("two", 2.0, 1.0, 0.9)
     assert [verdict.split()[0] for verdict in judged([one, wrong], bars)] == ["MISSED", "passed", "WRONG"]
     assert len(list(judged([]))) == len(BARS)
+
+
+def test_times_in_which_the_gpu_waited_for_the_host_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    class Event:
+        def __init__(self, at: float) -> None:
+            self.at = at
+
+        def elapsed_time(self, end: "Event") -> float:
+            return end.at - self.at
+
+    def repeat(milliseconds: float, *, ahead: bool) -> Repeat:
+        begin: Any = Event(1.0)
+        end: Any = Event(1.0 + milliseconds)
+        return Repeat(begin, end, host_was_ahead=ahead)
+
+    late = [repeat(9.0, ahead=False), repeat(8.0, ahead=False)]
+    assert [one.milliseconds for one in unaffected([*late, repeat(2.0, ahead=True)])] == [2.0]
+    assert not caplog.records
+    assert unaffected(late) == late
+    assert "waited for the host" in caplog.text
