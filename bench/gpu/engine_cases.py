@@ -174,7 +174,7 @@ class EngineBench:
         return Measured(seconds, 0.0)
 
     def replay_error(self) -> float:
-        """Compares a recorded step of decodes, and one with a prompt, with the same ones launched kernel by kernel, with
+        """Compares a recorded step of decodes, and one with a prompt, with the same launched kernel by kernel and with
         attention in plain torch. Returns the deviation between the log-probabilities of the likeliest tokens, as a
         share of what is allowed."""
         found = self._top_logprobs(self._runner)

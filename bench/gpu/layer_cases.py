@@ -12,7 +12,6 @@ from paged_kernels.quantized_weight import Bits
 from paged_kernels.triton_attention import TritonBackend
 from paged_kernels.triton_digest import BlockDigests, key_table, plan_digests
 from paged_kernels.triton_launch import launch
-from paged_kernels.triton_prequantized import prequantized_matmul
 from paged_kernels.triton_sampling import SamplingTensors, sample_tokens
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from kv_connector.header import payload_digest
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
 from kvrelay.engine.gpu.sampler import sampling_arrays
+from kvrelay.engine.layers.prequantized_linear import TritonProduct
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
@@ -184,9 +184,10 @@ def _prequantized(
     weight = PrequantizedWeight(form, codes, zeros, scales, group_size, groups, bits)
     x = torch.randn(num_rows, num_inputs, device=device, dtype=dtype)
     dense = dequantize(weight).to(dtype)
+    product = TritonProduct(weight)
     num_bytes = 4 * (codes.numel() + zeros.numel()) + scales.numel() * 2 + x.numel() * 2 + len(x) * num_outputs * 2
     return Case(
-        lambda: prequantized_matmul(x, weight),
+        lambda: product(x, None),
         lambda: x.double() @ dense.double(),
         num_bytes=num_bytes,
         num_flops=2 * len(x) * num_inputs * num_outputs,

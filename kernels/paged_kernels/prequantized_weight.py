@@ -6,7 +6,7 @@ GPTQ consecutive inputs of one output. Zeros are packed along outputs, in the or
 here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -56,6 +56,20 @@ def dequantize(weight: PrequantizedWeight) -> Tensor:
     if groups is None:
         groups = torch.arange(weight.num_inputs, device=weight.codes.device) // weight.group_size
     return (unpack_codes(weight) - unpack_zeros(weight)[groups]).double() * weight.scales.double()[groups]
+
+
+def in_group_order(weight: PrequantizedWeight) -> tuple[PrequantizedWeight, Tensor]:
+    """Sorts the inputs of a layer with `group_of_input` by group, all of which have `group_size` inputs. Returns the
+    layer, whose groups need no index any more, and the order, `[num_inputs]` int64: it is to be multiplied with
+    `x[:, order]`."""
+    assert weight.group_of_input is not None and weight.format is not PrequantizedFormat.AWQ
+    order = weight.group_of_input.argsort(stable=True)
+    per_word = 32 // weight.bits
+    fields = unpack_codes(weight)[order].view(-1, per_word, weight.num_outputs)
+    codes = torch.zeros_like(weight.codes)
+    for index in range(per_word):
+        codes |= fields[:, index].int() << (weight.bits * index)
+    return replace(weight, codes=codes, group_of_input=None), order
 
 
 def unpack_codes(weight: PrequantizedWeight) -> Tensor:

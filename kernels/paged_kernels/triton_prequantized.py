@@ -41,7 +41,9 @@ class ProductTiles:
 
 def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | None = None) -> Tensor:
     """Returns `x` `[num_rows, num_inputs]` times the dequantised weight, plus `bias` `[num_outputs]`, as `[num_rows,
-    num_outputs]` in x's dtype. Weights are rounded to that dtype; products and bias are summed in float32."""
+    num_outputs]` in x's dtype. Weights are rounded to that dtype; products and bias are summed in float32. The weight's
+    inputs are in the order of their groups (`in_group_order`)."""
+    assert weight.group_of_input is None
     if x.shape[1] != weight.num_inputs or weight.num_outputs % (32 // weight.bits) or x.stride(-1) != 1:
         raise ValueError(f"x {tuple(x.shape)} does not fit {weight.num_inputs} x {weight.num_outputs} weights")
     if x.shape[0] > _MOST_ROWS:
@@ -55,18 +57,14 @@ def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | No
 
 
 def product_tiles(x: Tensor, weight: PrequantizedWeight, traits: GpuTraits) -> ProductTiles:
-    """Returns the launch parameters that are the fastest on an H100, as far as they fit: tiles of x, and with
-    `desc_act` of zeros and scales, are in shared memory, operands of float32 in registers."""
-    num_rows = x.shape[0]
-    scattered = weight.group_of_input is not None
-    has_room = traits.shared_bytes >= 160 << 10
-    inputs = _tile_inputs(weight, most=16 if x.dtype == torch.float32 else 64 if scattered else 128)
-    rows = min(256 if has_room else 128, max(16, next_power_of_two(num_rows)))
+    """Returns the launch parameters that are the fastest on an H100, as far as they fit: tiles of x are in shared
+    memory, sums and operands of float32 in registers."""
+    has_room = traits.shared_bytes >= 200 << 10  # from sm_90 on
+    inputs = _tile_inputs(weight, most=16 if x.dtype == torch.float32 else 128)
+    rows = min(256 if has_room else 128, max(16, next_power_of_two(x.shape[0])))
     if rows > 64:
         inputs = min(inputs, max(32, inputs // 2))
         return ProductTiles(rows, 128, inputs, num_warps=8, num_stages=3, programs_per_sm=256 // rows)
-    if scattered:
-        return ProductTiles(rows, 64 if rows <= 32 else 128, inputs, num_warps=4, num_stages=4, programs_per_sm=4)
     if weight.bits == 8 and (rows <= 32 or has_room):
         return ProductTiles(rows, 64, inputs, num_warps=4, num_stages=4 if rows <= 32 else 3, programs_per_sm=2)
     if rows > 32:
@@ -149,7 +147,6 @@ def _stored(weight: PrequantizedWeight) -> dict[str, Argument]:
         "codes": weight.codes.view(torch.uint8),
         "zeros": weight.zeros.view(torch.uint8),
         "scales": weight.scales,
-        "group_of_input": weight.group_of_input,
     }
 
 
@@ -168,8 +165,7 @@ def _constants(weight: PrequantizedWeight, tile_outputs: int, tile_inputs: int) 
         "BITS": weight.bits,
         "AWQ": weight.format is PrequantizedFormat.AWQ,
         "ZERO_OFFSET": int(weight.format is PrequantizedFormat.GPTQ),
-        "SHUFFLED": weight.group_of_input is not None,
-        "ONE_GROUP": weight.group_of_input is None and weight.group_size % tile_inputs == 0,
+        "ONE_GROUP": weight.group_size % tile_inputs == 0,
         "TILE_OUTPUTS": tile_outputs,
         "TILE_INPUTS": tile_inputs,
     }

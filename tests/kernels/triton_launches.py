@@ -138,16 +138,15 @@ def _prequantized(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
         (PrequantizedFormat.GPTQ, 8, 1, True, 128, torch.float16),
         (PrequantizedFormat.GPTQ, 8, 64, False, 128, torch.bfloat16),
     )
-    for form, bits, num_rows, shuffled, group_size, dtype in cases:
+    for form, bits, num_rows, has_bias, group_size, dtype in cases:
         words = 4096 * bits // 32
         code_shape = (4096, words) if form is PrequantizedFormat.AWQ else (words, 4096)
         codes = empty(*code_shape, dtype=torch.int32)
-        groups = empty(4096, dtype=torch.int32) if shuffled else None
         num_groups = 4096 // group_size
         zeros, scales = empty(num_groups, words, dtype=torch.int32), empty(num_groups, 4096, dtype=torch.float16)
-        weight = PrequantizedWeight(form, codes, zeros, scales, group_size, groups, bits)
+        weight = PrequantizedWeight(form, codes, zeros, scales, group_size, bits=bits)
         x, output = empty(num_rows, 4096, dtype=dtype), empty(num_rows, 4096, dtype=dtype)
-        bias = empty(4096, dtype=dtype) if shuffled else None
+        bias = empty(4096, dtype=dtype) if has_bias else None
         label = f"{form} {bits} bits {num_rows} rows {dtype}"
         for call in plan_product(output, x, weight, bias, product_tiles(x, weight, traits), traits):
             yield f"{call.kernel.__name__} {label}", call

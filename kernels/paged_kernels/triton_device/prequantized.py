@@ -101,7 +101,6 @@ def dequantized_tile(
     codes,  # bytes of AWQ: [num_inputs, num_outputs / 8] int32; GPTQ: [num_inputs / PER_WORD, num_outputs] int32
     zeros,  # bytes of [num_groups, num_outputs / PER_WORD] int32
     scales,  # [num_groups, num_outputs]
-    group_of_input,  # [num_inputs] int32, read with SHUFFLED only
     start,  # the first input
     last,  # inputs from here on are 0, or of no meaning
     output_tile,
@@ -113,7 +112,6 @@ def dequantized_tile(
     BITS: tl.constexpr,  # 4 or 8, of which an int32 holds PER_WORD; AWQ has 4
     AWQ: tl.constexpr,
     ZERO_OFFSET: tl.constexpr,  # added to stored zeros: 1 for GPTQ's first format
-    SHUFFLED: tl.constexpr,
     ONE_GROUP: tl.constexpr,  # a tile of inputs lies in one group
     TILE_OUTPUTS: tl.constexpr,  # a multiple of 64
     TILE_INPUTS: tl.constexpr,
@@ -121,13 +119,10 @@ def dequantized_tile(
     """Returns a tile of the weights, `[TILE_OUTPUTS, TILE_INPUTS]` float32, AWQ's in the order of `awq_codes`."""
     INPUTS_PER_ROW: tl.constexpr = 1 if AWQ else 32 // BITS
     ROW_BYTES: tl.constexpr = TILE_OUTPUTS // 2 if AWQ else TILE_OUTPUTS * 4
-    inputs = start + tl.arange(0, TILE_INPUTS)
-    if SHUFFLED:
-        groups = tl.load(group_of_input + inputs, mask=inputs < last, other=0)
-    elif ONE_GROUP:
+    if ONE_GROUP:
         groups = start // group_size
     else:
-        groups = tl.minimum(inputs, num_inputs - 1) // group_size
+        groups = tl.minimum(start + tl.arange(0, TILE_INPUTS), num_inputs - 1) // group_size
     # Scales and zeros come first: what of them is too narrow for an asynchronous copy arrives while codes are waited
     # for.
     columns = output_tile * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
@@ -158,7 +153,6 @@ def prequantized_matmul_kernel(
     codes,
     zeros,
     scales,
-    group_of_input,
     bias,  # [num_outputs], read with HAS_BIAS only
     num_rows,
     num_outputs,
@@ -172,7 +166,6 @@ def prequantized_matmul_kernel(
     AWQ: tl.constexpr,
     ZERO_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    SHUFFLED: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
@@ -191,7 +184,6 @@ def prequantized_matmul_kernel(
             codes,
             zeros,
             scales,
-            group_of_input,
             start,
             last,
             tl.program_id(0),
@@ -203,7 +195,6 @@ def prequantized_matmul_kernel(
             BITS,
             AWQ,
             ZERO_OFFSET,
-            SHUFFLED,
             ONE_GROUP,
             TILE_OUTPUTS,
             TILE_INPUTS,
@@ -253,7 +244,6 @@ def dequantize_kernel(
     codes,
     zeros,
     scales,
-    group_of_input,
     num_outputs,
     num_inputs,
     group_size,
@@ -262,7 +252,6 @@ def dequantize_kernel(
     BITS: tl.constexpr,
     AWQ: tl.constexpr,
     ZERO_OFFSET: tl.constexpr,
-    SHUFFLED: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
@@ -273,7 +262,6 @@ def dequantize_kernel(
         codes,
         zeros,
         scales,
-        group_of_input,
         start,
         num_inputs,
         tl.program_id(0),
@@ -285,7 +273,6 @@ def dequantize_kernel(
         BITS,
         AWQ,
         ZERO_OFFSET,
-        SHUFFLED,
         ONE_GROUP,
         TILE_OUTPUTS,
         TILE_INPUTS,

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 from paged_kernels import repacked
-from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
+from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight, in_group_order
 from paged_kernels.quantized_weight import QuantizedWeight
 from paged_kernels.weight_memory import WeightMemory
 from torch import Tensor
@@ -49,22 +49,25 @@ class RepackedProduct:
 
 
 class TritonProduct:
-    """The product on a GPU, over the tensors as the checkpoint stores them."""
+    """The product on a GPU, over the tensors as the checkpoint stores them; inputs are sorted by group."""
 
     def __init__(self, weight: PrequantizedWeight) -> None:
         from paged_kernels.triton_prequantized import prequantized_matmul  # Triton is installed only where GPUs are
 
+        self._input_order: Tensor | None = None
+        if weight.group_of_input is not None:
+            weight, self._input_order = in_group_order(weight)
         self.weight = weight
         self._matmul = prequantized_matmul
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._matmul(x, self.weight, bias)
+        ordered = x if self._input_order is None else x.index_select(1, self._input_order)
+        return self._matmul(ordered, self.weight, bias)
 
     @property
     def num_bytes(self) -> int:
-        weight = self.weight
-        index = 0 if weight.group_of_input is None else weight.group_of_input.nbytes
-        return weight.codes.nbytes + weight.zeros.nbytes + weight.scales.nbytes + index
+        order = 0 if self._input_order is None else self._input_order.nbytes
+        return self.weight.codes.nbytes + self.weight.zeros.nbytes + self.weight.scales.nbytes + order
 
 
 def product_for(weight: PrequantizedWeight, memory: WeightMemory) -> Product:

@@ -134,7 +134,7 @@ def test_of_layers_only_kernels_are_timed() -> None:
     for task in layer_tasks(SIZES, torch.float16, watch, Rates(1.0, 1.0)):
         assert task.run().is_right
     assert len(watch.found) > 12
-    plain = {"empty", "view", "slice", "select", "detach"}
+    plain = {"empty", "view", "slice", "select", "detach", "index_select"}  # the last one sorts inputs by group
     assert {frozenset(found - plain) for found in watch.found} <= {frozenset(), frozenset({"mm"})}  # of dense weights
 
 
