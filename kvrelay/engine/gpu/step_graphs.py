@@ -1,6 +1,6 @@
 """Steps of some shapes, recorded once and then replayed for whatever can be padded to them: batches of decodes, and
-steps with few of a prompt's tokens. A replay costs the host one call instead of one call per kernel; a step with so few
-tokens that the GPU computes it faster than the host launches its kernels takes half the time.
+short steps with prompts. A replay costs the host one call instead of one call per kernel, for which a GPU waits that
+computes faster than they are made.
 
 Invariant: a recorded step reads its inputs from memory that never moves, and nothing from the host.
 """
