@@ -59,8 +59,8 @@ class StepInputs:
 
     def arrays(self, *, num_tokens: int = 0, num_seqs: int = 0) -> dict[str, Array]:
         """Returns the arrays by name, block tables last. A step with fewer tokens or sequences is padded to
-        `num_tokens` and `num_seqs`. Padding sequences have length 0 and one token each, as long as there are padding
-        tokens; of the others nobody reads the results. Their KV is not written."""
+        `num_tokens` and `num_seqs`. Padding sequences have length 0, no block table, and one token each, as long as
+        there are padding tokens; of the others nobody reads the results. Their KV is not written."""
         tokens, seqs = max(0, num_tokens - self.num_tokens), max(0, num_seqs - self.num_seqs)
         input_rows = _array(self.input_rows, tokens, -1, np.int64)
         starts = np.arange(self.num_tokens + 1, self.num_tokens + 1 + seqs).clip(max=self.num_tokens + tokens)
@@ -72,7 +72,7 @@ class StepInputs:
             "slots": _array(self.slots, tokens, _PADDING_SLOT, np.int64),
             "query_start_loc": np.concatenate((self.query_start_loc, starts), dtype=np.int32),
             "seq_lens": _array(self.seq_lens, seqs, 0, np.int32),
-            "block_tables": padded_tables(self.block_tables, self.num_seqs + seqs),
+            "block_tables": padded_tables(self.block_tables),
         }
 
 
@@ -107,10 +107,10 @@ def _reads_last_only(plan: SchedulerOutput) -> bool:
     )
 
 
-def padded_tables(block_tables: Sequence[Sequence[int]], num_rows: int) -> Array:
-    """Returns `[num_rows, length of the longest table]` int32, padded with 0."""
-    padded = np.zeros((num_rows, max(map(len, block_tables))), dtype=np.int32)
-    for row, block_table in zip(padded, block_tables, strict=False):
+def padded_tables(block_tables: Sequence[Sequence[int]]) -> Array:
+    """Returns `[num_seqs, length of the longest table]` int32, padded with 0."""
+    padded = np.zeros((len(block_tables), max(map(len, block_tables))), dtype=np.int32)
+    for row, block_table in zip(padded, block_tables, strict=True):
         row[: len(block_table)] = block_table
     return padded
 

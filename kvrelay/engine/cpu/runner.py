@@ -73,7 +73,7 @@ class CpuRunner:
         ]
         metadata = AttentionMetadata(
             slot_mapping=_tensor(inputs.slots, np.int64),
-            block_tables=torch.from_numpy(padded_tables(inputs.block_tables, inputs.num_seqs)),
+            block_tables=torch.from_numpy(padded_tables(inputs.block_tables)),
             query_start_loc=_tensor(inputs.query_start_loc, np.int32),
             seq_lens=_tensor(inputs.seq_lens, np.int32),
             max_query_len=max(entry.num_scheduled_tokens for entry in plan.scheduled),

@@ -88,18 +88,13 @@ class GpuRunner:
     def _launch(self, plan: SchedulerOutput) -> "GpuStep":
         for source, target in plan.copies:
             self._kv_pool[target].copy_(self._kv_pool[source], non_blocking=True)
-        inputs = flatten(plan, self._block_size)
-        shape = None if self._graphs is None else self._graphs.shape_for(inputs.num_tokens, inputs.num_seqs)
-        if shape is not None:
-            inputs = inputs.with_all_tokens()
-        packed = PackedArrays(self._arrays(plan, inputs, shape))
-        replayed = shape is not None and packed.num_bytes <= len(self._inputs)
-        memory = self._inputs if replayed else self._empty(packed.num_bytes)
+        inputs, packed, shape = self._prepare(plan)
+        memory = self._empty(packed.num_bytes) if shape is None else self._inputs
         packed.to(memory)
         tensors = packed.views(memory)
-        if replayed and self._graphs is not None and shape is not None:
+        if shape is not None and self._graphs is not None:
             tables = tensors["block_tables"]
-            self._tables[: shape.num_seqs, : tables.shape[1]].copy_(tables)
+            self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
             hidden = self._graphs.replay(shape)
         else:
             unknown = any(row >= 0 for row in inputs.input_rows)
@@ -108,6 +103,18 @@ class GpuRunner:
         sampled = self._sample(inputs, hidden, tensors)
         prompt_logprobs = self._prompt_logprobs(plan, hidden, tensors)
         return GpuStep(plan.scheduled, sampled, prompt_logprobs, _mark(self._kv_pool.device))
+
+    def _prepare(self, plan: SchedulerOutput) -> tuple[StepInputs, PackedArrays, StepShape | None]:
+        """Returns a step's inputs, as lists and packed, and the shape of the recorded step that they are padded to, or
+        None if there is none or they are too large for it."""
+        inputs = flatten(plan, self._block_size)
+        shape = None if self._graphs is None else self._graphs.shape_for(inputs.num_tokens, inputs.num_seqs)
+        if shape is not None:
+            all_tokens = inputs.with_all_tokens()
+            packed = PackedArrays(self._arrays(plan, all_tokens, shape))
+            if packed.num_bytes <= len(self._inputs):
+                return all_tokens, packed, shape
+        return inputs, PackedArrays(self._arrays(plan, inputs, None)), None
 
     def _arrays(self, plan: SchedulerOutput, inputs: StepInputs, shape: StepShape | None) -> dict[str, Array]:
         """Returns all arrays that travel to the GPU, by name. Those that recorded steps read come first, at places that
