@@ -46,7 +46,7 @@ DECODE = (
 )
 PREFILL = tuple(
     Variant(tile, warps, stages, rows=rows)
-    for rows, warps in ((128, 8), (64, 4))
+    for rows, warps in ((256, 8), (128, 8), (64, 4))
     for tile in (32, 64, 128)
     for stages in (2, 3)
 )
