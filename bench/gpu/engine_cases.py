@@ -4,7 +4,7 @@ beginning to end, compared with what the GPU's copy bandwidth and matrix rate al
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +23,7 @@ from bench.gpu.random_decoder import random_decoder
 from bench.gpu.report import Result
 from bench.gpu.task import Task, attempt
 from bench.gpu.transformers_peer import generate_with_transformers
+from bench.timing import wall_seconds
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
@@ -45,13 +46,14 @@ _MOST_CHECKED = 32  # requests of a measurement, each of which plain torch needs
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What is measured of one model: `decode` lists (batch, context), of which `steps` steps are timed; `prefill` lists
-    the tokens of single prompts, of which the best of `repeats` counts; `batch` is (prompts, tokens of each, new
-    tokens), timed from beginning to end."""
+    """What is measured of one model: `decode` lists (batch, context), of which `steps` steps are timed; `mixed` lists
+    (decodes, tokens of a prompt) of single steps, and `prefill` the tokens of single prompts, of which the best of
+    `repeats` counts; `batch` is (prompts, tokens of each, new tokens), timed from beginning to end."""
 
     name: str
     config: PreTrainedConfig
     decode: tuple[tuple[int, int], ...]
+    mixed: tuple[tuple[int, int], ...]
     prefill: tuple[int, ...]
     batch: tuple[int, int, int]
     steps: int
@@ -140,6 +142,23 @@ class EngineBench:
         assert num_tokens == batch * self._plan.steps, "a timed step did something else than decoding"
         return Measured(seconds / self._plan.steps, self._answers_error(), parts)
 
+    def mixed_step(self, decodes: int, length: int) -> Measured:
+        """Measures one step by itself, from its launch until its tokens are there: decodes of short sequences, and a
+        prompt. The first time may compile."""
+        prompt = self.prompt(length)
+
+        def plan(logprobs: int | None) -> SchedulerOutput:
+            row = SamplingRow(SamplingParams(temperature=0.0, seed=0, logprobs=logprobs), 0, length, 1)
+            entries = [ScheduledSequence((7,), _BLOCK_SIZE - 1, (index,), (row,)) for index in range(decodes)]
+            blocks = range(decodes, decodes + -(-length // _BLOCK_SIZE))
+            return SchedulerOutput((*entries, ScheduledSequence(prompt, 0, blocks, (row,))), ())
+
+        def run() -> None:
+            self._runner.launch(plan(None)).collect()
+
+        seconds = min(wall_seconds(run) for _ in range(self._plan.repeats))
+        return Measured(seconds, self._distance_from_plain([plan(20)]))
+
     def first_token(self, length: int) -> Measured:
         """Measures one prompt several times, since the first time may compile, and returns the best."""
         runs = [self.batch(1, length, 1) for _ in range(self._plan.repeats)]
@@ -177,18 +196,25 @@ class EngineBench:
         """Compares a recorded step of decodes, and one with a prompt, with the same launched kernel by kernel and with
         attention in plain torch. Returns the deviation between the log-probabilities of the likeliest tokens, as a
         share of what is allowed."""
-        found = self._top_logprobs(self._runner)
+        *prompts, decode, mixed = self._plans()
+        return self._distance_from_plain([decode, mixed], after=prompts)
+
+    def _distance_from_plain(self, plans: Sequence[SchedulerOutput], after: Sequence[SchedulerOutput] = ()) -> float:
+        """Compares the log-probabilities of the likeliest tokens that the steps `plans` find, once those of `after`
+        have run, with what is found without recorded steps and with attention in plain torch."""
+        found = self._top_logprobs(self._runner, plans, after)
         with self._plain_runner() as runner:
-            expected = self._top_logprobs(runner)
+            expected = self._top_logprobs(runner, plans, after)
         return deviation(found.to(self.model.dtype), expected.double())
 
     def _answers_error(self) -> float:
         """Checks the tokens of the requests since the last call, or of some if they are many, and forgets them. The
         requests must have ended."""
         answers, self._answers = [*self._answers.values()], {}
+        every = max(1, -(-len(answers) // _MOST_CHECKED))
         found: list[TokenLogprobs] = []
         with self._plain_runner() as runner:
-            for request, output in answers[:: -(-len(answers) // _MOST_CHECKED)]:
+            for request, output in answers[::every]:
                 prompt = request.prompt_token_ids
                 table = range(-(-(len(prompt) + len(output)) // _BLOCK_SIZE))
                 runner.launch(SchedulerOutput((ScheduledSequence(prompt[:-1], 0, table, ()),), ())).collect()
@@ -206,11 +232,15 @@ class EngineBench:
         finally:
             self.model.attend_with(kernels)
 
-    def _top_logprobs(self, runner: GpuRunner) -> Tensor:
-        """Returns `[num_seqs, 20]`, largest first. It has no token ids: the order of equally likely ones does not
+    def _top_logprobs(
+        self, runner: GpuRunner, plans: Sequence[SchedulerOutput], after: Sequence[SchedulerOutput]
+    ) -> Tensor:
+        """Returns `[num_rows, 20]`, largest first. It has no token ids: the order of equally likely ones does not
         matter."""
-        outputs = [runner.launch(plan).collect() for plan in self._plans()]
-        rows = [result.sampled[0].logprobs for output in outputs[-2:] for result in output.results]
+        for plan in after:
+            runner.launch(plan).collect()
+        outputs = [runner.launch(plan).collect() for plan in plans]
+        rows = [result.sampled[0].logprobs for output in outputs for result in output.results]
         return torch.tensor([[value for _, value in one.top] for one in rows if one is not None])
 
     def _plans(self) -> list[SchedulerOutput]:
@@ -277,6 +307,10 @@ def engine_tasks(plan: EnginePlan, dtype: torch.dtype, device: torch.device, rat
         name = f"{plan.name} decode step {batch} x {context}"
         floor = rates.floor_seconds(work.decode_bytes(batch, context), work.flops(batch))
         yield Task(name, partial(_measured, name, partial(bench.decode_step, batch, context), floor))
+    for decodes, length in plan.mixed:
+        name = f"{plan.name} step of {decodes} decodes and {length} tokens of a prompt"
+        floor = rates.floor_seconds(work.weight_bytes, work.flops(decodes + length))
+        yield Task(name, partial(_measured, name, partial(bench.mixed_step, decodes, length), floor))
     for length in plan.prefill:
         name = f"{plan.name} first token of {length}"
         floor = rates.floor_seconds(work.weight_bytes, work.flops(length) + work.attention_flops(length))

@@ -120,11 +120,12 @@ def _engine(shape: str, *, by_kernel: bool = False) -> Callable[[Suite], Iterabl
             config.update({"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1})
             config.update({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
             limits = StepLimits(max_num_seqs=3, max_num_batched_tokens=24, max_model_len=64)
-            plan = EnginePlan("tiny", config, ((3, 6),), (20,), (2, 6, 2), 1, 1, limits)
+            plan = EnginePlan("tiny", config, ((3, 6),), ((2, 9),), (20,), (2, 6, 2), 1, 1, limits)
             return measured(plan, torch.float32, suite.device, suite.rates, suite.seed)
         limits = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=9216)
         decode = ((64, 1024), (1, 1024), (16, 1024), (256, 1024))
-        plan = EnginePlan(shape, config, decode, (128, 512, 2048, 8192), (64, 512, 128), 64, 3, limits)
+        mixed = ((0, 16), (0, 128), (20, 30), (100, 15), (63, 449), (63, 1985))
+        plan = EnginePlan(shape, config, decode, mixed, (512, 2048, 8192), (64, 512, 128), 64, 3, limits)
         return measured(plan, suite.dtype, suite.device, suite.rates, suite.seed)
 
     return tasks

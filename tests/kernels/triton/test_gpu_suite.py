@@ -181,7 +181,7 @@ def test_each_row_of_the_engine_is_checked(engine_rows: Iterator[Task], monkeypa
     assert next(engine_rows).name == "tiny launch of a decode step, without waiting"
     monkeypatch.setattr(TritonBackend, "attend", lambda self, query, *others, **options: torch.zeros_like(query))
     results = [task.run() for task in engine_rows]
-    assert len(results) == 3 and not any(result.is_right for result in results)
+    assert len(results) == 4 and not any(result.is_right for result in results)
 
 
 def test_a_row_that_fails_spoils_no_other(engine_rows: Iterator[Task], monkeypatch: pytest.MonkeyPatch) -> None:
