@@ -50,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"--part: unknown: {', '.join(unknown)}; there are: all, {', '.join(PARTS)}")
-    _prepare_environment()
     if args.self_test:
         if args.output is None:
             parser.error("--self-test needs --output")
@@ -158,4 +157,5 @@ def _say(runs: Iterable[object]) -> None:
 
 
 if __name__ == "__main__":
+    _prepare_environment()
     sys.exit(main())

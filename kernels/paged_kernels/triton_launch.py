@@ -37,6 +37,11 @@ class GpuTraits:
     shared_bytes: int
     converts_fp8: bool = False
 
+    @property
+    def is_sm_90_or_later(self) -> bool:
+        """Returns whether the GPU has the shared memory that came with sm_90 and `wgmma`."""
+        return self.shared_bytes >= 200 << 10
+
 
 def launch(calls: Iterable[KernelCall]) -> None:
     """Enqueues the calls on the current stream of the current device, on which all tensors must be."""

@@ -59,13 +59,12 @@ def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | No
 def product_tiles(x: Tensor, weight: PrequantizedWeight, traits: GpuTraits) -> ProductTiles:
     """Returns the launch parameters that are the fastest on an H100, as far as they fit: tiles of x are in shared
     memory, sums and operands of float32 in registers."""
-    has_room = traits.shared_bytes >= 200 << 10  # from sm_90 on
     inputs = _tile_inputs(weight, most=16 if x.dtype == torch.float32 else 128)
-    rows = min(256 if has_room else 128, max(16, next_power_of_two(x.shape[0])))
+    rows = min(256 if traits.is_sm_90_or_later else 128, max(16, next_power_of_two(x.shape[0])))
     if rows > 64:
         inputs = min(inputs, max(32, inputs // 2))
         return ProductTiles(rows, 128, inputs, num_warps=8, num_stages=3, programs_per_sm=256 // rows)
-    if weight.bits == 8 and (rows <= 32 or has_room):
+    if weight.bits == 8 and (rows <= 32 or traits.is_sm_90_or_later):
         return ProductTiles(rows, 64, inputs, num_warps=4, num_stages=4 if rows <= 32 else 3, programs_per_sm=2)
     if rows > 32:
         return ProductTiles(rows, 128, min(64, inputs), num_warps=4, num_stages=3, programs_per_sm=4)

@@ -29,7 +29,7 @@ class CopyRun:
 
 def copy_runs(copies: Iterable[BlockCopy]) -> list[CopyRun]:
     """Joins copies to as few runs as there are, in any order. Queueing a copy costs the host as much as the GPU needs
-    for megabytes, and pools give out neighbouring blocks where they can."""
+    for megabytes, and a pool gives out its blocks in order until it is full."""
     runs: list[CopyRun] = []
     for copy in sorted(copies, key=lambda copy: copy.block_id):
         if runs:

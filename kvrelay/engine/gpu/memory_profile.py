@@ -143,13 +143,16 @@ def profile_memory(
     resident = torch.cuda.memory_reserved(device)
     runner = GpuRunner(model, sampler, allocate_pool(layout, 1, device), limits)
     step = _peak_bytes(device, runner, largest_step(limits, layout.block_size)) - resident
-    recorded = _peak_bytes(device, runner, largest_recorded_step(limits, layout.block_size)) - resident
+    reserved = 0
+    if graphs:
+        recorded = _peak_bytes(device, runner, largest_recorded_step(limits, layout.block_size)) - resident
+        reserved = graph_bytes(recorded, limits)
     for plan in smaller_steps(limits, layout.block_size):
         _run(runner, plan)
     del runner
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return MemoryProfile(total, free, resident, step, graph_bytes(recorded, limits) if graphs else 0)
+    return MemoryProfile(total, free, resident, step, reserved)
 
 
 def _peak_bytes(device: torch.device, runner: GpuRunner, plan: SchedulerOutput) -> int:

@@ -119,8 +119,7 @@ class GpuRunner:
     def _arrays(self, plan: SchedulerOutput, inputs: StepInputs, shape: StepShape | None) -> dict[str, Array]:
         """Returns all arrays that travel to the GPU, by name. Those that recorded steps read come first, at places that
         never change; the block tables after them vary in width."""
-        num_tokens, num_seqs = (0, 0) if shape is None else (shape.num_tokens, shape.num_seqs)
-        arrays = inputs.arrays(num_tokens=num_tokens, num_seqs=num_seqs)
+        arrays = inputs.arrays() if shape is None else _padded(inputs, shape)
         if inputs.rows:
             arrays["hidden_rows"] = np.array(inputs.hidden_rows, dtype=np.int64)
             arrays |= self._sampler.arrays(inputs.rows)
@@ -181,7 +180,7 @@ class GpuRunner:
     def _record(self, recorder: StepRecorder) -> None:
         shapes = step_shapes(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
         padding = flatten(SchedulerOutput((_PADDING,), ()), self._block_size)
-        arrays = {shape: padding.arrays(num_tokens=shape.num_tokens, num_seqs=shape.num_seqs) for shape in shapes}
+        arrays = {shape: _padded(padding, shape) for shape in shapes}
         for of_shape in arrays.values():  # the only sequence of the plan becomes padding, too
             of_shape["slots"][:] = -1
             of_shape["seq_lens"][:] = 0
@@ -203,6 +202,10 @@ class GpuRunner:
 
 
 _PADDING = ScheduledSequence((0,), 0, (0,), ())
+
+
+def _padded(inputs: StepInputs, shape: StepShape) -> dict[str, Array]:
+    return inputs.arrays(num_tokens=shape.num_tokens, num_seqs=shape.num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
