@@ -57,22 +57,39 @@ static void rms_norm_rows(const NormCall& call, RowSpan span) {
   }
 }
 
-template <class T>
-INLINE Reg silu_mul(Reg gate, Reg up) {
-  const Reg denominator = add(splat(1.0f), exponential(sub(splat(0.0f), gate)));
-  return mul(rounded_to<T>(mul(gate, reciprocal(denominator))), up);
+// silu(gate) * up, in place of the gate, with the rounding of the unfused operations but the last.
+template <class T, int kVectors>
+INLINE void silu_mul(Reg (&gate)[kVectors], const Reg (&up)[kVectors]) {
+  Reg denominators[kVectors];
+  for (int i = 0; i < kVectors; ++i) denominators[i] = gate[i];
+  exponentials_of_negated(denominators);
+  for (int i = 0; i < kVectors; ++i) denominators[i] = reciprocal(add(splat(1.0f), denominators[i]));
+  for (int i = 0; i < kVectors; ++i) gate[i] = mul(rounded_to<T>(mul(gate[i], denominators[i])), up[i]);
 }
 
 template <class T>
 static void silu_mul_rows(const SiluMulCall& call, RowSpan span) {
+  constexpr int kTogether = 4;
   for (std::int64_t row = span.begin; row < span.end; ++row) {
     const T* gate = static_cast<const T*>(call.gate_up) + row * call.stride;
     const T* up = gate + call.size;
     T* out = static_cast<T*>(call.out) + row * call.size;
     std::int64_t i = 0;
-    for (; i + kWidth <= call.size; i += kWidth) store(out + i, silu_mul<T>(load(gate + i), load(up + i)));
-    const int count = static_cast<int>(call.size - i);
-    if (count > 0) store_n(out + i, silu_mul<T>(load_n(gate + i, count), load_n(up + i, count)), count);
+    for (; i + kTogether * kWidth <= call.size; i += kTogether * kWidth) {
+      Reg products[kTogether], factors[kTogether];
+      for (int j = 0; j < kTogether; ++j) {
+        products[j] = load(gate + i + j * kWidth);
+        factors[j] = load(up + i + j * kWidth);
+      }
+      silu_mul<T>(products, factors);
+      for (int j = 0; j < kTogether; ++j) store(out + i + j * kWidth, products[j]);
+    }
+    for (; i < call.size; i += kWidth) {
+      const int count = call.size - i < kWidth ? static_cast<int>(call.size - i) : kWidth;
+      Reg product[1] = {load_n(gate + i, count)};
+      silu_mul<T>(product, {load_n(up + i, count)});
+      store_n(out + i, product[0], count);
+    }
   }
 }
 

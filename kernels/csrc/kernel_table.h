@@ -212,7 +212,7 @@ struct KernelTable {
   bool packed_in_tiles;  // `multiply_packed` of kMinPackedTileRows and more reads x in whole tiles
   std::int64_t packed_rows;  // the most rows that `multiply_packed` is made for: reading the weights takes longer than computing
   void (*multiply_packed)(const PackedCall&, RowSpan panels);
-  // For more rows, and for fewer that are gated: multiplies `group` panels (of a gated call: pairs of panels) together; scratch has
+  // For more rows, and for fewer that are gated. A matrix unit multiplies `group` panels (of a gated call: pairs of panels) together; scratch has
   // packed_scratch_floats() of one more. Rows start at a multiple of 32.
   void (*multiply_packed_many)(const PackedCall&, RowSpan rows, RowSpan panels, std::int64_t group, float* scratch);
 };

@@ -9,7 +9,11 @@
 #include "elementwise_kernel.inl"
 #include "quantized_kernel.inl"
 #include "packed_linear_kernel.inl"
+#if PAGED_AMX
+#include "packed_many_rows_amx.inl"
+#else
 #include "packed_many_rows.inl"
+#endif
 #include "widened_weights.inl"
 
 static constexpr KernelTable kernel_table(const char* name) {

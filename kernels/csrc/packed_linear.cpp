@@ -99,9 +99,10 @@ const float* widened_rows(const PackedCall& call, int num_threads) {
   return wide;
 }
 
-// Panels that are multiplied together: one, so that weights are read in order, or, where the next level of cache does not hold the rows,
-// as many as it holds the sums of.
+// Panels that are multiplied together: one, so that weights are read in order, or, where a matrix unit multiplies and the next level of cache
+// does not hold the rows, as many as it holds the sums of.
 std::int64_t panels_together(const PackedCall& call, std::int64_t num_rows) {
+  if (!kernels().packed_in_tiles) return 1;
   const std::int64_t sums = num_rows * kPackedOutputs * 4 * (call.gated ? 2 : 1);
   return num_rows * call.padded_inputs() * 2 <= kRowsInCache ? 1 : std::max<std::int64_t>(1, kSumsInCache / sums);
 }
@@ -111,7 +112,8 @@ bool is_many(const PackedCall& call) { return call.num_rows > kernels().packed_r
 void multiply_many(const PackedCall& call, int num_threads) {
   const KernelTable& table = kernels();
   num_threads = std::max(1, num_threads);
-  const std::int64_t panels = num_panels(call) / (call.gated ? 2 : 1);
+  const std::int64_t sides = call.gated ? 2 : 1;
+  const std::int64_t panels = num_panels(call) / sides;
   const std::int64_t num_blocks = (call.num_rows + kManyRows - 1) / kManyRows;
   const std::int64_t block = (call.num_rows + num_blocks * kRowBlock - 1) / (num_blocks * kRowBlock) * kRowBlock;
   const std::int64_t least = (panels + panels_together(call, block) - 1) / panels_together(call, block);
@@ -120,7 +122,7 @@ void multiply_many(const PackedCall& call, int num_threads) {
   for (std::int64_t row = 0; row < call.num_rows; row += block) {
     const RowSpan rows{row, std::min(call.num_rows, row + block)};
     parallel_spans(num_threads, (panels + group - 1) / group, 1, [&](std::int64_t begin, std::int64_t end) {
-      float* scratch = sums_scratch.floats(packed_scratch_floats(block, (group + 1) * (call.gated ? 2 : 1)));
+      float* scratch = sums_scratch.floats(packed_scratch_floats(block, (group + 1) * sides));
       table.multiply_packed_many(call, rows, {begin * group, std::min(panels, end * group)}, group, scratch);
     });
   }

@@ -91,6 +91,8 @@ static void multiply_part_of_rows(const PartCall& call, int first) {
   const std::uint8_t* weights = call.weights + first * 4 * kWidth;
   AskAhead ask = call.ask;
   Reg sums[kRows][kPartRegs];
+  // Unrolled, as at the end, so that sums stay in registers: GCC 12 would store them and load them again.
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
     for (int j = 0; j < kPartRegs; ++j)
       sums[r][j] = call.from == nullptr ? splat(0.0f) : load(call.from + r * kPackedOutputs + (first + j) * kWidth);
@@ -116,6 +118,7 @@ static void multiply_part_of_rows(const PartCall& call, int first) {
       }
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
     for (int j = 0; j < kPartRegs; ++j) store(call.to + r * kPackedOutputs + (first + j) * kWidth, sums[r][j]);
 }

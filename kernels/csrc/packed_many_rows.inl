@@ -1,15 +1,8 @@
-// Products of many bfloat16 rows with packed weights (packed_linear.h). Inputs are cut into parts: a panel's part stays in the nearest cache
-// while all rows go by. Between two parts sums lie in scratch memory as they are, so that every result is to the bit that of
-// `multiply_packed` for few rows.
+// Products of many bfloat16 rows with packed weights (packed_linear.h), in vectors. A block of rows, whose sums fill the registers, passes
+// through a part of a panel's inputs before the next block does. Between two parts sums lie in scratch memory as they are, so that every
+// result is to the bit that of `multiply_packed` for few rows.
 
-// Inputs of a part, at most. 512 of a panel would fill a cache of 32 KiB, with no room for rows; processors with a matrix unit have larger
-// ones.
-inline constexpr std::int64_t kPackedPartInputs = PAGED_AMX ? 512 : 448;
-
-#include "pending_rows.inl"
-#if PAGED_AMX
-#include "packed_part_amx.inl"
-#elif PAGED_BF16_DOT
+#if PAGED_BF16_DOT
 inline constexpr int kManyRowsBlock = kMostPartRows;
 inline constexpr int kPartPasses = 1;
 
@@ -23,84 +16,91 @@ static void multiply_block(const PackedCall& call, RowSpan rows, std::int64_t in
 #include "packed_part_wide.inl"
 #endif
 
-#if !PAGED_AMX
+// Inputs of a part, at most: of so few the nearest cache holds a panel's weights beside rows. From so many rows on a part is longer, as the
+// second level holds it. They compute for so long that reading weights from there costs nothing, and sums stay in registers.
+inline constexpr std::int64_t kPackedPartInputs = 448;
+inline constexpr std::int64_t kLongPartRows = 96;
+inline constexpr std::int64_t kLongPartInputs = 5120;
+
 // Rows are multiplied in blocks of nearly the same size: one of few rows would have too few sums to hide the latency of each.
 struct ManyRowBlocks {
-  std::int64_t num_rows;
+  RowSpan rows;
 
-  std::int64_t count() const { return (num_rows + kManyRowsBlock - 1) / kManyRowsBlock; }
-  std::int64_t first(std::int64_t block) const { return num_rows * block / count(); }
+  std::int64_t count() const { return (rows.end - rows.begin + kManyRowsBlock - 1) / kManyRowsBlock; }
+  std::int64_t begin(std::int64_t block) const { return rows.begin + (rows.end - rows.begin) * block / count(); }
+  RowSpan at(std::int64_t block) const { return {begin(block), begin(block + 1)}; }
 };
 
-static void multiply_many_part(const PackedCall& call, RowSpan rows, std::int64_t input, const std::uint8_t* weights, std::int64_t steps,
-                               const float* from, float* to, BesideProducts beside) {
-  beside.pending->advance(static_cast<int>(steps) * beside.rows);  // not among the products, which have all registers
-  multiply_block(call, rows, input, weights, steps, from, to, beside.ask);
-}
-#endif
-
-// The places of the panels' sums, used in turn. There is one place more than a group has panels, since the sums of the group before may still
-// be waiting to be stored.
-struct SumsRing {
-  float* data;
-  std::int64_t panel_floats;
-  std::int64_t num_panels;
-  std::int64_t next;
-
-  float* at(std::int64_t index) const { return data + (next + index) % num_panels * panel_floats; }
-};
-
-// Multiplies `rows` with panels [begin, end), part by part; if the call is gated, with the gate's panels and those that they gate.
-static void multiply_packed_group(const PackedCall& call, RowSpan rows, RowSpan panels, SumsRing& ring, PendingRows& pending) {
-  const std::int64_t inputs = call.padded_inputs();
-  const std::int64_t num_parts = (inputs + kPackedPartInputs - 1) / kPackedPartInputs;
-  const std::int64_t part = (inputs / kPackedInputs + num_parts - 1) / num_parts * kPackedInputs;
-  const std::int64_t num_rows = rows.end - rows.begin;
-  const ManyRowBlocks blocks{num_rows};
-  const std::int64_t num_blocks = blocks.count();
-  const std::int64_t num_sides = call.gated ? 2 : 1;
-  const std::int64_t num_turns = (panels.end - panels.begin) * num_sides;  // through all rows, in each part
-  const auto weights_of = [&](std::int64_t index, std::int64_t input) {
-    const std::int64_t panel = panels.begin + index / num_sides + index % num_sides * call.gated_apart;
-    return reinterpret_cast<const std::uint8_t*>(call.packed + (panel * inputs + input) * kPackedOutputs);
+// Stores the results of a block, from its sums and those of its gate, both [rows][kPackedOutputs]: kVectors at a time.
+template <int kVectors>
+static void store_gated_rows(const PackedCall& call, RowSpan rows, std::int64_t output, const float* gate, const float* sums) {
+  constexpr int kRows = kVectors / kPackedRegs;
+  const std::int64_t size = call.stored_outputs();
+  const auto take = [&](const float* from, std::int64_t first, Reg(&to)[kVectors]) {
+    for (int i = 0; i < kVectors; ++i) {
+      const Reg value = load(from + i * kWidth);
+      to[i] = rounded_to<bf16>(call.bias == nullptr ? value : add(value, load(call.bias + first + i % kPackedRegs * kWidth)));
+    }
   };
-  for (std::int64_t input = 0; input < inputs; input += part) {
-    const std::int64_t depth = inputs - input < part ? inputs - input : part;
-    const std::int64_t steps = depth / kPackedInputs;
-    const bool is_last = input + depth == inputs;
-    const std::int64_t all_steps = num_blocks * steps;
-    const std::int64_t quarter = steps * kPackedOutputs * kPackedInputs * 2 / 4;
-    const std::int64_t asking_steps = all_steps * kPartPasses;
-    const auto lines_per_step = static_cast<int>((quarter / 64 + asking_steps - 1) / asking_steps);
-    // The pending rows are those of one panel. They are stored during all turns of a gated call, or those of the last part otherwise.
-    const std::int64_t until_next = all_steps * num_sides * (num_turns == num_sides ? num_parts : 1);
-    const auto rows_per_step = static_cast<int>((num_rows + until_next - 1) / until_next);
-    for (std::int64_t index = 0; index < num_turns; ++index) {
-      const std::uint8_t* weights = weights_of(index, input);
-      const std::uint8_t* next = index + 1 < num_turns ? weights_of(index + 1, input) : is_last ? weights_of(num_turns, 0) : weights_of(0, input + depth);
-      float* sums = ring.at(index);
-      for (std::int64_t block = 0; block < num_blocks; ++block) {
-        const RowSpan block_rows{rows.begin + blocks.first(block), rows.begin + blocks.first(block + 1)};
-        const std::int64_t asked = block * steps * kPartPasses * lines_per_step * 64;
-        const BesideProducts beside{{next + asked, quarter, asked < quarter ? lines_per_step : 0}, rows_per_step, &pending};
-        float* to = sums + blocks.first(block) * kPackedOutputs;
-        multiply_many_part(call, block_rows, input, weights, steps, input == 0 ? nullptr : to, to, beside);
+  for (std::int64_t row = rows.begin; row < rows.end; row += kRows, gate += kRows * kPackedOutputs, sums += kRows * kPackedOutputs) {
+    Reg products[kVectors], factors[kVectors];
+    take(gate, output, products);
+    take(sums, size + output, factors);
+    silu_mul<bf16>(products, factors);
+    for (int i = 0; i < kVectors; ++i) store(call.out + (row + i / kPackedRegs) * size + output + i % kPackedRegs * kWidth, products[i]);
+  }
+}
+
+static void store_gated(const PackedCall& call, RowSpan rows, std::int64_t output, const float* gate, const float* sums) {
+  constexpr int kVectors = kPackedRegs > 4 ? kPackedRegs : 4;
+  constexpr std::int64_t kRows = kVectors / kPackedRegs;
+  const std::int64_t whole = (rows.end - rows.begin) / kRows * kRows;
+  const RowSpan rest{rows.begin + whole, rows.end};
+  store_gated_rows<kVectors>(call, {rows.begin, rest.begin}, output, gate, sums);
+  store_gated_rows<kPackedRegs>(call, rest, output, gate + whole * kPackedOutputs, sums + whole * kPackedOutputs);
+}
+
+static void store_sums(const PackedCall& call, RowSpan rows, std::int64_t output, const float* sums) {
+  for (std::int64_t row = rows.begin; row < rows.end; ++row, sums += kPackedOutputs)
+    for (int j = 0; j < kPackedRegs; ++j) store_packed(call, row, output + j * kWidth, load(sums + j * kWidth));
+}
+
+static void multiply_packed_many(const PackedCall& call, RowSpan rows, RowSpan panels, std::int64_t /*group*/, float* scratch) {
+  const std::int64_t inputs = call.padded_inputs();
+  const std::int64_t longest = rows.end - rows.begin < kLongPartRows ? kPackedPartInputs : kLongPartInputs;
+  const std::int64_t num_parts = (inputs + longest - 1) / longest;
+  const std::int64_t part = (inputs / kPackedInputs + num_parts - 1) / num_parts * kPackedInputs;
+  const int num_sides = call.gated ? 2 : 1;
+  const ManyRowBlocks blocks{rows};
+  const auto weights_of = [&](std::int64_t panel, int side, std::int64_t input) {
+    return reinterpret_cast<const std::uint8_t*>(call.packed + ((panel + side * call.gated_apart) * inputs + input) * kPackedOutputs);
+  };
+  for (std::int64_t panel = panels.begin; panel < panels.end; ++panel) {
+    for (std::int64_t input = 0; input < inputs; input += part) {
+      const std::int64_t end = input + part < inputs ? input + part : inputs;
+      const std::int64_t steps = (end - input) / kPackedInputs;
+      const std::int64_t quarter = steps * kPackedOutputs * kPackedInputs * 2 / 4;
+      const std::int64_t all_steps = blocks.count() * steps * kPartPasses;
+      const auto lines = static_cast<int>((quarter / 64 + all_steps - 1) / all_steps);
+      for (std::int64_t block = 0; block < blocks.count(); ++block) {
+        const RowSpan block_rows = blocks.at(block);
+        const std::int64_t asked = block * steps * kPartPasses * lines * 64;
+        // With a single part the sums of all blocks can take the same place.
+        float* sums = scratch + (num_parts == 1 ? 0 : (block_rows.begin - rows.begin) * num_sides * kPackedOutputs);
+        float* sums_of_side[2] = {sums, sums + (block_rows.end - block_rows.begin) * kPackedOutputs};
+        for (int side = 0; side < num_sides; ++side) {
+          float* to = sums_of_side[side];
+          const std::uint8_t* next = end < inputs ? weights_of(panel, side, end) : weights_of(panel + 1, side, 0);
+          const AskAhead ask{next + asked, quarter, asked < quarter ? lines : 0};
+          multiply_block(call, block_rows, input, weights_of(panel, side, input), steps, input == 0 ? nullptr : to, to, ask);
+        }
+        if (end < inputs) continue;
+        if (call.gated) {
+          store_gated(call, block_rows, panel * kPackedOutputs, sums_of_side[0], sums_of_side[1]);
+        } else {
+          store_sums(call, block_rows, panel * kPackedOutputs, sums);
+        }
       }
-      if (is_last && index % num_sides == num_sides - 1)
-        pending.start(sums, call.gated ? ring.at(index - 1) : nullptr, panels.begin + index / num_sides, rows.begin, static_cast<int>(num_rows));
     }
   }
-  ring.next = (ring.next + num_turns) % ring.num_panels;
-}
-
-static void multiply_packed_many(const PackedCall& call, RowSpan rows, RowSpan panels, std::int64_t group, float* scratch) {
-  [[maybe_unused]] const TileSession<true> session;
-  PendingRows pending(call);
-  const auto panel_floats = static_cast<std::int64_t>(packed_scratch_floats(rows.end - rows.begin, 1));
-  SumsRing ring{scratch, panel_floats, (group + 1) * (call.gated ? 2 : 1), 0};
-  for (std::int64_t first = panels.begin; first < panels.end; first += group) {
-    const RowSpan together{first, first + group < panels.end ? first + group : panels.end};
-    multiply_packed_group(call, rows, together, ring, pending);
-  }
-  pending.finish();
 }

@@ -1,7 +1,5 @@
-// A part of a product of many bfloat16 rows (packed_many_rows.inl) on the tile matrix unit: 32 rows with a panel at a time, whose sums fill
+// A part of a product of many bfloat16 rows (packed_many_rows_amx.inl) on the tile matrix unit: 32 rows with a panel at a time, whose sums fill
 // four tiles. Rows are read past the nearest cache, so that they do not push the weights out.
-
-inline constexpr int kPartPasses = 1;
 
 // Rows are multiplied in blocks of whole tiles.
 struct ManyRowBlocks {

@@ -73,7 +73,7 @@ def test_our_kernel(shape: tuple[int, int], with_bias: bool, instruction_set: st
 
 def test_more_rows_than_a_cache_holds(instruction_set: str, num_threads: int) -> None:
     """They are multiplied in blocks, with several panels together, and their inputs in parts."""
-    layer = random_layer((100, 3500), True)
+    layer = random_layer((100, 5300), True)
     x = torch.cat([layer.x, layer.x, layer.x[:130]])
     many = multiply(x, layer.packed, layer.bias)
     for begin in range(0, len(x), MOST_ROWS):
@@ -100,7 +100,7 @@ def test_a_row_is_the_same_with_any_others_and_on_any_number_of_threads(instruct
     assert torch.equal(multiply(x[9:26], layer), many[9:26])
 
 
-@pytest.mark.parametrize("shape", [(200, 96), (70, 1100), (100, 3500)])
+@pytest.mark.parametrize("shape", [(200, 96), (70, 1100), (100, 5300)])
 def test_a_row_is_the_same_among_few_and_many(shape: tuple[int, int], instruction_set: str, num_threads: int) -> None:
     """What a prompt's token gives does not depend on the chunk that it comes in, unless that is smaller than a matrix
     unit's."""

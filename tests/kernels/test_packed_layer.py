@@ -19,4 +19,4 @@ def test_the_same_as_its_pieces(size: int, with_bias: bool, instruction_set: str
 
 def test_the_same_when_no_cache_holds_the_rows(instruction_set: str, num_threads: int) -> None:
     """Products go over the inputs in parts then, and over several panels of gate and up together."""
-    Layer(by_hand, 2112, 2048, with_bias=True).assert_same_as_its_pieces((530,))
+    Layer(by_hand, 704, 5248, with_bias=True).assert_same_as_its_pieces((530,))

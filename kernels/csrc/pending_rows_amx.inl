@@ -1,4 +1,4 @@
-// Results of products of many bfloat16 rows on their way out of float32 sums (packed_many_rows.inl).
+// Results of products of many bfloat16 rows on their way out of float32 sums (packed_many_rows_amx.inl).
 
 // Finished sums of a panel that are still to be rounded and stored: a few rows at a time between the products that come next, which keep a
 // matrix unit busy and little else.
@@ -40,22 +40,18 @@ class PendingRows {
   void store_row(const Reg (&panel)[kPackedRegs]) {
     const std::int64_t size = call_.stored_outputs();
     bf16* target = call_.out + row_ * size + output_;
-#if PAGED_AMX
     if (call_.out_in_tiles) target += (kTileSize - 1) * output_ - row_ % kTileSize * (size - kPackedOutputs);
     _mm512_storeu_si512(target, (__m512i)_mm512_cvtne2ps_pbh(panel[1], panel[0]));
-#else
-    for (int j = 0; j < kPackedRegs; ++j) store(target + j * kWidth, panel[j]);
-#endif
   }
 
   void store_gated() {
     const std::int64_t half = call_.num_outputs / 2;
-    Reg products[kPackedRegs];
+    Reg products[kPackedRegs], factors[kPackedRegs];
     for (int j = 0; j < kPackedRegs; ++j) {
-      const Reg gate = rounded_to<bf16>(biased(gate_ + j * kWidth, output_ + j * kWidth));
-      const Reg up = rounded_to<bf16>(biased(sums_ + j * kWidth, half + output_ + j * kWidth));
-      products[j] = silu_mul<bf16>(gate, up);
+      products[j] = rounded_to<bf16>(biased(gate_ + j * kWidth, output_ + j * kWidth));
+      factors[j] = rounded_to<bf16>(biased(sums_ + j * kWidth, half + output_ + j * kWidth));
     }
+    silu_mul<bf16>(products, factors);
     gate_ += kPackedOutputs;
     store_row(products);
   }
