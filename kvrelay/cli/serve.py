@@ -53,8 +53,8 @@ class ServeSettings(NodeOptions, RouterOptions):
     lend_cores: bool = Field(
         default=True,
         description="An idle node lends its cores to the others until it has work again, and one that only decodes "
-        "also between its steps, while prompts queue on another; --no-lend-cores keeps every node to its own. Linux "
-        "only.",
+        "also between its steps, while another has long prompts or a queue of them; --no-lend-cores keeps every node "
+        "to its own. Linux only.",
     )
     share_weights: bool = Field(
         default=True,
@@ -66,7 +66,7 @@ class ServeSettings(NodeOptions, RouterOptions):
         gt=0,
         le=0.95,
         description="Share of the GPU's memory for all nodes, or of free RAM for their KV; unset: 0.9 of a GPU, "
-        "1 GiB per node on a CPU.",
+        "1 GiB per node on a CPU, or one sequence of max_model_len if that is more, but at most half of the free RAM.",
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),

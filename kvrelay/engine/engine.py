@@ -14,6 +14,7 @@ from collections.abc import Sequence as SequenceOf
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.core_table import PromptLoad
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.model_limits import room_for_output
 from kvrelay.core.named_block import NamedBlock
@@ -41,8 +42,8 @@ from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
 from kvrelay.engine.step_costs import StepCosts
 
-# Other nodes leave their cores to the prompts that wait here only if those take longer than this to compute.
-_SHORT_QUEUE_SECONDS = 1.0
+# Other nodes leave their cores to the prompts of this one only if those take longer than this to compute.
+_SHORT_PROMPTS_SECONDS = 1.0
 
 
 class Engine:
@@ -210,9 +211,10 @@ class Engine:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        short_queue = self.costs.prompt_tokens_within(_SHORT_QUEUE_SECONDS)
-        prompts_wait = self.threads.shares_cores and self._scheduler.prompts_wait(short_queue)
-        self.threads.begin_step(on_layers_begin, prompts_wait=prompts_wait)
+        load = PromptLoad.SHORT
+        if self.threads.shares_cores:
+            load = self._scheduler.prompt_load(self.costs.prompt_tokens_within(_SHORT_PROMPTS_SECONDS))
+        self.threads.begin_step(on_layers_begin, load)
         try:
             self._in_flight.launch(self._runner, plan, sequences, started)
         except KVRelayError as error:
