@@ -66,8 +66,13 @@ class GenerationBody(BaseModel):
         "allowed_token_ids": (),
         "bad_words": ([],),
         "prompt_embeds": (),
+        "messages": (),
         "max_completion_tokens": (),
+        "top_logprobs": (0,),
+        "add_generation_prompt": (True,),
+        "prompt": (),
         "best_of": (1,),
+        "add_special_tokens": (False,),
     }
 
     model: str | None = None
