@@ -26,7 +26,10 @@ class RouterOptions(ProcessSettings):
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     grpc_port: int = Field(default=8001, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = Field(
-        default="prefix_aware", description="How nodes are picked for a request."
+        default="prefix_aware",
+        description="How nodes are picked for a request: prefix_aware by the blocks that they hold and by their load; "
+        "least_loaded by load alone; round_robin in turn. With the last two, every prompt goes to a prefill node while "
+        "one lives.",
     )
     local_prefill_max_tokens: int = Field(
         default=64,

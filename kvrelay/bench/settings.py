@@ -153,8 +153,8 @@ class ServeBenchSettings(WorkloadSettings):
     workload: Literal["random", "shared-prefix", "multi-turn", "mixed", "trace"] = Field(  # type: ignore[assignment]
         default="random",
         description="What prompts share; mixed: streams that never stop while long prompts arrive; trace: a recorded "
-        "load, with its own times. A setting that begins with a workload's name belongs to that workload and is "
-        "refused with others.",
+        "load, with its own times. A setting whose description begins with a workload's name belongs to that "
+        "workload and is refused with others.",
     )
     requests: int = Field(
         default=32,

@@ -40,9 +40,13 @@ class GenerateSettings(ClientSettings):
 
     model: str = Field(default="", description="Name of the model; empty: the only one served.")
     max_tokens: int | None = Field(default=128, gt=0, lt=2**63, description="Most tokens to generate.")
-    temperature: float | None = Field(default=None, ge=0, description="0 is greedy.")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Sample from the likeliest tokens of this mass.")
-    seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED, description="The same seed gives the same text.")
+    temperature: float | None = Field(default=None, ge=0, description="0 is greedy; unset: 1.")
+    top_p: float | None = Field(
+        default=None, gt=0, le=1, description="Sample from the likeliest tokens of this mass; unset: 1, all of them."
+    )
+    seed: int | None = Field(
+        default=None, ge=MIN_SEED, le=MAX_SEED, description="The same seed gives the same text; unset: a random one."
+    )
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Verbatim()] = Field(
         default=(), description="A text at which the answer ends, as it is; repeatable."
     )

@@ -43,16 +43,16 @@ class NodeOptions(ProcessSettings):
     quantization: Quantization = Field(
         default="none",
         description="Weight-only quantisation, rounded to nearest while loading: int8 (a scale per 128 weights) or "
-        "int4 (per 64; the output head stays int8). Steps are faster and take less memory; the tokens differ. AWQ and "
-        "GPTQ checkpoints need none.",
+        "int4 (per 64; the output head stays int8). Steps are faster and take less memory; the tokens differ. On CPUs "
+        "only: with it, device auto leaves a GPU unused. AWQ and GPTQ checkpoints need none.",
     )
     attention_backend: AttentionBackendName = Field(
         default="auto", description="Attention kernels; auto takes the fastest ones installed."
     )
     device: DeviceName = Field(
         default="auto",
-        description="Where to compute; auto takes a GPU if torch sees one that the kernels support; "
-        "the nodes of a machine share it.",
+        description="Where to compute; auto takes a GPU if torch sees one that the kernels support and no option is set "
+        "that is for CPUs (quantization, attention_backend native); the nodes of a machine share it.",
     )
     enforce_eager: bool = Field(
         default=False,
@@ -90,7 +90,9 @@ class NodeOptions(ProcessSettings):
     block_size: BlockSize = Field(default=16, description="Tokens per KV block, a multiple of 8 up to 256.")
     num_blocks: Count = Field(default=0, description="KV blocks in a node's pool; 0 sizes the pool by memory.")
     max_model_len: Count = Field(
-        default=0, description="Most tokens of prompt and output together; 0 takes the model's."
+        default=0,
+        description="Most tokens of prompt and output together; 0 takes the model's, or what the pool holds if that is "
+        "less.",
     )
     max_num_seqs: Count = Field(
         default=0,
