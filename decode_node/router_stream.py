@@ -6,7 +6,7 @@ they were sent.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, status_of
 from kvrelay.core.node_report import FetchReport
@@ -15,6 +15,11 @@ from kvrelay.core.wire import fetch_report_to_wire, fill_output, prompt_logprobs
 from kvrelay.engine.request import PromptOutput
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
+
+# A router that is slow for a while must not get one message that gRPC refuses (`MAX_MESSAGE_BYTES`), nor one that keeps
+# its loop for long.
+_MESSAGE_BYTES = 4 * 1024 * 1024
+_EVENT_TOKENS = 1024  # with 20 log-probabilities each about 160 KiB
 
 
 class RouterStream:
@@ -36,7 +41,7 @@ class RouterStream:
         """Adds tokens directly to the next message. Runs for every token, while the engine waits for the thread."""
         key = request_id, output.index
         tokens = self._outputs.get(key)
-        if tokens is None:
+        if tokens is None or len(tokens.token_ids) >= _EVENT_TOKENS:
             tokens = self._outputs[key] = self._update.events.add(request_id=request_id).tokens
         fill_output(tokens, output)
         self._wake.set()
@@ -72,6 +77,23 @@ class RouterStream:
             update, self._update = self._update, pb.DecodeUpdate()
             self._outputs.clear()
             if update.events:
-                yield update
+                for part in _parts(update):
+                    yield part
             if self._closed and not self._update.events:
                 return
+
+
+def _parts(update: pb.DecodeUpdate) -> Iterator[pb.DecodeUpdate]:
+    """Splits a message between events, so that no part but one of a single event is larger than `_MESSAGE_BYTES`."""
+    if update.ByteSize() <= _MESSAGE_BYTES:
+        yield update
+        return
+    part, num_bytes = pb.DecodeUpdate(), 0
+    for event in update.events:
+        size = event.ByteSize()
+        if part.events and num_bytes + size > _MESSAGE_BYTES:
+            yield part
+            part, num_bytes = pb.DecodeUpdate(), 0
+        part.events.append(event)
+        num_bytes += size
+    yield part

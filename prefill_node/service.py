@@ -37,6 +37,7 @@ from prefill_node.leases import LeaseTable
 
 _logger = logging.getLogger(__name__)
 _MAX_LEASE_SECONDS = 600.0
+_PATIENT_SWEEPS = 10  # in which the same request may lack room while others, of a higher priority, go on
 
 
 @dataclass(slots=True)
@@ -69,6 +70,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             clock or MonotonicClock(), self._end_lease, on_sweep=self._end_stall, counts=node.lease_counts
         )
         self._num_steps_swept = 0
+        self._lacking_swept = 0
+        self._num_sweeps_lacking = 0
 
     def attach(self, server: grpc.aio.Server) -> None:
         prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
@@ -136,13 +139,21 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         self._node.engine_thread.post(lambda engine: engine.release_lease(lease_id))
 
     def _end_stall(self) -> None:
-        """Ends the oldest lease early if requests wait and no step was made since the last sweep. Then leases hold the
-        blocks that those requests need, perhaps for decode nodes that in turn wait for these requests. The reader of
-        the lease computes the blocks that it misses."""
+        """Ends the oldest lease early if requests wait and no step was made since the last sweep, or if the first of
+        them has lacked room for `_PATIENT_SWEEPS` while others overtake it. Then leases hold the blocks that those
+        requests need, perhaps for decode nodes that in turn wait for these requests. The reader of the lease computes
+        the blocks that it misses."""
         load = self._node.event_log.load
         num_steps, self._num_steps_swept = self._num_steps_swept, load.num_steps
-        if load.num_requests_waiting == 0 or load.num_requests_running > 0 or load.num_steps != num_steps:
+        lacking, self._lacking_swept = self._lacking_swept, load.first_lacking
+        still_lacks = load.first_lacking > 0 and load.first_lacking == lacking
+        self._num_sweeps_lacking = self._num_sweeps_lacking + 1 if still_lacks else 0
+        if load.num_requests_waiting == 0:
             return
+        nothing_moves = load.num_requests_running == 0 and load.num_steps == num_steps
+        if not nothing_moves and self._num_sweeps_lacking < _PATIENT_SWEEPS:
+            return
+        self._num_sweeps_lacking = 0
         oldest = next((lease_id for lease_id in self._leases if lease_id not in self._active), None)
         if oldest is not None:
             _logger.warning("%d requests wait for blocks: lease %s ends early", load.num_requests_waiting, oldest)

@@ -37,7 +37,7 @@ from kvrelay.engine.request import (
     StepResult,
 )
 from kvrelay.engine.runner import Runner
-from kvrelay.engine.sampling.sampler import SampledToken
+from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken
 from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
 from kvrelay.engine.step_costs import StepCosts
@@ -195,6 +195,7 @@ class Engine:
         while len(self._in_flight) > int(self._run_ahead and launched):
             self._collect()
         has_preempted = self._scheduler.num_preemptions > num_preemptions  # whose blocks another may now reserve
+        self._changes.load_changed |= has_preempted  # with no step and nothing else to report, nobody else would tell
         if not (launched or was_in_flight):
             self.threads.rest()
         return self._take_result(), launched or was_in_flight or has_preempted
@@ -263,6 +264,9 @@ class Engine:
         for entry, sequence, result in zip(step.plan.scheduled, step.sequences, output.results, strict=True):
             if sequence.state is SequenceState.FINISHED:
                 continue  # it ended while the step was in flight, which computed its extra token
+            if any(sampled.token_id == NO_TOKEN for sampled in result.sampled):
+                self._fail([sequence], "the model returned logits that are not finite")
+                continue
             sequence.num_computed_tokens += entry.num_scheduled_tokens
             if result.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs)
@@ -360,13 +364,15 @@ class Engine:
 
     def load(self) -> EngineLoad:
         scheduler = self._scheduler
-        queued = (*scheduler.waiting, *scheduler.reserving)
         computing = [sequence for sequence in scheduler.running if sequence.num_missing_tokens > 1]
         return EngineLoad(
             num_requests_running=len(scheduler.running) + len(scheduler.receiving),
             num_requests_decoding=len(scheduler.running) - len(computing),
-            num_requests_waiting=len(queued),
-            num_queued_tokens=sum(sequence.num_missing_tokens for sequence in (*computing, *queued)),
+            num_requests_waiting=len(scheduler.waiting) + len(scheduler.reserving),
+            # Sequences that wait have nothing computed, and nothing is sampled for them.
+            num_queued_tokens=sum(sequence.num_missing_tokens for sequence in computing)
+            + scheduler.waiting.num_tokens
+            + scheduler.reserving.num_tokens,
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
             num_preemptions=scheduler.num_preemptions,
@@ -375,6 +381,7 @@ class Engine:
             num_lent_steps=self.threads.num_lent_steps,
             num_prefilled_tokens=self.costs.num_prompt_tokens,
             prefill_seconds=self.costs.prompt_seconds,
+            first_lacking=scheduler.first_lacking(),
         )
 
     def _receiving(self, request_id: str) -> Sequence | None:

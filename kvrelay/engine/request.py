@@ -88,10 +88,12 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad(NodeLoad):
-    """Counts at the end of a step: those that a node reports to routers, and two more for the node itself."""
+    """Counts at the end of a step: those that a node reports to routers, and more for the node itself.
+    `first_lacking`: the arrival number of the first sequence that lacks blocks or a place, 0 if none does."""
 
     num_prefilled_tokens: int = 0  # computed in chunks of more than one token, since the start
     prefill_seconds: float = 0.0  # that these steps took
+    first_lacking: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,12 @@ class SchedulerConfig:
 
 
 class SequenceQueue:
-    """Sequences sorted by `Sequence.order`."""
+    """Sequences sorted by `Sequence.order`. `num_tokens` is how many tokens they had together when they came in."""
 
     def __init__(self) -> None:
         self._items: list[Sequence] = []
+        self._num_tokens: dict[Sequence, int] = {}
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._items)
@@ -60,6 +62,8 @@ class SequenceQueue:
 
     def push(self, sequence: Sequence) -> None:
         bisect.insort(self._items, sequence, key=lambda item: item.order)
+        self._num_tokens[sequence] = sequence.num_tokens
+        self.num_tokens += sequence.num_tokens
 
     def peek(self) -> Sequence:
         return self._items[0]
@@ -68,10 +72,13 @@ class SequenceQueue:
         return self._items[-1]
 
     def pop(self) -> Sequence:
-        return self._items.pop(0)
+        sequence = self._items.pop(0)
+        self.num_tokens -= self._num_tokens.pop(sequence)
+        return sequence
 
     def remove(self, sequence: Sequence) -> None:
         self._items.remove(sequence)
+        self.num_tokens -= self._num_tokens.pop(sequence)
 
 
 class Scheduler:
@@ -131,12 +138,19 @@ class Scheduler:
             if lacking is not None and lacking.order < sequence.order:
                 break
             if not self._has_room_for(sequence) or not self._take_given_blocks(sequence):
+                sequence.lacks_room = True
                 break
             self.reserving.pop()
             sequence.state = SequenceState.RECEIVING
             self.receiving.append(sequence)
             admitted.append(sequence)
         return admitted
+
+    def first_lacking(self) -> int:
+        """Returns the arrival number of the first queued sequence if it lacks room, else 0."""
+        heads = [queue.peek() for queue in (self.waiting, self.reserving) if queue]
+        first = min(heads, key=lambda sequence: sequence.order, default=None)
+        return first.arrival if first is not None and first.lacks_room else 0
 
     def received(self, sequence: Sequence) -> None:
         """Moves a receiving sequence to the running ones: no more KV will arrive, and it computes what is missing."""

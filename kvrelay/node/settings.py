@@ -51,8 +51,8 @@ class NodeOptions(ProcessSettings):
     )
     device: DeviceName = Field(
         default="auto",
-        description="Where to compute; auto takes a GPU if torch sees one that the kernels support and no option is set "
-        "that is for CPUs (quantization, attention_backend native); the nodes of a machine share it.",
+        description="Where to compute; auto takes a GPU if torch sees one that the kernels support and no option is "
+        "set that is for CPUs (quantization, attention_backend native); the nodes of a machine share it.",
     )
     enforce_eager: bool = Field(
         default=False,

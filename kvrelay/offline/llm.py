@@ -189,9 +189,12 @@ class LLM:
             while under_way:
                 result, busy = self._engine.step()
                 assert result is not None or busy, "requests are left, but no step changes anything"
-                if result is not None:  # a chunk of a prompt that fills no block has no result
-                    num_tokens += self._take(result, under_way)
-                for request_id in [request_id for request_id, one in under_way.items() if one.finished]:
+                if result is None:
+                    continue  # a chunk of a prompt that fills no block has no result
+                num_tokens += self._take(result, under_way)
+                for request_id in dict.fromkeys(item.request_id for item in result.outputs):
+                    if request_id not in under_way or not under_way[request_id].finished:
+                        continue
                     self._engine.abort(request_id)  # stop strings end a request here; otherwise the engine has ended it
                     del under_way[request_id]
                     rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)

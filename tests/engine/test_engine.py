@@ -9,10 +9,12 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import FinishReason
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.plan import SchedulerOutput
+from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep
+from kvrelay.engine.sampling.sampler import NO_TOKEN
 from tests.engine.fake_runner import FakeRunner, expected_output
+from tests.engine.finished_step import FinishedStep
 from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, prompt_of, request
 
 
@@ -251,6 +253,35 @@ def test_a_request_of_the_same_id_is_refused_until_the_first_one_and_its_lease_a
                 harness.engine.add(request("a", prompt_of(20), 2, role=role))
             harness.run()
         harness.engine.release_lease("a")
+    harness.engine.check_idle()
+
+
+class NotFiniteRunner(FakeRunner):
+    """Has no token for rows of sequences that begin with token 999."""
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        output = super().launch(plan).collect()
+        results = tuple(
+            replace(result, sampled=tuple(replace(token, token_id=NO_TOKEN) for token in result.sampled))
+            if 999 in entry.token_ids
+            else result
+            for entry, result in zip(plan.scheduled, output.results, strict=True)
+        )
+        return FinishedStep(ModelRunnerOutput(results))
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_request_whose_logits_are_not_finite_fails_alone(run_ahead: bool) -> None:
+    harness = Harness(run_ahead=run_ahead, wrap=lambda runner: NotFiniteRunner(64, BLOCK_SIZE))
+    harness.engine.add(request("good", [1, 2, 3]))
+    harness.step()
+    harness.engine.add(request("bad", [999, 1, 2], n=2))
+    harness.engine.add(request("other", [4, 5]))
+    harness.run()
+    failures = [failure for result in harness.results for failure in result.failures]
+    assert [(failure.request_id, "not finite" in failure.message) for failure in failures] == [("bad", True)]
+    assert harness.tokens["good", 0] == expected_output([1, 2, 3], 8)
+    assert harness.tokens["other", 0] == expected_output([4, 5], 8)
     harness.engine.check_idle()
 
 

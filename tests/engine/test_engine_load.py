@@ -39,6 +39,37 @@ def test_a_sequence_decodes_once_all_it_was_given_is_computed() -> None:
     assert counts == [(1, 0, 7), (1, 1, 0), (1, 1, 0)]
 
 
+@pytest.mark.parametrize("role", [KVRole.LOCAL, KVRole.CONSUME])
+def test_the_first_request_that_lacks_room_is_named_while_others_overtake_it(role: KVRole) -> None:
+    harness = Harness(num_blocks=8, publish=True, policy="priority")
+    harness.engine.add(request("lease", prompt_of(40), role=KVRole.PRODUCE))
+    harness.run()
+    assert harness.engine.load().first_lacking == 0
+    harness.engine.add(request("large", prompt_of(40, 1), role=role))
+    named = set()
+    for number in range(3):
+        harness.engine.add(request(f"small {number}", prompt_of(5, 2 + number), 2, priority=-1))
+        harness.run()
+        named.add(harness.engine.load().first_lacking)
+    assert len(named) == 1 and 0 not in named
+    harness.engine.release_lease("lease")
+    harness.step()
+    assert harness.engine.load().first_lacking == 0
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_preemption_after_which_nothing_runs_is_reported(run_ahead: bool) -> None:
+    """Blocks that KV is to arrive in leave none for the only sequence that runs."""
+    harness = Harness(num_blocks=4, run_ahead=run_ahead)
+    harness.engine.add(request("preempted", prompt_of(8), 20))
+    harness.step()
+    harness.step()
+    harness.engine.add(request("receiving", prompt_of(16, 3), 4, role=KVRole.CONSUME))
+    harness.run()
+    assert harness.results[-1].load == harness.engine.load()
+    assert (harness.engine.load().num_preemptions, harness.engine.load().num_free_blocks) == (1, 2)
+
+
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_changes_of_the_load_alone_are_reported(run_ahead: bool) -> None:
     """The router would else believe that a node is as full as it last was."""

@@ -178,6 +178,22 @@ async def test_no_lease_ends_early_unless_nothing_else_lets_those_who_wait_proce
         await node.check_idle()
 
 
+async def test_the_oldest_lease_ends_when_one_request_has_lacked_room_for_long_while_others_overtake_it() -> None:
+    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
+        async with aclosing(prefill(service, "a")) as events:
+            async for _ in events:
+                pass
+        idle = node.event_log.load
+        # One request lacks room, then another, and that one for long.
+        for number, arrival in enumerate([7] * 9 + [8] * 11, start=1):
+            assert list(service._leases) == ["a"]
+            load = replace(idle, num_requests_waiting=1, num_requests_running=1, first_lacking=arrival)
+            node.event_log.append([], [], replace(load, num_steps=idle.num_steps + number))
+            service._leases.sweep()
+        assert not service._leases and service._leases.counts.ended_early == 1
+        await node.check_idle()
+
+
 @pytest.mark.parametrize("fetching", [False, True])
 async def test_a_stream_that_is_given_up_before_its_first_token_leaves_nothing(fetching: bool) -> None:
     """While it is computed, or while a holder of its first blocks does not answer."""

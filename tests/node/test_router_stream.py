@@ -57,6 +57,23 @@ async def test_what_is_sent_while_the_last_message_is_written_is_delivered_befor
     assert tokens == [[5], [6]]
 
 
+async def test_what_a_slow_router_has_not_taken_comes_in_messages_of_bounded_size() -> None:
+    stream, tokens = RouterStream(), tuple(range(100))
+    for _ in range(60):
+        for number in range(200):
+            stream.send_output(f"request-{number}", TokenOutput(0, tokens, tuple(map(logprobs, tokens))))
+    stream.close()
+    sizes, received = [], dict.fromkeys((f"request-{number}" for number in range(200)), 0)
+    async with asyncio.timeout(10.0):
+        async for update in stream.updates():
+            sizes.append(update.ByteSize())
+            for event in update.events:
+                assert list(event.tokens.token_ids[:100]) == list(tokens)
+                received[event.request_id] += len(event.tokens.token_ids)
+    assert len(sizes) > 1 and max(sizes) < 5 * 2**20
+    assert set(received.values()) == {6000}
+
+
 async def test_closing_a_stream_ends_it_without_another_message() -> None:
     stream = RouterStream()
     reading = asyncio.ensure_future(anext(aiter(stream.updates()), None))

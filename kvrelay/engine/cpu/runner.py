@@ -127,8 +127,8 @@ class ComputedStep:
         return self._output
 
     def sampled_tokens(self) -> list[int]:
-        """Returns one token for each row of the plan."""
-        return [token.token_id for result in self.collect().results for token in result.sampled]
+        """Returns one token for each row of the plan, any valid one for a row that has failed."""
+        return [max(0, token.token_id) for result in self.collect().results for token in result.sampled]
 
 
 def _tensor(values: Sequence[int], dtype: type[np.int32] | type[np.int64]) -> Tensor:

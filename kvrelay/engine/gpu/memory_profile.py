@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvrelay.core.errors import ConfigurationError, KVRelayError, ModelLoadError
+from kvrelay.core.errors import ConfigurationError, ModelLoadError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
@@ -19,7 +19,7 @@ from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
 from kvrelay.engine.sampling.penalties import seen_tokens
-from kvrelay.engine.sampling.sampler import SamplingRow
+from kvrelay.engine.sampling.sampler import NO_TOKEN, SamplingRow
 
 DEFAULT_UTILIZATION = 0.9
 
@@ -165,11 +165,10 @@ def _peak_bytes(device: torch.device, runner: GpuRunner, plan: SchedulerOutput) 
 
 def _run(runner: GpuRunner, plan: SchedulerOutput) -> None:
     launched = runner.launch(plan)
-    try:
-        launched.collect()
-    except KVRelayError as error:
+    results = launched.collect().results
+    if any(sampled.token_id == NO_TOKEN for result in results for sampled in result.sampled):
         raise ModelLoadError(
-            f"a step of {plan.num_scheduled_tokens} tokens, run to measure its memory, failed: {error}; the checkpoint "
-            "is damaged, its activations overflow its dtype (--dtype bfloat16 has the range of float32), or a kernel "
-            "is wrong on this GPU (--attention-backend reference avoids those of attention)"
-        ) from error
+            f"a step of {plan.num_scheduled_tokens} tokens, run to measure its memory, gave logits that are not "
+            "finite: the checkpoint is damaged, its activations overflow its dtype (--dtype bfloat16 has the range of "
+            "float32), or a kernel is wrong on this GPU (--attention-backend reference avoids those of attention)"
+        )

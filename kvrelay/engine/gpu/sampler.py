@@ -13,7 +13,6 @@ import numpy as np
 from paged_kernels.triton_sampling import EDIT_BANNED, EDIT_SEEN, SamplingTensors, sample_tokens
 from torch import Tensor
 
-from kvrelay.core.errors import KVRelayError
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.packed_arrays import to_host
 from kvrelay.engine.sampling.penalties import changes_logits
@@ -50,11 +49,8 @@ class LaunchedSampling:
     logprobs: LaunchedLogprobs | None
 
     def collect(self) -> list[SampledToken]:
-        """Returns one token per row. Raises KVRelayError for rows whose largest logit is not finite."""
+        """Returns one token per row, `NO_TOKEN` for a row whose largest logit is not finite."""
         token_ids: list[int] = self.token_ids.tolist()
-        bad = [index for index, token_id in enumerate(token_ids) if token_id < 0]
-        if bad:
-            raise KVRelayError(f"the model returned logits that are not finite (rows {bad} of {len(token_ids)})")
         if self.logprobs is None:
             return [SampledToken(token_id, None) for token_id in token_ids]
         found = dict(zip(self.logprob_rows, self.logprobs.collect(), strict=True))

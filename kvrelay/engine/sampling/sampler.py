@@ -22,7 +22,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.record import record
@@ -35,6 +34,7 @@ from kvrelay.engine.sampling.truncation import EXCLUDED, most_likely, truncate
 
 PROMPT_LOGPROB_ROWS = 128  # rows computed at a time, since a row of logits is as long as the vocabulary
 _GROUP_SIZE = 128  # in tokens; with another size the same seed gives other tokens
+NO_TOKEN = -1
 _MIN_TEMPERATURE = 1e-5  # below this every score but the largest is EXCLUDED anyway
 
 
@@ -57,7 +57,8 @@ class SamplingRow:
 
 @record
 class SampledToken:
-    """A sampled token. `logprobs` is None unless the request asked for them."""
+    """A sampled token, `NO_TOKEN` if the largest logit of its row is not finite. `logprobs` is None unless the request
+    asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -74,15 +75,15 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """Returns one token per row. `logits` is `[len(rows), vocab_size]` float32 on the CPU and is not written to.
 
-        Raises KVRelayError if a row has a NaN, an infinity or nothing to choose from, since the model's output cannot
-        be trusted then.
+        A row with a NaN, an infinity or nothing to choose from gets `NO_TOKEN`, since the model's output cannot be
+        trusted then.
         """
         token_ids = _largest(logits)
         drawn = []
         scores = []
         for index, row in enumerate(rows):
             changed = changes_logits(row.params, row.num_output_tokens)
-            if row.params.greedy and not changed:
+            if token_ids[index] == NO_TOKEN or (row.params.greedy and not changed):
                 continue
             row_logits = self._adjusted(logits[index], row) if changed else logits[index]
             if row.params.greedy:
@@ -94,7 +95,7 @@ class Sampler:
             for index, token_id in zip(drawn, self._draw(scores, [_draw_of(rows[i]) for i in drawn]), strict=True):
                 token_ids[index] = token_id
         return [
-            SampledToken(token_id, logprobs_of(row, logits[index], token_id))
+            SampledToken(token_id, None if token_id == NO_TOKEN else logprobs_of(row, logits[index], token_id))
             for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
         ]
 
@@ -126,14 +127,11 @@ class Sampler:
 
 
 def _largest(logits: Tensor) -> list[int]:
-    """Returns the id of each row's largest logit, the lowest id among equals. Raises KVRelayError for rows whose
-    largest logit is not finite."""
+    """Returns the id of each row's largest logit, the lowest id among equals; `NO_TOKEN` for a row whose largest logit
+    is not finite."""
     rows = logits.numpy()  # numpy's argmax takes a twentieth of the time of torch's
     token_ids: list[int] = rows.argmax(axis=-1).tolist()  # in a row with a NaN, the index of that NaN
-    bad = [row for row, token_id in enumerate(token_ids) if not math.isfinite(rows[row, token_id])]
-    if bad:
-        raise KVRelayError(f"the model returned logits that are not finite (rows {bad} of {len(token_ids)})")
-    return token_ids
+    return [at if math.isfinite(rows[row, at]) else NO_TOKEN for row, at in enumerate(token_ids)]
 
 
 def prompt_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> PromptLogprobs:

@@ -8,12 +8,11 @@ import torch
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
-from kvrelay.core.errors import KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
-from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
+from kvrelay.engine.sampling.sampler import NO_TOKEN, Sampler, SamplingRow
 from tests.engine.tiny_models import make_tiny_model
 
 BLOCK_SIZE = 16
@@ -62,8 +61,10 @@ def test_a_row_of_the_step_before_is_the_input(runner: CpuRunner) -> None:
     assert ahead == runner.launch(SchedulerOutput((known,), ())).collect()
 
 
-def test_a_step_that_can_not_sample_fails_alone(runner: CpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails again if it is collected again, since what it has computed stays as it is."""
+def test_a_step_without_finite_logits_has_no_token_and_the_next_one_has(
+    runner: CpuRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has computed stays as it is, however often it is collected, and a step that runs ahead can begin."""
     plan = SchedulerOutput((greedy_prompt(1),), ())
     expected = runner.launch(plan).collect()
     forward = runner._model.forward
@@ -71,8 +72,9 @@ def test_a_step_that_can_not_sample_fails_alone(runner: CpuRunner, monkeypatch: 
         patched.setattr(runner._model, "forward", lambda *args, **kwargs: forward(*args, **kwargs) * torch.nan)
         failing = runner.launch(plan)
     for _ in range(2):
-        with pytest.raises(KVRelayError, match="not finite"):
-            failing.collect()
+        assert [token.token_id for result in failing.collect().results for token in result.sampled] == [NO_TOKEN]
+    ahead = ScheduledSequence(token_ids=(UNKNOWN_TOKEN,), start=3, block_table=[1], rows=(), input_row=0)
+    runner.launch(SchedulerOutput((ahead,), ())).collect()
     assert runner.launch(plan).collect() == expected
 
 

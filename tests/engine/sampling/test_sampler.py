@@ -3,17 +3,17 @@
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.penalties import seen_tokens
-from kvrelay.engine.sampling.sampler import SampledToken, Sampler, SamplingRow, prompt_logprobs
+from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken, Sampler, SamplingRow, prompt_logprobs
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
 from kvrelay.engine.sampling.truncation import EXCLUDED, most_likely, truncate
 
@@ -346,14 +346,17 @@ def test_prompt_logprobs_are_those_of_a_log_softmax() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(seed=1, top_p=0.5)])
-def test_logits_that_are_not_finite_are_refused(params: SamplingParams, value: float) -> None:
-    logits = make_logits(8, 3)
+def test_a_row_of_logits_that_are_not_finite_gets_no_token_and_others_get_theirs(
+    params: SamplingParams, value: float
+) -> None:
+    logits, sampler = make_logits(8, 3), Sampler(VOCAB_SIZE, [EOS])
+    rows = [make_row(replace(params, logprobs=2))] * 3
+    expected = sampler.sample(logits, rows)
+    expected[1] = SampledToken(NO_TOKEN, None)
     logits[1, 250] = value
-    with pytest.raises(KVRelayError, match=r"not finite \(rows \[1\] of 3\)"):
-        Sampler(VOCAB_SIZE, [EOS]).sample(logits, [make_row(params)] * 3)
+    assert sampler.sample(logits, rows) == expected
     logits[1] = -math.inf
-    with pytest.raises(KVRelayError, match="not finite"):
-        Sampler(VOCAB_SIZE, [EOS]).sample(logits, [make_row(params)] * 3)
+    assert sampler.sample(logits, rows) == expected
 
 
 def test_tokens_the_model_itself_excludes_are_never_sampled() -> None:
