@@ -2,6 +2,7 @@
 
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 _ATTEMPTS = 5  # another process may take the free port first
@@ -10,9 +11,10 @@ _ATTEMPTS = 5  # another process may take the free port first
 class RedisServer:
     """The constructor returns when the server accepts connections. A missing redis-server is an error."""
 
-    def __init__(self, directory: Path, *, port: int = 0) -> None:
+    def __init__(self, directory: Path, *, port: int = 0, options: Sequence[str] = ()) -> None:
         """`port` 0 takes a free one."""
         self._directory = directory
+        self._options = options
         for _ in range(_ATTEMPTS):
             self.port = port or _free_port()
             self._process = self._spawn()
@@ -49,7 +51,7 @@ class RedisServer:
     def _spawn(self) -> "subprocess.Popen[str]":
         address = ["--port", str(self.port), "--bind", "127.0.0.1"]
         storage = ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
-        return subprocess.Popen(["redis-server", *address, *storage], stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(["redis-server", *address, *storage, *self._options], stdout=subprocess.PIPE, text=True)
 
     def _ready(self) -> bool:
         assert self._process.stdout is not None

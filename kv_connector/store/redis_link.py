@@ -30,8 +30,10 @@ UNREACHABLE = (RedisError, OSError, TimeoutError, CircuitOpenError)
 
 
 def described(error: Exception) -> str:
-    """Returns the kind of an error and what it says, which names the server's address and never its password."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    """Returns the kind of an error and what it says, which names the server's address and never its password: a server
+    that does not know a command (HELLO, AUTH) repeats its arguments."""
+    said, _, _ = str(error).partition(", with args beginning with")
+    return f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
 class RedisLink:

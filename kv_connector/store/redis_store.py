@@ -205,7 +205,8 @@ class RedisConnector:
         replicas, cannot save, or forbids them. Each is an answer, so the exchange itself has succeeded."""
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         if refused:
-            _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), refused[0])
+            why = described(refused[0])
+            _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), why)
             state.link.writes.failed(attempt)
         elif answers:
             state.link.writes.succeeded()

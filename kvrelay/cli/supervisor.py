@@ -27,6 +27,7 @@ MAX_RESTARTS = 5  # in a row; a child that has served for a while begins anew
 _SETTLED_SECONDS = 60.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0  # before a restart, doubled from one to the next
 _HURRY_SECONDS = 3.0  # between a second signal and SIGKILL
+_POLL_SECONDS = 0.2  # between two looks whether a child has ended whose pipes are still open
 _MAX_LINE_BYTES = 1 << 16
 _LINE_END = re.compile(rb"[\r\n]+")  # progress bars rewrite their line with \r
 
@@ -92,11 +93,14 @@ class Child:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def _wait(self) -> int:
-        status = await self.process.wait()
+        status = await _exit_status(self.process)
         # A grandchild may hold the pipes open after the child is gone; what matters has been read by then.
-        await asyncio.wait(self._pumps, timeout=1.0)
-        for pump in self._pumps:
+        _, held = await asyncio.wait(self._pumps, timeout=1.0)
+        for pump in held:
             pump.cancel()
+        if held:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have left the group
+                os.killpg(self.process.pid, signal.SIGKILL)
         return status
 
     async def _read_output(self, stream: asyncio.StreamReader) -> None:
@@ -208,7 +212,12 @@ class Supervisor:
             on_event(_exit_report(child, f"and is started again in {wait:g} s"))
             await asyncio.sleep(wait)
             num_restarts += 1
-            child = await self._replace(child, command)
+            serves_since = clock()
+            try:
+                child = await self._replace(child, command)
+            except OSError as error:  # the machine has no process or no memory left for one: a start that failed
+                on_event(f"{command.name} cannot be started: {error}.")
+                continue
             waits: set[asyncio.Future[Any]] = {child.ready, child.ended}
             await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             serves_since = clock()
@@ -261,6 +270,16 @@ def write_line(name: str, line: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"[{name}] {line}\n")
         sys.stderr.flush()
+
+
+async def _exit_status(process: asyncio.subprocess.Process) -> int:
+    """Returns the exit status once the process has ended. `Process.wait` alone may also wait for its pipes to be closed
+    (Python 3.11), which a grandchild may hold."""
+    waiting = asyncio.ensure_future(process.wait())
+    while process.returncode is None:
+        await asyncio.wait({waiting}, timeout=_POLL_SECONDS)
+    waiting.cancel()
+    return process.returncode
 
 
 async def _kill(children: Iterable[Child]) -> None:

@@ -6,7 +6,9 @@ Invariant: it announces nothing after it was told to stop.
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import uvloop
 
@@ -22,6 +24,7 @@ from kvrelay.node.settings import NodeSettings
 from kvrelay.node.startup import build_node
 
 _logger = logging.getLogger(__name__)
+_CLOSE_SECONDS = 30.0  # after a crash
 
 
 class _ThreadLeftError(Exception):
@@ -52,6 +55,7 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
     check_port(settings.host, settings.port, flag="--port")  # before the model is loaded, which may take minutes
     node = await _build_unless_stopped(settings, role, signals.stop)
     server = NodeServer(node, make_service(node))
+    crashed = False
     try:
         port = await server.start(settings.host, settings.port)
         node.watch_steps(settings.step_timeout)
@@ -64,11 +68,30 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
             _logger.info("draining for at most %g s", settings.drain_timeout)
             await first_of(server.drain(settings.drain_timeout), signals.hurry.wait())
     finally:
-        await server.close()
+        with _exits_after(_CLOSE_SECONDS) if crashed else nullcontext():
+            await server.close()
     status = 1 if crashed else 0
     if node.engine_thread.is_alive:
         raise _ThreadLeftError("ended in the middle of a step", status)
     return status
+
+
+@contextmanager
+def _exits_after(seconds: float) -> Iterator[None]:
+    """Ends the process with status 1 if the context is still open after so long. A device that hangs returns from
+    nothing that it was given, and closing waits for it, on the loop, too."""
+
+    def give_up() -> None:
+        _logger.critical("ended without closing: the device does not answer")
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 async def _build_unless_stopped(settings: NodeSettings, role: str, stop: asyncio.Event) -> Node:

@@ -43,6 +43,14 @@ print(json.dumps({"event": "ready"}), flush=True)
 sys.stdin.buffer.read()
 """
 
+# A child that ends when another process, which has its pipes, is under way. Its address is that process's id.
+LEAVE_ANOTHER = """
+import json, subprocess, sys
+other = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"])
+print(json.dumps({"event": "ready", "address": str(other.pid)}), flush=True)
+sys.exit(3)
+"""
+
 NEVER_READY = """
 import sys
 sys.stdin.buffer.read()
@@ -210,6 +218,34 @@ async def test_a_child_that_ends_again_and_again_is_given_up(monkeypatch: pytest
         with pytest.raises(ChildFailedError, match=r"(?s)exit code 3 again, after 5 restarts.*model.norm is missing"):
             await supervisor.keep(make_successor=dies, timeout=20, on_event=events.append)
     assert len(events) == 5
+
+
+async def test_a_child_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    """As when the machine has no memory left for it."""
+    python, events = tmp_path / "python", asyncio.Queue[str]()
+
+    def elsewhere(command: ChildCommand, _: ReadyLine) -> ChildCommand:
+        return replace(command, arguments=(str(python), *command.arguments[1:]))
+
+    async with Supervisor(stop_timeout=5) as supervisor:
+        await supervisor.start([child("decode-0", SERVE)], timeout=20)
+        keeping = asyncio.create_task(supervisor.keep(make_successor=elsewhere, timeout=20, on_event=events.put_nowait))
+        supervisor.children[0].kill()
+        assert "is started again in 0.25 s" in await events.get()
+        assert "decode-0 cannot be started: [Errno 2] No such file" in await events.get()
+        python.symlink_to(sys.executable)
+        assert "is started again in 0.5 s" in await events.get()
+        assert await events.get() == "decode-0 serves again."
+        keeping.cancel()
+
+
+async def test_the_end_of_a_child_is_noticed_while_what_it_has_started_holds_its_pipes() -> None:
+    """That is killed then."""
+    async with Supervisor(stop_timeout=5) as supervisor:
+        [ready] = await supervisor.start([child("decode-0", LEAVE_ANOTHER)], timeout=20)
+        async with asyncio.timeout(20):
+            assert await supervisor.children[0].ended == 3
+            await wait_until_gone(int(str(ready["address"])))
 
 
 async def test_output_is_passed_on_line_by_line() -> None:

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from kv_connector.segments.segment import sweep
 from tests.e2e.processes import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(120)
 
-# A decode node as the command line starts it, but for one message to its engine that never ends.
+# A decode node as the command line starts it, but for one message to its engine that never ends, and perhaps a device
+# that does not return from what closing waits for.
 HANGING_NODE = """
 import sys, threading, torch
 from decode_node.service import DecodeService
-from kvrelay.node.process import main
+from kvrelay.node import process
 
 def waits(engine):
     threading.Event().wait()
@@ -27,17 +29,27 @@ class HangingService(DecodeService):
     def start(self):
         super().start()
         self._node.engine_thread.post(HOW)
+        if HANGS_IN_DEVICE:
+            self._node.connector.close = threading.Event().wait
 
-sys.exit(main("decode", HangingService, sys.argv[1:]))
+process._CLOSE_SECONDS = 5.0
+sys.exit(process.main("decode", HangingService, sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("how", ["waits", "computes"])
-def test_a_node_that_hangs_ends_with_an_error(how: str, model: Path, directory: Path) -> None:
-    """Also if its engine computes, in memory that goes and in a thread that Python cannot end in order."""
+@pytest.mark.parametrize(("how", "hangs_in_device"), [("waits", False), ("computes", False), ("waits", True)])
+def test_a_node_that_hangs_ends_with_an_error(how: str, hangs_in_device: bool, model: Path, directory: Path) -> None:
+    """Also if its engine computes, in memory that goes and in a thread that Python cannot end in order, and if closing
+    it never ends: its segment is left then, until another node starts."""
     arguments = (str(model), "--num-blocks", "64", "--step-timeout", "5", "--node-id", "hanging")
     ended = subprocess.run(
-        [sys.executable, "-P", "-c", HANGING_NODE.replace("HOW", how), *arguments],
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            HANGING_NODE.replace("HOW", how).replace("HANGS_IN_DEVICE", str(hangs_in_device)),
+            *arguments,
+        ],
         cwd=directory,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -48,4 +60,8 @@ def test_a_node_that_hangs_ends_with_an_error(how: str, model: Path, directory: 
     assert ended.returncode == 1, ended.stderr
     assert '"event": "ready"' in ended.stdout
     assert "the engine has made no step for 5 seconds" in ended.stderr
+    assert ("ended without closing" in ended.stderr) is hangs_in_device
+    shm = Path("/dev/shm")
+    assert len(list(shm.glob("kvrelay-hanging-*"))) == hangs_in_device
+    sweep(shm)
     assert "Traceback" not in ended.stderr

@@ -295,3 +295,18 @@ async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> N
             client.delete(key)
     await write_and_publish(setup.node, sent)
     assert set(await setup.fetch(sent)) == {FETCHED}
+
+
+async def test_a_password_that_a_server_repeats_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As those do that lack a command, among them Redis before version 6 and proxies."""
+    secret = "s3cr3t-passw0rd"
+    server = RedisServer(tmp_path, options=["--requirepass", secret, "--rename-command", "HELLO", ""])
+    try:
+        connector = RedisConnector(RedisSettings(url=server.url.replace("//", f"//:{secret}@"), key_prefix=PREFIX))
+        Node(connector, "plain", 64, LAYOUT, EPOCH)
+        assert await connector.fetch(None, blocks(1), timeout=10.0) == (FAILED,)
+        await connector.close()
+    finally:
+        server.stop()
+    assert "unknown command 'HELLO'" in caplog.text
+    assert secret not in caplog.text
