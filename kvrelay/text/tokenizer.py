@@ -77,12 +77,17 @@ class Tokenizer:
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encodes a text; a long one in a thread, so that the event loop does not wait."""
         if len(text) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
+            return await asyncio.to_thread(self._encode_unlocked, text, add_special_tokens=add_special_tokens)
         return self.encode_now(text, add_special_tokens=add_special_tokens)
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encodes a text at once, for callers without an event loop."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _encode_unlocked(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Encodes a text as a batch of one: the library lets go of the interpreter's lock for batches only."""
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     async def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
         """Renders a conversation as `render_chat_now` does; a long one in a thread, so that the event loop gets

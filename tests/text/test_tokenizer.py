@@ -1,6 +1,8 @@
 """The tokenizer of a model directory: long texts, the bytes of tokens, and directories without one."""
 
 import asyncio
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,19 @@ async def test_long_text_is_encoded_like_short_text(tokenizer: Tokenizer) -> Non
     text = "hello world " * LONG_TEXT_CHARS
     token_ids = await tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
+    for add in (False, True):
+        now = tokenizer.encode_now(text, add_special_tokens=add)
+        assert await tokenizer.encode(text, add_special_tokens=add) == now
+
+
+async def test_the_event_loop_turns_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    encoding = asyncio.create_task(tokenizer.encode("hello world " * (8 * LONG_TEXT_CHARS), add_special_tokens=False))
+    turns = [time.perf_counter()]
+    while not encoding.done():
+        await asyncio.sleep(0)
+        turns.append(time.perf_counter())
+    longest_wait = max(later - earlier for earlier, later in pairwise(turns))
+    assert longest_wait < (turns[-1] - turns[0]) / 2, "it has waited for most of the time"
 
 
 async def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
