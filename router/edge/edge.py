@@ -11,7 +11,7 @@ from contextlib import aclosing, contextmanager
 import grpc
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.errors import status_of
+from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, status_of
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.text.choice import Choice, TextChunk
@@ -45,18 +45,32 @@ class Edge:
         self.metrics = metrics
         self.validator = RequestValidator(relay, tokenizer, model_name, default_timeout=default_timeout)
         self._clock = clock
-        self._num_admitting = 0
+        self._admitting: dict[str, bool] = {}  # by id, whether it was aborted
 
     async def admit(self, clients: Mapping[str, ClientRequest]) -> list[RoutedRequest]:
         """Validates all requests of a call, given by their ids. Raises what `RequestValidator.routed` raises, and
-        OverloadedError before any work is done for them. Requests that are still being tokenised count as running."""
+        OverloadedError before any work is done for them. Requests that are still being tokenised count as running:
+        another one of the same id is refused, and `abort` ends them."""
         with self.counting_errors():
-            self.relay.check_capacity(self._num_admitting, len(clients))
-            self._num_admitting += len(clients)
+            self.relay.check_capacity(len(self._admitting), len(clients))
+            for request_id in self._admitting.keys() & clients.keys():
+                raise InvalidRequestError(f"a request {request_id!r} is running already", field="request_id")
+            self._admitting.update(dict.fromkeys(clients, False))
             try:
-                return [await self.validator.routed(client, name) for name, client in clients.items()]
+                routed = [await self.validator.routed(client, name) for name, client in clients.items()]
+                for request_id in clients:
+                    if self._admitting[request_id]:
+                        raise CancelledByPeerError(f"request {request_id} was aborted")
+                return routed
             finally:
-                self._num_admitting -= len(clients)
+                for request_id in clients:
+                    del self._admitting[request_id]
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with CancelledByPeerError, even while it is being tokenised; unknown ids are ignored."""
+        if request_id in self._admitting:
+            self._admitting[request_id] = True
+        self.relay.abort(request_id)
 
     @contextmanager
     def counting_errors(self) -> Iterator[None]:

@@ -139,7 +139,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return router_pb2.ListModelsResponse(models=[card])
 
     async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
-        self._edge.relay.abort(request.request_id)
+        self._edge.abort(request.request_id)
         return router_pb2.AbortResponse()
 
     async def _admit(self, request: router_pb2.GenerateRequest, context: Context) -> RoutedRequest:

@@ -48,6 +48,7 @@ class ScriptedRelay:
     has_capacity: bool = True
     max_model_len: int = MAX_MODEL_LEN
     requests: list[RoutedRequest] = field(default_factory=list)
+    capacity_checked: asyncio.Event = field(default_factory=asyncio.Event)
     running: set[str] = field(default_factory=set)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class ScriptedRelay:
         return ServedModel(self.max_model_len, MAX_NUM_SEQS, self.tokenizer.vocab_size, namespace)
 
     def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
+        self.capacity_checked.set()
         if not self.has_capacity:
             raise OverloadedError("the queue is full")
 

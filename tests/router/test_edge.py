@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvrelay.core.errors import InvalidRequestError, KVError, KVRelayError, UnavailableError
+from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, KVError, KVRelayError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.choice import TextChunk
@@ -162,3 +162,17 @@ async def test_requests_that_are_being_tokenised_count_until_they_are_admitted_o
         await refused
     assert len(await edge.admit({"d": short, "e": short})) == 2
     assert relay.asked == [(0, 2), (2, 1), (0, 2)]
+
+
+async def test_an_abort_is_not_lost_while_its_request_is_being_tokenised(tokenizer: Tokenizer) -> None:
+    edge = make_edge(ScriptedRelay(tokenizer, max_model_len=10**6))
+    client = ClientRequest(TextPrompt("x" * (LONG_TEXT_CHARS + 1)), SamplingParams())
+    admission = asyncio.create_task(edge.admit({"mine": client}))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequestError, match="'mine' is running already"):
+        await edge.admit({"mine": client})
+    edge.abort("mine")
+    edge.abort("nobody")
+    with pytest.raises(CancelledByPeerError, match="mine was aborted"):
+        await admission
+    assert len(await edge.admit({"mine": client})) == 1, "an id is free again"

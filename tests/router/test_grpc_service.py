@@ -12,6 +12,7 @@ from grpc_status import rpc_status
 from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, KVError, UnavailableError, UnknownModelError
 from kvrelay.core.rpc import ErrorInterceptor, channel_options, error_from_rpc, serve_insecure, server_options
 from kvrelay.core.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
+from kvrelay.text.tokenizer import LONG_TEXT_CHARS
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.edge.edge import Edge
 from router.edge.grpc_service import MAX_REQUEST_ID_CHARS, RouterService
@@ -262,3 +263,16 @@ async def test_abort_ends_a_running_request_and_ids_are_unique_while_they_run(
     assert (await stub.Generate(prompt(request_id="mine"))).request_id == "mine", "an id is free again"
     longest = "i" * MAX_REQUEST_ID_CHARS
     assert (await stub.Generate(prompt(request_id=longest))).request_id == longest
+
+
+async def test_abort_ends_a_request_that_is_being_tokenised(stub: Stub, edge: Edge, relay: ScriptedRelay) -> None:
+    relay.max_model_len = 10**6
+    relay.hang_at = 0  # it ends only if it is aborted
+    long = router_pb2.GenerateRequest(prompt="hello world " * 4 * LONG_TEXT_CHARS, request_id="mine")
+    call = stub.Generate(long, timeout=10)
+    await relay.capacity_checked.wait()
+    await stub.Abort(router_pb2.AbortRequest(request_id="mine"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert isinstance(error_from_rpc(caught.value), CancelledByPeerError)
+    assert counted(edge, "request_errors_total", code="CANCELLED") == 1
