@@ -2,6 +2,7 @@
 
 KVRelayError                      internal: a failure inside the cluster
 ├── InvalidRequestError           the client's request cannot be served; names the field
+│   ├── ContextLengthError
 │   └── UnknownModelError
 ├── ConfigurationError            a setting cannot work; names the setting and the remedy
 ├── ModelLoadError                a checkpoint cannot be run; names the tensor or the field
@@ -31,6 +32,10 @@ class InvalidRequestError(KVRelayError):
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output together are longer than the model allows."""
 
 
 class UnknownModelError(InvalidRequestError):

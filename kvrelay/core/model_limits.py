@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.errors import ContextLengthError, InvalidRequestError
 from kvrelay.core.sampling_params import SamplingParams
 
 
@@ -26,12 +26,13 @@ def checked_sampling(sampling: SamplingParams, *, vocab_size: int, max_num_seqs:
 
 
 def room_for_output(num_prompt_tokens: int, max_model_len: int, *, field: str, prompt: str = "the prompt") -> int:
-    """Returns how many tokens are left for the output, at least one. `prompt` says which one an error is about."""
+    """Returns how many tokens are left for the output, at least one. Raises ContextLengthError, in which `prompt` says
+    which one it is about."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise InvalidRequestError(
-            f"{prompt} has {num_prompt_tokens} tokens, but the model's maximum is {max_model_len} tokens of prompt and "
-            "output together",
+        raise ContextLengthError(
+            f"{prompt} has {num_prompt_tokens} tokens, but the model's maximum context length is {max_model_len} "
+            "tokens of prompt and output together",
             field=field,
         )
     return room

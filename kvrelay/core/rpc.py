@@ -22,6 +22,7 @@ from grpc_status import rpc_status
 from kvrelay.core.errors import (
     CancelledByPeerError,
     ConfigurationError,
+    ContextLengthError,
     DeadlineError,
     GivenUpError,
     InvalidRequestError,
@@ -61,6 +62,7 @@ WITHOUT_PROXY: Options = [("grpc.enable_http_proxy", 0)]
 _REASONS: dict[str, type[KVRelayError]] = {
     "INTERNAL": KVRelayError,
     "INVALID_REQUEST": InvalidRequestError,
+    "CONTEXT_LENGTH": ContextLengthError,
     "UNKNOWN_MODEL": UnknownModelError,
     "CONFIGURATION": ConfigurationError,
     "MODEL_LOAD": ModelLoadError,

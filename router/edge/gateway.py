@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.core.errors import (
+    ContextLengthError,
     DeadlineError,
     GivenUpError,
     InvalidRequestError,
@@ -36,6 +37,12 @@ from router.edge.prompt_logprobs import check_size
 from router.edge.validation import ChatPrompt, ClientRequest, TextPrompt, TokenPrompt
 
 _REQUEST_ID = "kvrelay.request_id"
+
+# OpenAI's own codes, by which clients recognise a wrong name, and a conversation that they have to shorten.
+_OPENAI_CODES: dict[type[KVRelayError], str] = {
+    ContextLengthError: "context_length_exceeded",
+    UnknownModelError: "model_not_found",
+}
 
 
 def create_app(edge: Edge, *, version: str, max_body_bytes: int) -> Starlette:
@@ -182,7 +189,7 @@ class _Gateway:
 
 def _error_body(error: KVRelayError) -> Json:
     status = status_of(error)
-    code = "model_not_found" if isinstance(error, UnknownModelError) else status.grpc_code.name.lower()
+    code = _OPENAI_CODES.get(type(error), status.grpc_code.name.lower())
     param = error.field if isinstance(error, InvalidRequestError) else None
     return {"error": {"message": str(error), "type": status.openai_type, "param": param, "code": code}}
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvrelay.core.errors import InvalidRequestError, UnknownModelError
+from kvrelay.core.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from kvrelay.core.model_limits import check_token_ids, checked_sampling, room_for_output
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import ChatMessage, Tokenizer
@@ -139,9 +139,9 @@ def _max_tokens(client: ClientRequest, num_prompt_tokens: int, max_model_len: in
     if wanted < 1:
         raise InvalidRequestError(f"{field} must be at least 1, got {wanted}", field=field)
     if wanted > room:
-        raise InvalidRequestError(
-            f"{num_prompt_tokens} prompt tokens and {field} of {wanted} are more than the model's maximum of "
-            f"{max_model_len}",
+        raise ContextLengthError(
+            f"{num_prompt_tokens} prompt tokens and {field} of {wanted} are more than the model's maximum context "
+            f"length of {max_model_len} tokens: {field} may be at most {room}",
             field=field,
         )
     return wanted
@@ -149,8 +149,9 @@ def _max_tokens(client: ClientRequest, num_prompt_tokens: int, max_model_len: in
 
 def _check_chars(text: str, field: str, model: ServedModel) -> None:
     if len(text) > MAX_CHARS_PER_TOKEN * model.max_model_len:
-        raise InvalidRequestError(
-            f"{field} has {len(text)} characters, far more than the model's maximum of {model.max_model_len} tokens",
+        raise ContextLengthError(
+            f"{field} has {len(text)} characters, far more than the model's maximum context length of "
+            f"{model.max_model_len} tokens",
             field=field,
         )
 

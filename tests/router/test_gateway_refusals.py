@@ -121,6 +121,24 @@ async def expect_refusal(gateway: Gateway, path: str, body: dict[str, object], p
     assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/completions", COMPLETION | {"prompt": [5] * MAX_MODEL_LEN}, f"has {MAX_MODEL_LEN} tokens"),
+        ("/v1/completions", COMPLETION | {"prompt": [[5], [5] * MAX_MODEL_LEN]}, f"has {MAX_MODEL_LEN} tokens"),
+        ("/v1/completions", COMPLETION | {"prompt": [5] * 250, "max_tokens": 7}, "max_tokens may be at most 6"),
+        ("/v1/completions", COMPLETION | {"prompt": "x" * 129 * MAX_MODEL_LEN}, f"{129 * MAX_MODEL_LEN} characters"),
+        ("/v1/chat/completions", CHAT | {"max_completion_tokens": 10**6}, "max_completion_tokens may be at most"),
+    ],
+)
+async def test_clients_recognise_that_they_have_to_shorten_a_conversation(
+    gateway: Gateway, path: str, body: dict[str, object], words: str
+) -> None:
+    error = (await gateway.post(path, body)).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length" in error["message"] and words in error["message"]
+
+
 async def test_harmless_values_of_unsupported_fields_are_accepted(gateway: Gateway) -> None:
     body = {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": None}
     more = {"bad_words": [], "best_of": 1, "logprobs": False, "top_logprobs": 0}

@@ -9,7 +9,14 @@ import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, KVError, UnavailableError, UnknownModelError
+from kvrelay.core.errors import (
+    CancelledByPeerError,
+    ContextLengthError,
+    InvalidRequestError,
+    KVError,
+    UnavailableError,
+    UnknownModelError,
+)
 from kvrelay.core.rpc import ErrorInterceptor, channel_options, error_from_rpc, serve_insecure, server_options
 from kvrelay.core.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS
@@ -98,8 +105,9 @@ async def test_overloaded_and_unavailable_errors_say_when_to_retry(stub: Stub, r
 
 async def test_too_many_token_ids_are_refused_without_looking_at_them(stub: Stub) -> None:
     ids = router_pb2.TokenIds(ids=[2**32 - 1] * (MAX_MODEL_LEN + 1))
-    with pytest.raises(grpc.aio.AioRpcError, match=f"the prompt has {MAX_MODEL_LEN + 1} tokens"):
+    with pytest.raises(grpc.aio.AioRpcError, match=f"the prompt has {MAX_MODEL_LEN + 1} tokens") as caught:
         await stub.Generate(router_pb2.GenerateRequest(prompt_token_ids=ids))
+    assert isinstance(error_from_rpc(caught.value), ContextLengthError)
     with pytest.raises(grpc.aio.AioRpcError, match=f"token_ids has {MAX_MODEL_LEN + 1} entries"):
         await stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=ids.ids))
 

@@ -96,7 +96,7 @@ async def test_what_the_client_gave_is_kept(relay: ScriptedRelay) -> None:
         (ClientRequest(TokenPrompt([5, 400_000]), SamplingParams()), "prompt", ["400000", "vocabulary"]),
         (ClientRequest(TokenPrompt([-1]), SamplingParams()), "prompt", ["-1"]),
         (ClientRequest(TokenPrompt([2] * MAX_MODEL_LEN), SamplingParams()), "prompt", [str(MAX_MODEL_LEN)]),
-        (ClientRequest(TokenPrompt([2] * 250), SamplingParams(), max_tokens=7), "max_tokens", ["250", "7", "256"]),
+        (ClientRequest(TokenPrompt([2] * 250), SamplingParams(), max_tokens=7), "max_tokens", ["250", "7", "256", "6"]),
         (ClientRequest(TextPrompt("x" * 1_000_000), SamplingParams()), "prompt", ["1000000", "256"]),
         (ClientRequest(TEXT, SamplingParams(), max_tokens=-1), "max_tokens", ["-1"]),
         (ClientRequest(TEXT, SamplingParams(), max_tokens=0), "max_tokens", ["0"]),
