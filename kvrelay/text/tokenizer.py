@@ -4,10 +4,12 @@ Invariant: every known token id has bytes (`token_bytes`), which joined give the
 """
 
 import asyncio
+import inspect
 import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +27,18 @@ LONG_CHAT_MESSAGES = 128
 ChatMessage = Mapping[str, str]
 """A message of a chat, with the keys `role` and `content`."""
 
+# What a template raises on purpose, or because of what it is given.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the old and the new name of one class
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_BOUNDARY = "\u2581"  # how SentencePiece writes a space
@@ -41,6 +55,9 @@ class Tokenizer:
         backend.no_padding()
         self.backend: tokenizers.Tokenizer = backend
         self._hf = hf_tokenizer
+        # What a client may not set for the template, because it has a meaning for the functions that render it.
+        parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
+        self._reserved_variables = {"self", "messages", "conversations", *parameters} - {"kwargs"}
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoders = _decoder_types(backend)
@@ -89,28 +106,49 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
-    async def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+    async def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Renders a conversation as `render_chat_now` does; a long one in a thread, so that the event loop gets
         its turns."""
-        if len(messages) > LONG_CHAT_MESSAGES:
-            return await asyncio.to_thread(self.render_chat_now, messages, add_generation_prompt=add_generation_prompt)
-        return self.render_chat_now(messages, add_generation_prompt=add_generation_prompt)
+        render = partial(
+            self.render_chat_now, messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        return await asyncio.to_thread(render) if len(messages) > LONG_CHAT_MESSAGES else render()
 
-    def render_chat_now(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
-        """Renders a conversation with the model's chat template. The text has to be encoded without special tokens.
-        The role `developer`, newer OpenAI models' name for `system`, becomes `system`, which templates know.
+    def render_chat_now(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Renders a conversation with the model's chat template, which may use `variables`. The text has to be encoded
+        without special tokens. The role `developer`, newer OpenAI models' name for `system`, becomes `system`, which
+        templates know.
 
-        Raises InvalidRequestError naming `messages` if the model has no template or the template refuses them."""
+        Raises InvalidRequestError naming `messages` if the model has no template or the template refuses them, and
+        naming `chat_template_kwargs` if one of the variables has another meaning."""
         if not self._hf.chat_template:
             raise InvalidRequestError("this model has no chat template: use completions instead", field="messages")
+        variables = variables or {}
+        for name in variables.keys() & self._reserved_variables:
+            raise InvalidRequestError(f"chat_template_kwargs may not have {name}", field="chat_template_kwargs")
         known = [
             {**message, "role": "system"} if message.get("role") == "developer" else dict(message)
             for message in messages
         ]
         try:
-            text = self._hf.apply_chat_template(known, tokenize=False, add_generation_prompt=add_generation_prompt)
-        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise InvalidRequestError(f"the chat template refused the messages: {error}", field="messages") from error
+            text = self._hf.apply_chat_template(
+                known, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except _TEMPLATE_ERRORS as error:
+            refused = "messages and chat_template_kwargs" if variables else "messages"
+            raise InvalidRequestError(f"the chat template refused the {refused}: {error}", field="messages") from error
         assert isinstance(text, str)
         return text
 

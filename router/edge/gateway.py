@@ -111,7 +111,11 @@ class _Gateway:
             sampling = body.sampling(logprobs=body.num_logprobs)
         newer_name = body.max_completion_tokens is not None
         client = ClientRequest(
-            prompt=ChatPrompt(body.rendered_messages(), body.add_generation_prompt is not False),
+            prompt=ChatPrompt(
+                body.rendered_messages(),
+                add_generation_prompt=body.add_generation_prompt is not False,
+                template_kwargs=body.chat_template_kwargs,
+            ),
             sampling=sampling,
             max_tokens=body.max_completion_tokens if newer_name else body.max_tokens,
             max_tokens_field="max_completion_tokens" if newer_name else "max_tokens",

@@ -5,9 +5,10 @@ sampling is checked, the seed is drawn. Everything else is an InvalidRequestErro
 does.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from kvrelay.core.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from kvrelay.core.model_limits import check_token_ids, checked_sampling, room_for_output
@@ -19,6 +20,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 MAX_CACHE_SALT_CHARS = 1024
 MAX_MESSAGES = 8192
+MAX_CHAT_TEMPLATE_KWARGS_CHARS = 16 * 1024  # as JSON
 Role = Literal["system", "developer", "user", "assistant"]
 """Who may speak in a chat."""
 # More characters per token than any vocabulary has on average: longer text is refused without tokenising it.
@@ -38,8 +40,11 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
+    """A conversation. `template_kwargs` is what a JSON object had: variables for the model's chat template."""
+
     messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True
+    template_kwargs: dict[str, Any] | None = None
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -114,8 +119,11 @@ class RequestValidator:
             field = "messages"
             if not prompt.messages:
                 raise InvalidRequestError("messages must not be empty", field=field)
+            _check_template_kwargs(prompt.template_kwargs)
             text = await self._tokenizer.render_chat(
-                prompt.messages, add_generation_prompt=prompt.add_generation_prompt
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                variables=prompt.template_kwargs,
             )
             _check_chars(text, field, model)
             token_ids = await self._tokenizer.encode(text, add_special_tokens=False)
@@ -153,6 +161,16 @@ def _check_chars(text: str, field: str, model: ServedModel) -> None:
             f"{field} has {len(text)} characters, far more than the model's maximum context length of "
             f"{model.max_model_len} tokens",
             field=field,
+        )
+
+
+def _check_template_kwargs(kwargs: dict[str, Any] | None) -> None:
+    num_chars = len(json.dumps(kwargs))
+    if num_chars > MAX_CHAT_TEMPLATE_KWARGS_CHARS:
+        raise InvalidRequestError(
+            f"chat_template_kwargs has {num_chars} characters as JSON, at most {MAX_CHAT_TEMPLATE_KWARGS_CHARS} are "
+            "allowed",
+            field="chat_template_kwargs",
         )
 
 

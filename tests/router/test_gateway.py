@@ -254,6 +254,7 @@ async def test_the_extra_fields_of_a_chat_reach_the_request(gateway: Gateway, re
     body = {
         "messages": [{"role": "developer", "content": parts}],
         "add_generation_prompt": False,
+        "chat_template_kwargs": {"style": "terse", "unused": [1, {"x": None}]},
         "priority": 3,
         "cache_salt": "tenant",
         "max_tokens": 5,
@@ -264,7 +265,7 @@ async def test_the_extra_fields_of_a_chat_reach_the_request(gateway: Gateway, re
     assert (await gateway.post("/v1/chat/completions", {**CHAT, **body})).status_code == 200
     [request] = relay.requests
     rendered = relay.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
-    assert rendered == "<system>one\ntwo\n"
+    assert rendered == "<style>terse\n<system>one\ntwo\n"
     assert (request.priority, request.cache_salt) == (3, b"tenant")
     assert (request.sampling.max_tokens, request.sampling.logprobs) == (5, 20)
 

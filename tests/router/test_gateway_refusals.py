@@ -13,6 +13,7 @@ from kvrelay.core.errors import DeadlineError, GivenUpError, KVRelayError, Overl
 from router.edge import http_exchange
 from router.edge.http_protocol import MAX_HEAD_BYTES
 from router.edge.openai_schema import MAX_PROMPTS
+from router.edge.validation import MAX_CHAT_TEMPLATE_KWARGS_CHARS
 from tests.router.edge_parts import MAX_MODEL_LEN, MODEL
 from tests.router.gateway_client import CHAT, COMPLETION, Gateway
 from tests.router.scripted_nodes import PATIENCE
@@ -59,6 +60,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whol
         ({"messages": [{"role": "user", "content": "Hi"}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"chat_template_kwargs": {"style": "terse"}}, "chat_template_kwargs"),
         ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"bad_words": ["capital"]}, "bad_words"),
@@ -102,6 +104,9 @@ async def test_a_bad_completion_request_names_its_field(
         ({"best_of": 2}, "best_of"),
         ({"prompt": "Hi"}, "prompt"),
         ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"chat_template_kwargs": ["style"]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"style": "x" * MAX_CHAT_TEMPLATE_KWARGS_CHARS}}, "chat_template_kwargs"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"bad_words": ["capital"]}, "bad_words"),
     ],

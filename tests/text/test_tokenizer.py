@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.errors import InvalidRequestError, ModelLoadError
 from kvrelay.text.tokenizer import LONG_CHAT_MESSAGES, LONG_TEXT_CHARS, Tokenizer
 from tests.text.tiny_tokenizer import sentencepiece_like, write_tokenizer
 
@@ -81,6 +81,40 @@ def test_a_developer_is_the_system_of_a_template(tokenizer: Tokenizer) -> None:
     messages = [{"role": role, "content": "be brief"} for role in ("developer", "user")]
     assert tokenizer.render_chat_now(messages) == "<system>be brief\n<user>be brief\n<assistant>"
     assert messages[0]["role"] == "developer"
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "self"]
+)
+def test_a_variable_of_a_template_has_no_other_meaning(tokenizer: Tokenizer, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs may not have {name}$") as refused:
+        tokenizer.render_chat_now([{"role": "user", "content": "hello"}], variables={name: None})
+    assert refused.value.field == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("template", "value"),
+    [
+        ("{{ 1 // x }}", 0),
+        ("{% for i in range(x) %}{% endfor %}", 10**9),
+        ("{{ 'a' * x }}", 10**17),
+        ("{{ x + 1 }}", "1"),
+        ("{{ x.a.b }}", {}),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", None),
+    ],
+)
+def test_a_template_that_fails_has_refused_what_it_was_given(tmp_path: Path, template: str, value: object) -> None:
+    tokenizer = Tokenizer.load(str(write_tokenizer(tmp_path, chat_template=template)))
+    with pytest.raises(InvalidRequestError, match="refused the messages and chat_template_kwargs") as refused:
+        tokenizer.render_chat_now([{"role": "user", "content": "hello"}], variables={"x": value})
+    assert refused.value.field == "messages"
+
+
+async def test_a_long_chat_has_its_variables_too(tokenizer: Tokenizer) -> None:
+    for count in (1, LONG_CHAT_MESSAGES + 1):
+        messages = [{"role": "user", "content": "hello"}] * count
+        rendered = await tokenizer.render_chat(messages, variables={"style": "terse", "kwargs": 1})
+        assert rendered == "<style>terse\n" + tokenizer.render_chat_now(messages)
 
 
 def test_a_directory_without_a_tokenizer_is_a_model_load_error(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ CORPUS = (
     "Paris is the capital of France",
 )
 CHAT_TEMPLATE = (
+    "{% if style %}<style>{{ style }}\n{% endif %}"
     "{% for message in messages %}"
     "{% if message.role == 'assistant' and loop.first %}"
     "{{ raise_exception('conversations begin with a user') }}{% endif %}"
