@@ -6,6 +6,7 @@ request.
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,9 +21,17 @@ MIN_LOGPROB = -9999.0
 
 DONE = b"data: [DONE]\n\n"
 
-_to_json = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
-
 Json = dict[str, Any]
+
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+# Ends of lines to Python's `str.splitlines`, and so to the `iter_lines` of its HTTP clients, which would cut an event
+# in two. JSON itself escapes the other ones.
+_LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
+
+
+def _to_json(value: object) -> str:
+    text = _encode(value)
+    return text if text.isascii() else _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text)
 
 
 def event(body: Json) -> bytes:

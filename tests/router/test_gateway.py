@@ -346,6 +346,15 @@ async def test_an_unexpected_failure_does_not_show_its_message(
     assert response.headers["x-request-id"]
 
 
+async def test_a_text_with_ends_of_lines_cuts_no_event_of_its_stream(gateway: Gateway, relay: ScriptedRelay) -> None:
+    relay.reply = "a\nb\u0085c\u2028d\u2029e"
+    body = COMPLETION | {"stream": True, "echo": True, "prompt": "\u2028"}
+    async with gateway.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == "\u2028" + relay.reply
+
+
 async def test_unknown_paths_wrong_methods_and_model_cards_are_answered(gateway: Gateway, relay: ScriptedRelay) -> None:
     assert (await gateway.http.get("/nowhere")).json()["error"]["message"] == "Not Found: GET /nowhere"
     wrong = await gateway.http.get("/v1/completions")
