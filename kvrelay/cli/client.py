@@ -3,6 +3,7 @@
 This module turns gRPC errors into sentences for a person. Nothing is retried.
 """
 
+import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from kvrelay.core.config_fields import Verbatim
 from kvrelay.core.option_types import HostPort, Timeout
 from kvrelay.core.rpc import DETAILS_KEY, WITHOUT_PROXY
 from kvrelay.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
-from kvrelay.v1 import router_pb2, router_pb2_grpc
+from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 ROUTER_SERVICE = "kvrelay.v1.Router"
 
@@ -146,8 +147,10 @@ def _request(settings: GenerateSettings) -> router_pb2.GenerateRequest:
 def _print_stream(
     stub: router_pb2_grpc.RouterStub, request: router_pb2.GenerateRequest, settings: GenerateSettings
 ) -> str:
-    """Prints the text as it comes and returns the whole of it. Ctrl-C cancels the request on every node."""
+    """Prints the text as it comes, and whether it was cut off, and returns the whole of it. Ctrl-C cancels the request
+    on every node."""
     pieces: list[str] = []
+    was_cut_off = False
     last: router_pb2.GenerateResponse | None = None
     stream = stub.GenerateStream(request, timeout=settings.timeout)
     try:
@@ -155,11 +158,14 @@ def _print_stream(
             for output in response.outputs:
                 pieces.append(output.text)
                 print(output.text, end="", flush=True)
+                was_cut_off |= output.finish_reason == common_pb2.FINISH_REASON_LENGTH
             last = response
     finally:
         stream.cancel()
         if pieces:
             print(flush=True)
+    if was_cut_off:
+        print("(cut off here; a larger --max-tokens allows more)", file=sys.stderr)
     if settings.stats and last is not None and last.HasField("trace"):
         print(describe_trace(last), file=sys.stderr)
     return "".join(pieces)
@@ -204,6 +210,8 @@ def _errors_as_text(command: str, settings: ClientSettings) -> Iterator[Callable
     """Prints a gRPC error, or that an input is not text, as a sentence. Yields a function that afterwards returns the
     exit status: 1 when the router could not be reached, did not answer in time, or refused, 2 for such an input."""
     exit_status = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? in its place
     try:
         yield lambda: exit_status
     except grpc.RpcError as error:

@@ -19,7 +19,8 @@ from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 @dataclass
 class EchoRouter(router_pb2_grpc.RouterServicer):
-    """A router that answers with the last words it was given, one per message, and keeps what it was asked."""
+    """A router that answers with the last words it was given, each of them a token and a message of its own, and keeps
+    what it was asked."""
 
     asked: list[router_pb2.GenerateRequest] = field(default_factory=list)
     refusal: KVRelayError | None = None  # of every call
@@ -33,10 +34,13 @@ class EchoRouter(router_pb2_grpc.RouterServicer):
             error = UnknownModelError("no model 'missing' here; there is 'echo'", field="model")
             context.abort_with_status(rpc_status.to_status(rich_status(error)))
         words = (request.chat.messages[-1].content if request.chat.messages else request.prompt).split()
+        is_cut = len(words) > request.max_tokens
+        words = words[: request.max_tokens]
+        reason = common_pb2.FINISH_REASON_LENGTH if is_cut else common_pb2.FINISH_REASON_STOP
         for word in words:
             yield router_pb2.GenerateResponse(outputs=[router_pb2.OutputChunk(text=f" {word}")])
         yield router_pb2.GenerateResponse(
-            outputs=[router_pb2.OutputChunk(finish_reason=common_pb2.FINISH_REASON_STOP)],
+            outputs=[router_pb2.OutputChunk(finish_reason=reason)],
             usage=router_pb2.Usage(prompt_tokens=9, completion_tokens=len(words)),
             trace=router_pb2.RequestTrace(prefill_node="prefill-0", decode_node="decode-0", num_transferred_blocks=1),
         )
@@ -123,6 +127,27 @@ def test_complete_reads_standard_input(
     assert captured.out == " from a pipe\n"
     assert "prefill-0 -> decode-0; prompt of 9 tokens" in captured.err
     assert "1 block moved; 3 tokens" in captured.err
+
+
+@pytest.mark.parametrize("command", [client.complete, client.chat])
+def test_an_answer_that_was_cut_off_is_told_from_one_that_has_ended(
+    running: RunningRouter, capsys: pytest.CaptureFixture[str], command: Callable[[Sequence[str]], int]
+) -> None:
+    for limit, text, said in (("2", " one two\n", "(cut off here; "), ("3", " one two three\n", "")):
+        assert command(["one two three", "--url", running.url, "--max-tokens", limit]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == text
+        assert captured.err.startswith(said) and bool(captured.err) == bool(said)
+
+
+def test_a_terminal_that_lacks_a_character_shows_another(
+    running: RunningRouter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert client.complete(["caf\u00e9 \u4f60 !", "--url", running.url]) == 0
+    assert shown.getvalue() == b" caf? ? !\n"
+    assert capsys.readouterr().err == ""
 
 
 def test_chat_keeps_the_conversation(
