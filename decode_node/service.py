@@ -13,6 +13,7 @@
    (`kv_ready`) and computes the blocks that did not arrive.
 5. An engine step sends each router at most one message, with all its new tokens; those of steps shorter than
    `--stream-interval` travel together. This goes on until every output has a finish reason.
+   `Finish` ends one of them earlier, because the client needs no more of it.
 6. `Abort`, or the end of the router's stream, ends a request at any point and frees everything that it held.
 
 Invariant: a request is known here from its `Admit` until its last output, failure or abort, and holds nothing
@@ -121,6 +122,8 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
                 self._pull(command.pull, stream)
             case "start":
                 self._start(command.start, stream)
+            case "finish":
+                self._finish(command.finish.request_id, command.finish.index, stream)
             case "abort":
                 if self._find(command.abort.request_id, stream) is not None:
                     self._abort(command.abort.request_id)
@@ -182,6 +185,10 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             decode.first_tokens.set_result(first_tokens)
         else:
             self._give_up(start.request_id, KVRelayError("the first tokens are not those of the request's outputs"))
+
+    def _finish(self, request_id: str, index: int, stream: RouterStream) -> None:
+        if self._find(request_id, stream) is not None:
+            self._node.engine_thread.post(lambda engine: engine.finish(request_id, index))
 
     def _abort(self, request_id: str) -> None:
         if self._forget(request_id):

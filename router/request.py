@@ -132,9 +132,9 @@ class Relay(Protocol):
         ...
 
     def finish(self, request_id: str, index: int) -> None:
-        """Marks an output as finished because the client needs no more of it (a stop string matched). When all outputs
-        are finished, the nodes are told to stop and the trace follows. Tokens that were already under way may still
-        come. Unknown ids are ignored."""
+        """Marks an output as finished because the client needs no more of it (a stop string matched). Its node is told
+        to end it; when all outputs are finished, the trace follows. Tokens that were already under way may still come.
+        Unknown ids are ignored."""
         ...
 
     def abort(self, request_id: str) -> None:

@@ -16,8 +16,6 @@ from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.core_table import PromptLoad
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
-from kvrelay.core.model_limits import room_for_output
-from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.engine.block_names import BlockNames
 from kvrelay.engine.block_pool import BlockPool
@@ -146,6 +144,16 @@ class Engine:
             self._scheduler.remove(sequence)
             self._changes.load_changed = True
         self.release_lease(request_id)
+
+    def finish(self, request_id: str, index: int) -> None:
+        """Ends one output, of which a token was sampled here, with the reason ABORT. The request's other outputs go on.
+        Ignored if it has ended."""
+        for sequence in self._sequences.get(request_id, ()):
+            if sequence.index == index and sequence.has_new_tokens:
+                output = TokenOutput(index, (), finish_reason=FinishReason.ABORT)
+                self._changes.outputs.append(SequenceOutput(request_id, output))
+                self._finish(sequence)
+                return
 
     def release_lease(self, request_id: str) -> None:
         """Ends the lease on a request's published blocks, which stay cached. Idempotent, and allowed in every state."""
@@ -343,16 +351,8 @@ class Engine:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def _admission(self, sequence: Sequence) -> Admission:
-        """Returns the report of an admitted sequence, and pins the blocks that wait for KV. The last given token's
-        block is not among them if it has to be computed here anyway."""
-        num_cached = sequence.num_named_blocks
-        wanted = sequence.block_hashes(sequence.num_cacheable_blocks)[num_cached:]
-        missing = [
-            NamedBlock(sequence.block_table[num_cached + offset], block_hash, self.config.block_size)
-            for offset, block_hash in enumerate(wanted)
-        ]
-        if sequence.request.role is KVRole.CONSUME and (tail := sequence.given_tail()) is not None:
-            missing.append(NamedBlock(sequence.block_table[-1], *tail))
+        """Returns the report of an admitted sequence, and pins the blocks that wait for KV."""
+        missing = sequence.missing_blocks()
         self.pool.pin([block.block_id for block in missing])
         return Admission(sequence.request.request_id, sequence.num_computed_tokens, tuple(missing))
 
@@ -394,8 +394,4 @@ class Engine:
         """Raises InvalidRequestError for a request that could not run to its end even if it were alone."""
         if request.request_id in self._sequences or request.request_id in self._leases:
             raise InvalidRequestError(f"request {request.request_id} is running already", field="request_id")
-        if not request.prompt_token_ids:
-            raise InvalidRequestError("the prompt is empty", field="prompt")
-        room_for_output(len(request.given_token_ids), self.config.max_model_len, field="prompt")
-        if request.sampling.n > self.config.max_num_seqs:
-            raise InvalidRequestError(f"n is above max_num_seqs ({self.config.max_num_seqs})", field="n")
+        request.check_fits(max_model_len=self.config.max_model_len, max_num_seqs=self.config.max_num_seqs)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.model_limits import room_for_output
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.node_report import NodeLoad
 from kvrelay.core.outputs import TokenOutput
@@ -47,6 +49,14 @@ class EngineRequest:
     def choices(self) -> range:
         """Returns the indices of the outputs."""
         return range(self.first_choice_index, self.first_choice_index + self.sampling.n)
+
+    def check_fits(self, *, max_model_len: int, max_num_seqs: int) -> None:
+        """Raises InvalidRequestError if an engine of these limits could not run it to its end."""
+        if not self.prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty", field="prompt")
+        room_for_output(len(self.given_token_ids), max_model_len, field="prompt")
+        if self.sampling.n > max_num_seqs:
+            raise InvalidRequestError(f"n is above max_num_seqs ({max_num_seqs})", field="n")
 
 
 @dataclass(frozen=True, slots=True)

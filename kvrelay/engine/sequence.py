@@ -9,6 +9,7 @@ from collections.abc import Set
 from enum import Enum
 
 from kvrelay.core.block_hash import BlockHash, block_hashes, next_block_hash
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.outputs import FinishReason
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.request import EngineRequest, KVRole
@@ -208,6 +209,18 @@ class Sequence:
         parent = full[-1] if full else self._root
         start = num_full * self.block_size
         return next_block_hash(parent, self.token_ids[start : self.num_given_tokens]), num_tail
+
+    def missing_blocks(self) -> list[NamedBlock]:
+        """Returns the blocks of an admitted sequence that wait for KV. The last given token's is not among them if it
+        has to be computed here anyway."""
+        wanted = self.block_hashes(self.num_cacheable_blocks)
+        missing = [
+            NamedBlock(self.block_table[place], wanted[place], self.block_size)
+            for place in range(self.num_named_blocks, len(wanted))
+        ]
+        if self.request.role is KVRole.CONSUME and (tail := self.given_tail()) is not None:
+            missing.append(NamedBlock(self.block_table[-1], *tail))
+        return missing
 
     def fork(self, index: int) -> "Sequence":
         """Returns a sibling with the same tokens and blocks. The caller takes the references to the blocks."""

@@ -21,6 +21,7 @@ class DecodeCommand(google.protobuf.message.Message):
     PULL_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
     ABORT_FIELD_NUMBER: builtins.int
+    FINISH_FIELD_NUMBER: builtins.int
     @property
     def admit(self) -> global___Admit: ...
     @property
@@ -29,6 +30,8 @@ class DecodeCommand(google.protobuf.message.Message):
     def start(self) -> global___Start: ...
     @property
     def abort(self) -> global___Abort: ...
+    @property
+    def finish(self) -> global___Finish: ...
     def __init__(
         self,
         *,
@@ -36,10 +39,11 @@ class DecodeCommand(google.protobuf.message.Message):
         pull: global___Pull | None = ...,
         start: global___Start | None = ...,
         abort: global___Abort | None = ...,
+        finish: global___Finish | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "admit", b"admit", "command", b"command", "pull", b"pull", "start", b"start"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "admit", b"admit", "command", b"command", "pull", b"pull", "start", b"start"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["admit", "pull", "start", "abort"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "admit", b"admit", "command", b"command", "finish", b"finish", "pull", b"pull", "start", b"start"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "admit", b"admit", "command", b"command", "finish", b"finish", "pull", b"pull", "start", b"start"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["admit", "pull", "start", "abort", "finish"] | None: ...
 
 global___DecodeCommand = DecodeCommand
 
@@ -171,6 +175,28 @@ class Abort(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
 
 global___Abort = Abort
+
+@typing.final
+class Finish(google.protobuf.message.Message):
+    """The router needs no more of one output, of which it has a token from this node: it ends with FINISH_REASON_ABORT, unless it has
+    ended already. The others go on.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    index: builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        index: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "request_id", b"request_id"]) -> None: ...
+
+global___Finish = Finish
 
 @typing.final
 class DecodeUpdate(google.protobuf.message.Message):

@@ -12,7 +12,8 @@
    b. Once per attempt, another prefill node is asked for it (`Refill`). Its announcements are forwarded to D as well.
    c. If there is no other node, or it fails too, D is told that no more will come, and computes what it misses.
 6. D has its KV (`KVReady`). The leases are released.
-7. D's tokens go to the client until every output has a finish reason or the client needs no more of it.
+7. D's tokens go to the client until every output has a finish reason or the client needs no more of it. D is told to
+   end such an output as soon as it has sent a token of it, while the client waits for others.
 
 If P fails before step 4, or D is lost at any time, the attempt has failed (`NodeLostError`) and the supervisor makes
 another one. Invariant: once an attempt is closed, D is done with the request or was told to abort it, and the streams
@@ -124,6 +125,7 @@ class Attempt:
         self._has_first_tokens = False
         self._decoding: set[int] = set()  # outputs that D computes, whether or not the client still waits for them
         self._decoded: set[int] = set()  # outputs of which D has sent tokens
+        self._told: set[int] = set()  # outputs that D was told to end before their end
         self._decode_is_done = False
         self._charged: tuple[NodeHandle, int] | None = None  # who computes the prompt, and how many tokens
 
@@ -151,6 +153,7 @@ class Attempt:
         self.unfinished.discard(index)
         if index in self._decoded:
             self._decode.node.outlier.succeeded()
+            self._need_no_more(index)
 
     def close(self) -> None:
         """Ends the attempt at its nodes. Must be called however the attempt ends. Idempotent."""
@@ -219,12 +222,19 @@ class Attempt:
             self._decode_is_done = not self._decoding
             self._decode.node.outlier.succeeded()
         if output.index not in self.unfinished:
+            self._need_no_more(output.index)
             return ()
         self._uncharge()
         self._tally.first_token()
         if output.finish_reason is not None:
             self.unfinished.discard(output.index)
         return (output,)
+
+    def _need_no_more(self, index: int) -> None:
+        """Tells D to end an output of which it has sent tokens, if the client waits for others."""
+        if self.unfinished and index in self._decoding - self._told and self._session is not None:
+            self._told.add(index)
+            self._session.finish(index)
 
     def _on_first_tokens(self, finished: PrefillFinished) -> Sequence[ClientEvent]:
         assert self._session is not None and self._prefill is not None

@@ -180,6 +180,10 @@ class DecodeSession:
         start = pb.Start(request_id=self._wire_id, first_tokens=[output_to_wire(output) for output in first_tokens])
         self._stream.send(pb.DecodeCommand(start=start))
 
+    def finish(self, index: int) -> None:
+        """Tells the node to end one output, of which it has sent tokens, while others go on."""
+        self._stream.send(pb.DecodeCommand(finish=pb.Finish(request_id=self._wire_id, index=index)))
+
     def close(self, *, finished: bool) -> None:
         """Ends the session's events, and aborts the request at the node unless it is `finished` or has failed there.
         Idempotent."""

@@ -121,6 +121,48 @@ def test_parallel_outputs_share_the_prompt_and_copy_on_write() -> None:
     harness.engine.check_idle()
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_an_output_of_which_no_more_is_needed_ends_and_the_others_go_on(run_ahead: bool) -> None:
+    harness = Harness(run_ahead=run_ahead)
+    prompt = prompt_of(20)
+    harness.engine.add(request("a", prompt, 10, n=3))
+    while len(harness.tokens["a", 1]) < 3:
+        harness.engine.finish("a", 3)
+        harness.step()
+    for _ in range(2):
+        harness.engine.finish("a", 1)
+    num_computed = harness.runner.num_computed_tokens
+    harness.run()
+    harness.engine.finish("a", 2)
+    assert harness.finished == {
+        ("a", 0): FinishReason.LENGTH,
+        ("a", 1): FinishReason.ABORT,
+        ("a", 2): FinishReason.LENGTH,
+    }
+    for index, length in enumerate((10, 3, 10)):
+        assert harness.tokens["a", index] == expected_output(prompt, 10, choice_index=index)[:length]
+    under_way = int(run_ahead)  # of the output that has ended
+    assert harness.runner.num_computed_tokens - num_computed == 2 * 7 + under_way
+    harness.engine.check_idle()
+
+
+def test_an_output_of_which_no_more_is_needed_ends_though_it_is_preempted() -> None:
+    harness = Harness(num_blocks=9)
+    for i in range(3):
+        harness.engine.add(request(str(i), prompt_of(11, i), 20, n=2))
+    while harness.engine.load().num_preemptions == 0:
+        harness.step()
+    for i in range(3):
+        harness.engine.finish(str(i), 1)
+    harness.run()
+    for i in range(3):
+        expected = expected_output(prompt_of(11, i), 20, choice_index=1)
+        assert harness.tokens[str(i), 0] == expected_output(prompt_of(11, i), 20)
+        assert harness.tokens[str(i), 1] == expected[: len(harness.tokens[str(i), 1])]
+    assert FinishReason.ABORT in harness.finished.values()
+    harness.engine.check_idle()
+
+
 def test_parallel_outputs_survive_preemption() -> None:
     harness = Harness(num_blocks=9)
     for i in range(3):

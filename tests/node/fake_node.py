@@ -58,6 +58,18 @@ class GatedRunner(FakeRunner):
         return super().launch(plan)
 
 
+class StepwiseRunner(FakeRunner):
+    """A runner that may launch as many steps as `steps` was released for."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE)
+        self.steps = threading.Semaphore(0)
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        assert self.steps.acquire(timeout=10.0)
+        return super().launch(plan)
+
+
 NAMESPACE = KVNamespace(b"fake", "float32", LAYOUT.layout_id, BLOCK_SIZE)
 
 

@@ -18,6 +18,7 @@ from tests.node.fake_node import (
     BrokenConnector,
     FailingRunner,
     GatedRunner,
+    StepwiseRunner,
     make_node,
     serving,
 )
@@ -119,6 +120,39 @@ async def test_a_request_is_over_when_the_outputs_are_that_had_not_ended_with_th
             tokens += (await router.event()).tokens.token_ids
         assert tokens == rest
         assert not service._active and not node.activity
+        await router.close()
+        await node.check_idle()
+
+
+async def test_an_output_that_its_router_ends_is_over_and_the_others_go_on() -> None:
+    def finish(request_id: str, index: int) -> pb.DecodeCommand:
+        return pb.DecodeCommand(finish=pb.Finish(request_id=request_id, index=index))
+
+    runner = StepwiseRunner()
+    async with serving(DecodeService, node := make_node(runner)) as service:
+        router = Router(service)
+        router.send(admit("a", n=2, local_prefill=True))
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        reasons: dict[int, int] = {}
+        runner.steps.release(2)  # the prompt of 20 tokens takes two steps
+        while not all(tokens.values()):
+            event = await router.event()
+            tokens[event.tokens.index] += event.tokens.token_ids
+        other = Router(service)
+        other.send(finish("a", 1))
+        router.send(finish("a", 0), finish("nobody", 0))
+        await other.all_taken()
+        await router.all_taken()
+        runner.steps.release(8)
+        while len(reasons) < 2:
+            output = (await router.event()).tokens
+            tokens[output.index] += output.token_ids
+            if output.finish_reason:
+                reasons[output.index] = output.finish_reason
+        assert reasons == {0: common_pb2.FINISH_REASON_ABORT, 1: common_pb2.FINISH_REASON_LENGTH}
+        assert tokens[1] == expected_output(PROMPT, 3, choice_index=1)
+        assert not service._active and not node.activity
+        await other.close()
         await router.close()
         await node.check_idle()
 

@@ -246,6 +246,10 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
     async def started(self) -> decode_node_pb2.Start:
         return (await self._next("start")).start
 
+    async def told_to_finish(self) -> tuple[str, int]:
+        finish = (await self._next("finish")).finish
+        return finish.request_id, finish.index
+
     async def aborted(self) -> str:
         return (await self._next("abort")).abort.request_id
 
