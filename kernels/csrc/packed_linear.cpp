@@ -23,8 +23,6 @@ constexpr std::int64_t kRowBlock = 2 * kRowTile;
 // Bytes that the second level of cache has room for besides weights.
 constexpr std::int64_t kRowsInCache = 1 << 20;
 constexpr std::int64_t kSumsInCache = 1 << 19;
-// The most products of two numbers in a span: a core that another node wants or gives is not noticed before its end.
-constexpr std::int64_t kMostSpanProducts = 1 << 28;
 
 std::int64_t num_panels(const PackedCall& call) { return (call.num_outputs + kPackedOutputs - 1) / kPackedOutputs; }
 
@@ -121,14 +119,12 @@ void multiply_many(const PackedCall& call, int num_threads) {
   const std::int64_t least = (panels + panels_together(call, block) - 1) / panels_together(call, block);
   const std::int64_t num_groups = (least + num_threads - 1) / num_threads * num_threads;  // as many for each thread
   const std::int64_t group = (panels + num_groups - 1) / num_groups;
-  const std::int64_t products = block * call.padded_inputs() * kPackedOutputs * sides * group;  // of a group
   for (std::int64_t row = 0; row < call.num_rows; row += block) {
     const RowSpan rows{row, std::min(call.num_rows, row + block)};
-    const auto multiply_groups = [&](std::int64_t begin, std::int64_t end) {
+    parallel_spans(num_threads, (panels + group - 1) / group, 1, [&](std::int64_t begin, std::int64_t end) {
       float* scratch = sums_scratch.floats(packed_scratch_floats(block, (group + 1) * sides));
       table.multiply_packed_many(call, rows, {begin * group, std::min(panels, end * group)}, group, scratch);
-    };
-    parallel_spans(num_threads, (panels + group - 1) / group, 1, multiply_groups, 0, std::max<std::int64_t>(1, kMostSpanProducts / products));
+    });
   }
 }
 

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <limits>
 
 namespace paged {
 
@@ -52,10 +51,9 @@ void parallel_for(int num_threads, std::int64_t count, const Item& item) {
 
 // Calls body(begin, end) for spans that make up [0, count), on any of the threads. Spans are long at first, so that each thread reads
 // long runs of memory, and become shorter, down to `least`, so that none waits long for another ("guided self-scheduling",
-// Polychronopoulos and Kuck, 1987). No span is longer than `most`. The first `singles` go one at a time.
+// Polychronopoulos and Kuck, 1987). The first `singles` go one at a time.
 template <class Body>
-void parallel_spans(int num_threads, std::int64_t count, std::int64_t least, const Body& body, std::int64_t singles = 0,
-                    std::int64_t most = std::numeric_limits<std::int64_t>::max()) {
+void parallel_spans(int num_threads, std::int64_t count, std::int64_t least, const Body& body, std::int64_t singles = 0) {
   if (num_threads > count) num_threads = static_cast<int>(count);
   if (num_threads <= 1 || count <= least) {
     if (count > 0) body(std::int64_t{0}, count);
@@ -66,16 +64,15 @@ void parallel_spans(int num_threads, std::int64_t count, std::int64_t least, con
     std::int64_t count;
     std::int64_t least;
     std::int64_t singles;
-    std::int64_t most;
     std::int64_t divisor;
     const Body& body;
-  } shared{{0}, count, least, singles, most, 2 * num_threads, body};
+  } shared{{0}, count, least, singles, 2 * num_threads, body};
   run_team(
       [](void* context) noexcept {
         Shared& work = *static_cast<Shared*>(context);
         std::int64_t begin = work.next.load(std::memory_order_relaxed);
         while (begin < work.count && goes_on()) {
-          const std::int64_t length = begin < work.singles ? 1 : std::min(work.most, std::max(work.least, (work.count - begin) / work.divisor));
+          const std::int64_t length = begin < work.singles ? 1 : std::max(work.least, (work.count - begin) / work.divisor);
           const std::int64_t end = std::min(work.count, begin + length);
           if (!work.next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
           work.body(begin, end);

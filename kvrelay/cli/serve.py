@@ -53,8 +53,8 @@ class ServeSettings(NodeOptions, RouterOptions):
     lend_cores: bool = Field(
         default=True,
         description="An idle node lends its cores to the others until it has work again, and one that only decodes "
-        "also between its steps, while another has long prompts or a queue of them; --no-lend-cores keeps every node "
-        "to its own. Linux only.",
+        "also between its steps, while prompts queue on another; --no-lend-cores keeps every node to its own. Linux "
+        "only.",
     )
     share_weights: bool = Field(
         default=True,

@@ -2,29 +2,18 @@
 
 An entry says how many cores its node claims: its own share while its engine has work, 0 while it waits. Unclaimed cores
 are divided among the nodes that claim some, and a node that changes its claim writes how many cores each of them may
-use now. An entry also says how much its node has to do for prompts: nodes that only decode may leave their cores to it
-for a part of the time. All are words that are written at once, so there are no locks, and no system calls after the
-start.
+use now. An entry also says whether prompts wait on its node: nodes that only decode then leave their cores to it for a
+part of the time. All are words that are written at once, so there are no locks, and no system calls after the start.
 Invariant: only speed depends on the table. What is late makes nodes share a core, or leaves one unused, until it is
 read again.
 """
 
-import enum
 import mmap
 import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
-
-
-class PromptLoad(enum.IntEnum):
-    """What prompts ask of a node, as far as others should know."""
-
-    SHORT = 0
-    LONG = 1  # those that it computes take long
-    QUEUED = 2  # those that wait for them take long
-
 
 _WORD: Final = "H"  # two aligned bytes in native order, which every processor writes at once
 _STRIDE = 32  # words: entries lie in cache lines of their own
@@ -50,7 +39,7 @@ class CoreTable:
         self._words = memoryview(mmap.mmap(descriptor, 0)).cast(_WORD)
         self._claims = self._words[_STRIDE::_STRIDE]
         self._limits = self._words[_STRIDE + 1 :: _STRIDE]
-        self._loads = self._words[_STRIDE + 2 :: _STRIDE]
+        self._waiting = self._words[_STRIDE + 2 :: _STRIDE]
 
     @staticmethod
     def create(num_cores: int, num_nodes: int) -> int:
@@ -66,10 +55,11 @@ class CoreTable:
     def num_cores(self) -> int:
         return self._words[0]
 
-    def claim(self, entry: int, num_cores: int, load: PromptLoad = PromptLoad.SHORT) -> None:
-        """Claims cores for a node that has work, or 0 for a node that has none."""
+    def claim(self, entry: int, num_cores: int, *, prompts_wait: bool = False) -> None:
+        """Claims cores for a node that has work, or 0 for a node that has none. `prompts_wait` says whether the node
+        has more prompts than it computes now."""
         self._claims[entry] = num_cores
-        self._loads[entry] = load
+        self._waiting[entry] = prompts_wait
         written: list[int] = []
         # Of nodes that do this at the same time, the one that writes last sees all claims before it leaves.
         while written != (claims := self._claims.tolist()):
@@ -85,9 +75,9 @@ class CoreTable:
         """Returns the word in which `cores_of` looks, for who reads it while others write."""
         return self._limits[entry : entry + 1]
 
-    def load_beside(self, entry: int) -> PromptLoad:
-        """Returns the highest load of another node."""
-        return PromptLoad(max((load for index, load in enumerate(self._loads) if index != entry), default=0))
+    def prompts_wait_beside(self, entry: int) -> bool:
+        """Tells whether prompts wait on another node."""
+        return any(waits for index, waits in enumerate(self._waiting) if index != entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +88,9 @@ class CoreShare:
     table: CoreTable | None = None
     entry: int = 0
 
-    def claim(self, load: PromptLoad = PromptLoad.SHORT) -> None:
+    def claim(self, *, prompts_wait: bool = False) -> None:
         if self.table is not None:
-            self.table.claim(self.entry, self.num_cores, load)
+            self.table.claim(self.entry, self.num_cores, prompts_wait=prompts_wait)
 
     def release(self) -> None:
         if self.table is not None:
@@ -114,6 +104,6 @@ class CoreShare:
         """Returns how many cores can be available at any time."""
         return self.num_cores if self.table is None else max(self.num_cores, self.table.num_cores)
 
-    def load_beside(self) -> PromptLoad:
-        """Returns the highest load of another node, which computes its prompts sooner with this one's cores."""
-        return PromptLoad.SHORT if self.table is None else self.table.load_beside(self.entry)
+    def is_wanted(self) -> bool:
+        """Tells whether prompts wait on another node, which computes them sooner with this one's cores."""
+        return self.table is not None and self.table.prompts_wait_beside(self.entry)

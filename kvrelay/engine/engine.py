@@ -14,7 +14,6 @@ from collections.abc import Sequence as SequenceOf
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.core_table import PromptLoad
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.engine.block_names import BlockNames
@@ -40,8 +39,8 @@ from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
 from kvrelay.engine.step_costs import StepCosts
 
-# Other nodes leave their cores to the prompts of this one only if those take longer than this to compute.
-_SHORT_PROMPTS_SECONDS = 1.0
+# Other nodes leave their cores to the prompts that wait here only if those take longer than this to compute.
+_SHORT_QUEUE_SECONDS = 1.0
 
 
 class Engine:
@@ -220,10 +219,9 @@ class Engine:
             return False
         self._num_steps += 1
         started = self._clock.now()
-        load = PromptLoad.SHORT
-        if self.threads.shares_cores:
-            load = self._scheduler.prompt_load(self.costs.prompt_tokens_within(_SHORT_PROMPTS_SECONDS))
-        self.threads.begin_step(on_layers_begin, load)
+        short_queue = self.costs.prompt_tokens_within(_SHORT_QUEUE_SECONDS)
+        prompts_wait = self.threads.shares_cores and self._scheduler.prompts_wait(short_queue)
+        self.threads.begin_step(on_layers_begin, prompts_wait=prompts_wait)
         try:
             self._in_flight.launch(self._runner, plan, sequences, started)
         except KVRelayError as error:

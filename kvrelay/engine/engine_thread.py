@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvrelay.core.core_table import PromptLoad
 from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.loop_calls import LoopCalls
@@ -26,12 +25,11 @@ _IDLE_WAIT_SECONDS = 1.0  # an idle engine makes a turn this often; messages wak
 # A first token passes through the loop, the router and its client. While a step uses all cores, each of them waits
 # for a time slice (docs/benchmarks.md, The wait for a first token). A lone request therefore yields the cores once.
 _FIRST_TOKEN_SECONDS = 0.0015
-# While another node has much to do for prompts, a node that only decodes rests after each step for so many times as
-# long as the step took, but step and rest together take no longer than so many seconds, unless the step does: its
-# streams keep 25 tokens per second beside long prompts, and ten while prompts wait. After steps that are shorter than
-# so many seconds it goes on: prompts do not take long there, and who wakes up has to wait.
+# While prompts wait on another node of the machine, a node that only decodes rests after each step for so many times
+# as long as the step took, but step and rest together take no longer than so many seconds, unless the step does. After
+# steps that are shorter than so many seconds it goes on: prompts do not take long there, and who wakes up has to wait.
 _MOST_STEPS_RESTED = 2
-_LONGEST_TURN_SECONDS = {PromptLoad.SHORT: 0.0, PromptLoad.LONG: 0.04, PromptLoad.QUEUED: 0.1}
+_LONGEST_TURN_SECONDS = 0.1
 _SHORTEST_STEP_SECONDS = 0.010
 
 T = TypeVar("T")
@@ -50,11 +48,11 @@ def should_yield_cores(engine: Engine, result: StepResult | None) -> bool:
 
 
 def seconds_to_rest(engine: Engine) -> float:
-    """Returns how long to leave the cores to another node's prompts, after a step that only decoded."""
+    """Returns how long to leave the cores to prompts that wait on another node, after a step that only decoded."""
     step = engine.costs.newest_decode
-    if step < _SHORTEST_STEP_SECONDS:
+    if step < _SHORTEST_STEP_SECONDS or not engine.threads.are_wanted():
         return 0.0
-    return max(0.0, min(_MOST_STEPS_RESTED * step, _LONGEST_TURN_SECONDS[engine.threads.load_beside()] - step))
+    return max(0.0, min(_MOST_STEPS_RESTED * step, _LONGEST_TURN_SECONDS - step))
 
 
 class EngineThread:

@@ -11,11 +11,10 @@ recomputing follows PagedAttention (Kwon et al., 2023), section 4.5.
 
 import bisect
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 
-from kvrelay.core.core_table import PromptLoad
 from kvrelay.core.option_types import SchedulingPolicy
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.block_pool import BlockPool
@@ -162,14 +161,16 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         self.running.push(sequence)
 
-    def prompt_load(self, num_tokens: float) -> PromptLoad:
-        """Tells whether prompts that wait, or that run, have more than `num_tokens` tokens left. Those that wait for
-        blocks or for a place among the running do not count."""
-        if _have_more_than(num_tokens, (sequence for sequence in self.waiting if not sequence.lacks_room)):
-            return PromptLoad.QUEUED
-        if _have_more_than(num_tokens, (sequence for sequence in self.running if sequence.num_missing_tokens > 1)):
-            return PromptLoad.LONG
-        return PromptLoad.SHORT
+    def prompts_wait(self, num_tokens: float) -> bool:
+        """Tells whether more than `num_tokens` tokens wait for the steps of others alone, not for blocks or a place
+        among the running."""
+        left = num_tokens
+        for sequence in self.waiting:
+            if not sequence.lacks_room:
+                left -= sequence.num_missing_tokens
+                if left < 0:
+                    return True
+        return False
 
     def can_run_ahead(self) -> bool:
         """Tells whether the next step can be planned while one is in flight: no sampling reads a token that is still
@@ -379,10 +380,6 @@ def _entry(sequence: Sequence, count: int) -> ScheduledSequence:
         prompt_logprobs=prompt_logprobs,
         input_row=sequence.sampled_row if is_unknown else None,
     )
-
-
-def _have_more_than(num_tokens: float, sequences: Iterable[Sequence]) -> bool:
-    return any(total > num_tokens for total in accumulate(sequence.num_missing_tokens for sequence in sequences))
 
 
 def _sampling_row(sequence: Sequence, choice_index: int) -> SamplingRow:

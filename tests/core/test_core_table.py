@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.core.core_table import CoreShare, CoreTable, PromptLoad, cores_of
+from kvrelay.core.core_table import CoreShare, CoreTable, cores_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,25 +133,14 @@ def test_nodes_that_change_their_claims_at_the_same_time_leave_the_right_limits(
             assert [table.cores_of(entry) for entry in range(2)] == [cores_of(entry, claims, 4) for entry in range(2)]
 
 
-def test_nodes_learn_of_the_load_of_others(descriptor: int) -> None:
+def test_a_node_is_wanted_while_prompts_wait_on_another(descriptor: int) -> None:
     ours, other = (CoreShare(2, CoreTable(descriptor), entry) for entry in range(2))
     other.claim()
-    for load in (PromptLoad.QUEUED, PromptLoad.LONG, PromptLoad.SHORT):
-        ours.claim(load)
-        assert (ours.load_beside(), other.load_beside()) == (PromptLoad.SHORT, load)
-    ours.claim(PromptLoad.LONG)
+    ours.claim(prompts_wait=True)
+    assert (ours.is_wanted(), other.is_wanted()) == (False, True)
+    ours.claim()
+    assert not other.is_wanted()
+    ours.claim(prompts_wait=True)
     CoreTable(descriptor).claim(0, 0)  # it has ended
-    assert other.load_beside() is PromptLoad.SHORT
-    assert CoreShare(2).load_beside() is PromptLoad.SHORT
-
-
-def test_the_highest_load_counts() -> None:
-    descriptor = CoreTable.create(3, 3)
-    try:
-        shares = [CoreShare(1, CoreTable(descriptor), entry) for entry in range(3)]
-    finally:
-        os.close(descriptor)
-    shares[0].claim(PromptLoad.LONG)
-    shares[1].claim(PromptLoad.QUEUED)
-    expected = [PromptLoad.QUEUED, PromptLoad.LONG, PromptLoad.QUEUED]
-    assert [share.load_beside() for share in shares] == expected
+    assert not other.is_wanted()
+    assert not CoreShare(2).is_wanted()

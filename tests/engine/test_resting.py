@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from paged_kernels.threads import threads_kept
 
-from kvrelay.core.core_table import CoreShare, CoreTable, PromptLoad
+from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine_thread import EngineThread, seconds_to_rest
 from kvrelay.engine.request import StepResult
@@ -37,28 +37,23 @@ def harness_of(share: CoreShare, decode: float) -> Harness:
 
 
 @pytest.mark.parametrize(
-    ("load", "step", "rest"),
+    ("step", "rest"),
     [
-        (PromptLoad.QUEUED, 0.009, 0.0),  # not worth it
-        (PromptLoad.QUEUED, 0.011, 0.022),  # twice as long
-        (PromptLoad.QUEUED, 0.030, 0.060),
-        (PromptLoad.QUEUED, 0.040, 0.060),  # ten tokens a second
-        (PromptLoad.QUEUED, 0.090, 0.010),
-        (PromptLoad.QUEUED, 0.150, 0.0),  # which are not to be had
-        (PromptLoad.LONG, 0.009, 0.0),
-        (PromptLoad.LONG, 0.011, 0.022),
-        (PromptLoad.LONG, 0.030, 0.010),  # 25 tokens a second
-        (PromptLoad.LONG, 0.045, 0.0),
-        (PromptLoad.SHORT, 0.030, 0.0),
+        (0.009, 0.0),  # not worth it
+        (0.011, 0.022),  # twice as long
+        (0.030, 0.060),
+        (0.040, 0.060),  # ten tokens a second
+        (0.090, 0.010),
+        (0.150, 0.0),  # which are not to be had
     ],
 )
 def test_how_long_it_rests_depends_on_how_long_it_took(
-    shares: tuple[CoreShare, CoreShare], load: PromptLoad, step: float, rest: float
+    shares: tuple[CoreShare, CoreShare], step: float, rest: float
 ) -> None:
     ours, other = shares
     harness = harness_of(ours, step)
     harness.engine.add(request("a", prompt_of(20), 10))
-    other.claim(load)
+    other.claim(prompts_wait=True)
     rests = []
     for _ in range(3):
         harness.step()
@@ -83,7 +78,7 @@ async def test_other_nodes_have_the_cores_while_it_rests(shares: tuple[CoreShare
     thread = EngineThread(
         harness.engine, asyncio.get_running_loop(), on_result=on_result, on_crash=lambda error: seen.append(-1)
     )
-    other.claim(PromptLoad.QUEUED)
+    other.claim(prompts_wait=True)
     thread.start()
     async with asyncio.timeout(PATIENCE):
         await thread.call(lambda engine: engine.add(request("a", prompt_of(5), 400)))

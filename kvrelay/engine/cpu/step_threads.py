@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from paged_kernels.extension import load_extension
 from paged_kernels.threads import remember_threads, use_threads
 
-from kvrelay.core.core_table import CoreShare, PromptLoad
+from kvrelay.core.core_table import CoreShare
 
 if TYPE_CHECKING:
     from paged_kernels._native import ThreadLimit
@@ -33,18 +33,17 @@ class StepThreads:
         self._put_back: Callable[[], None] | None = None
         self._on_layers_begin: Callable[[], None] | None = None
 
-    def begin_step(
-        self, on_layers_begin: Callable[[], None] | None = None, load: PromptLoad = PromptLoad.SHORT
-    ) -> None:
-        """Claims the node's share of cores, and takes those that other nodes do not need, which learn of its `load`.
-        `on_layers_begin` is called before the first layer, if the runner calls `before_layer`."""
+    def begin_step(self, on_layers_begin: Callable[[], None] | None = None, *, prompts_wait: bool = False) -> None:
+        """Claims the node's share of cores, and takes those that other nodes do not need. `prompts_wait` says whether
+        some are left for later steps. `on_layers_begin` is called before the first layer, if the runner calls
+        `before_layer`."""
         self._on_layers_begin = on_layers_begin
         if self._share is not None:
             if self._put_back is None:
                 self._put_back = remember_threads()
                 if self._limit is not None:
                     self._limit.begin()
-            self._share.claim(load)
+            self._share.claim(prompts_wait=prompts_wait)
             self._use(self._share, self._share.available())
             self.num_lent_steps += self.num_threads > self._share.num_cores
 
@@ -67,9 +66,9 @@ class StepThreads:
         """Tells whether other nodes of the machine may use the cores of this one."""
         return self._share is not None and self._share.table is not None
 
-    def load_beside(self) -> PromptLoad:
-        """Returns the highest load of another node, which computes its prompts sooner with the cores of this one."""
-        return PromptLoad.SHORT if self._share is None else self._share.load_beside()
+    def are_wanted(self) -> bool:
+        """Tells whether prompts wait on another node, which computes them sooner with the cores of this one."""
+        return self._share is not None and self._share.is_wanted()
 
     def rest(self) -> None:
         """Gives the node's cores to other nodes and restores the thread's numbers of threads, as there is nothing to

@@ -14,7 +14,7 @@ from paged_kernels.registry import select_backend
 from paged_kernels.threads import num_threads, threads_kept, use_threads
 from torch import Tensor
 
-from kvrelay.core.core_table import CoreShare, CoreTable, PromptLoad
+from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.loading.loader import load_model
@@ -158,13 +158,12 @@ def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, C
 @pytest.mark.parametrize(
     ("prompt_token", "expected"),
     [
-        # The fourth waits for a place among the running ones, so that nothing is left.
-        (0.020, [PromptLoad.QUEUED, PromptLoad.QUEUED, PromptLoad.LONG, PromptLoad.SHORT]),
-        (0.002, [PromptLoad.SHORT] * 4),  # three prompts do not take long
+        (0.020, [True, True, False, False]),  # the fourth waits for a place among the running ones
+        (0.002, [False, False, False, False]),  # three prompts do not take long
     ],
 )
-def test_an_engine_says_whether_prompts_take_long_and_wait_for_its_steps_alone(
-    shares: tuple[CoreShare, CoreShare], prompt_token: float, expected: list[PromptLoad]
+def test_an_engine_says_whether_prompts_wait_long_for_its_steps_alone(
+    shares: tuple[CoreShare, CoreShare], prompt_token: float, expected: list[bool]
 ) -> None:
     ours, other = shares
     clock = ManualClock()
@@ -182,7 +181,7 @@ def test_an_engine_says_whether_prompts_take_long_and_wait_for_its_steps_alone(
         harness.engine.add(request(name, prompt_of(60, seed=ord(name)), 50))
     for _ in range(4):
         harness.step()
-        said.append(other.load_beside())
+        said.append(other.is_wanted())
     assert said == expected
     for name in "abcd":
         harness.engine.abort(name)
