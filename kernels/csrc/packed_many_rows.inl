@@ -60,47 +60,63 @@ static void store_gated(const PackedCall& call, RowSpan rows, std::int64_t outpu
   store_gated_rows<kPackedRegs>(call, rest, output, gate + whole * kPackedOutputs, sums + whole * kPackedOutputs);
 }
 
-static void store_sums(const PackedCall& call, RowSpan rows, std::int64_t output, const float* sums) {
-  for (std::int64_t row = rows.begin; row < rows.end; ++row, sums += kPackedOutputs)
-    for (int j = 0; j < kPackedRegs; ++j) store_packed(call, row, output + j * kWidth, load(sums + j * kWidth));
+// Stores the results of a block from its sums, [rows][kPackedOutputs], before which lie those of the gate if the call is gated.
+static void store_block(const PackedCall& call, RowSpan rows, std::int64_t output, const float* sums) {
+  const std::int64_t num_rows = rows.end - rows.begin;
+  if (call.gated) return store_gated(call, rows, output, sums, sums + num_rows * kPackedOutputs);
+  for (std::int64_t row = 0; row < num_rows; ++row)
+    for (int j = 0; j < kPackedRegs; ++j)
+      store_packed(call, rows.begin + row, output + j * kWidth, load(sums + row * kPackedOutputs + j * kWidth));
+}
+
+// Inputs [begin, end) of a panel, and if the call is gated of the one that it gates.
+struct PanelPart {
+  std::int64_t panel;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+// Where the weights of a part begin: `side` 1 is what the panel gates.
+static const std::uint8_t* weights_at(const PackedCall& call, const PanelPart& part, int side) {
+  const std::int64_t panel = part.panel + side * call.gated_apart;
+  return reinterpret_cast<const std::uint8_t*>(call.packed + (panel * call.padded_inputs() + part.begin) * kPackedOutputs);
+}
+
+// Multiplies all blocks with a part, and asks for the `next` one meanwhile.
+static void multiply_panel_part(const PackedCall& call, const ManyRowBlocks& blocks, const PanelPart& part, const PanelPart& next,
+                                float* scratch) {
+  const bool is_first = part.begin == 0;
+  const bool is_last = part.end == call.padded_inputs();
+  const int num_sides = call.gated ? 2 : 1;
+  const std::int64_t steps = (part.end - part.begin) / kPackedInputs;
+  const std::int64_t quarter = steps * kPackedOutputs * kPackedInputs * 2 / 4;
+  const std::int64_t all_steps = blocks.count() * steps * kPartPasses;
+  const auto lines = static_cast<int>((quarter / 64 + all_steps - 1) / all_steps);
+  for (std::int64_t block = 0; block < blocks.count(); ++block) {
+    const RowSpan rows = blocks.at(block);
+    const std::int64_t asked = block * steps * kPartPasses * lines * 64;
+    // Sums that are complete at once take the same place for every block.
+    float* sums = scratch + (is_first && is_last ? 0 : (rows.begin - blocks.rows.begin) * num_sides * kPackedOutputs);
+    for (int side = 0; side < num_sides; ++side) {
+      float* to = sums + side * (rows.end - rows.begin) * kPackedOutputs;
+      const AskAhead ask{weights_at(call, next, side) + asked, quarter, asked < quarter ? lines : 0};
+      multiply_block(call, rows, part.begin, weights_at(call, part, side), steps, is_first ? nullptr : to, to, ask);
+    }
+    if (is_last) store_block(call, rows, part.panel * kPackedOutputs, sums);
+  }
 }
 
 static void multiply_packed_many(const PackedCall& call, RowSpan rows, RowSpan panels, std::int64_t /*group*/, float* scratch) {
   const std::int64_t inputs = call.padded_inputs();
   const std::int64_t longest = rows.end - rows.begin < kLongPartRows ? kPackedPartInputs : kLongPartInputs;
   const std::int64_t num_parts = (inputs + longest - 1) / longest;
-  const std::int64_t part = (inputs / kPackedInputs + num_parts - 1) / num_parts * kPackedInputs;
-  const int num_sides = call.gated ? 2 : 1;
+  const std::int64_t length = (inputs / kPackedInputs + num_parts - 1) / num_parts * kPackedInputs;
   const ManyRowBlocks blocks{rows};
-  const auto weights_of = [&](std::int64_t panel, int side, std::int64_t input) {
-    return reinterpret_cast<const std::uint8_t*>(call.packed + ((panel + side * call.gated_apart) * inputs + input) * kPackedOutputs);
-  };
   for (std::int64_t panel = panels.begin; panel < panels.end; ++panel) {
-    for (std::int64_t input = 0; input < inputs; input += part) {
-      const std::int64_t end = input + part < inputs ? input + part : inputs;
-      const std::int64_t steps = (end - input) / kPackedInputs;
-      const std::int64_t quarter = steps * kPackedOutputs * kPackedInputs * 2 / 4;
-      const std::int64_t all_steps = blocks.count() * steps * kPartPasses;
-      const auto lines = static_cast<int>((quarter / 64 + all_steps - 1) / all_steps);
-      for (std::int64_t block = 0; block < blocks.count(); ++block) {
-        const RowSpan block_rows = blocks.at(block);
-        const std::int64_t asked = block * steps * kPartPasses * lines * 64;
-        // With a single part the sums of all blocks can take the same place.
-        float* sums = scratch + (num_parts == 1 ? 0 : (block_rows.begin - rows.begin) * num_sides * kPackedOutputs);
-        float* sums_of_side[2] = {sums, sums + (block_rows.end - block_rows.begin) * kPackedOutputs};
-        for (int side = 0; side < num_sides; ++side) {
-          float* to = sums_of_side[side];
-          const std::uint8_t* next = end < inputs ? weights_of(panel, side, end) : weights_of(panel + 1, side, 0);
-          const AskAhead ask{next + asked, quarter, asked < quarter ? lines : 0};
-          multiply_block(call, block_rows, input, weights_of(panel, side, input), steps, input == 0 ? nullptr : to, to, ask);
-        }
-        if (end < inputs) continue;
-        if (call.gated) {
-          store_gated(call, block_rows, panel * kPackedOutputs, sums_of_side[0], sums_of_side[1]);
-        } else {
-          store_sums(call, block_rows, panel * kPackedOutputs, sums);
-        }
-      }
+    for (std::int64_t begin = 0; begin < inputs; begin += length) {
+      const std::int64_t end = begin + length < inputs ? begin + length : inputs;
+      const PanelPart next = end < inputs ? PanelPart{panel, end, inputs} : PanelPart{panel + 1, 0, inputs};
+      multiply_panel_part(call, blocks, {panel, begin, end}, next, scratch);
     }
   }
 }

@@ -10,14 +10,13 @@ import triton.language as tl
 from paged_kernels.triton_device.sampling import gumbel_noise
 from torch import Tensor
 
-from kvrelay.core.errors import KVRelayError
 from kvrelay.core.sampling_params import MAX_SEED, SamplingParams
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
-from kvrelay.engine.sampling.sampler import SampledToken, Sampler, SamplingRow
+from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken, Sampler, SamplingRow
 
 VOCAB_SIZE = 1000
 EOS = (7, 900)
@@ -151,11 +150,12 @@ def test_tokens_that_the_model_excludes() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_an_error(value: float) -> None:
-    logits = make_logits(3)
+def test_a_row_that_is_not_finite_has_no_token_and_others_have_theirs(value: float) -> None:
+    logits, rows = make_logits(3), [make_row(index) for index in range(3)]
+    expected = [token.token_id for token in sample(logits, rows)]
+    expected[1] = NO_TOKEN
     logits[1, 500] = value
-    with pytest.raises(KVRelayError, match=r"rows \[1\] of 3"):
-        sample(logits, [make_row(index) for index in range(3)])
+    assert [token.token_id for token in sample(logits, rows)] == expected
 
 
 def test_many_draws_of_many_kinds() -> None:
