@@ -146,7 +146,9 @@ class Scheduler:
         return admitted
 
     def first_lacking(self) -> int:
-        """Returns the arrival number of the first queued sequence if it lacks room, else 0."""
+        """Returns the arrival number of the first queued sequence if it lacks room and may be overtaken, else 0."""
+        if self.config.policy == "fcfs":
+            return 0
         heads = [queue.peek() for queue in (self.waiting, self.reserving) if queue]
         first = min(heads, key=lambda sequence: sequence.order, default=None)
         return first.arrival if first is not None and first.lacks_room else 0

@@ -57,6 +57,16 @@ def test_the_first_request_that_lacks_room_is_named_while_others_overtake_it(rol
     assert harness.engine.load().first_lacking == 0
 
 
+def test_where_nobody_is_overtaken_no_request_that_lacks_room_is_named() -> None:
+    """Those that run leave room in time."""
+    harness = Harness(num_blocks=8, publish=True)
+    harness.engine.add(request("lease", prompt_of(40), role=KVRole.PRODUCE))
+    harness.engine.add(request("large", prompt_of(40, 1)))
+    harness.run()
+    load = harness.engine.load()
+    assert (load.num_requests_waiting, load.first_lacking) == (1, 0)
+
+
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_a_preemption_after_which_nothing_runs_is_reported(run_ahead: bool) -> None:
     """Blocks that KV is to arrive in leave none for the only sequence that runs."""
