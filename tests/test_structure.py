@@ -95,7 +95,7 @@ TESTS = find_modules("tests")
 OURS = [module for module in MODULES if module.package != "kvrelay.v1"]
 SOURCES = [
     *(module.path for module in [*OURS, *TESTS, *find_modules("bench", "demo")]),
-    *sorted((ROOT / "kernels" / "csrc").iterdir()),
+    *sorted(path for path in (ROOT / "kernels" / "csrc").rglob("*") if path.is_file()),
 ]
 
 

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <string_view>
 
-#include "instruction_set.h"
+#include "isa/instruction_set.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

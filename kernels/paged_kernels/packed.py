@@ -1,5 +1,5 @@
-"""Linear layers over bfloat16 weights on the CPU, in the order in which our kernels read them (`csrc/packed_linear.h`):
-compiled, for any number of rows. Elsewhere torch multiplies.
+"""Linear layers over bfloat16 weights on the CPU, in the order in which our kernels read them
+(`csrc/linear/packed_linear.h`): compiled, for any number of rows. Elsewhere torch multiplies.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Linear layers over weights of 8 or 4 bits: compiled on the CPU where that was built, plain torch otherwise.
 
 Weight-only quantisation to nearest: activations keep their type, each output has a bfloat16 scale per group of inputs,
-and no calibration is needed. Both ways give the same packed bytes. The packed format is in `csrc/quantized.h`. Codes
-that somebody else has found are packed as they are, with zeros and float32 scales.
+and no calibration is needed. Both ways give the same packed bytes, whose format is in `csrc/quantized/quantized.h`.
+Codes that somebody else has found are packed as they are, with zeros and float32 scales.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A weight of 8 or 4 bits in packed form. The format is in `csrc/quantized.h`."""
+"""A weight of 8 or 4 bits in packed form. The format is in `csrc/quantized/quantized.h`."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -16,7 +16,7 @@ BackendName = Literal["auto", "native", "reference", "triton"]
 
 _CPU = torch.device("cpu")
 
-_NATIVE_HEAD_DIMS = range(8, 257, 8)  # as csrc/pool_view.h checks
+_NATIVE_HEAD_DIMS = range(8, 257, 8)  # as csrc/bindings/pool_view.h checks
 
 
 class BackendUnavailableError(RuntimeError):

@@ -1,4 +1,5 @@
-"""How many threads the compiled kernels compute on. They are a team of their own (`csrc/parallel.h`), not torch's.
+"""How many threads the compiled kernels compute on. They are a team of their own, not torch's
+(`csrc/runtime/parallel.h`).
 
 Idle torch threads spin on cores that the team needs, so where our kernels compute the matrix products, torch gets one
 thread. Both counts belong to the calling thread, but torch copies the count that was set last into every thread that it
