@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from paged_kernels.extension import load_extension
+from paged_kernels.cpu.extension import load_extension
+from paged_kernels.cpu.threads import use_threads
 from paged_kernels.registry import select_backend
-from paged_kernels.threads import use_threads
 
 from bench.arguments import positive
 from bench.even_batch import even_batch

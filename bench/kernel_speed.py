@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from paged_kernels.base import AttentionBackend, AttentionMetadata
+from paged_kernels.cpu.threads import use_threads
 from paged_kernels.kv_scales import FP8, KVScales
 from paged_kernels.registry import select_backend
-from paged_kernels.threads import use_threads
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

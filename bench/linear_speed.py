@@ -13,9 +13,10 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
-from paged_kernels import _native, packed
-from paged_kernels.packed import PackedWeight
-from paged_kernels.threads import use_threads
+from paged_kernels import _native
+from paged_kernels.cpu import packed
+from paged_kernels.cpu.packed import PackedWeight
+from paged_kernels.cpu.threads import use_threads
 from torch import Tensor
 
 from bench.arguments import positive

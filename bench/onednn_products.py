@@ -1,7 +1,7 @@
 """oneDNN's matrix product for weights that our kernels hold packed: the yardstick for ours."""
 
 import torch
-from paged_kernels.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
+from paged_kernels.cpu.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
 from torch import Tensor
 
 

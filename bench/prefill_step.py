@@ -23,11 +23,11 @@ from typing import get_args
 from unittest import mock
 
 import torch
-from paged_kernels import packed
 from paged_kernels.base import AttentionMetadata, LastTokens
-from paged_kernels.packed import PackedWeight
+from paged_kernels.cpu import packed
+from paged_kernels.cpu.packed import PackedWeight
+from paged_kernels.cpu.threads import use_threads
 from paged_kernels.registry import select_backend
-from paged_kernels.threads import use_threads
 from torch import Tensor
 
 from bench.arguments import positive

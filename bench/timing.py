@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from paged_kernels.threads import num_threads, threads_kept, use_threads
+from paged_kernels.cpu.threads import num_threads, threads_kept, use_threads
 
 _TORCH_FALLS_ASLEEP_SECONDS = 0.02
 

@@ -8,9 +8,9 @@ from functools import cache, partial
 
 import torch
 from paged_kernels.base import AttentionMetadata
+from paged_kernels.gpu.attention import TritonBackend
 from paged_kernels.kv_scales import FP8, KVScales
 from paged_kernels.reference import ReferenceBackend
-from paged_kernels.triton_attention import TritonBackend
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from paged_kernels import fused_reference, triton_rowwise
+from paged_kernels import fused_reference
+from paged_kernels.cpu.quantized_weight import Bits
+from paged_kernels.gpu import rowwise
+from paged_kernels.gpu.attention import TritonBackend
+from paged_kernels.gpu.digest import BlockDigests, key_table, plan_digests
+from paged_kernels.gpu.launch import launch
+from paged_kernels.gpu.sampling import SamplingTensors, sample_tokens
 from paged_kernels.kv_scales import FP8, KVScales
 from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight, dequantize
-from paged_kernels.quantized_weight import Bits
-from paged_kernels.triton_attention import TritonBackend
-from paged_kernels.triton_digest import BlockDigests, key_table, plan_digests
-from paged_kernels.triton_launch import launch
-from paged_kernels.triton_sampling import SamplingTensors, sample_tokens
 from torch import Tensor
 
 from bench.gpu.case import TOLERANCE, Case, case_task
@@ -90,7 +91,7 @@ def _norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     x = torch.randn(sizes.num_tokens, sizes.hidden_size, device=device, dtype=dtype)
     weight = torch.randn(sizes.hidden_size, device=device, dtype=dtype)
     return Case(
-        lambda: triton_rowwise.rms_norm(x, weight, 1e-5),
+        lambda: rowwise.rms_norm(x, weight, 1e-5),
         lambda: fused_reference.rms_norm(x.double(), weight.double(), 1e-5),
         num_bytes=2 * x.numel() * x.element_size(),
     )
@@ -100,17 +101,17 @@ def _residual_norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Ca
     x, residual = torch.randn(2, sizes.num_tokens, sizes.hidden_size, device=device, dtype=dtype)
     weight = torch.randn(sizes.hidden_size, device=device, dtype=dtype)
     return Case(
-        lambda: torch.cat(triton_rowwise.add_rms_norm(x, residual, weight, 1e-5)),
+        lambda: torch.cat(rowwise.add_rms_norm(x, residual, weight, 1e-5)),
         lambda: torch.cat(fused_reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-5)),
         num_bytes=4 * x.numel() * x.element_size(),
-        timed=lambda: triton_rowwise.add_rms_norm(x, residual, weight, 1e-5),
+        timed=lambda: rowwise.add_rms_norm(x, residual, weight, 1e-5),
     )
 
 
 def _silu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     gate_up = torch.randn(sizes.num_tokens, 2 * sizes.intermediate_size, device=device, dtype=dtype)
     return Case(
-        lambda: triton_rowwise.silu_mul(gate_up),
+        lambda: rowwise.silu_mul(gate_up),
         lambda: fused_reference.silu_mul(gate_up.double()),
         num_bytes=1.5 * gate_up.numel() * gate_up.element_size(),
     )

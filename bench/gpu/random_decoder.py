@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from paged_kernels.triton_attention import TritonBackend
+from paged_kernels.gpu.attention import TritonBackend
 from transformers import PreTrainedConfig
 
 from kvrelay.engine.layers.weight_format import WeightFormat

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from paged_kernels.triton_attention import AttentionCall, plan_attention
-from paged_kernels.triton_launch import GpuTraits, KernelCall, launch, traits_of
+from paged_kernels.gpu.attention import AttentionCall, plan_attention
+from paged_kernels.gpu.launch import GpuTraits, KernelCall, launch, traits_of
 
 from bench.even_batch import even_batch
 from bench.gpu.case import deviation

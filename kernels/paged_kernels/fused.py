@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from paged_kernels import fused_reference
-from paged_kernels.extension import load_extension
-from paged_kernels.threads import num_threads
+from paged_kernels.cpu.extension import load_extension
+from paged_kernels.cpu.threads import num_threads
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -18,9 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns the rows of `x` `[num_rows, size]`, normalised by their root mean square in float32, rounded, and
     multiplied by `weight` `[size]`."""
     if x.is_cuda:
-        from paged_kernels import triton_rowwise  # Triton is installed only where GPUs are
+        from paged_kernels.gpu import rowwise  # Triton is installed only where GPUs are
 
-        return triton_rowwise.rms_norm(x, weight, eps)
+        return rowwise.rms_norm(x, weight, eps)
     native = load_extension()
     if native is None or not _fits(x, weight):
         return fused_reference.rms_norm(x, weight, eps)
@@ -32,9 +32,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns `(rms_norm(residual + x), residual + x)`; the arguments, `[num_rows, size]`, stay as they are."""
     if x.is_cuda:
-        from paged_kernels import triton_rowwise
+        from paged_kernels.gpu import rowwise
 
-        return triton_rowwise.add_rms_norm(x, residual, weight, eps)
+        return rowwise.add_rms_norm(x, residual, weight, eps)
     native = load_extension()
     if native is None or not _fits(x, residual, weight):
         return fused_reference.add_rms_norm(x, residual, weight, eps)
@@ -47,9 +47,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Returns `silu(gate) * up`, `[num_rows, size]`, for `gate_up` `[num_rows, 2 * size]` whose first half is the
     gate."""
     if gate_up.is_cuda:
-        from paged_kernels import triton_rowwise
+        from paged_kernels.gpu import rowwise
 
-        return triton_rowwise.silu_mul(gate_up)
+        return rowwise.silu_mul(gate_up)
     native = load_extension()
     if native is None or not _fits(gate_up):
         return fused_reference.silu_mul(gate_up)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from paged_kernels.base import AttentionBackend
-from paged_kernels.extension import load_extension
+from paged_kernels.cpu.extension import load_extension
 from paged_kernels.kv_scales import KVScales
 
 _logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def select_backend(
         name = "reference"
     match name:
         case "auto" | "native":
-            from paged_kernels.native import NativeBackend
+            from paged_kernels.cpu.native import NativeBackend
 
             return NativeBackend(kv_scales)
         case "reference":
@@ -83,6 +83,6 @@ def _triton_backend(device: torch.device, kv_scales: KVScales | None) -> Attenti
         )
     if importlib.util.find_spec("triton") is None:
         raise BackendUnavailableError("the Triton attention kernels need triton: install the package triton")
-    from paged_kernels.triton_attention import TritonBackend
+    from paged_kernels.gpu.attention import TritonBackend
 
     return TritonBackend(kv_scales)

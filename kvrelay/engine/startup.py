@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from paged_kernels.base import AttentionBackend
+from paged_kernels.cpu.packed import can_pack
+from paged_kernels.cpu.threads import num_threads, threads_kept, use_threads
 from paged_kernels.kv_scales import KVScales
-from paged_kernels.packed import can_pack
 from paged_kernels.registry import BackendUnavailableError, select_backend
-from paged_kernels.threads import num_threads, threads_kept, use_threads
 from torch import Tensor
 
 from kvrelay.core.block_hash import KVNamespace

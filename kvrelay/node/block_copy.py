@@ -6,7 +6,7 @@ read each other's blocks.
 
 from collections.abc import Sequence
 
-from paged_kernels.extension import load_extension
+from paged_kernels.cpu.extension import load_extension
 
 from kv_connector.pool import CopyRows, Rows, copy_rows
 

@@ -1,7 +1,7 @@
 """A pool in a GPU's memory, with what reaches it there. Needs a GPU and Triton; imported where there is one."""
 
 import torch
-from paged_kernels.triton_digest import BlockDigests
+from paged_kernels.gpu.digest import BlockDigests
 
 from kv_connector.device.cuda_memory import CudaMemory
 from kvrelay.core.errors import ConfigurationError

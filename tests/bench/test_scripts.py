@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import grpc
 import pytest
-from paged_kernels.threads import threads_kept
+from paged_kernels.cpu.threads import threads_kept
 
 from bench import (
     connectors,

@@ -5,7 +5,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from paged_kernels.threads import threads_kept
+from paged_kernels.cpu.threads import threads_kept
 
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.core_table import CoreShare

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from paged_kernels.threads import threads_kept
+from paged_kernels.cpu.threads import threads_kept
 
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.cpu.step_threads import StepThreads

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from paged_kernels import _native
-from paged_kernels.threads import threads_kept, use_threads
+from paged_kernels.cpu.threads import threads_kept, use_threads
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 import torch
-from paged_kernels import fused, quantized
+from paged_kernels import fused
 from paged_kernels.base import AttentionMetadata
-from paged_kernels.layer_stack import LayerStack, StackedLayer, projection
-from paged_kernels.native import NativeBackend
-from paged_kernels.packed import PackedWeight
-from paged_kernels.quantized_weight import QuantizedWeight
+from paged_kernels.cpu import quantized
+from paged_kernels.cpu.layer_stack import LayerStack, StackedLayer, projection
+from paged_kernels.cpu.native import NativeBackend
+from paged_kernels.cpu.packed import PackedWeight
+from paged_kernels.cpu.quantized_weight import QuantizedWeight
 from torch import Tensor
 
 from tests.kernels.packed import multiply

@@ -1,9 +1,9 @@
 """bfloat16 weights packed by hand, in plain torch, and our kernel over such weights."""
 
 import torch
-from paged_kernels.extension import load_extension
-from paged_kernels.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
-from paged_kernels.threads import num_threads
+from paged_kernels.cpu.extension import load_extension
+from paged_kernels.cpu.packed import INPUT_MULTIPLE, PANEL_OUTPUTS, PackedWeight
+from paged_kernels.cpu.threads import num_threads
 from torch import Tensor
 
 

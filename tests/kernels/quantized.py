@@ -1,7 +1,7 @@
 """Weights that are rounded to nearest, as `--quantization` does while loading."""
 
-from paged_kernels import quantized
-from paged_kernels.quantized_weight import Bits, QuantizedWeight
+from paged_kernels.cpu import quantized
+from paged_kernels.cpu.quantized_weight import Bits, QuantizedWeight
 from torch import Tensor
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from paged_kernels.base import AttentionBackend
+from paged_kernels.cpu.native import NativeBackend
 from paged_kernels.kv_scales import FP8, KVScales
-from paged_kernels.native import NativeBackend
 from paged_kernels.reference import ReferenceBackend
 from torch import Tensor
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_kernels.native import NativeBackend
-from paged_kernels.threads import threads_kept, use_threads
+from paged_kernels.cpu.native import NativeBackend
+from paged_kernels.cpu.threads import threads_kept, use_threads
 
 from tests.kernels.batch import LAYER, Batch, Heads, Lengths, make_batch
 

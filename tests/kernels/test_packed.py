@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from paged_kernels import _native, packed
-from paged_kernels.extension import load_extension
-from paged_kernels.packed import PackedWeight
-from paged_kernels.threads import threads_kept, use_threads
+from paged_kernels import _native
+from paged_kernels.cpu import packed
+from paged_kernels.cpu.extension import load_extension
+from paged_kernels.cpu.packed import PackedWeight
+from paged_kernels.cpu.threads import threads_kept, use_threads
 from torch import Tensor
 
 from tests.kernels.packed import by_hand, multiply, panels_of

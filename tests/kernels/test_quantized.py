@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_kernels import quantized, quantized_reference
-from paged_kernels.quantized_weight import Bits, QuantizedWeight
-from paged_kernels.threads import threads_kept, use_threads
+from paged_kernels.cpu import quantized, quantized_reference
+from paged_kernels.cpu.quantized_weight import Bits, QuantizedWeight
+from paged_kernels.cpu.threads import threads_kept, use_threads
 from torch import Tensor
 
 from tests.kernels.quantized import to_nearest

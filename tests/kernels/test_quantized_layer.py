@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from paged_kernels import quantized
-from paged_kernels.quantized_weight import Bits, QuantizedWeight
+from paged_kernels.cpu import quantized
+from paged_kernels.cpu.quantized_weight import Bits, QuantizedWeight
 from torch import Tensor
 
 from tests.kernels.layer import Layer

@@ -9,8 +9,9 @@ from typing import Literal
 
 import pytest
 import torch
-from paged_kernels import _native, fused, fused_reference, native
-from paged_kernels.extension import load_extension
+from paged_kernels import _native, fused, fused_reference
+from paged_kernels.cpu import native
+from paged_kernels.cpu.extension import load_extension
 from paged_kernels.registry import BackendUnavailableError, select_backend
 
 

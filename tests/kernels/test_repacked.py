@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from paged_kernels import quantized, quantized_reference, repacked
-from paged_kernels.extension import load_extension
+from paged_kernels.cpu import quantized, quantized_reference, repacked
+from paged_kernels.cpu.extension import load_extension
+from paged_kernels.cpu.repacked import RepackedWeight
 from paged_kernels.prequantized_weight import PrequantizedFormat, unpack_codes, unpack_zeros
-from paged_kernels.repacked import RepackedWeight
 from torch import Tensor
 
 from tests.kernels.prequantized import Layer, random_layer

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from paged_kernels import packed
 from paged_kernels._native import ThreadLimit, start_together
-from paged_kernels.packed import PackedWeight
-from paged_kernels.threads import num_threads, remember_threads, threads_kept, use_threads
+from paged_kernels.cpu import packed
+from paged_kernels.cpu.packed import PackedWeight
+from paged_kernels.cpu.threads import num_threads, remember_threads, threads_kept, use_threads
 from torch import Tensor
 
 from tests.kernel_helpers import helper_seconds, helpers
@@ -174,9 +174,9 @@ def test_callers_that_come_together(weight: PackedWeight) -> None:
 
 _FORKS = """
 import os, torch
-from paged_kernels import packed
+from paged_kernels.cpu import packed
 from paged_kernels._native import start_together
-from paged_kernels.threads import use_threads
+from paged_kernels.cpu.threads import use_threads
 
 start_together(True)
 weight, x = packed.pack(torch.randn(6000, 256).bfloat16()), torch.randn(3, 256).bfloat16()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import paged_kernels.triton_device
+import paged_kernels.gpu.device
 import pytest
 import torch
 import triton
-from paged_kernels.triton_launch import Argument, GpuTraits, KernelCall
+from paged_kernels.gpu.launch import Argument, GpuTraits, KernelCall
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -130,7 +130,7 @@ def test_no_kernel_is_forgotten() -> None:
     launched = {call.kernel.__name__ for call in GPUS["sm_90"].launches().values()}
     modules = [
         importlib.import_module(module.name)
-        for module in pkgutil.iter_modules(paged_kernels.triton_device.__path__, "paged_kernels.triton_device.")
+        for module in pkgutil.iter_modules(paged_kernels.gpu.device.__path__, "paged_kernels.gpu.device.")
     ]
     found = {
         name for module in modules for name, value in vars(module).items() if isinstance(value, triton.JITFunction)

@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 import torch
-from paged_kernels import quantized
-from paged_kernels.weight_memory import WeightMemory
+from paged_kernels.cpu import quantized
+from paged_kernels.cpu.weight_memory import WeightMemory
 
 LARGE_PAGE = 2 << 20
 

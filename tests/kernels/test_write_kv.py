@@ -3,7 +3,7 @@
 import pytest
 import torch
 from paged_kernels.base import AttentionBackend
-from paged_kernels.native import NativeBackend
+from paged_kernels.cpu.native import NativeBackend
 from paged_kernels.reference import ReferenceBackend
 
 

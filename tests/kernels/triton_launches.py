@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 from paged_kernels.base import AttentionMetadata
+from paged_kernels.cpu.quantized_weight import Bits
+from paged_kernels.gpu.attention import AttentionCall, plan_attention
+from paged_kernels.gpu.digest import plan_digests
+from paged_kernels.gpu.launch import GpuTraits, KernelCall
+from paged_kernels.gpu.prequantized import plan_dequantize, plan_product, product_tiles
+from paged_kernels.gpu.rowwise import plan_rms_norm, plan_silu_mul
+from paged_kernels.gpu.sampling import SamplingTensors, plan_sample
+from paged_kernels.gpu.write_kv import plan_write_kv
 from paged_kernels.kv_scales import KVScales
 from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
-from paged_kernels.quantized_weight import Bits
-from paged_kernels.triton_attention import AttentionCall, plan_attention
-from paged_kernels.triton_digest import plan_digests
-from paged_kernels.triton_launch import GpuTraits, KernelCall
-from paged_kernels.triton_prequantized import plan_dequantize, plan_product, product_tiles
-from paged_kernels.triton_rowwise import plan_rms_norm, plan_silu_mul
-from paged_kernels.triton_sampling import SamplingTensors, plan_sample
-from paged_kernels.triton_write_kv import plan_write_kv
 from torch import Tensor
 
 from tests.kernels.batch import Heads

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from paged_kernels.threads import num_threads, threads_kept
+from paged_kernels.cpu.threads import num_threads, threads_kept
 
 from bench.random_model import PAD_TOKEN, PAD_TOKEN_ID, write_byte_tokenizer
 from kvrelay import LLM, SamplingParams

@@ -59,7 +59,7 @@ inline float to_float(e4m3 value) {
   return float_from_bits(sign | bits);
 }
 
-// Rounds to nearest, ties to even; what is too large, and NaN, becomes the largest. The same bits as triton_device/fp8.py.
+// Rounds to nearest, ties to even; what is too large, and NaN, becomes the largest. The same bits as gpu/device/fp8.py.
 inline void from_float(float value, e4m3& out) {
   const std::uint32_t bits = bits_of_float(value);
   const float absolute = float_from_bits(bits & 0x7fffffffu);

@@ -9,8 +9,8 @@ engine's thread calls this, because numbers of threads belong to the calling thr
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from paged_kernels.extension import load_extension
-from paged_kernels.threads import remember_threads, use_threads
+from paged_kernels.cpu.extension import load_extension
+from paged_kernels.cpu.threads import remember_threads, use_threads
 
 from kvrelay.core.core_table import CoreShare
 

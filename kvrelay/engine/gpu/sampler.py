@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from paged_kernels.triton_sampling import EDIT_BANNED, EDIT_SEEN, SamplingTensors, sample_tokens
+from paged_kernels.gpu.sampling import EDIT_BANNED, EDIT_SEEN, SamplingTensors, sample_tokens
 from torch import Tensor
 
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs

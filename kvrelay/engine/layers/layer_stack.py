@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from paged_kernels.base import AttentionBackend
-from paged_kernels.extension import load_extension
-from paged_kernels.packed import PackedWeight
-from paged_kernels.quantized_weight import QuantizedWeight
+from paged_kernels.cpu.extension import load_extension
+from paged_kernels.cpu.packed import PackedWeight
+from paged_kernels.cpu.quantized_weight import QuantizedWeight
 from torch import Tensor
 
 from kvrelay.engine.layers.linear import Linear, LinearLayer
@@ -16,7 +16,7 @@ from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
-    from paged_kernels.layer_stack import LayerStack, StackedLayer
+    from paged_kernels.cpu.layer_stack import LayerStack, StackedLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ def layer_stack(
     the kernels were compiled, and `backend` uses them. `head_counts` are the numbers of query, key and value heads."""
     if load_extension() is None or final_norm.dtype is not torch.bfloat16 or final_norm.device.type != "cpu":
         return None
-    from paged_kernels.layer_stack import LayerStack  # needs the extension
-    from paged_kernels.native import NativeBackend
+    from paged_kernels.cpu.layer_stack import LayerStack  # needs the extension
+    from paged_kernels.cpu.native import NativeBackend
 
     stacked = [_stacked(layer) for layer in layers]
     complete = [layer for layer in stacked if layer is not None]
@@ -66,7 +66,7 @@ def layer_stack(
 
 
 def _stacked(layer: LayerParts) -> "StackedLayer | None":
-    from paged_kernels.layer_stack import StackedLayer, projection
+    from paged_kernels.cpu.layer_stack import StackedLayer, projection
 
     made = [
         projection(_weight(linear), linear.bias)

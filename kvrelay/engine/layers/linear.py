@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from paged_kernels import packed
-from paged_kernels.packed import PackedWeight
-from paged_kernels.quantized_weight import Bits
+from paged_kernels.cpu import packed
+from paged_kernels.cpu.packed import PackedWeight
+from paged_kernels.cpu.quantized_weight import Bits
 from torch import Tensor
 
 from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear

@@ -12,10 +12,10 @@ from itertools import groupby
 from typing import Protocol
 
 import torch
-from paged_kernels import repacked
+from paged_kernels.cpu import repacked
+from paged_kernels.cpu.quantized_weight import QuantizedWeight
+from paged_kernels.cpu.weight_memory import WeightMemory
 from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight, in_group_order
-from paged_kernels.quantized_weight import QuantizedWeight
-from paged_kernels.weight_memory import WeightMemory
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
@@ -52,7 +52,7 @@ class TritonProduct:
     """The product on a GPU, over the tensors as the checkpoint stores them; inputs are sorted by group."""
 
     def __init__(self, weight: PrequantizedWeight) -> None:
-        from paged_kernels.triton_prequantized import prequantized_matmul  # Triton is installed only where GPUs are
+        from paged_kernels.gpu.prequantized import prequantized_matmul  # Triton is installed only where GPUs are
 
         self._input_order: Tensor | None = None
         if weight.group_of_input is not None:

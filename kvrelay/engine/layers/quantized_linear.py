@@ -6,8 +6,8 @@ Invariant: no more than one tensor of the checkpoint is held in full precision a
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from paged_kernels.quantized import empty_weight, linear, pack_rows
-from paged_kernels.quantized_weight import Bits
+from paged_kernels.cpu.quantized import empty_weight, linear, pack_rows
+from paged_kernels.cpu.quantized_weight import Bits
 from torch import Tensor
 
 from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of

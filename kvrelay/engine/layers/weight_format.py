@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 import torch
+from paged_kernels.cpu.quantized_weight import Bits
+from paged_kernels.cpu.weight_memory import WeightMemory
 from paged_kernels.prequantized_weight import PrequantizedFormat
-from paged_kernels.quantized_weight import Bits
-from paged_kernels.weight_memory import WeightMemory
 from torch import Tensor
 
 from kvrelay.core.option_types import Quantization

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from paged_kernels.base import AttentionBackend
-from paged_kernels.quantized import GROUP_SIZES
+from paged_kernels.cpu.quantized import GROUP_SIZES
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, ModelLoadError

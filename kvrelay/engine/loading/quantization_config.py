@@ -7,8 +7,8 @@ ModelLoadError, which names the field.
 from pathlib import Path
 from typing import Any
 
+from paged_kernels.cpu.quantized_weight import Bits
 from paged_kernels.prequantized_weight import PrequantizedFormat
-from paged_kernels.quantized_weight import Bits
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.weight_format import CheckpointQuantization

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
-from paged_kernels.extension import load_extension
-from paged_kernels.weight_memory import WeightMemory
+from paged_kernels.cpu.extension import load_extension
+from paged_kernels.cpu.weight_memory import WeightMemory
 from torch import Tensor
 
 from kvrelay.core.weight_store import WeightStore

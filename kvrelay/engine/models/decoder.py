@@ -21,7 +21,7 @@ from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 from kvrelay.engine.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from paged_kernels.layer_stack import LayerStack  # it needs the extension
+    from paged_kernels.cpu.layer_stack import LayerStack  # it needs the extension
 
 _EMBEDDING = "model.embed_tokens"  # its name in the checkpoint
 

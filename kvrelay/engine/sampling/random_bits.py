@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from paged_kernels.extension import load_extension
+from paged_kernels.cpu.extension import load_extension
 from torch import Tensor
 
 _ROUNDS = 10

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from paged_kernels import packed
 from paged_kernels._native import start_together
 from paged_kernels.base import AttentionMetadata
+from paged_kernels.cpu import packed
+from paged_kernels.cpu.threads import num_threads, threads_kept, use_threads
 from paged_kernels.registry import select_backend
-from paged_kernels.threads import num_threads, threads_kept, use_threads
 from torch import Tensor
 
 from kvrelay.core.core_table import CoreShare, CoreTable

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from paged_kernels import triton_attention, triton_prequantized
+from paged_kernels.gpu import attention, prequantized
+from paged_kernels.gpu.attention import TritonBackend
+from paged_kernels.gpu.launch import GpuTraits
+from paged_kernels.gpu.prequantized import prequantized_matmul
 from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
-from paged_kernels.triton_attention import TritonBackend
-from paged_kernels.triton_launch import GpuTraits
-from paged_kernels.triton_prequantized import prequantized_matmul
 from torch import Tensor
 from triton.runtime import JITFunction
 
@@ -69,7 +69,7 @@ EDITED = SamplingRow(SAMPLED, 0, 41, 1, seen_tokens(SAMPLED, (1, 2, 3), (4, 5)),
 @pytest.fixture(autouse=True)
 def a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     traits = GpuTraits(num_sms=132, shared_bytes=227 << 10)
-    monkeypatch.setattr(triton_attention, "traits_of", lambda device: traits)
+    monkeypatch.setattr(attention, "traits_of", lambda device: traits)
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_every_way_to_launch_a_product_of_quantised_weights_is_compiled_at_the_s
         return set(ways)
 
     monkeypatch.setattr(JITFunction, "__getitem__", launcher)
-    monkeypatch.setattr(triton_prequantized, "traits_of", lambda device: GpuTraits(num_sms=132, shared_bytes=227 << 10))
+    monkeypatch.setattr(prequantized, "traits_of", lambda device: GpuTraits(num_sms=132, shared_bytes=227 << 10))
     at_the_start = ways_of(plan.num_scheduled_tokens for plan in smaller_steps(LIMITS, 16))
     assert at_the_start == ways_of(range(1, LIMITS.max_num_batched_tokens + 1))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from paged_kernels import _native
 from paged_kernels.base import AttentionMetadata, LastTokens
+from paged_kernels.cpu.layer_stack import LayerStack, StackedLayer, projection
 from paged_kernels.kv_scales import FP8, KVScales
-from paged_kernels.layer_stack import LayerStack, StackedLayer, projection
 from paged_kernels.reference import ReferenceBackend
 from paged_kernels.registry import select_backend
 from torch import Tensor

@@ -121,7 +121,7 @@ def test_sizes_that_the_weights_do_not_have_take_no_memory(
 ) -> None:
     for field, value in changes.items():
         _edit(folder / "config.json", field, str(value))
-    monkeypatch.setattr("paged_kernels.weight_memory.WeightMemory.take", lambda *_: pytest.fail("memory was taken"))
+    monkeypatch.setattr("paged_kernels.cpu.weight_memory.WeightMemory.take", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(ModelLoadError, match="has shape"):
         _load(folder)
 

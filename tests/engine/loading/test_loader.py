@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from paged_kernels import packed
-from paged_kernels.packed import PackedWeight
+from paged_kernels.cpu import packed
+from paged_kernels.cpu.packed import PackedWeight
 from paged_kernels.reference import ReferenceBackend
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer

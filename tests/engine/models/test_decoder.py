@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_kernels.extension import load_extension
+from paged_kernels.cpu.extension import load_extension
 from paged_kernels.registry import BackendName, select_backend
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_kernels import quantized
+from paged_kernels.cpu import quantized
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged_kernels import quantized_reference
-from paged_kernels.quantized import GROUP_SIZES, empty_weight
-from paged_kernels.quantized_weight import Bits
+from paged_kernels.cpu import quantized_reference
+from paged_kernels.cpu.quantized import GROUP_SIZES, empty_weight
+from paged_kernels.cpu.quantized_weight import Bits
 from paged_kernels.registry import select_backend
 from safetensors.torch import load_file, save_file
 from torch import Tensor

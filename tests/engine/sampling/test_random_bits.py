@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from paged_kernels.extension import load_extension
+from paged_kernels.cpu.extension import load_extension
 from torch import Tensor
 
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, philox4x32, uniform, uniform_in_numpy

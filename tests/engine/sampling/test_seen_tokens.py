@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paged_kernels.triton_sampling import EDIT_BANNED, EDIT_SEEN
+from paged_kernels.gpu.sampling import EDIT_BANNED, EDIT_SEEN
 from torch import Tensor
 
 from kvrelay.core.sampling_params import SamplingParams

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_kernels import triton_attention
 from paged_kernels.base import AttentionMetadata
+from paged_kernels.gpu import attention
+from paged_kernels.gpu.attention import AttentionCall, TritonBackend, num_splits, plan_attention
+from paged_kernels.gpu.device.prefill import prefill_attention_kernel
+from paged_kernels.gpu.launch import GpuTraits, KernelCall, launch
 from paged_kernels.reference import ReferenceBackend
-from paged_kernels.triton_attention import AttentionCall, TritonBackend, num_splits, plan_attention
-from paged_kernels.triton_device.prefill import prefill_attention_kernel
-from paged_kernels.triton_launch import GpuTraits, KernelCall, launch
 
 from tests.kernels.batch import Heads, Lengths, make_batch
 
@@ -29,7 +29,7 @@ GROUPS = [Heads(2, 2, 64), Heads(3, 1, 64), Heads(14, 2, 64, 32), Heads(20, 1, 6
 
 @pytest.fixture
 def always_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_attention, "_MIN_SPLIT_TOKENS", 16)
+    monkeypatch.setattr(attention, "_MIN_SPLIT_TOKENS", 16)
 
 
 @pytest.mark.parametrize("lengths", [DECODE, PREFIX, MIXED, FEW], ids=["decode", "prefix", "mixed", "few"])
@@ -60,8 +60,8 @@ def test_as_many_rows_as_a_large_gpu_takes(heads: Heads, window: int | None, mon
         launch(calls)
 
     traits = GpuTraits(num_sms=4, shared_bytes=227 << 10)  # few enough for one program each to fill them
-    monkeypatch.setattr(triton_attention, "traits_of", lambda device: traits)
-    monkeypatch.setattr(triton_attention, "launch", record)
+    monkeypatch.setattr(attention, "traits_of", lambda device: traits)
+    monkeypatch.setattr(attention, "launch", record)
     make_batch(heads, torch.float16, CHUNKS, sliding_window=window).check(TritonBackend())
     [prefill] = (call for call in launched if call.kernel is prefill_attention_kernel)
     assert prefill.constants["ROWS"] == prefill.constants["TILE"] == 128
@@ -87,7 +87,7 @@ def test_few_tokens_are_split_and_merged(
 
 def test_a_prompt_that_leaves_the_gpu_idle_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     traits = GpuTraits(num_sms=132, shared_bytes=227 << 10)
-    monkeypatch.setattr(triton_attention, "traits_of", lambda device: traits)
+    monkeypatch.setattr(attention, "traits_of", lambda device: traits)
     batch = make_batch(Heads(4, 2, 64), torch.float16, ((500, 40),))
     call = AttentionCall(batch.query, batch.query, batch.pool, 0, batch.metadata, 0.1, None, None)
     first, _merge = plan_attention(call, traits)

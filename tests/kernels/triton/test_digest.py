@@ -3,8 +3,8 @@
 import pytest
 import torch
 import xxhash
-from paged_kernels import triton_digest
-from paged_kernels.triton_digest import BlockDigests
+from paged_kernels.gpu import digest
+from paged_kernels.gpu.digest import BlockDigests
 
 
 @pytest.mark.parametrize("block_bytes", [256, 320, 1024, 1088, 2048, 4096 - 64, 40 << 10])
@@ -27,7 +27,7 @@ def test_every_bit_counts() -> None:
 
 
 def test_more_blocks_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_digest, "_MOST_BLOCKS", 2)
+    monkeypatch.setattr(digest, "_MOST_BLOCKS", 2)
     rows = torch.randint(0, 256, (5, 256), dtype=torch.uint8)
     expected = [xxhash.xxh3_128_digest(row.numpy().tobytes()) for row in rows]
     assert BlockDigests(rows)(range(5)) == expected

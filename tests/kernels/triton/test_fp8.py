@@ -4,10 +4,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from paged_kernels.gpu.attention import TritonBackend
+from paged_kernels.gpu.device.fp8 import decode_e4m3, decode_pairs, encode_e4m3, fit_to_codes
 from paged_kernels.kv_scales import KVScales
 from paged_kernels.reference import ReferenceBackend
-from paged_kernels.triton_attention import TritonBackend
-from paged_kernels.triton_device.fp8 import decode_e4m3, decode_pairs, encode_e4m3, fit_to_codes
 from torch import Tensor
 
 from tests.kernels.batch import LAYER, NUM_LAYERS, Heads, Lengths, make_batch

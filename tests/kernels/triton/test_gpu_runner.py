@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from paged_kernels.base import AttentionBackend
+from paged_kernels.gpu.attention import TritonBackend
 from paged_kernels.reference import ReferenceBackend
-from paged_kernels.triton_attention import TritonBackend
 from torch import Tensor
 
 from bench.gpu.eager_recorder import EagerRecorder

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import paged_kernels.triton_device
+import paged_kernels.gpu.device
 import pytest
 import torch
-from paged_kernels.triton_attention import AttentionCall, TritonBackend, plan_attention
-from paged_kernels.triton_launch import GpuTraits, KernelCall
+from paged_kernels.gpu.attention import AttentionCall, TritonBackend, plan_attention
+from paged_kernels.gpu.launch import GpuTraits, KernelCall
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
@@ -230,7 +230,7 @@ def test_launches_may_not_wait(engine_rows: Iterator[Task], monkeypatch: pytest.
 def _kernels() -> set[str]:
     modules = [
         importlib.import_module(module.name)
-        for module in pkgutil.iter_modules(paged_kernels.triton_device.__path__, "paged_kernels.triton_device.")
+        for module in pkgutil.iter_modules(paged_kernels.gpu.device.__path__, "paged_kernels.gpu.device.")
     ]
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from paged_kernels.gpu.attention import TritonBackend
 from paged_kernels.reference import ReferenceBackend
-from paged_kernels.triton_attention import TritonBackend
 
 from kvrelay.core.option_types import KVCacheDType
 from kvrelay.core.sampling_params import SamplingParams

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paged_kernels.cpu.quantized_weight import Bits
+from paged_kernels.gpu.prequantized import prequantized_matmul
 from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
-from paged_kernels.quantized_weight import Bits
-from paged_kernels.triton_prequantized import prequantized_matmul
 from torch import Tensor
 
 from kvrelay.engine.layers.prequantized_linear import TritonProduct

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from paged_kernels.cpu.weight_memory import WeightMemory
 from paged_kernels.prequantized_weight import PrequantizedWeight
 from paged_kernels.reference import ReferenceBackend
-from paged_kernels.weight_memory import WeightMemory
 
 from kvrelay.engine.layers import prequantized_linear
 from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear, TritonProduct

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from paged_kernels.triton_device.sampling import gumbel_noise
+from paged_kernels.gpu.device.sampling import gumbel_noise
 from torch import Tensor
 
 from kvrelay.core.sampling_params import MAX_SEED, SamplingParams

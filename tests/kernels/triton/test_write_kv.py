@@ -3,9 +3,9 @@
 import pytest
 import torch
 from paged_kernels import fused_reference
+from paged_kernels.gpu.attention import TritonBackend
 from paged_kernels.kv_scales import KVScales
 from paged_kernels.reference import ReferenceBackend
-from paged_kernels.triton_attention import TritonBackend
 
 NUM_LAYERS = 3
 LAYER = 1

@@ -9,8 +9,8 @@ the query heads of that KV head are the rows of its tiles, so KV is read once. S
 import triton
 import triton.language as tl
 
-from paged_kernels.triton_device.fp8 import fit_to_codes
-from paged_kernels.triton_device.tiles import NOTHING_SEEN, attend_tiles
+from paged_kernels.gpu.device.fp8 import fit_to_codes
+from paged_kernels.gpu.device.tiles import NOTHING_SEEN, attend_tiles
 
 
 @triton.jit(do_not_specialize=["layer", "window", "num_tiles", "table_stride"])

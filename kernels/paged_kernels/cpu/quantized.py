@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels import quantized_reference
-from paged_kernels.extension import load_extension
-from paged_kernels.quantized_weight import PANEL_OUTPUTS, Bits, QuantizedWeight
-from paged_kernels.threads import num_threads
-from paged_kernels.weight_memory import WeightMemory
+from paged_kernels.cpu import quantized_reference
+from paged_kernels.cpu.extension import load_extension
+from paged_kernels.cpu.quantized_weight import PANEL_OUTPUTS, Bits, QuantizedWeight
+from paged_kernels.cpu.threads import num_threads
+from paged_kernels.cpu.weight_memory import WeightMemory
 
 GROUP_SIZES: dict[int, int] = {8: 128, 4: 64}
 """Inputs that share a scale, by bits: 8.125 and 4.25 bits per weight in all."""

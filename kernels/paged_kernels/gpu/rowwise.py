@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from paged_kernels.triton_device.rowwise import rms_norm_kernel, silu_mul_kernel
-from paged_kernels.triton_launch import KernelCall, ceil_divide, launch, next_power_of_two
+from paged_kernels.gpu.device.rowwise import rms_norm_kernel, silu_mul_kernel
+from paged_kernels.gpu.launch import KernelCall, ceil_divide, launch, next_power_of_two
 
 _TILE_ELEMENTS = 4096
 

@@ -8,7 +8,7 @@ negative number instead of -inf, so that a row that sees nothing of a tile compu
 import triton
 import triton.language as tl
 
-from paged_kernels.triton_device.fp8 import decode_e4m3, decode_pairs
+from paged_kernels.gpu.device.fp8 import decode_e4m3, decode_pairs
 
 NOTHING_SEEN = tl.constexpr(-1.0e30)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paged_kernels import quantized
+from paged_kernels.cpu import quantized
+from paged_kernels.cpu.quantized_weight import QuantizedWeight
+from paged_kernels.cpu.weight_memory import WeightMemory
 from paged_kernels.prequantized_weight import PrequantizedWeight, unpack_codes, unpack_zeros
-from paged_kernels.quantized_weight import QuantizedWeight
-from paged_kernels.weight_memory import WeightMemory
 
 GROUP_SIZES = (128, 64, 32)
 """Of the kernels. A checkpoint's larger groups become several with equal scales."""

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from paged_kernels.base import AttentionMetadata
-from paged_kernels.kv_scales import FP8, KVScales, scales_of_pool
-from paged_kernels.triton_device.decode import decode_attention_kernel, merge_splits_kernel
-from paged_kernels.triton_device.prefill import prefill_attention_kernel
-from paged_kernels.triton_launch import (
+from paged_kernels.gpu.device.decode import decode_attention_kernel, merge_splits_kernel
+from paged_kernels.gpu.device.prefill import prefill_attention_kernel
+from paged_kernels.gpu.launch import (
     GpuTraits,
     KernelCall,
     ceil_divide,
@@ -23,7 +22,8 @@ from paged_kernels.triton_launch import (
     traits_of,
     widen_products,
 )
-from paged_kernels.triton_write_kv import plan_write_kv
+from paged_kernels.gpu.write_kv import plan_write_kv
+from paged_kernels.kv_scales import FP8, KVScales, scales_of_pool
 
 _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # the smallest matrix product that Triton has

@@ -6,7 +6,7 @@ Rounds where `fused_reference.rotary` does. A token whose slot is negative is pa
 import triton
 import triton.language as tl
 
-from paged_kernels.triton_device.fp8 import encode_e4m3
+from paged_kernels.gpu.device.fp8 import encode_e4m3
 
 
 @triton.jit

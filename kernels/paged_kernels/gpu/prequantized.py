@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
-from paged_kernels.triton_device.prequantized import (
+from paged_kernels.gpu.device.prequantized import (
     add_splits_kernel,
     dequantize_kernel,
     prequantized_matmul_kernel,
 )
-from paged_kernels.triton_launch import (
+from paged_kernels.gpu.launch import (
     Argument,
     GpuTraits,
     KernelCall,
@@ -21,6 +20,7 @@ from paged_kernels.triton_launch import (
     traits_of,
     widen_products,
 )
+from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
 
 _MAX_SPLITS = 16
 _MOST_ROWS = 256  # beyond, writing the weights dequantised costs less than dequantising them for every tile of rows

@@ -12,7 +12,7 @@ weight passes through shared memory. A shift by a number that depends on the pla
 import triton
 import triton.language as tl
 
-from paged_kernels.triton_device.tiles import matmul
+from paged_kernels.gpu.device.tiles import matmul
 
 TWO_TO_23 = tl.constexpr(0x4B000000)  # the bits of 2^23 as float32, whose lowest bit counts 1
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from paged_kernels import _native
 from paged_kernels.base import AttentionMetadata
+from paged_kernels.cpu.threads import num_threads
 from paged_kernels.fused import rotary
 from paged_kernels.kv_scales import KVScales, scales_of_pool
-from paged_kernels.threads import num_threads
 
 
 class NativeBackend:

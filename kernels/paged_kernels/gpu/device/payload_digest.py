@@ -9,7 +9,7 @@ is kept with its neighbour: lanes 0, 2, 4, 6 are `even`, 1, 3, 5, 7 `odd`.
 import triton
 import triton.language as tl
 
-# Where the parts of the table begin, in words; see `triton_digest.py`, which makes it.
+# Where the parts of the table begin, in words; see `gpu/digest.py`, which makes it.
 SCRAMBLE_KEY: tl.constexpr = tl.constexpr(23)  # before it: key words of stripes
 LAST_KEY: tl.constexpr = tl.constexpr(31)
 LOW_KEY: tl.constexpr = tl.constexpr(39)

@@ -15,10 +15,10 @@ from torch import Tensor
 from paged_kernels import _native
 from paged_kernels._native import Projection
 from paged_kernels.base import AttentionMetadata, LastTokens
+from paged_kernels.cpu.packed import PackedWeight
+from paged_kernels.cpu.quantized_weight import QuantizedWeight
+from paged_kernels.cpu.threads import num_threads
 from paged_kernels.kv_scales import KVScales
-from paged_kernels.packed import PackedWeight
-from paged_kernels.quantized_weight import QuantizedWeight
-from paged_kernels.threads import num_threads
 
 
 def projection(weight: object, bias: Tensor | None) -> Projection | None:

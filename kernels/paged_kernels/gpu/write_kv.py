@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from paged_kernels.gpu.device.write_kv import write_kv_kernel
+from paged_kernels.gpu.launch import KernelCall, ceil_divide, next_power_of_two
 from paged_kernels.kv_scales import FP8, KVScales, scales_of_pool
-from paged_kernels.triton_device.write_kv import write_kv_kernel
-from paged_kernels.triton_launch import KernelCall, ceil_divide, next_power_of_two
 
 _TILE_ELEMENTS = 2048  # in one half of the heads that a program rotates
 

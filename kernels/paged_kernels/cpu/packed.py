@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paged_kernels.extension import load_extension
-from paged_kernels.threads import num_threads
-from paged_kernels.weight_memory import WeightMemory
+from paged_kernels.cpu.extension import load_extension
+from paged_kernels.cpu.threads import num_threads
+from paged_kernels.cpu.weight_memory import WeightMemory
 
 PANEL_OUTPUTS = 32
 INPUT_MULTIPLE = 32

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paged_kernels.triton_device.payload_digest import digest_kernel, kib_sums_kernel
-from paged_kernels.triton_launch import KernelCall, ceil_divide, launch
+from paged_kernels.gpu.device.payload_digest import digest_kernel, kib_sums_kernel
+from paged_kernels.gpu.launch import KernelCall, ceil_divide, launch
 
 STRIPE_BYTES = 64  # payloads are whole stripes
 LEAST_BYTES = 256  # shorter payloads have another algorithm

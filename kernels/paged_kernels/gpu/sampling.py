@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paged_kernels.triton_device.sampling import BANNED, GROUP, SEEN, sample_kernel
-from paged_kernels.triton_launch import KernelCall, ceil_divide, launch, next_power_of_two
+from paged_kernels.gpu.device.sampling import BANNED, GROUP, SEEN, sample_kernel
+from paged_kernels.gpu.launch import KernelCall, ceil_divide, launch, next_power_of_two
 
 _TILE = 2048  # what a loop keeps for each lane of a tile fits in registers
 _NUM_WARPS = 16  # a row is one program's work, and rows are few

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from paged_kernels.quantized_weight import QuantizedWeight
+from paged_kernels.cpu.quantized_weight import QuantizedWeight
 
 _SMALLEST_SCALE = 2.0**-126  # smaller ones have no finite inverse
 

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from paged_kernels.extension import load_extension
+from paged_kernels.cpu.extension import load_extension
 
 _LARGE_PAGE = 2 << 20
 _CHUNK = 64 << 20

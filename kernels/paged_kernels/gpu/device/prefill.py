@@ -8,8 +8,8 @@ the KV head. The grid is bounded from the number of tokens alone: sequence i's t
 import triton
 import triton.language as tl
 
-from paged_kernels.triton_device.fp8 import fit_to_codes
-from paged_kernels.triton_device.tiles import NOTHING_SEEN, attend_tiles
+from paged_kernels.gpu.device.fp8 import fit_to_codes
+from paged_kernels.gpu.device.tiles import NOTHING_SEEN, attend_tiles
 
 
 @triton.jit

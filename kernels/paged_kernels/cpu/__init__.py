@@ -1,0 +1,1 @@
+"""What computes on the CPU: the compiled kernels and the order of the weights that they read."""

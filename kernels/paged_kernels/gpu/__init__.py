@@ -1,0 +1,1 @@
+"""What launches kernels on a GPU, and the kernels, in Triton."""
