@@ -6,7 +6,8 @@ wrong.
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -28,6 +29,7 @@ from kvrelay.core.errors import (
     status_of,
 )
 from kvrelay.core.rpc import RETRY_DELAY_SECONDS
+from router.edge.echo import echoes
 from router.edge.edge import Edge
 from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
 from router.edge.http_generation import HttpGeneration
@@ -82,6 +84,8 @@ class _Gateway:
         with self._edge.counting_errors():
             body = CompletionBody.parse(data)
             sampling = body.sampling(logprobs=body.logprobs)
+            if body.echo and body.logprobs is not None:
+                sampling = replace(sampling, prompt_logprobs=body.logprobs)
             add_special_tokens = body.add_special_tokens is not False
             prompts = [
                 TextPrompt(prompt, add_special_tokens) if isinstance(prompt, str) else TokenPrompt(prompt)
@@ -91,18 +95,16 @@ class _Gateway:
             ClientRequest(
                 prompt=prompt,
                 sampling=sampling,
-                max_tokens=body.max_tokens,
+                max_tokens=1 if body.only_echoes else body.max_tokens,
                 model=body.model,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
             )
             for prompt in prompts
         ]
-
-        def make_shape() -> Format:
-            return CompletionFormat(self._edge.tokenizer, echoes=self._texts(prompts) if body.echo else ())
-
-        return await self._respond(request, body, clients, make_shape, "cmpl")
+        shape = CompletionFormat(self._edge.tokenizer)
+        echoed = prompts if body.echo else ()
+        return await self._respond(request, body, clients, shape, "cmpl", echoed=echoed, only_echoes=body.only_echoes)
 
     async def chat(self, request: Request) -> Response:
         data = await read_json_body(request, self._max_body_bytes)
@@ -123,7 +125,7 @@ class _Gateway:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
         )
-        return await self._respond(request, body, [client], lambda: ChatFormat(self._edge.tokenizer), "chatcmpl")
+        return await self._respond(request, body, [client], ChatFormat(self._edge.tokenizer), "chatcmpl")
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
@@ -152,19 +154,26 @@ class _Gateway:
         request: Request,
         body: GenerationBody,
         clients: Sequence[ClientRequest],
-        make_shape: Callable[[], Format],
+        shape: Format,
         kind: str,
+        *,
+        echoed: Sequence[TextPrompt | TokenPrompt] = (),
+        only_echoes: bool = False,
     ) -> Response:
-        """Admits all prompts of a call, before any of them runs, and answers with their outputs. `make_shape` is
-        called after that, because it may decode the prompts."""
+        """Admits all prompts of a call, before any of them runs, and answers with their outputs, which follow the
+        `echoed` prompts."""
         response_id = f"{kind}-{request.scope[_REQUEST_ID]}"
         ids = [response_id] if len(clients) == 1 else [f"{response_id}-{i}" for i in range(len(clients))]
         routed = await self._edge.admit(dict(zip(ids, clients, strict=True)))
-        shape = make_shape()
         with self._edge.counting_errors():
-            check_size(routed, num_copies=routed[0].sampling.n if shape.prompt_logprobs_in_choices else 1)
+            check_size(
+                routed,
+                num_copies=routed[0].sampling.n if shape.prompt_logprobs_in_choices else 1,
+                field="logprobs" if echoed and routed[0].sampling.logprobs is not None else "prompt_logprobs",
+            )
+        shape.echoes = await echoes(self._edge.tokenizer, echoed)
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
-        generation = HttpGeneration(self._edge, routed, shape, envelope)
+        generation = HttpGeneration(self._edge, routed, shape, envelope, only_echoes=only_echoes)
         if body.stream:
             usage, continuous = body.include_usage, body.continuous_usage
             return EventStream(
@@ -172,14 +181,6 @@ class _Gateway:
             )
         whole = await until_disconnect(request.receive, generation.whole())
         return Response(whole, media_type="application/json")
-
-    def _texts(self, prompts: Sequence[TextPrompt | TokenPrompt]) -> list[str]:
-        return [
-            prompt.text
-            if isinstance(prompt, TextPrompt)
-            else self._edge.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-            for prompt in prompts
-        ]
 
     def _model_card(self) -> Json:
         return {

@@ -6,9 +6,13 @@ Invariant: choice `c` of prompt `p` has index `p * n + c`. Closing the stream ab
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from kvrelay.core.errors import KVRelayError
+from kvrelay.core.outputs import FinishReason
+from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.text.choice import TextChunk
+from router.edge.echo import encoded_logprobs
 from router.edge.edge import Edge, GenerationEvent
 from router.edge.fan_in import merged
 from router.edge.openai_format import (
@@ -30,10 +34,19 @@ _logger = logging.getLogger(__name__)
 
 class HttpGeneration:
     """The generation of one response, run once, by `whole` or `stream`. `requests` differ only in their prompts and
-    ids."""
+    ids. Where prompts are repeated, `only_echoes` leaves out the outputs, which have one token each."""
 
-    def __init__(self, edge: Edge, requests: Sequence[RoutedRequest], shape: Format, envelope: Envelope) -> None:
+    def __init__(
+        self,
+        edge: Edge,
+        requests: Sequence[RoutedRequest],
+        shape: Format,
+        envelope: Envelope,
+        *,
+        only_echoes: bool = False,
+    ) -> None:
         self._edge = edge
+        self._only_echoes = only_echoes
         self._requests = requests
         self._shape = shape
         self._envelope = envelope
@@ -48,9 +61,14 @@ class HttpGeneration:
         async with aclosing(self._events()) as events:
             async for prompt_index, found in events:
                 if isinstance(found, TextChunk):
-                    choices[prompt_index * self._n + found.index].add(found, self._count(found))
+                    chunk = self._behind_echo(prompt_index, found)
+                    choices[prompt_index * self._n + chunk.index].add(chunk, self._count(chunk))
                 elif isinstance(found, RequestTrace):
                     self._usage.traces[prompt_index] = found
+                elif self._echoes_logprobs:
+                    await self._echo(prompt_index, found)
+                    for choice in choices[prompt_index * self._n : (prompt_index + 1) * self._n]:
+                        choice.begin_with(self._shape.echoes[prompt_index])
                 else:
                     prompt_logprobs[prompt_index] = await encoded(self._edge.tokenizer, found)
         return await whole_response(self._shape, self._envelope, choices, self._n, self._usage, prompt_logprobs)
@@ -66,15 +84,18 @@ class HttpGeneration:
             async with aclosing(self._events()) as events:
                 async for prompt_index, found in events:
                     if isinstance(found, TextChunk):
-                        index = prompt_index * self._n + found.index
-                        stop_reason = self._count(found)
+                        chunk = self._behind_echo(prompt_index, found)
+                        index = prompt_index * self._n + chunk.index
+                        stop_reason = self._count(chunk)
                         if continuous_usage:
                             formatter.show(self._usage)
-                        if data := formatter.chunk(index, prompt_index, found, stop_reason):
+                        if data := formatter.chunk(index, prompt_index, chunk, stop_reason):
                             started = True
                             yield data
                     elif isinstance(found, RequestTrace):
                         self._usage.traces[prompt_index] = found
+                    elif self._echoes_logprobs:
+                        await self._echo(prompt_index, found)
             yield formatter.usage(self._usage) + DONE if include_usage else DONE
         except KVRelayError as error:
             if not started:
@@ -89,6 +110,23 @@ class HttpGeneration:
 
     def _events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
         return merged([self._edge.generate(request) for request in self._requests])
+
+    @property
+    def _echoes_logprobs(self) -> bool:
+        return bool(self._shape.echoes) and self._requests[0].sampling.logprobs is not None
+
+    async def _echo(self, prompt_index: int, found: PromptLogprobs) -> None:
+        echo, token_ids = self._shape.echoes[prompt_index], self._requests[prompt_index].prompt_token_ids
+        echo.logprobs = await encoded_logprobs(self._edge.tokenizer, echo, token_ids, found)
+
+    def _behind_echo(self, prompt_index: int, chunk: TextChunk) -> TextChunk:
+        """Returns a chunk as it follows the repeated prompt, if there is one."""
+        if not self._shape.echoes:
+            return chunk
+        if self._only_echoes:
+            return TextChunk(chunk.index, "", (), finish_reason=FinishReason.LENGTH)
+        start = len(self._shape.echoes[prompt_index].text)
+        return replace(chunk, text_offsets=tuple(start + offset for offset in chunk.text_offsets))
 
     def _count(self, chunk: TextChunk) -> str | int | None:
         """Counts the chunk's tokens. Returns the stop reason as OpenAI clients know it: None for the model's own end

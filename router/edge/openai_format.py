@@ -29,14 +29,15 @@ _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=
 _LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
 
 
-def _to_json(value: object) -> str:
+def to_json(value: object) -> str:
+    """Encodes a value as JSON that may stand in a server-sent event."""
     text = _encode(value)
     return text if text.isascii() else _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text)
 
 
 def event(body: Json) -> bytes:
     """Encodes one server-sent event."""
-    return f"data: {_to_json(body)}\n\n".encode()
+    return f"data: {to_json(body)}\n\n".encode()
 
 
 @dataclass(slots=True)
@@ -74,9 +75,12 @@ class Format(Protocol):
     chunk_object_name: str
     prompt_logprobs_in_choices: bool
     """Whether each choice has the log-probabilities of its prompt, or the answer once: as vLLM does it."""
+    echoes: "Sequence[Echo]"
+    """The prompts, if their choices begin with them."""
 
-    def opening(self, prompt_index: int) -> Json | None:
-        """Returns the member of the event with which a streamed choice begins; None if there is no such event."""
+    def opening(self, prompt_index: int) -> str | None:
+        """Returns the encoded members of the event with which a streamed choice begins, its text and log-probabilities;
+        None if there is no such event."""
         ...
 
     def delta(self, text_json: str) -> str:
@@ -97,6 +101,15 @@ class Format(Protocol):
 
 
 @dataclass(slots=True)
+class Echo:
+    """A prompt that is repeated before the output. `logprobs` has the items of each list, by the list's name, if they
+    are repeated, too: they are known before the first output."""
+
+    text: str
+    logprobs: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class WholeChoice:
     """One choice of a response that is not streamed. `logprobs` has the items of each list of its log-probabilities, by
     the list's name. They are encoded as they come: at the end, those of a long response would keep the event loop
@@ -114,30 +127,32 @@ class WholeChoice:
             for name, items in self.shape.logprobs(chunk.logprobs, chunk.text_offsets).items():
                 encoded = self.logprobs.setdefault(name, [])
                 if items is not None:
-                    encoded.append(_to_json(items)[1:-1].encode())
+                    encoded.append(to_json(items)[1:-1].encode())
         if chunk.finish_reason is not None:
             self.finish_reason, self.stop_reason = chunk.finish_reason.value, stop_reason
 
+    def begin_with(self, echo: Echo) -> None:
+        self.logprobs = {name: [items] for name, items in echo.logprobs.items()}
+
     def encoded_logprobs(self) -> bytes:
-        lists = [
-            b'"%b":[%b]' % (name.encode(), b",".join(items)) if items else b'"%b":null' % name.encode()
-            for name, items in self.logprobs.items()
-        ]
-        return b"{%b}" % b",".join(lists) if lists else b"null"
+        return _joined({name: b",".join(items) for name, items in self.logprobs.items()})
 
 
 class CompletionFormat:
-    """The format of completions. `echoes`: the texts of the prompts, if they are to be repeated before the output."""
+    """The format of completions."""
 
     object_name = chunk_object_name = "text_completion"
     prompt_logprobs_in_choices = True
 
-    def __init__(self, tokenizer: Tokenizer, *, echoes: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._echoes = echoes
+        self.echoes: Sequence[Echo] = ()
 
-    def opening(self, prompt_index: int) -> Json | None:
-        return {"text": self._echoes[prompt_index]} if self._echoes else None
+    def opening(self, prompt_index: int) -> str | None:
+        if not self.echoes:
+            return None
+        echo = self.echoes[prompt_index]
+        return f'"text":{to_json(echo.text)},"logprobs":{_joined(echo.logprobs).decode()}'
 
     def delta(self, text_json: str) -> str:
         return f'"text":{text_json}'
@@ -146,7 +161,7 @@ class CompletionFormat:
         return {"text": ""}
 
     def whole(self, text: str, prompt_index: int) -> Json:
-        return {"text": self._echoes[prompt_index] + text if self._echoes else text}
+        return {"text": self.echoes[prompt_index].text + text if self.echoes else text}
 
     def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> dict[str, list[Any] | None]:
         text = self._tokenizer.token_text
@@ -173,9 +188,10 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.echoes: Sequence[Echo] = ()  # none
 
-    def opening(self, prompt_index: int) -> Json | None:
-        return {"delta": {"role": "assistant", "content": ""}}
+    def opening(self, prompt_index: int) -> str | None:
+        return '"delta":{"role":"assistant","content":""},"logprobs":null'
 
     def delta(self, text_json: str) -> str:
         return f'"delta":{{"content":{text_json}}}'
@@ -236,10 +252,10 @@ class StreamFormatter:
         """Returns the events of a chunk; no bytes if the chunk has nothing to show."""
         logprobs = "null"
         if chunk.logprobs:
-            logprobs = _to_json(self._shape.logprobs(chunk.logprobs, chunk.text_offsets))
+            logprobs = to_json(self._shape.logprobs(chunk.logprobs, chunk.text_offsets))
         message = ""
         if chunk.text or chunk.logprobs:
-            delta = self._shape.delta(_to_json(chunk.text))
+            delta = self._shape.delta(to_json(chunk.text))
             message = f'{self._prefix}{index},{delta},"logprobs":{logprobs},"finish_reason":null}}]}}\n\n'
         if index in self._opened and chunk.finish_reason is None:
             return message.encode()
@@ -251,22 +267,25 @@ class StreamFormatter:
         return event(body if trace is None else body | {"kvrelay": trace})
 
     def _choice_prefix(self) -> str:
-        return f'data: {_to_json(self._head)[:-1]},"choices":[{{"index":'
+        return f'data: {to_json(self._head)[:-1]},"choices":[{{"index":'
 
     def _opening(self, index: int, prompt_index: int) -> bytes:
         if index in self._opened:
             return b""
         self._opened.add(index)
-        member = self._shape.opening(prompt_index)
-        return b"" if member is None else self._choice(index, member, None, {})
+        members = self._shape.opening(prompt_index)
+        return b"" if members is None else f'{self._prefix}{index},{members},"finish_reason":null}}]}}\n\n'.encode()
 
     def _closing(self, index: int, chunk: TextChunk, stop_reason: str | int | None) -> bytes:
         if chunk.finish_reason is None:
             return b""
-        return self._choice(index, self._shape.closing(), chunk.finish_reason.value, {"stop_reason": stop_reason})
-
-    def _choice(self, index: int, member: Json, finish_reason: str | None, more: Json) -> bytes:
-        choice = {"index": index, **member, "logprobs": None, "finish_reason": finish_reason, **more}
+        choice = {
+            "index": index,
+            **self._shape.closing(),
+            "logprobs": None,
+            "finish_reason": chunk.finish_reason.value,
+            "stop_reason": stop_reason,
+        }
         return event(self._head | {"choices": [choice]})
 
 
@@ -280,7 +299,7 @@ async def whole_response(
 ) -> bytes:
     """Returns the body of a response that is not streamed. `choices` are in order, `n` for each prompt;
     `prompt_logprobs` are encoded, by prompt, if they were asked for."""
-    pieces = [_to_json(envelope.head(shape.object_name))[:-1].encode(), b',"choices":[']
+    pieces = [to_json(envelope.head(shape.object_name))[:-1].encode(), b',"choices":[']
     for index, choice in enumerate(choices):
         if index > 0:
             pieces.append(b",")
@@ -303,11 +322,20 @@ async def whole_response(
 def _extended(body: Json, **encoded: bytes | None) -> list[bytes]:
     """Returns the JSON of `body` with more members, unless they are None, in pieces: without a copy of what is encoded
     already."""
-    pieces = [_to_json(body)[:-1].encode()]
+    pieces = [to_json(body)[:-1].encode()]
     for name, value in encoded.items():
         if value is not None:
             pieces += [f',"{name}":'.encode(), value]
     return [*pieces, b"}"]
+
+
+def _joined(lists: Mapping[str, bytes]) -> bytes:
+    """Returns the JSON of lists, given as their encoded items by name; one without items is null."""
+    members = [
+        b'"%b":[%b]' % (name.encode(), items) if items else b'"%b":null' % name.encode()
+        for name, items in lists.items()
+    ]
+    return b"{%b}" % b",".join(members) if members else b"null"
 
 
 def _members(value: RequestTrace | KVOrigins) -> Json:

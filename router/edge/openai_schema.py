@@ -174,8 +174,15 @@ class CompletionBody(GenerationBody):
         super().refuse_unsupported()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError("best_of is only supported when it equals n", field="best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError("echo cannot be combined with logprobs: use prompt_logprobs", field="echo")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "logprobs with echo are also those of the prompt: leave out prompt_logprobs", field="prompt_logprobs"
+            )
+
+    @property
+    def only_echoes(self) -> bool:
+        """Returns whether the client wants nothing but its prompt, as for the log-probabilities of a given text."""
+        return self.echo is True and self.max_tokens == 0
 
     def prompts(self, max_model_len: int) -> list[str | list[int]]:
         """Returns one entry per prompt. Raises InvalidRequestError naming `prompt`. Lengths are checked before values,

@@ -18,9 +18,10 @@ from router.request import RoutedRequest
 MAX_ENTRIES = 2**20  # of one answer, each of about 70 bytes
 
 
-def check_size(requests: Sequence[RoutedRequest], *, num_copies: int) -> None:
+def check_size(requests: Sequence[RoutedRequest], *, num_copies: int, field: str = "prompt_logprobs") -> None:
     """Raises InvalidRequestError if one answer would have too many entries for these requests, which differ only in
-    their prompts. It has those of each prompt `num_copies` times."""
+    their prompts. It has those of each prompt `num_copies` times. `field` is the client's name for how many it wants
+    of each token."""
     num_likeliest = requests[0].sampling.prompt_logprobs
     if num_likeliest is None:
         return
@@ -28,9 +29,9 @@ def check_size(requests: Sequence[RoutedRequest], *, num_copies: int) -> None:
     num_entries = num_tokens * (num_likeliest + 1)
     if num_entries > MAX_ENTRIES:
         raise InvalidRequestError(
-            f"prompt_logprobs of {num_likeliest} would make {num_entries} entries in one answer, at most {MAX_ENTRIES} "
-            "are allowed: ask for fewer of them, for fewer prompts at a time, or for an n of 1",
-            field="prompt_logprobs",
+            f"{field} of {num_likeliest} would make {num_entries} entries for prompts in one answer, at most "
+            f"{MAX_ENTRIES} are allowed: ask for fewer of them, for fewer prompts at a time, or for an n of 1",
+            field=field,
         )
 
 

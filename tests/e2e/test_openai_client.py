@@ -109,6 +109,27 @@ def test_logprobs_of_a_completion_equal_transformers(client: openai.OpenAI, name
     assert found.top_logprobs is not None and all(len(top) >= 2 for top in found.top_logprobs)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_given_text_is_rated_as_it_was_generated(
+    client: openai.OpenAI, name: str, oracle: Oracle, max_tokens: int
+) -> None:
+    """As lm-evaluation-harness asks for the log-likelihood of a continuation."""
+    rated = PROMPT + oracle.text(PROMPT, 3)
+    for prompt in (rated, oracle.encode(rated)):
+        answer = client.completions.create(
+            model=name, prompt=prompt, max_tokens=max_tokens, temperature=0, logprobs=1, echo=True, seed=1234
+        )
+        found = answer.choices[0].logprobs
+        assert found is not None and found.token_logprobs is not None and found.top_logprobs is not None
+        first = len(oracle.encode(PROMPT))
+        end = len(found.token_logprobs) - max_tokens
+        assert end == first + 3
+        assert found.token_logprobs[first:end] == pytest.approx(oracle.logprobs(PROMPT, 3), abs=1e-3)
+        greedy = [max(top.values()) for top in found.top_logprobs[first:end] if top]
+        assert found.token_logprobs[first:end] == greedy, "of the likeliest tokens it is exactly the same number"
+        assert answer.usage is not None and answer.usage.completion_tokens == max_tokens
+
+
 def test_logprobs_of_a_chat_spell_its_message(client: openai.OpenAI, name: str) -> None:
     answer = client.chat.completions.create(
         model=name, messages=QUESTION, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3

@@ -66,7 +66,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whol
         ({"bad_words": ["capital"]}, "bad_words"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_json": {}}, "guided_json"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

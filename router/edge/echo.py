@@ -1,0 +1,70 @@
+"""Prompts that are repeated before their outputs: their texts, and their log-probabilities in OpenAI's form.
+
+Invariant: the event loop turns after a few tokens, and all choices of a prompt share what is encoded.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.turns import in_turns
+from kvrelay.text.text_stream import ByteStream
+from kvrelay.text.tokenizer import Tokenizer
+from router.edge.openai_format import CompletionFormat, Echo, to_json
+from router.edge.validation import TextPrompt, TokenPrompt
+
+
+async def echoes(tokenizer: Tokenizer, prompts: Sequence[TextPrompt | TokenPrompt]) -> list[Echo]:
+    """Returns the prompts as texts, without log-probabilities."""
+    found: list[Echo] = []
+    for prompt in prompts:
+        if isinstance(prompt, TextPrompt):
+            found.append(Echo(prompt.text))
+        else:
+            found.append(Echo(tokenizer.decode(prompt.token_ids, skip_special_tokens=False)))
+            await asyncio.sleep(0)  # a hundred of them may be long
+    return found
+
+
+async def encoded_logprobs(
+    tokenizer: Tokenizer, echo: Echo, token_ids: Sequence[int], found: PromptLogprobs
+) -> dict[str, bytes]:
+    """Returns the encoded items of each list for all tokens of a prompt. The first one has no log-probabilities."""
+    logprobs = CompletionFormat(tokenizer).logprobs
+    offsets = await _text_offsets(tokenizer, echo.text, token_ids)
+
+    def one(token: tuple[TokenLogprobs, int]) -> dict[str, str]:
+        entry, offset = token
+        return {name: to_json(items)[1:-1] for name, items in logprobs((entry,), (offset,)).items()}
+
+    first = {
+        "tokens": to_json(tokenizer.token_text(token_ids[0])),
+        "token_logprobs": "null",
+        "top_logprobs": "null",
+        "text_offset": "0",
+    }
+    tokens = [first, *await in_turns(one, zip(found, offsets[1:], strict=True))]
+    return {name: ",".join(token[name] for token in tokens).encode() for name in first}
+
+
+async def _text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> list[int]:
+    """Returns where in the prompt's text each token begins. A special token that the tokenizer has added has no text
+    there, nor has a space in front that its decoder drops."""
+
+    def has_text(token_id: int, start: int) -> bool:
+        piece = tokenizer.token_text(token_id)
+        return piece != "" and (token_id not in tokenizer.special_token_ids or text.startswith(piece, start))
+
+    stream = ByteStream(tokenizer, skip_special_tokens=False)
+    first = next((token_id for token_id in token_ids if has_text(token_id, 0)), None)
+    if first is not None and tokenizer.decode([first], skip_special_tokens=False) == tokenizer.token_text(first)[1:]:
+        stream.num_chars = -1
+
+    def offset_of(token_id: int) -> int:
+        start = max(0, stream.num_chars)
+        if has_text(token_id, start):
+            stream.push(token_id)
+        return start
+
+    return await in_turns(offset_of, token_ids)
