@@ -171,7 +171,7 @@ class CompletionFormat:
             "top_logprobs": [
                 {
                     text(token_id): finite(logprob)
-                    for token_id, logprob in (*reversed(entry.top), (entry.token_id, entry.logprob))
+                    for token_id, logprob in ((entry.token_id, entry.logprob), *reversed(entry.top))
                 }
                 for entry in entries
             ],

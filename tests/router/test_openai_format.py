@@ -35,6 +35,13 @@ def test_of_tokens_with_the_same_text_the_likelier_one_is_shown(tokenizer: Token
     assert CompletionFormat(tokenizer).logprobs([entry], [0])["top_logprobs"] == [{"a": -3.0, "\ufffd": -0.5}]
 
 
+def test_a_likelier_token_with_the_text_of_the_sampled_one_is_shown(tokenizer: Tokenizer) -> None:
+    """Otherwise a client that compares the sampled token with the likeliest one would take it for greedy."""
+    of_byte = {tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+    entry = TokenLogprobs(of_byte[b"\xbd"], -3.0, 2, ((of_byte[b"\xe4"], -0.5),))
+    assert CompletionFormat(tokenizer).logprobs([entry], [0])["top_logprobs"] == [{"\ufffd": -0.5}]
+
+
 def test_a_token_that_cannot_occur_has_a_number(tokenizer: Tokenizer) -> None:
     """JSON has no infinity."""
     entry = TokenLogprobs(5, -math.inf, 9, ((6, -math.inf),))
