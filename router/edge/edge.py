@@ -4,6 +4,7 @@ Invariant: every choice ends with exactly one chunk that has a finish reason, an
 however this one ends. The relay is told of every choice that a stop string ends.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -57,7 +58,11 @@ class Edge:
                 raise InvalidRequestError(f"a request {request_id!r} is running already", field="request_id")
             self._admitting.update(dict.fromkeys(clients, False))
             try:
-                routed = [await self.validator.routed(client, name) for name, client in clients.items()]
+                routed: list[RoutedRequest] = []
+                for request_id, client in clients.items():
+                    if routed:
+                        await asyncio.sleep(0)  # a hundred of them would keep the event loop waiting for too long
+                    routed.append(await self.validator.routed(client, request_id))
                 for request_id in clients:
                     if self._admitting[request_id]:
                         raise CancelledByPeerError(f"request {request_id} was aborted")

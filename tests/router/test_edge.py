@@ -14,6 +14,7 @@ from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge.validation import ClientRequest, TextPrompt
 from router.request import RequestEvent, RequestTrace, RoutedRequest
+from tests.loop_turns import counting_turns
 from tests.manual_clock import ManualClock
 from tests.router.edge_parts import ScriptedRelay, counted, make_edge
 from tests.router.scripted_nodes import NAMESPACE
@@ -176,3 +177,11 @@ async def test_an_abort_is_not_lost_while_its_request_is_being_tokenised(tokeniz
     with pytest.raises(CancelledByPeerError, match="mine was aborted"):
         await admission
     assert len(await edge.admit({"mine": client})) == 1, "an id is free again"
+
+
+async def test_the_loop_turns_between_the_prompts_of_a_call(relay: ScriptedRelay) -> None:
+    """A hundred texts that are just short enough to be tokenised at once would hold up every other request."""
+    clients = {str(i): ClientRequest(TextPrompt("The capital"), SamplingParams()) for i in range(30)}
+    async with counting_turns() as num_turns:
+        await make_edge(relay).admit(clients)
+        assert num_turns() >= len(clients) - 1
