@@ -15,7 +15,8 @@ from kvrelay.text.tokenizer import Tokenizer
 from router.edge.openai_format import finite
 from router.request import RoutedRequest
 
-MAX_ENTRIES = 2**20  # of one answer, each of about 70 bytes
+# Of one answer, each of about 70 bytes. From a node they come in one message, where each takes at most 12 bytes.
+MAX_ENTRIES = 2**20
 
 
 def check_size(requests: Sequence[RoutedRequest], *, num_copies: int, field: str = "prompt_logprobs") -> None:

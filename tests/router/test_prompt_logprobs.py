@@ -7,8 +7,11 @@ import pytest
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.rpc import MAX_MESSAGE_BYTES
+from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.core.turns import ITEMS_AT_A_TIME
+from kvrelay.core.wire import prompt_logprobs_to_wire
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.openai_format import (
     MIN_LOGPROB,
@@ -61,6 +64,14 @@ def test_one_answer_has_a_bounded_number_of_entries(num_copies: int, num_prompts
     with pytest.raises(InvalidRequestError, match="ask for fewer") as refused:
         check_size(requests(most + 1, 3), num_copies=num_copies)
     assert refused.value.field == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("num_likeliest", [0, MAX_LOGPROBS])
+def test_all_that_an_answer_may_have_fits_in_one_message_of_a_node(num_likeliest: int) -> None:
+    """A message that is too large would end the stream on which a decode node answers all of the router's requests."""
+    num_tokens = MAX_ENTRIES // (num_likeliest + 1)
+    columns = [bytes(4 * num_tokens)] * 3 + [bytes(4 * num_tokens * num_likeliest)] * 2
+    assert prompt_logprobs_to_wire(PromptLogprobs.of_bytes(*columns)).ByteSize() < MAX_MESSAGE_BYTES
 
 
 async def test_what_is_encoded_is_put_into_each_choice_as_it_is(tokenizer: Tokenizer) -> None:
