@@ -65,6 +65,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whol
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"bad_words": ["capital"]}, "bad_words"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"return_token_ids": True}, "return_token_ids"),
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_json": {}}, "guided_json"),
