@@ -63,10 +63,11 @@ class StoredTensor:
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
     """A safetensors file. `tensors` are in the order of their bytes, which follow the first `header_bytes` bytes
-    without gaps."""
+    without gaps. `header_digest` is the xxh3-128 digest of those bytes."""
 
     path: Path
     header_bytes: int
+    header_digest: bytes
     tensors: tuple[StoredTensor, ...]
 
     @property
@@ -150,7 +151,7 @@ def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Calla
     scratch, staging = torch.empty(_CHUNK_BYTES, dtype=torch.uint8), Staging(_CHUNK_BYTES)
     try:
         with file.path.open("rb", buffering=0) as stream:
-            digest.update(stream.read(file.header_bytes))
+            _read_header(stream, file, digest)
             advance(file.header_bytes)
             for tensor in file.tensors:
                 slot = slots.get(tensor.name)
@@ -161,6 +162,16 @@ def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Calla
     except OSError as error:
         raise ModelLoadError(f"cannot read {file.path}: {error.strerror}") from error
     return digest.digest()
+
+
+def _read_header(stream: BinaryIO, file: CheckpointFile, digest: xxhash.xxh3_128) -> None:
+    """Reads the header once more. Raises ModelLoadError unless it is the one that `file` describes: another file in its
+    place would be read by the wrong offsets, and yet get the digest that those who read it by the right ones know."""
+    header = bytearray(file.header_bytes)
+    is_whole = _read_all(stream, memoryview(header))
+    if not is_whole or xxhash.xxh3_128_digest(header) != file.header_digest:
+        raise ModelLoadError(f"{file.path} changed while it was read: start again once it is complete")
+    digest.update(header)
 
 
 def _read_tensor(
@@ -183,7 +194,8 @@ def _read_tensor(
         chunk = part.view(torch.uint8) if direct and part is not None else (staging.chunk() if staged else scratch)
         chunk = chunk[:num_bytes]
         buffer = memoryview(chunk.numpy().data)
-        _read_exactly(stream, buffer, tensor)
+        if not _read_all(stream, buffer):
+            raise ModelLoadError(f"{tensor.file} ended inside tensor {tensor.name}: it changed while it was read")
         digest.update(buffer)
         if part is not None and staged:
             staging.send(chunk.view(stored_dtype), part)
@@ -199,13 +211,15 @@ def _hand_over(slot: Slot, memory: Tensor, tensor: StoredTensor) -> None:
         raise ModelLoadError(f"tensor {tensor.name} in {tensor.file} cannot be used: {error}") from error
 
 
-def _read_exactly(stream: BinaryIO, buffer: memoryview, tensor: StoredTensor) -> None:
+def _read_all(stream: BinaryIO, buffer: memoryview) -> bool:
+    """Fills the buffer from a raw file, which may give less than it is asked for. Tells whether there was enough."""
     done = 0
     while done < len(buffer):
         count = stream.readinto(buffer[done:])  # type: ignore[attr-defined]  # a raw file has it
         if not count:
-            raise ModelLoadError(f"{tensor.file} ended inside tensor {tensor.name}: it changed while it was read")
+            return False
         done += count
+    return True
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -224,10 +238,12 @@ def _open_file(path: Path) -> CheckpointFile:
     try:
         with path.open("rb") as stream:
             size = path.stat().st_size
-            header_length = int.from_bytes(stream.read(8), "little")
+            length = stream.read(8)
+            header_length = int.from_bytes(length, "little")
             if size < 8 or not 0 < header_length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise ModelLoadError(f"{path} is not a safetensors file, or is truncated")
-            header = _header(stream.read(header_length))
+            text = stream.read(header_length)
+            header = _header(text)
     except FileNotFoundError as error:
         raise ModelLoadError(f"the weights file {path} is missing") from error
     except OSError as error:
@@ -235,7 +251,7 @@ def _open_file(path: Path) -> CheckpointFile:
     except ValueError as error:
         raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
     tensors = _stored_tensors(header, path, data_bytes=size - 8 - header_length)
-    return CheckpointFile(path, 8 + header_length, tensors)
+    return CheckpointFile(path, 8 + header_length, xxhash.xxh3_128_digest(length + text), tensors)
 
 
 def _header(text: bytes) -> dict[str, Any]:

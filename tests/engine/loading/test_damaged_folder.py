@@ -231,3 +231,24 @@ def test_hidden_files_and_links_to_nothing_are_not_looked_at(folder: Path) -> No
     (folder / "notes").symlink_to(folder / "nowhere")
     _load(folder)
     Tokenizer.load(str(folder))
+
+
+def test_a_file_that_another_one_replaces_while_it_is_read_is_refused(folder: Path) -> None:
+    """Two tensors of the same shape have changed places. Read by the offsets of the first header, K's weights would be
+    V's, under the fingerprint of the second file."""
+    old = (folder / WEIGHTS).read_bytes()
+    new = old.replace(b"k_proj", b"#_proj").replace(b"v_proj", b"k_proj").replace(b"#_proj", b"v_proj")
+    assert len(new) == len(old) and new != old
+
+    def replace_before_reading(done: int, total: int) -> None:
+        (folder / WEIGHTS).write_bytes(new)
+
+    with pytest.raises(ModelLoadError, match=f"{WEIGHTS} changed while it was read"):
+        load_model(
+            str(folder),
+            dtype="auto",
+            attention=ReferenceBackend(),
+            max_model_len=64,
+            progress=replace_before_reading,
+        )
+    _load(folder)
