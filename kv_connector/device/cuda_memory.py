@@ -156,10 +156,15 @@ class CudaMemory:
         try:
             opened = cuda_handles.open_handle(allocation)
             peer = CudaPeer(opened + offset, opened, index)
-            base, size = cuda_handles.allocation_at(opened)
-            if base != opened or offset + num_blocks * self._rows.shape[1] > size:
+            try:
+                base, size = cuda_handles.allocation_at(opened)
+                if base != opened or offset + num_blocks * self._rows.shape[1] > size:
+                    raise KVError(
+                        f"a peer's allocation of {size} bytes cannot hold {num_blocks} blocks from {offset} on"
+                    )
+            except KVError:
                 peer.close()
-                raise KVError(f"a peer's allocation of {size} bytes cannot hold {num_blocks} blocks from {offset} on")
+                raise
             return peer
         finally:
             self._select()
