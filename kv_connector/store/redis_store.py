@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from redis.exceptions import InvalidResponse
 
 from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
@@ -221,7 +222,9 @@ class RedisConnector:
         cancelled fetch writes nothing later."""
         deadline = self._clock.now() + timeout
         async with state.link.exchange(timeout) as client:
-            values: list[Any] = await client.mget([self._key(block.block_hash) for block in blocks])
+            values: Any = await client.mget([self._key(block.block_hash) for block in blocks])
+            if not isinstance(values, list) or len(values) != len(blocks):
+                raise InvalidResponse(f"no list of {len(blocks)} values")
         self._require_same(state)
         verdicts = [_accept(state.pool, block, value) for block, value in zip(blocks, values, strict=True)]
         damaged = [block for block, verdict in zip(blocks, verdicts, strict=True) if isinstance(verdict, Mismatch)]
@@ -251,10 +254,12 @@ def _value(state: _Open, claim: Claim) -> bytes | None:
     return value if state.stands(claim) else None
 
 
-def _accept(pool: LocalPool, block: NamedBlock, value: bytes | None) -> Verdict:
+def _accept(pool: LocalPool, block: NamedBlock, value: object) -> Verdict:
     """Verifies a value and copies its payload into the pool."""
     if value is None:
         return FetchOutcome.MISSING
+    if not isinstance(value, bytes):
+        return FetchOutcome.FAILED  # a proxy puts an error in the place of a value that it cannot get
     if len(value) < HEADER_BYTES:
         return Mismatch.LENGTH
     view = memoryview(value)

@@ -118,6 +118,36 @@ async def test_a_server_that_never_answers_costs_no_more_than_the_deadline() -> 
         await peer.connector.close()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"*2\r\n-ERR upstream failure\r\n$-1\r\n",
+        b"*2\r\n:1\r\n$-1\r\n",
+        b"*1\r\n$-1\r\n",
+        b"+OK\r\n",
+        b":1\r\n",
+        b":x\r\n",
+    ],
+)
+async def test_an_answer_that_is_no_list_of_values_fails_the_blocks(answer: bytes) -> None:
+    """The first one is a proxy's in front of several servers, of which one is away."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while command := await reader.read(4096):
+            greets = b"HELLO" in command
+            num_settings = command.count(b"SETINFO")
+            writer.write(b"%1\r\n+proto\r\n:3\r\n" if greets else b"+OK\r\n" * num_settings or answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    peer = node(RedisSettings(url=f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"))
+    outcomes = await peer.connector.fetch(None, blocks(2), timeout=5)
+    assert outcomes[0] is FetchOutcome.FAILED and FetchOutcome.FETCHED not in outcomes
+    await peer.connector.close()
+    server.close()
+    await server.wait_closed()
+
+
 async def test_every_cancellation_ends_the_call(redis_server: RedisServer) -> None:
     """A node that stops, and a request that ends, rely on that, wherever the call is at the time."""
     owner = node(RedisHarness(redis_server.url, "cancelled").settings)
