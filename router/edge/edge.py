@@ -6,19 +6,20 @@ however this one ends. The relay is told of every choice that a stop string ends
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 
 import grpc
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, status_of
+from kvrelay.core.model_limits import check_token_ids
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.text.choice import Choice, TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.metrics import RouterMetrics
-from router.edge.validation import ClientRequest, RequestValidator
+from router.edge.validation import ClientRequest, Prompt, RequestValidator
 from router.request import Relay, RequestTrace, RoutedRequest
 
 _logger = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ GenerationEvent = TextChunk | PromptLogprobs | RequestTrace
 
 
 class Edge:
-    """The admission of clients' requests, the generation of their text, and the counts of both. `default_timeout`: most
-    seconds that a request may take."""
+    """The admission of clients' requests, the generation of their text, and the counts of both; and tokens of texts,
+    and texts of tokens. `default_timeout`: most seconds that a request may take."""
 
     def __init__(
         self,
@@ -70,6 +71,28 @@ class Edge:
             finally:
                 for request_id in clients:
                     del self._admitting[request_id]
+
+    async def tokenize(self, prompt: Prompt, model_name: str | None) -> tuple[Sequence[int], int]:
+        """Returns a prompt's tokens, and the model's length. Raises what `RequestValidator.token_ids` raises."""
+        with self.counting_errors():
+            self.validator.check_model(model_name)
+            model = self.relay.served_model()
+            return await self.validator.token_ids(prompt, model), model.max_model_len
+
+    def detokenize(
+        self, token_ids: Sequence[int], model_name: str | None, *, skip_special_tokens: bool, field: str
+    ) -> str:
+        """Returns the text of tokens, of which there may be none. Raises InvalidRequestError that names `field`."""
+        with self.counting_errors():
+            self.validator.check_model(model_name)
+            model = self.relay.served_model()
+            if len(token_ids) > model.max_model_len:  # no text of the model is longer
+                raise InvalidRequestError(
+                    f"{field} has {len(token_ids)} entries, but the model's maximum is {model.max_model_len} tokens",
+                    field=field,
+                )
+            check_token_ids(token_ids, model.vocab_size, field=field)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def abort(self, request_id: str) -> None:
         """Ends a request with CancelledByPeerError, even while it is being tokenised; unknown ids are ignored."""

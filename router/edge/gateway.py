@@ -1,4 +1,4 @@
-"""The HTTP gateway: OpenAI's paths and formats, over the same admission and generation as gRPC.
+"""The HTTP gateway: OpenAI's paths and formats, and a few of vLLM's, over the same admission and generation as gRPC.
 
 Invariant: every answer has an `x-request-id`, and every error has OpenAI's form `{"error": {...}}`, whatever went
 wrong.
@@ -29,12 +29,13 @@ from kvrelay.core.errors import (
     status_of,
 )
 from kvrelay.core.rpc import RETRY_DELAY_SECONDS
+from kvrelay.core.turns import in_turns
 from router.edge.echo import echoes
 from router.edge.edge import Edge
 from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
 from router.edge.http_generation import HttpGeneration
 from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json
-from router.edge.openai_schema import ChatBody, CompletionBody, GenerationBody
+from router.edge.openai_schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from router.edge.prompt_logprobs import check_size
 from router.edge.validation import ChatPrompt, ClientRequest, TextPrompt, TokenPrompt
 
@@ -56,6 +57,8 @@ def create_app(edge: Edge, *, version: str, max_body_bytes: int) -> Starlette:
             Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
             Route("/v1/models", gateway.models, methods=["GET"]),
             Route("/v1/models/{name:path}", gateway.model, methods=["GET"]),
+            Route("/tokenize", gateway.tokenize, methods=["POST"]),
+            Route("/detokenize", gateway.detokenize, methods=["POST"]),
             Route("/livez", gateway.live, methods=["GET"]),
             Route("/readyz", gateway.ready, methods=["GET"]),
             Route("/health", gateway.ready, methods=["GET"]),
@@ -126,6 +129,24 @@ class _Gateway:
             cache_salt=body.cache_salt,
         )
         return await self._respond(request, body, [client], ChatFormat(self._edge.tokenizer), "chatcmpl")
+
+    async def tokenize(self, request: Request) -> Response:
+        data = await read_json_body(request, self._max_body_bytes)
+        with self._edge.counting_errors():
+            body = TokenizeBody.parse(data)
+            prompt = body.wanted()
+        token_ids, max_model_len = await self._edge.tokenize(prompt, body.model)
+        answer: Json = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": list(token_ids)}
+        if body.return_token_strs:
+            answer["token_strs"] = await in_turns(self._edge.tokenizer.token_text, token_ids)
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        data = await read_json_body(request, self._max_body_bytes)
+        with self._edge.counting_errors():
+            body = DetokenizeBody.parse(data)
+        text = self._edge.detokenize(body.tokens, body.model, skip_special_tokens=False, field="tokens")
+        return JSONResponse({"prompt": text})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})

@@ -10,7 +10,6 @@ from contextlib import aclosing
 from typing import Any, get_args
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.model_limits import check_token_ids
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
@@ -101,10 +100,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return whole
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:
+        add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
         with self._edge.counting_errors():
-            self._edge.validator.check_model(request.model or None)
-            model = self._edge.relay.served_model()
-            add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
             match request.WhichOneof("input"):
                 case "text":
                     prompt: Prompt = TextPrompt(request.text, add_special_tokens)
@@ -112,23 +109,18 @@ class RouterService(router_pb2_grpc.RouterServicer):
                     prompt = _chat_prompt(request.chat)
                 case _:
                     raise InvalidRequestError("text or chat is required", field="input")
-            token_ids = await self._edge.validator.token_ids(prompt, model)
-        return router_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
+        token_ids, max_model_len = await self._edge.tokenize(prompt, request.model or None)
+        return router_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
 
     async def Detokenize(
         self, request: router_pb2.DetokenizeRequest, context: Context
     ) -> router_pb2.DetokenizeResponse:
-        with self._edge.counting_errors():
-            self._edge.validator.check_model(request.model or None)
-            model = self._edge.relay.served_model()
-            if len(request.token_ids) > model.max_model_len:  # no text of the model is longer
-                raise InvalidRequestError(
-                    f"token_ids has {len(request.token_ids)} entries, but the model's maximum is {model.max_model_len} "
-                    "tokens",
-                    field="token_ids",
-                )
-            check_token_ids(request.token_ids, model.vocab_size, field="token_ids")
-        text = self._edge.tokenizer.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
+        text = self._edge.detokenize(
+            request.token_ids,
+            request.model or None,
+            skip_special_tokens=request.skip_special_tokens,
+            field="token_ids",
+        )
         return router_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(

@@ -5,7 +5,7 @@ level.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,7 +14,7 @@ from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.model_limits import room_for_output
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.text.message_content import text_of
-from router.edge.validation import MAX_MESSAGES, Role
+from router.edge.validation import MAX_MESSAGES, ChatPrompt, Prompt, Role, TextPrompt
 
 _logger = logging.getLogger(__name__)
 
@@ -30,10 +30,29 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(BaseModel):
-    """The fields that completions and chat have in common. None always means "not given"."""
+class Body(BaseModel):
+    """A body of which all fields are checked strictly. None always means "not given"."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Parses a body. Raises InvalidRequestError with one readable sentence."""
+        try:
+            body = cls.model_validate_json(data)
+        except ValidationError as error:
+            raise _readable(error) from None
+        body.refuse_unsupported()
+        return body
+
+    def refuse_unsupported(self) -> None:
+        """Raises InvalidRequestError for fields, or combinations of them, that are known but not supported."""
+
+
+class GenerationBody(Body):
+    """The fields that completions and chat have in common."""
 
     # Fields that are supported for these values only, unless a subclass has them. All are refused in completions and
     # in chat, so that nobody believes in a field that belongs to the other.
@@ -78,7 +97,6 @@ class GenerationBody(BaseModel):
         "add_special_tokens": (False,),
     }
 
-    model: str | None = None
     max_tokens: int | None = None
     n: int | None = None
     stream: bool | None = None
@@ -102,16 +120,6 @@ class GenerationBody(BaseModel):
     prompt_logprobs: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
-
-    @classmethod
-    def parse(cls, data: bytes) -> Self:
-        """Parses a body. Raises InvalidRequestError with one readable sentence."""
-        try:
-            body = cls.model_validate_json(data)
-        except ValidationError as error:
-            raise _readable(error) from None
-        body.refuse_unsupported()
-        return body
 
     @property
     def include_usage(self) -> bool:
@@ -237,8 +245,11 @@ class Message(BaseModel):
         return text_of(self.content)
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -260,7 +271,49 @@ class ChatBody(GenerationBody):
 
     def rendered_messages(self) -> list[dict[str, str]]:
         """Returns roles and texts."""
-        return [{"role": message.role, "content": message.text} for message in self.messages]
+        return _rendered(self.messages)
+
+
+class TokenizeBody(Body):
+    """A text, or the messages of a chat, whose tokens are wanted, as vLLM's `/tokenize` takes them."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def wanted(self) -> Prompt:
+        """Returns what is to be tokenised. Raises InvalidRequestError naming a field that is missing, or does not go
+        with the others."""
+        if self.prompt is not None:
+            for name in ("messages", "add_generation_prompt", "chat_template_kwargs"):
+                if getattr(self, name) is not None:
+                    raise InvalidRequestError(f"{name} cannot be combined with prompt", field=name)
+            return TextPrompt(self.prompt, self.add_special_tokens is not False)
+        if self.messages is None:
+            raise InvalidRequestError("prompt or messages is required", field="prompt")
+        if self.add_special_tokens:
+            raise InvalidRequestError(
+                "add_special_tokens cannot be combined with messages, whose template has them",
+                field="add_special_tokens",
+            )
+        return ChatPrompt(
+            _rendered(self.messages),
+            add_generation_prompt=self.add_generation_prompt is not False,
+            template_kwargs=self.chat_template_kwargs,
+        )
+
+
+class DetokenizeBody(Body):
+    """Tokens whose text is wanted, as vLLM's `/detokenize` takes them."""
+
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+def _rendered(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.text} for message in messages]
 
 
 def _are_token_ids(values: list[Any]) -> bool:

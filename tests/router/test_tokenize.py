@@ -1,0 +1,59 @@
+"""Tokens of texts and chats, and texts of tokens, over HTTP."""
+
+import pytest
+
+from tests.router.edge_parts import MAX_MODEL_LEN, MODEL
+from tests.router.gateway_client import CHAT, COMPLETION, Gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file
+
+TEXT = {"model": MODEL, "prompt": "hello 你好"}
+
+
+async def test_a_text_is_the_text_of_its_tokens(gateway: Gateway) -> None:
+    answer = (await gateway.post("/tokenize", TEXT)).json()
+    tokens = answer["tokens"]
+    assert answer == {"count": len(tokens), "max_model_len": MAX_MODEL_LEN, "tokens": tokens}
+    assert (await gateway.post("/detokenize", {"model": MODEL, "tokens": tokens})).json() == {"prompt": "<s>hello 你好"}
+    assert (await gateway.post("/detokenize", {"tokens": []})).json() == {"prompt": ""}
+    bare = (await gateway.post("/tokenize", {**TEXT, "add_special_tokens": False, "return_token_strs": True})).json()
+    assert bare["tokens"] == tokens[1:]
+    assert len(bare["token_strs"]) == len(bare["tokens"]) and bare["token_strs"][0] == "hello"
+
+
+async def test_a_chat_has_the_tokens_that_are_generated_from(gateway: Gateway) -> None:
+    tokens = (await gateway.post("/tokenize", CHAT)).json()["tokens"]
+    await gateway.post("/v1/chat/completions", CHAT)
+    assert tuple(tokens) == gateway.relay.requests[-1].prompt_token_ids
+    unfinished = (await gateway.post("/tokenize", {**CHAT, "add_generation_prompt": False})).json()["tokens"]
+    assert tokens[: len(unfinished)] == unfinished and len(unfinished) < len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, 400, "prompt"),
+        ("/tokenize", {"prompt": ""}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "x", "messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, 400, "add_generation_prompt"),
+        ("/tokenize", {**CHAT, "add_special_tokens": True}, 400, "add_special_tokens"),
+        ("/tokenize", {"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": "12"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5, True]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5, -1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5] * (MAX_MODEL_LEN + 1)}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5], "model": "other"}, 404, "model"),
+    ],
+)
+async def test_a_bad_request_names_its_field(
+    gateway: Gateway, path: str, body: dict[str, object], status: int, param: str
+) -> None:
+    response = await gateway.post(path, body)
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["param"] == param
+    assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
