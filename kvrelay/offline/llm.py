@@ -122,13 +122,20 @@ class LLM:
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Works like `generate`, but takes one conversation or several and applies the model's chat template."""
-        texts = [self.tokenizer.render_chat_now(conversation) for conversation in _conversations(messages)]
+        texts = [self._rendered(conversation, number) for number, conversation in enumerate(_conversations(messages))]
         encoded = [
             self._encode(text, number, field="messages", add_special_tokens=False) for number, text in enumerate(texts)
         ]
         return self._generate(texts, encoded, sampling_params, progress=progress)
 
     # -- before the engine -------------------------------------------------------------------------------------------
+
+    def _rendered(self, conversation: Sequence[Message], number: int) -> str:
+        """Returns the text that the chat template makes of a conversation. Raises InvalidRequestError."""
+        try:
+            return self.tokenizer.render_chat_now(_conversation(conversation))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"prompt {number}: {error}", field=error.field) from error
 
     def _encode(
         self, prompt: Prompt, number: int, *, field: str = "prompts", add_special_tokens: bool = True
@@ -236,7 +243,7 @@ def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return prompts
 
 
-def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[ChatMessage]]:
+def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
     """Returns a list of conversations, whether one or several were given. Raises InvalidRequestError."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise InvalidRequestError(f"{_MESSAGES}, got {given!r}", field="messages")
@@ -244,7 +251,7 @@ def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> li
     conversations = [item for item in given if not isinstance(item, Mapping)]
     if messages and conversations:
         raise InvalidRequestError("messages must be one conversation or several, not both at once", field="messages")
-    return [_conversation(one) for one in ([messages] if messages else conversations)]
+    return [messages] if messages else conversations
 
 
 _MESSAGES = "messages must be a list of messages, each with a role and a content, or a list of such lists"

@@ -170,7 +170,9 @@ def test_a_message_may_have_parts_and_a_system_message_be_called_developer(llm: 
     [
         ("hello", "messages must be a list of messages"),
         (["hello"], "messages must be a list of messages"),
-        ([[]], "messages must be a list of messages"),
+        ([[]], "prompt 0: messages must be a list of messages"),
+        ([[{"role": "user", "content": "hello"}], [{"role": "user"}]], r"prompt 1: messages\[0\]: content must be"),
+        ([[{"role": "user", "content": "hello"}], [{"role": "no", "content": ""}]], "prompt 1: the chat template refu"),
         ([{"content": "hello"}], r"messages\[0\] has no role"),
         ([{"role": "user"}], r"messages\[0\]: content must be a string or a list of text parts"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] must be a part of type text"),
