@@ -4,7 +4,7 @@ Invariant: when `generate` or `chat` has returned or raised, a keyboard interrup
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
 from typing import Any
@@ -29,6 +29,7 @@ from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
 from kvrelay.engine.startup import prepare_engine
+from kvrelay.offline.interrupts import interrupts_held
 from kvrelay.offline.request_output import PendingRequest, RequestOutput
 from kvrelay.text.message_content import text_of
 from kvrelay.text.tokenizer import ChatMessage, Tokenizer
@@ -170,7 +171,8 @@ class LLM:
             PendingRequest(text, tuple(token_ids), self._checked(one, len(token_ids), number), self.tokenizer)
             for number, (text, token_ids, one) in enumerate(zip(texts, encoded, sampling, strict=True))
         ]
-        self._run(pending, progress=progress)
+        with interrupts_held() as raise_interrupt:
+            self._run(pending, raise_interrupt, progress=progress)
         return [one.result() for one in pending]
 
     def _checked(self, sampling: SamplingParams, num_prompt_tokens: int, number: int) -> SamplingParams:
@@ -185,7 +187,7 @@ class LLM:
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
-    def _run(self, pending: Sequence[PendingRequest], *, progress: bool) -> None:
+    def _run(self, pending: Sequence[PendingRequest], raise_interrupt: Callable[[], None], *, progress: bool) -> None:
         batch = next(self._batches)
         under_way = {f"{batch}.{number}": one for number, one in enumerate(pending)}
         bar = tqdm(total=len(pending), desc="generating", unit=" prompts", disable=not progress, dynamic_ncols=True)
@@ -194,6 +196,7 @@ class LLM:
             for request_id, one in under_way.items():
                 self._engine.add(EngineRequest(request_id, one.prompt_token_ids, one.sampling))
             while under_way:
+                raise_interrupt()
                 result, busy = self._engine.step()
                 assert result is not None or busy, "requests are left, but no step changes anything"
                 if result is None:

@@ -17,7 +17,6 @@ from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
 from kvrelay.engine.cpu.runner import ComputedStep, CpuRunner
 from kvrelay.engine.plan import SchedulerOutput
-from kvrelay.engine.request import StepResult
 from tests.demo_model import DEMO_MODEL
 from tests.e2e.cluster import some_token_ids
 from tests.engine.reference import Reference
@@ -246,22 +245,6 @@ def test_a_text_may_not_have_tokens_that_only_the_tokenizer_knows(tmp_path: Path
     small._engine.check_idle()
 
 
-def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, steps = llm._engine.step, iter(range(100))
-
-    def interrupted() -> tuple[StepResult | None, bool]:
-        if next(steps) == 3:
-            raise KeyboardInterrupt
-        return step()
-
-    monkeypatch.setattr(llm._engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS * 4, GREEDY, progress=False)
-    monkeypatch.undo()
-    llm._engine.check_idle()
-    assert llm.generate(PROMPTS[0], GREEDY, progress=False)[0].outputs[0].text.startswith(" Paris")
-
-
 @pytest.mark.parametrize(
     ("dtype", "threads", "during"),
     [("bfloat16", 2, (2, 1)), ("bfloat16", 0, (3, 1)), ("float32", 2, (2, 2))],
@@ -320,17 +303,3 @@ def test_chunks_smaller_than_a_block_give_the_same_tokens() -> None:
     prompt = some_token_ids(60, seed=1)
     [result] = small.generate(prompt, replace(GREEDY, ignore_eos=True), progress=False)
     assert list(result.outputs[0].token_ids) == Reference(DEMO_MODEL).generate(prompt, 12)
-
-
-def test_an_interrupted_batch_says_nothing_in_the_next_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C may come when a step is done and its result is not taken yet."""
-    expected = llm.generate(PROMPTS[1], GREEDY, progress=False)
-
-    def interrupted() -> StepResult | None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm._engine, "_take_result", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS[0], GREEDY, progress=False)
-    assert llm.generate(PROMPTS[1], GREEDY, progress=False)[0].outputs == expected[0].outputs

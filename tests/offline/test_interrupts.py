@@ -1,0 +1,99 @@
+"""Ctrl-C while a batch runs: it ends the batch, leaves nothing behind, and the next batch is right."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay import LLM, SamplingParams
+from kvrelay.engine.request import StepResult
+from tests.demo_model import DEMO_MODEL
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = ["The capital of France is", "Water freezes at", "A week has"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(DEMO_MODEL, dtype="float32", threads=1, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=32)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_and_the_next_batch_is_right(llm: LLM) -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is handler
+    llm._engine.check_idle()
+    assert llm.generate(PROMPTS[0], GREEDY, progress=False)[0].outputs[0].text.startswith(" Paris")
+
+
+def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = llm._engine.step, iter(range(100))
+
+    def interrupted() -> tuple[StepResult | None, bool]:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS * 4, GREEDY, progress=False)
+
+
+def test_an_interrupted_batch_says_nothing_in_the_next_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come when a step is done and its result is not taken yet."""
+    expected = llm.generate(PROMPTS[1], GREEDY, progress=False)
+
+    def interrupted() -> StepResult | None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine, "_take_result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[0], GREEDY, progress=False)
+    assert llm.generate(PROMPTS[1], GREEDY, progress=False)[0].outputs == expected[0].outputs
+
+
+def test_an_interrupt_waits_until_the_step_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of one, the blocks that the engine has just taken would be lost."""
+    pool = llm._engine.pool
+    allocate = pool.allocate
+
+    def interrupted(count: int) -> list[int] | None:
+        block_ids = allocate(count)
+        signal.raise_signal(signal.SIGINT)
+        return block_ids
+
+    monkeypatch.setattr(pool, "allocate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, progress=False)
+
+
+def test_an_interrupt_in_the_last_step_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    abort = llm._engine.abort
+
+    def interrupted(request_id: str) -> None:
+        monkeypatch.setattr(llm._engine, "abort", abort)
+        abort(request_id)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(llm._engine, "abort", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[0], GREEDY, progress=False)
+
+
+def test_a_program_that_handles_interrupts_itself_keeps_its_handler(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    came: list[int] = []
+    step = llm._engine.step
+
+    def interrupted() -> tuple[StepResult | None, bool]:
+        signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", interrupted)
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        assert llm.generate(PROMPTS[0], GREEDY, progress=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert set(came) == {signal.SIGINT}
