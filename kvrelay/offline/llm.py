@@ -4,6 +4,7 @@ Invariant: when `generate` or `chat` has returned or raised, a keyboard interrup
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
@@ -97,6 +98,7 @@ class LLM:
         kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
         self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
         self._max_num_seqs = prepared.options.max_num_seqs
+        self._in_use = threading.Lock()
         self._batches = itertools.count()  # late results of an interrupted batch must not count for the next
 
     def generate(
@@ -172,7 +174,12 @@ class LLM:
             for number, (text, token_ids, one) in enumerate(zip(texts, encoded, sampling, strict=True))
         ]
         with interrupts_held() as raise_interrupt:
-            self._run(pending, raise_interrupt, progress=progress)
+            if not self._in_use.acquire(blocking=False):
+                raise KVRelayError("this LLM runs another batch: use it from one thread at a time")
+            try:
+                self._run(pending, raise_interrupt, progress=progress)
+            finally:
+                self._in_use.release()
         return [one.result() for one in pending]
 
     def _checked(self, sampling: SamplingParams, num_prompt_tokens: int, number: int) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -14,9 +15,10 @@ from paged_kernels.cpu.threads import num_threads, threads_kept
 
 from bench.random_model import PAD_TOKEN, PAD_TOKEN_ID, write_byte_tokenizer
 from kvrelay import LLM, SamplingParams
-from kvrelay.core.errors import InvalidRequestError, ModelLoadError
+from kvrelay.core.errors import InvalidRequestError, KVRelayError, ModelLoadError
 from kvrelay.engine.cpu.runner import ComputedStep, CpuRunner
 from kvrelay.engine.plan import SchedulerOutput
+from kvrelay.engine.request import StepResult
 from tests.demo_model import DEMO_MODEL
 from tests.e2e.cluster import some_token_ids
 from tests.engine.reference import Reference
@@ -303,3 +305,22 @@ def test_chunks_smaller_than_a_block_give_the_same_tokens() -> None:
     prompt = some_token_ids(60, seed=1)
     [result] = small.generate(prompt, replace(GREEDY, ignore_eos=True), progress=False)
     assert list(result.outputs[0].token_ids) == Reference(DEMO_MODEL).generate(prompt, 12)
+
+
+def test_a_second_thread_is_refused_while_a_batch_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm._engine.step
+    refused: list[BaseException | None] = []
+
+    def first() -> tuple[StepResult | None, bool]:
+        monkeypatch.setattr(llm._engine, "step", step)
+        with ThreadPoolExecutor() as threads:
+            refused.append(threads.submit(llm.generate, PROMPTS[1], GREEDY, progress=False).exception())
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", first)
+    [result] = llm.generate(PROMPTS[0], GREEDY, progress=False)
+    assert result.outputs[0].text.startswith(" Paris")
+    assert isinstance(refused[0], KVRelayError) and "one thread at a time" in str(refused[0])
+    with ThreadPoolExecutor() as threads:
+        alone = threads.submit(llm.generate, PROMPTS[0], GREEDY, progress=False)
+    assert alone.result()[0].outputs == result.outputs
