@@ -47,9 +47,9 @@ def _quantizes_only_kv(raw: Any) -> bool:
 
 
 def _awq(raw: dict[str, Any], path: Path) -> CheckpointQuantization:
-    version = raw.get("version", "gemm")
+    field, version = _either(raw, "version", "format", default="gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise _unsupported("version", version, path)
+        raise _unsupported(field, version, path)
     if raw.get("backend") == "llm-awq":
         raise _unsupported("backend", "llm-awq", path)
     return CheckpointQuantization(
@@ -64,9 +64,9 @@ def _awq(raw: dict[str, Any], path: Path) -> CheckpointQuantization:
 
 def _gptq(raw: dict[str, Any], path: Path) -> CheckpointQuantization:
     formats = {form.value: form for form in (PrequantizedFormat.GPTQ, PrequantizedFormat.GPTQ_V2)}
-    stored = raw.get("checkpoint_format") or "gptq"
+    field, stored = _either(raw, "checkpoint_format", "format", default="gptq")
     if not isinstance(stored, str) or stored not in formats:
-        raise _unsupported("checkpoint_format", stored, path)
+        raise _unsupported(field, stored, path)
     if raw.get("is_marlin_format"):
         raise _unsupported("checkpoint_format", "marlin", path)
     if raw.get("pack_dtype", "int32") != "int32":
@@ -82,6 +82,12 @@ def _gptq(raw: dict[str, Any], path: Path) -> CheckpointQuantization:
         group_index=_flag(raw, "desc_act", False, path),
         excluded=_excluded(raw, path),
     )
+
+
+def _either(raw: dict[str, Any], older: str, newer: str, *, default: str) -> tuple[str, Any]:
+    """Returns the name and the value of a field that has two names. As in transformers, the older one has priority."""
+    given = [(field, raw[field]) for field in (older, newer) if raw.get(field) is not None]
+    return given[0] if given else (older, default)
 
 
 def _check_rules(rules: Any, path: Path) -> None:

@@ -208,6 +208,15 @@ def test_the_fingerprint_covers_how_weights_are_read(tmp_path: Path) -> None:
     assert len(found) == 3
 
 
+def test_the_format_is_also_known_by_its_newer_name(tmp_path: Path) -> None:
+    model = make_prequantized_model("llama", "gptq_v2-64", tmp_path)
+    expected = load(model.directory).fingerprint
+    _edit_quantization(model.directory, checkpoint_format=None, format="gptq_v2")
+    assert load(model.directory).fingerprint == expected
+    _edit_quantization(model.directory, checkpoint_format="gptq_v2", format="gptq")
+    assert load(model.directory).fingerprint == expected
+
+
 # Refusals
 
 
@@ -237,12 +246,14 @@ def test_a_quantised_checkpoint_is_not_quantised_again(quantization: Quantizatio
         ({"group_size": 0}, "group_size: 0 must be"),
         ({"group_size": 160}, r"group_size: 160 does not divide the 64 inputs .* of model.layers.0.self_attn.q_proj"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format: 'marlin'"),
+        ({"checkpoint_format": None, "format": "marlin"}, "format: 'marlin'"),
         ({"is_marlin_format": True}, "checkpoint_format: 'marlin'"),
         ({"pack_dtype": "int16"}, "pack_dtype: 'int16'"),
         ({"desc_act": "yes"}, "desc_act: 'yes' must be true or false"),
         ({"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic: .* is not supported"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: 'lm_head' must be a list of names"),
         ({"quant_method": "awq", "version": "gemv"}, "version: 'gemv'"),
+        ({"quant_method": "awq", "format": "gemv"}, "format: 'gemv'"),
         ({"quant_method": "awq", "backend": "llm-awq"}, "backend: 'llm-awq'"),
         ({"quant_method": "awq", "bits": 8}, "bits: 8 is not supported"),
     ],
