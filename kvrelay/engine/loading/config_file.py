@@ -110,6 +110,8 @@ def complete_config(raw: Mapping[str, Any], family: str, path: Path) -> dict[str
 def _complete_windows(fields: dict[str, Any], path: Path) -> None:
     """Sets the windows of Qwen's layers: off unless `use_sliding_window`, and then on from layer `max_window_layers`
     on."""
+    if not isinstance(fields["use_sliding_window"], bool):
+        raise ModelLoadError(f"{path}: use_sliding_window: {fields['use_sliding_window']!r} must be true or false")
     if not fields["use_sliding_window"]:
         fields["sliding_window"] = None
     layers, first = fields["num_hidden_layers"], fields["max_window_layers"]

@@ -155,20 +155,24 @@ def _head_dim(parsed: Mapping[str, Any], hidden_size: int, num_heads: int, path:
 
 
 def _sliding_windows(parsed: Mapping[str, Any], family: str, path: Path) -> tuple[int | None, ...]:
-    """Returns the window of each layer. Mistral and Qwen have those that `layer_types` says, Mistral without it one for
-    all layers, Llama none."""
+    """Returns the window of each layer: of those that `layer_types` says, without it of all. Llama's have none: in
+    transformers one would hold while decoding, but not within a prompt."""
     num_layers: int = parsed["num_hidden_layers"]
-    if family == "llama" or parsed["sliding_window"] is None:
-        return (None,) * num_layers
-    window = _positive(parsed, "sliding_window", path)
-    kinds = parsed["layer_types"]
-    if family == "mistral" and kinds is None:
-        return (window,) * num_layers
+    window, kinds = parsed["sliding_window"], parsed.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if window is None else "sliding_attention"] * num_layers
     known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
     if not known or len(kinds) != num_layers:
         raise ModelLoadError(
             f"{path}: layer_types: {kinds} must be full_attention or sliding_attention for each of {num_layers} layers"
         )
+    if "sliding_attention" not in kinds:
+        return (None,) * num_layers
+    if family == "llama":
+        raise ModelLoadError(f"{path}: sliding_window: {window!r} is not supported for llama; supported is null")
+    if window is None:
+        raise ModelLoadError(f"{path}: layer_types: sliding_attention needs a sliding_window that is not switched off")
+    window = _positive(parsed, "sliding_window", path)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -195,7 +199,10 @@ def _scaled_rope(kind: RopeKind, fields: dict[str, Any], max_positions: int, pat
     theta = _number(fields, "rope_theta", path)
     if kind in (RopeKind.LINEAR, RopeKind.DYNAMIC):
         return RopeParameters(kind, theta, max_positions, factor=_number(fields, "factor", path))
-    trained = int(_number(fields, "original_max_position_embeddings", path, least=1, most=_MOST_POSITIONS))
+    length = _number(fields, "original_max_position_embeddings", path, least=1, most=_MOST_POSITIONS)
+    trained = int(length)
+    if trained != length:
+        raise ModelLoadError(f"{path}: rope_parameters.original_max_position_embeddings: {length} must be an integer")
     if kind is RopeKind.LLAMA3:
         low, high = _number(fields, "low_freq_factor", path), _number(fields, "high_freq_factor", path)
         if high <= low:

@@ -76,6 +76,7 @@ def test_every_field_equals_that_of_transformers(family: str, case: str, tmp_pat
     [
         ({"per_layer_config": {"0": {"hidden_size": 8}}}, "per_layer_config"),
         ({"rope_scaling": "linear"}, "rope_parameters: 'linear'"),
+        ({"use_sliding_window": "false"}, "use_sliding_window: 'false' must be true or false"),
         ({"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers: 'all'"),
     ],
 )

@@ -1,0 +1,48 @@
+"""Fields of `config.json` that would give a model other tokens, if they were ignored, are refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.core.errors import ModelLoadError
+from kvrelay.engine.models.model_config import load_model_config
+
+_LAYERS = ["full_attention", "sliding_attention"]
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+_TRAINED = {"factor": 2.0, "original_max_position_embeddings": 64.5}
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_TRAINED}
+
+
+def _save(directory: Path, family: str, fields: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps({"model_type": family, **_SIZES, **fields}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("families", "fields", "message"),
+    [
+        ("llama", {"sliding_window": 24}, "sliding_window: 24 is not supported for llama; supported is null"),
+        ("llama", {"sliding_window": 24, "layer_types": _LAYERS}, "sliding_window: 24 is not supported for llama"),
+        ("llama mistral", {"layer_types": _LAYERS[:1]}, "layer_types: .* for each of 2 layers"),
+        ("mistral", {"sliding_window": None, "layer_types": _LAYERS}, "layer_types: sliding_attention needs a"),
+        ("qwen2 qwen3", {"use_sliding_window": False, "layer_types": _LAYERS}, "layer_types: sliding_attention needs"),
+        ("qwen2 qwen3", {"use_sliding_window": "false"}, "use_sliding_window: 'false' must be true or false"),
+        ("llama qwen3", {"rope_scaling": _LLAMA3}, "original_max_position_embeddings: 64.5 must be an integer"),
+        ("mistral qwen2", {"rope_scaling": {"type": "yarn", **_TRAINED}}, "embeddings: 64.5 must be an integer"),
+    ],
+)
+def test_what_would_change_tokens_is_refused(
+    families: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    for family in families.split():
+        with pytest.raises(ModelLoadError, match=message):
+            load_model_config(_save(tmp_path, family, fields))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_window_that_no_layer_has_changes_nothing(family: str, window: int | None, tmp_path: Path) -> None:
+    fields = {"sliding_window": window, "layer_types": _LAYERS[:1] * 2}
+    assert load_model_config(_save(tmp_path, family, fields)).sliding_windows == (None, None)
