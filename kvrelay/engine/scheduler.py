@@ -131,7 +131,7 @@ class Scheduler:
         """Reserves the blocks of sequences whose KV will arrive from outside, in order, until there is no room. Returns
         those that got theirs. A waiting sequence that lacks room gets it before any that comes after it."""
         admitted = []
-        lacking = next((sequence for sequence in self.waiting if sequence.lacks_room), None)
+        lacking = next((sequence for sequence in self.waiting if sequence.lacks_room), None) if self.reserving else None
         while self.reserving:
             sequence = self.reserving.peek()
             if lacking is not None and lacking.order < sequence.order:
