@@ -212,7 +212,6 @@ class LLM:
                 for request_id in dict.fromkeys(item.request_id for item in result.outputs):
                     if request_id not in under_way or not under_way[request_id].finished:
                         continue
-                    self._engine.abort(request_id)  # stop strings end a request here; otherwise the engine has ended it
                     del under_way[request_id]
                     rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
                     bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
@@ -224,7 +223,7 @@ class LLM:
             self._engine.threads.rest()
 
     def _take(self, result: StepResult, under_way: Mapping[str, PendingRequest]) -> int:
-        """Returns the number of new output tokens."""
+        """Returns the number of new output tokens. Ends outputs that a stop string has ended in the engine, too."""
         for failure in result.failures:
             if failure.request_id in under_way:
                 raise KVRelayError(f"prompt {failure.request_id.partition('.')[2]}: {failure.message}")
@@ -232,9 +231,13 @@ class LLM:
             if (one := under_way.get(prompt.request_id)) is not None:
                 one.prompt_logprobs = tuple(prompt.prompt_logprobs)
                 one.num_cached_tokens = prompt.num_cached_tokens
-        return sum(
-            one.take(item.output) for item in result.outputs if (one := under_way.get(item.request_id)) is not None
-        )
+        num_tokens = 0
+        for item in result.outputs:
+            if (one := under_way.get(item.request_id)) is not None:
+                num_tokens += one.take(item.output)
+                if one.ended_early(item.output.index):
+                    self._engine.finish(item.request_id, item.output.index)
+        return num_tokens
 
 
 def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -61,6 +61,10 @@ class PendingRequest:
     def finished(self) -> bool:
         return all(output.choice.finished for output in self._outputs)
 
+    def ended_early(self, index: int) -> bool:
+        """Tells whether a stop string has ended an output, which the engine does not know."""
+        return self._outputs[index].choice.ended_early
+
     def take(self, new: TokenOutput) -> int:
         """Adds new tokens. Returns how many of them count: those after a stop string do not."""
         output = self._outputs[new.index]

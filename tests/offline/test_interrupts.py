@@ -70,16 +70,18 @@ def test_an_interrupt_waits_until_the_step_has_ended(llm: LLM, monkeypatch: pyte
 
 
 def test_an_interrupt_in_the_last_step_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    abort = llm._engine.abort
+    step, num_steps = llm._engine.step, 0
 
-    def interrupted(request_id: str) -> None:
-        monkeypatch.setattr(llm._engine, "abort", abort)
-        abort(request_id)
+    def interrupted() -> tuple[StepResult | None, bool]:
+        nonlocal num_steps
+        num_steps += 1
         signal.raise_signal(signal.SIGINT)
+        return step()
 
-    monkeypatch.setattr(llm._engine, "abort", interrupted)
+    monkeypatch.setattr(llm._engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS[0], GREEDY, progress=False)
+        llm.generate([5], SamplingParams(max_tokens=1), progress=False)
+    assert num_steps == 1
 
 
 def test_a_program_that_handles_interrupts_itself_keeps_its_handler(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

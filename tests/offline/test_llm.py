@@ -98,6 +98,24 @@ def test_stop_strings_end_an_output(llm: LLM) -> None:
     assert (output.text, output.finish_reason, output.stop_reason) == (" Paris. ", "stop", "France")
 
 
+def test_an_output_that_a_stop_string_has_ended_is_not_computed_further(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, computed = llm._engine.step, 0
+
+    def counted() -> tuple[StepResult | None, bool]:
+        nonlocal computed
+        result, busy = step()
+        computed += sum(len(item.output.token_ids) for item in result.outputs) if result is not None else 0
+        return result, busy
+
+    monkeypatch.setattr(llm._engine, "step", counted)
+    sampling = SamplingParams(n=4, seed=1, temperature=2.0, max_tokens=40, ignore_eos=True, stop="e")
+    [result] = llm.generate(PROMPTS[0], sampling, progress=False)
+    lengths = [len(output.token_ids) for output in result.outputs]
+    assert len(set(lengths)) > 1 and computed == sum(lengths)
+
+
 def test_one_stop_string_may_be_given_as_such(llm: LLM) -> None:
     [result] = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, stop="France"), progress=False)
     assert (result.outputs[0].text, result.outputs[0].stop_reason) == (" Paris. ", "France")
