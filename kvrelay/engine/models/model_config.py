@@ -166,10 +166,15 @@ def _sliding_windows(parsed: Mapping[str, Any], family: str, path: Path) -> tupl
         raise ModelLoadError(
             f"{path}: layer_types: {kinds} must be full_attention or sliding_attention for each of {num_layers} layers"
         )
-    if "sliding_attention" not in kinds:
+    longest: int = parsed["max_position_embeddings"]
+    holds_all = family == "llama" and isinstance(window, int) and window >= longest
+    if "sliding_attention" not in kinds or holds_all:
         return (None,) * num_layers
     if family == "llama":
-        raise ModelLoadError(f"{path}: sliding_window: {window!r} is not supported for llama; supported is null")
+        raise ModelLoadError(
+            f"{path}: sliding_window: {window!r} is not supported for llama; supported is null, or at least "
+            f"max_position_embeddings ({longest})"
+        )
     if window is None:
         raise ModelLoadError(f"{path}: layer_types: sliding_attention needs a sliding_window that is not switched off")
     window = _positive(parsed, "sliding_window", path)

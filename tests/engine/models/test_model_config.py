@@ -46,3 +46,8 @@ def test_what_would_change_tokens_is_refused(
 def test_a_window_that_no_layer_has_changes_nothing(family: str, window: int | None, tmp_path: Path) -> None:
     fields = {"sliding_window": window, "layer_types": _LAYERS[:1] * 2}
     assert load_model_config(_save(tmp_path, family, fields)).sliding_windows == (None, None)
+
+
+def test_a_llamas_window_that_holds_all_positions_changes_nothing(tmp_path: Path) -> None:
+    fields = {"sliding_window": 128, "max_position_embeddings": 128}
+    assert load_model_config(_save(tmp_path, "llama", fields)).sliding_windows == (None, None)
