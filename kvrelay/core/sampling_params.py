@@ -21,6 +21,7 @@ _NUMBERS = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _ALL_NUMBERS = (*_INTEGERS, *_OPTIONAL_INTEGERS, *_NUMBERS)
 _PLAIN = frozenset((int, float, bool, type(None)))
 
@@ -134,6 +135,9 @@ class SamplingParams:
                 _check_type(name, value, Integral, "an integer or None")
         for name in _NUMBERS:
             _check_type(name, getattr(self, name), Real, "a number")
+        for name in _SWITCHES:
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be true or false, got {value!r}", field=name)
         for pair in self.biases:
             token_id, bias = _pair("logit_bias", pair)
             _check_type("logit_bias", token_id, Integral, "a mapping from token ids")

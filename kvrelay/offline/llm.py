@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
-from typing import Any
 
 from tqdm import tqdm
 
@@ -31,14 +30,9 @@ from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
 from kvrelay.engine.startup import prepare_engine
 from kvrelay.offline.interrupts import interrupts_held
+from kvrelay.offline.prompts import Message, Prompt, chat_messages, conversations_of, prompts_of
 from kvrelay.offline.request_output import PendingRequest, RequestOutput
-from kvrelay.text.message_content import text_of
-from kvrelay.text.tokenizer import ChatMessage, Tokenizer
-
-Prompt = str | list[int]
-"""Text, or token ids."""
-Message = Mapping[str, Any]
-"""`role` and `content`, a string or a list of text parts."""
+from kvrelay.text.tokenizer import Tokenizer
 
 
 class LLM:
@@ -112,7 +106,7 @@ class LLM:
         None means `SamplingParams()`. `progress` shows a bar on standard error.
 
         Raises InvalidRequestError, which names the prompt and the field, before anything is computed."""
-        given = _prompts(prompts)
+        given = prompts_of(prompts)
         encoded = [self._encode(prompt, number) for number, prompt in enumerate(given)]
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
         return self._generate(texts, encoded, sampling_params, progress=progress)
@@ -125,7 +119,7 @@ class LLM:
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Works like `generate`, but takes one conversation or several and applies the model's chat template."""
-        texts = [self._rendered(conversation, number) for number, conversation in enumerate(_conversations(messages))]
+        texts = [self._rendered(conversation, number) for number, conversation in enumerate(conversations_of(messages))]
         encoded = [
             self._encode(text, number, field="messages", add_special_tokens=False) for number, text in enumerate(texts)
         ]
@@ -136,12 +130,12 @@ class LLM:
     def _rendered(self, conversation: Sequence[Message], number: int) -> str:
         """Returns the text that the chat template makes of a conversation. Raises InvalidRequestError."""
         try:
-            return self.tokenizer.render_chat_now(_conversation(conversation))
+            return self.tokenizer.render_chat_now(chat_messages(conversation))
         except InvalidRequestError as error:
             raise InvalidRequestError(f"prompt {number}: {error}", field=error.field) from error
 
     def _encode(
-        self, prompt: Prompt, number: int, *, field: str = "prompts", add_special_tokens: bool = True
+        self, prompt: str | list[int], number: int, *, field: str = "prompts", add_special_tokens: bool = True
     ) -> list[int]:
         """Returns the tokens of a prompt: at least one, few enough for the model's length, and all in the vocabulary.
         Raises InvalidRequestError."""
@@ -238,51 +232,6 @@ class LLM:
                 if one.ended_early(item.output.index):
                     self._engine.finish(item.request_id, item.output.index)
         return num_tokens
-
-
-def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns a list of prompts, whether one or several were given. Raises InvalidRequestError."""
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):  # whose items are integers, too
-        raise InvalidRequestError(f"prompts must be a prompt or a list of them, got {given!r}", field="prompts")
-    if all(isinstance(item, int) for item in given):
-        return [[item for item in given if isinstance(item, int)]] if given else []
-    prompts: list[Prompt] = []
-    for number, item in enumerate(given):
-        if not isinstance(item, str) and not (isinstance(item, list) and all(isinstance(one, int) for one in item)):
-            raise InvalidRequestError(f"prompt {number} is neither a text nor a list of token ids", field="prompts")
-        prompts.append(item)
-    return prompts
-
-
-def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """Returns a list of conversations, whether one or several were given. Raises InvalidRequestError."""
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise InvalidRequestError(f"{_MESSAGES}, got {given!r}", field="messages")
-    messages = [item for item in given if isinstance(item, Mapping)]
-    conversations = [item for item in given if not isinstance(item, Mapping)]
-    if messages and conversations:
-        raise InvalidRequestError("messages must be one conversation or several, not both at once", field="messages")
-    return [messages] if messages else conversations
-
-
-_MESSAGES = "messages must be a list of messages, each with a role and a content, or a list of such lists"
-
-
-def _conversation(given: Sequence[Message]) -> list[ChatMessage]:
-    """Returns roles and texts. Raises InvalidRequestError."""
-    messages: list[ChatMessage] = []
-    if isinstance(given, str) or not given or not all(isinstance(message, Mapping) for message in given):
-        raise InvalidRequestError(f"{_MESSAGES}, got {given!r}", field="messages")
-    for number, message in enumerate(given):
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequestError(f"messages[{number}] has no role", field="messages")
-        try:
-            messages.append({**message, "content": text_of(message.get("content"))})
-        except ValueError as error:
-            raise InvalidRequestError(f"messages[{number}]: {error}", field="messages") from error
-    return messages
 
 
 def _per_prompt(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
@@ -19,6 +20,7 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError, ModelLoadErro
 from kvrelay.engine.cpu.runner import ComputedStep, CpuRunner
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import StepResult
+from kvrelay.offline.prompts import Prompt
 from tests.demo_model import DEMO_MODEL
 from tests.e2e.cluster import some_token_ids
 from tests.engine.reference import Reference
@@ -214,6 +216,18 @@ def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
     assert len(result.outputs[0].token_ids) == 4
 
 
+@pytest.mark.parametrize("form", [list, tuple, np.array, lambda ids: {"prompt_token_ids": ids}])
+def test_token_ids_may_be_a_list_a_tuple_an_array_or_in_a_mapping(llm: LLM, form: Callable[[list[int]], Any]) -> None:
+    token_ids = some_token_ids(9, seed=6)
+    [expected] = llm.generate([token_ids], GREEDY, progress=False)
+    for prompts in (form(token_ids), [form(token_ids)]):
+        [result] = llm.generate(prompts, GREEDY, progress=False)
+        assert (result.prompt_token_ids, result.outputs) == (expected.prompt_token_ids, expected.outputs)
+    mixed: list[Prompt] = ["hello", {"prompt": "hello"}]
+    text, same = llm.generate(mixed, GREEDY, progress=False)
+    assert (text.prompt, text.outputs) == (same.prompt, same.outputs)
+
+
 @pytest.mark.parametrize(
     ("prompts", "sampling", "message"),
     [
@@ -224,6 +238,13 @@ def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
         (["one", "two"], [GREEDY, replace(GREEDY, top_p=2.0)], "prompt 1: top_p must be in"),
         (["one", "two"], [GREEDY, replace(GREEDY, n=9)], r"prompt 1: n is 9, but at most 8 .*\(max_num_seqs\)"),
         (["fine", 3.5], GREEDY, "prompt 1 is neither a text nor a list of token ids"),
+        ([[5, True]], GREEDY, "prompt 0 is neither a text nor a list of token ids"),
+        (["fine", b"fine"], GREEDY, "prompt 1 is neither a text nor a list of token ids"),
+        (["fine", {"text": "fine"}], GREEDY, "prompt 1 must have either prompt or prompt_token_ids, and has text"),
+        ({"prompt": "a", "prompt_token_ids": [5]}, GREEDY, "prompt 0 must have .* has prompt, prompt_token_ids"),
+        ([{"prompt_token_ids": "fine"}], GREEDY, "prompt 0: prompt_token_ids has the wrong type"),
+        ([{"prompt": [5]}], GREEDY, "prompt 0: prompt has the wrong type"),
+        ("one", SamplingParams(ignore_eos="no"), "prompt 0: ignore_eos must be true or false, got 'no'"),  # type: ignore[arg-type]
         (None, GREEDY, "prompts must be a prompt or a list of them, got None"),
         (b"fine", GREEDY, "prompts must be a prompt or a list of them, got b'fine'"),
         ("one", replace(GREEDY, logprobs=True), "prompt 0: logprobs must be an integer or None, got True"),
