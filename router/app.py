@@ -222,7 +222,13 @@ async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event)
     """Serves HTTP while the context is open, and yields the port. Sets `stop` when the server ends for any reason."""
     listener = listen(settings.host, settings.port)
     port: int = listener.getsockname()[1]
-    server = _HttpServer(http_config(create_app(edge, version=__version__, max_body_bytes=settings.max_body_bytes)))
+    app = create_app(
+        edge,
+        version=__version__,
+        max_body_bytes=settings.max_body_bytes,
+        allowed_origins=settings.allowed_origins,
+    )
+    server = _HttpServer(http_config(app))
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     task.add_done_callback(lambda _: stop.set())
     started = asyncio.create_task(server.started_event.wait())

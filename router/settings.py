@@ -1,5 +1,6 @@
 """Settings of the router process."""
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -8,6 +9,12 @@ from pydantic_settings import CliPositionalArg
 from kvrelay.core.config import ProcessSettings
 from kvrelay.core.logs import LogLevel
 from kvrelay.core.option_types import HostPort, Timeout
+
+
+def _is_origin(origin: str) -> str:
+    if origin != "*" and not re.fullmatch(r"https?://[^/\s,?#@]+", origin):
+        raise ValueError(f"{origin!r} must be * or an origin such as https://chat.example.com, without a path")
+    return origin
 
 
 def _is_name(name: str) -> str:
@@ -68,6 +75,11 @@ class RouterOptions(ProcessSettings):
     )
     max_body_bytes: int = Field(
         default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body, or gRPC message of a client, that is read."
+    )
+    allowed_origins: tuple[Annotated[str, AfterValidator(_is_origin)], ...] = Field(
+        default=(),
+        description="Origins of web pages whose scripts may call the HTTP interface from a browser, such as "
+        "https://chat.example.com; * for all. By default none may.",
     )
     node_timeout: Timeout = Field(default=5.0, description="Seconds a node may take to answer a small request.")
     node_silence: float = Field(

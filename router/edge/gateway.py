@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -48,8 +49,9 @@ _OPENAI_CODES: dict[type[KVRelayError], str] = {
 }
 
 
-def create_app(edge: Edge, *, version: str, max_body_bytes: int) -> Starlette:
-    """Makes the ASGI application of one router. `/metrics` shows `edge.metrics.registry`."""
+def create_app(edge: Edge, *, version: str, max_body_bytes: int, allowed_origins: Sequence[str] = ()) -> Starlette:
+    """Makes the ASGI application of one router. `/metrics` shows `edge.metrics.registry`. Scripts of web pages from
+    `allowed_origins` may call it; `*` is any."""
     gateway = _Gateway(edge, version, max_body_bytes)
     app = Starlette(
         routes=[
@@ -65,13 +67,28 @@ def create_app(edge: Edge, *, version: str, max_body_bytes: int) -> Starlette:
             Route("/metrics", gateway.metrics, methods=["GET"]),
             Route("/version", gateway.version, methods=["GET"]),
         ],
-        middleware=[Middleware(_RequestIds)],
+        middleware=[Middleware(_RequestIds), *_cross_origin(allowed_origins)],
         exception_handlers=dict.fromkeys((KVRelayError, HTTPException, Exception), _answer_error),
     )
     # Behind a proxy that ends TLS, a redirect would send the client's prompt and API key again without it, to whichever
     # host the request names.
     app.router.redirect_slashes = False
     return app
+
+
+def _cross_origin(allowed: Sequence[str]) -> list[Middleware]:
+    """Returns what tells browsers which pages may call (https://fetch.spec.whatwg.org/#http-cors-protocol)."""
+    if not allowed:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=allowed,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]
 
 
 class _Gateway:

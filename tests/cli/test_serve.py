@@ -339,6 +339,8 @@ def another_value(field: FieldInfo) -> Any:
         return next(choice for choice in get_args(field.annotation) if choice != field.default)
     if isinstance(field.default, SecretStr):
         return SecretStr(SECRET)
+    if isinstance(field.default, tuple):  # of origins
+        return ("https://chat.example.com", "http://localhost:3000")
     if isinstance(field.default, int):
         return 2 * field.default or 8
     return field.default * 0.75 if isinstance(field.default, float) else "redis"  # also a name, a folder or a host
