@@ -92,6 +92,7 @@ _STATUS: dict[type[KVRelayError], ErrorStatus] = {
     UnavailableError: ErrorStatus(grpc.StatusCode.UNAVAILABLE, 503, "unavailable_error"),
     KVRelayError: ErrorStatus(grpc.StatusCode.INTERNAL, 500, "internal_error"),
 }
+REPORTED_CODES = tuple(status.grpc_code for status in _STATUS.values())
 
 
 def status_of(error: BaseException) -> ErrorStatus:

@@ -1,9 +1,13 @@
 """The router's own metrics, under the names that other servers of this kind use. Each router has a registry of its own.
 
-Invariant: every admitted request ends in exactly one of `request_success` and `request_errors`.
+Invariant: every admitted request ends in exactly one of `request_success` and `request_errors`. Every series is there
+from the start, so that a rate sees the first event that it counts.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvrelay.core.errors import REPORTED_CODES
+from kvrelay.core.outputs import FinishReason
 
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -44,6 +48,10 @@ class RouterMetrics:
         self._errors = Counter(
             "kvrelay:request_errors_total", "Refused or failed requests.", ["model_name", "code"], registry=registry
         )
+        for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
+            self._success.labels(model_name, reason.value)
+        for code in REPORTED_CODES:
+            self._errors.labels(model_name, code.name)
 
     def count_success(self, finished_reason: str) -> None:
         self._success.labels(self._model_name, finished_reason).inc()

@@ -114,7 +114,7 @@ async def test_an_abandoned_request_counts_as_aborted_and_a_failed_one_as_an_err
         with pytest.raises(type(error)):
             [event async for event in failing.generate(request())]
         assert counted(failing, "request_errors_total", code="INTERNAL") == 1
-        assert counted(failing, "request_success_total", finished_reason="abort") is None
+        assert counted(failing, "request_success_total", finished_reason="abort") == 0
         assert counted(failing, "num_requests_running") == 0
 
 

@@ -52,4 +52,15 @@ async def test_metrics_count_requests_by_ending_tokens_and_latencies(tokenizer: 
         f"kvrelay:inter_token_latency_seconds_count{{{label}}} {num_reply_tokens}.0",
     ):
         assert line in text
-    assert 'finished_reason="abort"' not in text
+
+
+async def test_the_ways_in_which_a_request_may_end_are_counted_from_zero(tokenizer: Tokenizer) -> None:
+    """A rate or an increase misses an event with which its series begins."""
+    async with serving(ScriptedRelay(tokenizer)) as gateway:
+        text = (await gateway.http.get("/metrics")).text
+    label = f'model_name="{MODEL}"'
+    for reason in ("stop", "length", "abort"):
+        assert f'kvrelay:request_success_total{{finished_reason="{reason}",{label}}} 0.0' in text
+    codes = ("INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "CANCELLED", "INTERNAL", "UNAVAILABLE")
+    for code in (*codes, "DEADLINE_EXCEEDED"):
+        assert f'kvrelay:request_errors_total{{code="{code}",{label}}} 0.0' in text
