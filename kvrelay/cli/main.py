@@ -40,12 +40,26 @@ Measure any OpenAI-compatible or kvrelay server:
 
 def main() -> None:
     """Runs the console script."""
+    _open_standard_streams()
     try:
         exit_with(lambda: run(sys.argv[1:]))
     except BrokenPipeError:
         # The reader of our output is gone (`kvrelay complete ... | head`): say nothing, nor when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _open_standard_streams() -> None:
+    """Opens /dev/null in place of standard streams that are closed (`<&-`). A connection would get the number of one,
+    and uvloop aborts the process that closes it."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            os.set_inheritable(number, True)  # for the process that replaces this one
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 def run(argv: Sequence[str]) -> int:

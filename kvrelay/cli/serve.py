@@ -28,7 +28,7 @@ from kvrelay.core.config_fields import ENV_PREFIX, flag_of, variable_of
 from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.core_table import CoreTable
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
-from kvrelay.core.lifecycle import on_stdin_closed
+from kvrelay.core.lifecycle import on_stdin_closed, say_ready
 from kvrelay.core.listening import check_port
 from kvrelay.core.model_directory import resolve_model_directory
 from kvrelay.core.option_types import MOST_THREADS
@@ -257,13 +257,12 @@ def _announce(settings: ServeSettings, ready: ReadyLine) -> None:
     http, grpc, model = (str(ready[name]) for name in ("http_address", "grpc_address", "model"))
     if settings.json_ready:
         line = {"event": "ready", "role": "cluster", "http_address": http, "grpc_address": grpc, "model": model}
-        print(json.dumps(line), flush=True)
+        say_ready(json.dumps(line))
         return
     body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16})
-    print(
+    say_ready(
         f"\nkvrelay serves {model} at http://{http}/v1 and gRPC {grpc}. Ctrl-C ends it. Try:\n"
-        f"  curl http://{http}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n",
-        flush=True,
+        f"  curl http://{http}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
     )
 
 

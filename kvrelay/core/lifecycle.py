@@ -62,5 +62,14 @@ def announce_ready(**fields: object) -> None:
     million of them while requests wait."""
     gc.collect()
     gc.freeze()
-    sys.stdout.write(json.dumps({"event": "ready", **fields}) + "\n")
-    sys.stdout.flush()
+    say_ready(json.dumps({"event": "ready", **fields}))
+
+
+def say_ready(line: str) -> None:
+    """Prints a line on standard output at once. If nobody reads there any more, or the disk is full, the line is lost:
+    a process that serves does not end for it."""
+    try:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+    except OSError:  # what is still to be written would be tried again at the end, and fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

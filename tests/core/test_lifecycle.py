@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,13 @@ def test_what_was_loaded_before_is_never_collected_again() -> None:
     assert json.loads(ready) == {"event": "ready", "role": "test"}
     num_watched, num_kept = map(int, counts.split())
     assert num_watched < 1_000 < 50_000 < num_kept
+
+
+def test_a_process_serves_also_if_nobody_takes_its_ready_line() -> None:
+    serve = "from kvrelay.core.lifecycle import announce_ready; announce_ready(role='test')"
+    with Path("/dev/full").open("w") as full_disk:
+        ended = subprocess.run([sys.executable, "-c", serve], stdout=full_disk, stderr=subprocess.PIPE, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 async def signalled(number: int) -> None:
