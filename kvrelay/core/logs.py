@@ -39,5 +39,6 @@ def configure_logging(process: str, level: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    for chatty in ("asyncio", "grpc", "httpx", "httpcore", "transformers", "urllib3", "uvicorn.access"):
+    # uvicorn notes its start and end under the name uvicorn.error, which a search for errors would find in every log.
+    for chatty in ("asyncio", "grpc", "httpx", "httpcore", "transformers", "urllib3", "uvicorn"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))

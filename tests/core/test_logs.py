@@ -39,6 +39,7 @@ def test_chatty_libraries_log_only_warnings_at_any_level(capsys: pytest.CaptureF
     configure_logging("router", "debug")
     logging.getLogger("kvrelay").debug("shown")
     logging.getLogger("httpx").info("hidden")
+    logging.getLogger("uvicorn.error").info("hidden: Started server process")
     logging.getLogger("httpx").warning("shown as well")
     lines = capsys.readouterr().err.splitlines()
     assert [line.rsplit(": ", 1)[1] for line in lines] == ["shown", "shown as well"]
