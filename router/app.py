@@ -75,7 +75,12 @@ def main(argv: Sequence[str]) -> int:
     """Runs one router until it is told to stop; returns the exit status."""
     settings = load_settings(RouterSettings, argv, prog="kvrelay router")
     configure_logging("router", settings.log_level)
-    raise_open_files_limit()
+    if (limit := raise_open_files_limit()) <= settings.max_concurrent_requests:
+        _logger.warning(
+            "this process may open %d files, of which each client's connection is one: further ones are reset before "
+            "--max-concurrent-requests (%d) are running; raise its hard limit (systemd: LimitNOFILE)",
+            limit, settings.max_concurrent_requests,
+        )  # fmt: skip
     try:
         uvloop.run(_run(settings))
     except KVRelayError as error:

@@ -36,11 +36,12 @@ class StopSignals:
         self.stop.set()
 
 
-def raise_open_files_limit() -> None:
-    """Lets this process open as many files as the system allows. A connection is one, and with the usual limit of 1,024
-    new clients and nodes would be cut off before `max_concurrent_requests` are running."""
+def raise_open_files_limit() -> int:
+    """Lets this process open as many files as the system allows, and returns how many. A connection is one, and with
+    the usual limit of 1,024 new clients and nodes would be cut off before `max_concurrent_requests` are running."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def on_stdin_closed(action: Callable[[], object]) -> None:

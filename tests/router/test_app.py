@@ -205,9 +205,14 @@ async def test_a_router_may_have_as_many_connections_as_the_system_allows(model_
     async with AsyncExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
-        process = await stack.enter_async_context(router_process(str(model_dir), *flags))
+        process = await stack.enter_async_context(
+            router_process(str(model_dir), *flags, "--max-concurrent-requests", str(hard))
+        )
         await ready_line(process)
         assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+        process.terminate()
+        _, stderr = await process.communicate()
+        assert f"this process may open {hard} files".encode() in stderr, "fewer than its requests may need"
 
 
 def test_events_do_not_wait_for_acknowledgements() -> None:
