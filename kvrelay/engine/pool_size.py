@@ -4,8 +4,8 @@ Invariant: a pool has room for at least one sequence of the greatest length allo
 """
 
 import logging
-import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
@@ -24,9 +24,20 @@ class PoolSize:
     max_model_len: int
 
 
-def free_memory() -> int:
-    """Returns the bytes of RAM that are free now."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Returns the bytes of RAM that can be had now: those that are free or hold cached files, such as the checkpoint
+    that was just read, and no more than the limit of the container leaves, if it has one."""
+    free = 1024 * _numbers(meminfo)["MemAvailable:"]
+    limit = cgroup / "memory.max"
+    if limit.is_file() and (most := limit.read_text().strip()) != "max":
+        used = int((cgroup / "memory.current").read_text()) - _numbers(cgroup / "memory.stat")["inactive_file"]
+        free = min(free, max(0, int(most) - used))
+    return free
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Returns the numbers of a kernel's file with a name and a number on each line."""
+    return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}
 
 
 def size_pool(options: EngineOptions, layout: KVLayout, *, model_limit: int, free_bytes: int) -> PoolSize:
