@@ -33,6 +33,7 @@ class Publisher:
         self._unpin = unpin
         self._queue: asyncio.Queue[_Batch] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
+        self._num_unpublished = 0  # since the connector last succeeded
 
     def start(self, on_failure: Callable[[BaseException], None]) -> None:
         """Starts the task. `on_failure` is called when an unforeseen error has ended it, after which nothing is
@@ -75,7 +76,13 @@ class Publisher:
         try:
             await self._connector.publish(list(dict.fromkeys(blocks)))  # requests with one prefix offer the same
         except KVError as error:
-            _logger.warning("%d blocks are not published: %s", len(blocks), error)
+            if not self._num_unpublished:  # a store that is down fails at every step
+                _logger.warning("%d blocks are not published: %s; not logged again while it fails", len(blocks), error)
+            self._num_unpublished += len(blocks)
+        else:
+            if self._num_unpublished:
+                _logger.info("blocks are published again; %d were not", self._num_unpublished)
+            self._num_unpublished = 0
         finally:
             self._unpin([block.block_id for block in blocks])
 

@@ -19,10 +19,11 @@ PATIENCE = 10.0
 class FailingConnector(InProcessConnector):
     def __init__(self, error: Exception) -> None:
         super().__init__(InProcessHub())
-        self._error = error
+        self.error: Exception | None = error
 
     async def publish(self, blocks: Sequence[NamedBlock]) -> None:
-        raise self._error
+        if self.error is not None:
+            raise self.error
 
 
 async def test_a_connector_that_fails_delays_no_callback_and_no_unpin() -> None:
@@ -36,6 +37,26 @@ async def test_a_connector_that_fails_delays_no_callback_and_no_unpin() -> None:
         await publisher.drain()
     await asyncio.sleep(0)
     assert unpinned == told == [0, 1, 2]
+    await publisher.close()
+
+
+async def test_a_connector_that_keeps_failing_is_logged_once_and_so_is_its_return(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It fails at every step, many times a second, and a store may be down for hours."""
+    caplog.set_level("INFO", "kvrelay.node.publisher")
+    connector = FailingConnector(KVError("not reachable"))
+    publisher = Publisher(connector, list[int]().extend)
+    publisher.start(lambda error: pytest.fail(str(error)))
+    async with asyncio.timeout(PATIENCE):
+        for error in (KVError("not reachable"), KVError("timed out"), None, None):
+            connector.error = error
+            publisher.enqueue(BLOCKS)
+            await publisher.drain()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "3 blocks are not published: not reachable; not logged again while it fails"),
+        ("INFO", "blocks are published again; 6 were not"),
+    ]
     await publisher.close()
 
 
