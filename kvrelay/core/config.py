@@ -211,12 +211,14 @@ def _parse_arguments(
 
 def _check_environment(environment: Mapping[str, str], fields: Sequence[str]) -> None:
     """Raises ConfigurationError for a variable whose name is almost that of a setting. What is unknown otherwise, or in
-    `_ALIKE`, may belong to another kvrelay process of this shell or pod; a note on standard error mentions it."""
+    `_ALIKE`, may belong to another kvrelay process of this shell or pod, and an address with tcp:// to Kubernetes; a
+    note on standard error mentions it."""
     for variable in sorted(environment):
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX) or name in fields:
             continue
-        if name not in _ALIKE and difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
+        is_service_link = environment[variable].startswith("tcp://")
+        if not is_service_link and name not in _ALIKE and difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
             names = [variable_of(field) for field in fields]
             raise ConfigurationError(f"there is no setting for the variable {variable}{nearest(variable, names)}")
         sys.stderr.write(f"note: the variable {variable} is not a setting of this process; ignored\n")

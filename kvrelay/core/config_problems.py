@@ -9,8 +9,8 @@ from pydantic_core import ErrorDetails
 from kvrelay.core.config_fields import argument_of, flag_of, is_secret, variable_of
 
 _SERVICE_LINK = (
-    "Kubernetes gives every pod such a variable, KVRELAY_PORT, for a Service called kvrelay: "
-    "set `enableServiceLinks: false` in the pod, or call the Service otherwise"
+    "Kubernetes gives every pod such a variable, KVRELAY_PORT for a Service called kvrelay, KVRELAY_GRPC_PORT for "
+    "kvrelay-grpc: set `enableServiceLinks: false` in the pod, or call the Service otherwise"
 )
 
 

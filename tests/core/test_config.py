@@ -278,6 +278,9 @@ def test_a_variable_that_kubernetes_sets_for_a_service_is_told_from_a_setting(
     monkeypatch.setenv("KVRELAY_PORT", "tcp://10.96.3.7:8000")
     assert "enableServiceLinks: false" in failure(capsys, "m")
     assert load("m", "--port", "1").port == 1
+    monkeypatch.setenv("KVRELAY_PORTS", "tcp://10.96.3.8:8000")  # almost a setting
+    assert load("m", "--port", "1").port == 1
+    assert "note: the variable KVRELAY_PORTS is not a setting of this process" in capsys.readouterr().err
 
 
 def test_secrets_are_never_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
