@@ -18,6 +18,8 @@ def explain(details: ErrorDetails, fields: Mapping[str, FieldInfo]) -> str:
     """Returns what pydantic has found, in our words and with the remedy. A secret is not shown."""
     name = str(details["loc"][0]) if details["loc"] else ""
     problem = details["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
+    if details["type"] == "string_type":  # only a file has anything else: 007, on and 1e5 are no texts in YAML
+        problem = "must be a text: write it in quotes"
     if name not in fields:
         return problem
     got = "" if is_secret(fields[name]) else f", got {details['input']!r}"

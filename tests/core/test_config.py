@@ -226,6 +226,8 @@ def test_every_wrong_setting_is_reported(capsys: pytest.CaptureFixture[str]) -> 
         ("# mine\nblock-size: 8\nblock_size: 16", "line 3 sets 'block_size' again, after line 2"),
         ("port: x", "--port: Input should be a valid integer"),
         ("decode_nodes:", "--decode-nodes: Input should be a valid list, got None"),
+        ("redis_url: 123456", "--redis-url: must be a text: write it in quotes\n"),
+        ("decode_nodes: [on]", "--decode-nodes: must be a text: write it in quotes, got True"),
     ],
 )
 def test_a_wrong_file_is_explained(
@@ -306,4 +308,4 @@ def test_a_secret_that_is_wrong_is_not_printed_either(capsys: pytest.CaptureFixt
     path = tmp_path / "settings.yaml"
     path.write_text("redis_url: [redis://:hunter2@host]\n")
     text = failure(capsys, "m", "--config", str(path))
-    assert "--redis-url: Input should be a valid string" in text and "hunter2" not in text
+    assert "--redis-url: must be a text" in text and "hunter2" not in text
