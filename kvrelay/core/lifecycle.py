@@ -15,9 +15,12 @@ from collections.abc import Callable
 
 
 class StopSignals:
-    """Two events: `stop` is set by SIGINT or SIGTERM, `hurry` by the second of them. A supervised process is also asked
-    by the end of its standard input, and hurries only when asked in both ways: systemd, for one, sends a signal to all
-    processes of a service, to which their supervisor adds its own without haste."""
+    """Two events: `stop` is set by SIGINT or SIGTERM, `hurry` by the second of them. SIGHUP, which a closed terminal
+    sends, sets `stop` alone, because a shell may send it once more; where it is ignored (`nohup`), it stays so.
+
+    A supervised process is also asked by the end of its standard input, and hurries only when asked in both ways:
+    systemd, for one, sends a signal to all processes of a service, to which their supervisor adds its own without
+    haste."""
 
     def __init__(self, *, supervised: bool) -> None:
         self.stop = asyncio.Event()
@@ -26,6 +29,8 @@ class StopSignals:
         self._asked: set[str] = set()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._ask, "signal")
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.stop.set)
         if supervised:
             on_stdin_closed(lambda: self._ask("standard input"))
 

@@ -54,6 +54,25 @@ async def test_the_second_signal_means_haste() -> None:
     assert signals.hurry.is_set()
 
 
+async def test_a_closed_terminal_stops_without_haste_unless_it_is_to_be_ignored() -> None:
+    signals = StopSignals(supervised=False)
+    await signalled(signal.SIGHUP)
+    await signalled(signal.SIGHUP)
+    assert signals.stop.is_set() and not signals.hurry.is_set()
+    await signalled(signal.SIGTERM)
+    assert signals.hurry.is_set()
+
+
+async def test_nohup_keeps_a_process_when_its_terminal_is_closed() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        signals = StopSignals(supervised=False)
+        await signalled(signal.SIGHUP)
+        assert not signals.stop.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("signal_first", [True, False])
 async def test_a_supervised_process_hurries_when_it_is_asked_in_both_ways(
     signal_first: bool, monkeypatch: pytest.MonkeyPatch
