@@ -247,6 +247,8 @@ def _flags(settings: ServeSettings, options: type[ProcessSettings]) -> list[str]
         value = getattr(settings, name)
         if isinstance(value, bool):
             flags.append(flag_of(name if value else f"no_{name}"))
+        elif isinstance(value, tuple):
+            flags.append(f"{flag_of(name)}={','.join(value)}")
         elif value is not None and not isinstance(value, SecretStr):
             # A text may begin with a dash, and would be taken for a flag if it stood alone.
             flags += [f"{flag_of(name)}={value}"] if isinstance(value, str) else [flag_of(name), str(value)]
