@@ -37,10 +37,10 @@ class SelfTestReport:
     bytes_per_second: float = 0.0
 
 
-async def check_transport(make: Callable[[], HostConnector], *, timeout: float = _TIMEOUT) -> SelfTestReport:
+async def check_connector(make: Callable[[], HostConnector], *, timeout: float = _TIMEOUT) -> SelfTestReport:
     """Moves blocks between two connectors that `make` returns. `timeout` in seconds limits one fetch, and twice as much
     the whole test; a connector that has not ended then is abandoned. Raises what `make` raises."""
-    test = asyncio.get_running_loop().create_task(_check_transport(make(), make(), timeout), name="kv self-test")
+    test = asyncio.get_running_loop().create_task(_check_connector(make(), make(), timeout), name="kv self-test")
     done, _ = await asyncio.wait([test], timeout=2 * timeout)
     if not done:
         test.cancel()
@@ -51,7 +51,7 @@ async def check_transport(make: Callable[[], HostConnector], *, timeout: float =
         return SelfTestReport(str(error))
 
 
-async def _check_transport(holder: HostConnector, reader: HostConnector, timeout: float) -> SelfTestReport:
+async def _check_connector(holder: HostConnector, reader: HostConnector, timeout: float) -> SelfTestReport:
     async with AsyncExitStack() as stack:
         count = 1 if holder.has_store else SCRATCH_BLOCKS
         epoch = secrets.randbits(63)

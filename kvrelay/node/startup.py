@@ -14,7 +14,7 @@ import torch
 from kv_connector.base import KVConnector
 from kv_connector.device.self_test import check_direct
 from kv_connector.registry import create_connector, create_direct, is_installed
-from kv_connector.self_test import SelfTestReport, check_transport
+from kv_connector.self_test import SelfTestReport, check_connector
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.core_table import CoreShare, CoreTable
@@ -41,32 +41,32 @@ async def build_node(settings: NodeSettings, role: str) -> Node:
     cancelled, it closes what it has opened, but its thread goes on loading. Raises ModelLoadError or
     ConfigurationError."""
     prefill_rate = PrefillRate()
-    transport = await _transport(settings, prefill_rate)
+    transfers = await _transfers(settings, prefill_rate)
     try:
         prepared = await _prepare_apart(_engine_options(settings))
-        return _join(settings, role, prepared, transport, prefill_rate)
+        return _join(settings, role, prepared, transfers, prefill_rate)
     except BaseException:
-        await transport.tiers.close()  # their memory may be a file
+        await transfers.connector.close()  # its memory may be a file
         raise
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
-    """How blocks leave the node and arrive: `tiers` move them, through host memory or from device to device, and
-    `make_pool` makes the pool that they serve. Whoever holds this closes `tiers` unless a node owns them."""
+class _Transfers:
+    """How blocks leave the node and arrive: `connector` moves them, through host memory or from device to device, and
+    `make_pool` makes the pool that it serves. Whoever holds this closes `connector` unless a node owns it."""
 
-    tiers: KVConnector
+    connector: KVConnector
     make_pool: Callable[[PoolPlan, torch.device], NodePool]
 
 
 def _join(
-    settings: NodeSettings, role: str, prepared: PreparedEngine, transport: Transport, prefill_rate: PrefillRate
+    settings: NodeSettings, role: str, prepared: PreparedEngine, transfers: _Transfers, prefill_rate: PrefillRate
 ) -> Node:
     layout, size = prepared.layout, prepared.size
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
     epoch = secrets.randbits(63) | 1
     plan = PoolPlan(layout, size.num_blocks, int(settings.kv_staging_gib * 2**30), node_id, epoch)
-    pool = transport.make_pool(plan, prepared.device)
+    pool = transfers.make_pool(plan, prepared.device)
     connector = pool.connector
     engine = prepared.build(
         pool.tensor,
@@ -118,8 +118,8 @@ def _engine_options(settings: NodeSettings) -> EngineOptions:
     return EngineOptions(**{field.name: getattr(settings, field.name) for field in fields(EngineOptions)})
 
 
-async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> Transport:
-    """Returns the transport over the connectors that are set, or chosen, and pass their self-test."""
+async def _transfers(settings: NodeSettings, prefill_rate: PrefillRate) -> _Transfers:
+    """Returns the transfers through the connectors that are set, or chosen, and pass their self-test."""
     connector_settings = _connector_settings(settings)
 
     def choose(broken: Mapping[str, str]) -> ConnectorChoice:
@@ -134,18 +134,18 @@ async def _transport(settings: NodeSettings, prefill_rate: PrefillRate) -> Trans
     async def check(name: str) -> SelfTestReport:
         redis = replace(connector_settings.redis, ttl_seconds=_SELF_TEST_TTL, key_prefix="kvrelay-self-test")
         scratch = replace(connector_settings, redis=redis)
-        return await check_transport(lambda: create_connector(name, scratch))
+        return await check_connector(lambda: create_connector(name, scratch))
 
     choice = await choose_working(choose, check)
     _logger.info("connector %s: %s", ",".join(choice.names), choice.reason)
     direct = await _direct(settings, choice.names, connector_settings)
     if direct:
         device_tiers = TieredConnector([create_direct(name, connector_settings) for name in direct])
-        return Transport(device_tiers, partial(make_direct_pool, device_tiers))
+        return _Transfers(device_tiers, partial(make_direct_pool, device_tiers))
     host_tiers = TieredConnector(
         [create_connector(name, connector_settings) for name in choice.names], recompute_seconds=prefill_rate.seconds
     )
-    return Transport(host_tiers, partial(make_pool, host_tiers))
+    return _Transfers(host_tiers, partial(make_pool, host_tiers))
 
 
 async def _direct(

@@ -11,7 +11,7 @@ import redis
 
 from kv_connector.base import FetchOutcome
 from kv_connector.header import BlockHeader
-from kv_connector.self_test import check_transport
+from kv_connector.self_test import check_connector
 from kv_connector.settings import RedisSettings
 from kv_connector.store.redis_store import RedisConnector
 from kvrelay.core.errors import ConfigurationError, KVError
@@ -217,5 +217,5 @@ async def test_the_password_is_in_no_log_and_no_repr(caplog: pytest.LogCaptureFi
 async def test_a_url_that_cannot_work_is_refused_and_not_tried_again_later(url: str) -> None:
     """It is a wrong setting, not a problem that the self-test finds: that may pass with time."""
     with pytest.raises(ConfigurationError, match="--redis-url") as refused:
-        await check_transport(lambda: RedisConnector(RedisSettings(url=url)))
+        await check_connector(lambda: RedisConnector(RedisSettings(url=url)))
     assert "hunter2" not in str(refused.value)

@@ -9,7 +9,7 @@ import pytest
 from kv_connector.base import FetchOutcomes, HostConnector
 from kv_connector.faulty import CallPlan, ConnectorFault, FaultyConnector
 from kv_connector.segments.shared_memory import SharedMemoryConnector
-from kv_connector.self_test import check_transport
+from kv_connector.self_test import check_connector
 from kv_connector.settings import RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.store.redis_store import RedisConnector
 from kv_connector.ucx.connector import UcxConnector
@@ -53,19 +53,19 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 async def test_a_connector_that_moves_bytes_passes_and_leaves_nothing(make: Make) -> None:
-    report = await check_transport(make)
+    report = await check_connector(make)
     assert not report.problem and report.bytes_per_second > 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
 async def test_wrong_bytes_are_found_though_the_transport_believes_in_them(make: Make) -> None:
-    report = await check_transport(lambda: LyingConnector(make(), NoFaults()))
+    report = await check_connector(lambda: LyingConnector(make(), NoFaults()))
     assert report.is_wrong and "with other bytes" in report.problem
 
 
 async def test_a_connector_that_does_not_end_is_abandoned(make: Make) -> None:
-    report = await check_transport(lambda: FaultyConnector(make(), PublishingHangs()), timeout=0.05)
+    report = await check_connector(lambda: FaultyConnector(make(), PublishingHangs()), timeout=0.05)
     assert report.problem == "it has not ended after 0.1 s" and not report.is_wrong
     while len(asyncio.all_tasks()) > 1:
         await asyncio.sleep(0)
@@ -79,19 +79,19 @@ async def test_a_connector_that_does_not_end_is_abandoned(make: Make) -> None:
     ],
 )
 async def test_ucx_that_is_set_up_wrong_says_so(settings: UcxSettings) -> None:
-    report = await check_transport(lambda: UcxConnector(settings))
+    report = await check_connector(lambda: UcxConnector(settings))
     assert report.problem == "16 of 16 blocks did not arrive: failed" and not report.is_wrong
 
 
 async def test_no_redis_and_no_directory_are_problems_and_not_wrong_bytes(tmp_path: object) -> None:
     away = RedisSettings(url="redis://127.0.0.1:1/0")
-    report = await check_transport(lambda: RedisConnector(away))
+    report = await check_connector(lambda: RedisConnector(away))
     assert "could be published" in report.problem and not report.is_wrong
     nowhere = SharedMemorySettings(f"{tmp_path}/nowhere")
-    report = await check_transport(lambda: SharedMemoryConnector(nowhere))
+    report = await check_connector(lambda: SharedMemoryConnector(nowhere))
     assert "is not a directory" in report.problem
 
 
 async def test_a_wrong_setting_raises() -> None:
     with pytest.raises(ConfigurationError, match="KVRELAY_CLUSTER_SECRET"):
-        await check_transport(lambda: UcxConnector(UcxSettings("short")))
+        await check_connector(lambda: UcxConnector(UcxSettings("short")))

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from kv_connector.registry import create_connector, is_installed
-from kv_connector.self_test import SelfTestReport, check_transport
+from kv_connector.self_test import SelfTestReport, check_connector
 from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.node import startup
@@ -37,7 +37,7 @@ def test_ucx_on_loopback_opens_no_port_to_the_network(host: str) -> None:
 async def test_ucx_works_on_every_address_of_loopback(host: str) -> None:
     given = {"model": "m", "host": host, "cluster_secret": CLUSTER_SECRET}
     settings = startup._connector_settings(NodeSettings.model_validate(given))
-    assert not (await check_transport(lambda: create_connector("ucx", settings))).problem
+    assert not (await check_connector(lambda: create_connector("ucx", settings))).problem
 
 
 @pytest.mark.parametrize(
