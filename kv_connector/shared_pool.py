@@ -37,11 +37,11 @@ class SharedPool(Generic[PoolT]):
         fresh = [(block, generations[block.block_id]) for block in blocks if not self._holds(block)]
         headers = await self.pool.describe_all([block for block, _ in fresh], self.epoch)
         return sum(
-            self.put(block.block_id, header, generation)
+            self._put(block.block_id, header, generation)
             for (block, generation), header in zip(fresh, headers, strict=True)
         )
 
-    def put(self, block_id: int, header: BlockHeader, generation: int) -> bool:
+    def _put(self, block_id: int, header: BlockHeader, generation: int) -> bool:
         """Makes a header visible, unless the block was retracted since `generation` was read; tells whether it did."""
         with self.lock:
             if self.generations[block_id] != generation:

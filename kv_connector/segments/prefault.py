@@ -25,10 +25,6 @@ class Prefault:
         self._thread = threading.Thread(target=self._run, name="kv-prefault", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Returns when all pages are mapped."""
-        self._thread.join()
-
     def stop(self) -> None:
         """Ends the thread after its current slice. Idempotent."""
         self._stopped.set()

@@ -43,11 +43,6 @@ class Backlog:
         if self._claims and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="kv backlog")
 
-    async def settle(self) -> None:
-        """Returns when `store` has had everything added so far."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
-
     async def close(self) -> None:
         """Drops the blocks that still wait, and ends the task."""
         self._claims.clear()

@@ -113,12 +113,6 @@ class RedisConnector:
                 break
         return verdicts.settle(None, self.stats, block_bytes=block_bytes)
 
-    async def settled(self) -> None:
-        """Returns when everything published so far has been offered to Redis."""
-        backlog = self._require().backlog
-        if backlog is not None:
-            await backlog.settle()
-
     async def close(self) -> None:
         state, self._state = self._state, None
         if state is None:

@@ -11,7 +11,6 @@ import pytest
 import redis
 
 from kv_connector.base import HostConnector
-from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.engine.engine import Engine
 from kvrelay.node.node import Node
@@ -19,6 +18,7 @@ from tests.cluster.agreement import check_agrees
 from tests.cluster.cluster import Cluster, cluster
 from tests.cluster.prompts import prompt_of
 from tests.engine.reference import Reference
+from tests.kv_connector.settled import settled
 from tests.redis_server import RedisServer
 
 PROMPT = prompt_of(100)
@@ -33,9 +33,7 @@ def tiers(node: Node) -> TieredConnector[HostConnector]:
 async def stored(node: Node) -> None:
     """Returns once Redis has the blocks that the node has published."""
     await node.check_idle()
-    store = tiers(node).tiers[-1]
-    assert isinstance(store, RedisConnector)
-    await store.settled()
+    await settled(node.connector)
 
 
 async def forget(running: Cluster, node_id: str) -> None:

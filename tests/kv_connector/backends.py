@@ -27,6 +27,7 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.direct_device import DirectDevice
+from tests.kv_connector.settled import settled
 from tests.kv_connector.slow_device import SlowDevice
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=32, dtype="float32")  # 32 KiB a block
@@ -258,14 +259,6 @@ async def write_and_publish(node: Node, chosen: list[NamedBlock]) -> None:
         node.fill(block)
     await node.connector.publish(chosen)
     await settled(node.connector)
-
-
-async def settled(connector: KVConnector) -> None:
-    if isinstance(connector, StagedConnector):
-        connector = connector._inner
-    for tier in connector.tiers if isinstance(connector, TieredConnector) else (connector,):
-        if isinstance(tier, RedisConnector):
-            await tier.settled()
 
 
 def moved(chosen: list[NamedBlock], first_id: int) -> list[NamedBlock]:

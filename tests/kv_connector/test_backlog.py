@@ -7,6 +7,7 @@ import pytest
 
 from kv_connector.store.backlog import Backlog, Claim
 from tests.kv_connector.backends import blocks
+from tests.kv_connector.settled import emptied
 
 
 class Store:
@@ -43,10 +44,10 @@ async def test_blocks_added_meanwhile_wait_and_are_stored_with_their_newest_cont
     backlog.add(claims([3, 4]))
     backlog.add(claims([5]))  # block 0 once more: it goes to the end
     store.gate.set()
-    await backlog.settle()
+    await emptied(backlog)
     assert store.batches == [[1, 2], [4, 5]]
     backlog.add(claims([6]))
-    await backlog.settle()
+    await emptied(backlog)
     assert store.batches[2:] == [[6]]
     await backlog.close()
 
@@ -56,7 +57,7 @@ async def test_many_blocks_are_stored_in_batches() -> None:
     store.gate.set()
     backlog = Backlog(store)
     backlog.add(claims(range(200)))
-    await backlog.settle()
+    await emptied(backlog)
     assert [generation for batch in store.batches for generation in batch] == list(range(200))
     assert max(map(len, store.batches)) < 200
     await backlog.close()
@@ -78,7 +79,7 @@ async def test_an_unforeseen_error_is_raised_by_the_next_add() -> None:
     store.gate.set()
     backlog = Backlog(store)
     backlog.add(claims([1]))
-    await backlog.settle()
+    await emptied(backlog)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         backlog.add(claims([2]))
     await backlog.close()

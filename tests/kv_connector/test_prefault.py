@@ -30,7 +30,7 @@ def test_pages_are_mapped_and_keep_what_they_hold(*, stops: bool) -> None:
         prefault = Prefault(rows[1:])
         if stops:
             prefault.stop()
-        prefault.wait()
+        prefault._thread.join()
         mapped = resident_bytes(file.name)
         assert rows[3, 5] == 7 and rows.sum() == 7
         del rows

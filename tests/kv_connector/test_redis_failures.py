@@ -21,7 +21,8 @@ from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import KVError
 from kvrelay.core.named_block import NamedBlock
-from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, settled, write_and_publish
+from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
+from tests.kv_connector.settled import settled
 from tests.manual_clock import ManualClock
 from tests.redis_server import RedisServer
 
