@@ -164,7 +164,7 @@ def _edge(settings: RouterSettings, relay: ClusterRelay, tokenizer: Tokenizer, c
 
 async def _wait_for_nodes(settings: RouterSettings, registry: Registry, stop: asyncio.Event) -> None:
     """Waits for at most `start_timeout` seconds: a router without nodes still answers, and says what is missing."""
-    await first_of(registry.wait_settled(settings.start_timeout), stop.wait())
+    await first_of(registry.wait_settled(), stop.wait(), asyncio.sleep(settings.start_timeout))
     for node in registry.nodes:
         _logger.info("%s node %s is %s", node.role.value, node.name, node.state.value)
 

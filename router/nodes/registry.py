@@ -91,16 +91,10 @@ class Registry:
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._follow(node), name=f"watch {node.address}") for node in self.nodes]
 
-    async def wait_settled(self, timeout: float) -> bool:
-        """Waits until every node is live, draining or refused. Returns False if that takes longer than `timeout`
-        seconds."""
-        try:
-            async with asyncio.timeout(timeout):
-                for event in self._settled.values():
-                    await event.wait()
-        except TimeoutError:
-            return False
-        return True
+    async def wait_settled(self) -> None:
+        """Returns when every node has been live, draining or refused."""
+        for event in self._settled.values():
+            await event.wait()
 
     async def close(self) -> None:
         await end_tasks(*self._tasks)

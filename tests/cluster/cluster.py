@@ -201,7 +201,8 @@ async def cluster(
             addresses["prefill"], addresses["decode"], KVIndex(capacity=100_000), timeout=5.0, silence=5.0
         )
         registry.start()
-        assert await registry.wait_settled(timeout=20.0)
+        async with asyncio.timeout(20.0):
+            await registry.wait_settled()
         assert len(registry.live(NodeRole.PREFILL)) == prefill_nodes
         assert len(registry.live(NodeRole.DECODE)) == decode_nodes
         policy = policy or make_policy("prefix_aware", local_prefill_max_tokens=0)

@@ -363,7 +363,7 @@ async def cluster(
         placer = Placer(registry, PrefixAware(local_prefill_max_tokens), limits)
         relay = ClusterRelay(registry, placer, limits, RecoveryMetrics("m", collectors))
         try:
-            assert await registry.wait_settled(PATIENCE)
+            await settled(registry)
             yield Cluster(prefills, decodes, registry, placer, relay, collectors)
         finally:
             await relay.close(timeout=0.0)
@@ -372,6 +372,12 @@ async def cluster(
 async def soon(queue: asyncio.Queue[_Item]) -> _Item:
     async with asyncio.timeout(PATIENCE):
         return await queue.get()
+
+
+async def settled(registry: Registry) -> None:
+    """Returns when the registry knows of every node what to make of it."""
+    async with asyncio.timeout(PATIENCE):
+        await registry.wait_settled()
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -24,6 +24,7 @@ from tests.router.scripted_nodes import (
     ScriptedPrefill,
     cluster,
     registered,
+    settled,
     soon,
     token,
     until,
@@ -234,7 +235,7 @@ async def test_a_restart_ends_an_ejection() -> None:
 async def states(*nodes: ScriptedNode) -> tuple[list[NodeState], str]:
     """Returns the states in which the router sees these nodes, and its error if nothing can be served."""
     async with registered(*nodes) as registry:
-        assert await registry.wait_settled(PATIENCE)
+        await settled(registry)
         try:
             registry.served_model()
         except UnavailableError as error:

@@ -9,7 +9,7 @@ from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
 from router.nodes.node_metrics import NodeMetrics
 from router.nodes.registry import Registry
-from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, cluster, registered, until
+from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, cluster, registered, settled, until
 
 
 async def test_everything_of_a_node_is_in_the_metrics() -> None:
@@ -96,7 +96,7 @@ async def test_two_addresses_of_one_id_are_two_series() -> None:
         registry = Registry([], [one.address, two.address], KVIndex(10), timeout=PATIENCE, silence=5.0)
         stack.push_async_callback(registry.close)
         registry.start()
-        assert await registry.wait_settled(PATIENCE)
+        await settled(registry)
         assert [node.state for node in registry.nodes] == [NodeState.LIVE, NodeState.REFUSED]
         families = NodeMetrics(registry).collect()
         up = next(family for family in families if family.name == "kvrelay:node_up")

@@ -20,6 +20,7 @@ from tests.router.scripted_nodes import (
     ScriptedNode,
     ScriptedPrefill,
     registered,
+    settled,
     soon,
     until,
 )
@@ -31,7 +32,7 @@ async def test_live_nodes_are_described_and_their_events_reach_the_index() -> No
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
     prefill.max_model_len, decode.max_num_seqs = 1000, 4
     async with registered(prefill, decode) as registry:
-        assert await registry.wait_settled(PATIENCE)
+        await settled(registry)
         model = registry.served_model()
         assert (model.max_model_len, model.max_num_seqs) == (1000, 4)
         assert (model.vocab_size, model.kv_namespace) == (1000, NAMESPACE)
@@ -52,7 +53,7 @@ async def test_live_nodes_are_described_and_their_events_reach_the_index() -> No
 async def test_without_a_decode_node_nothing_is_served() -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
     async with registered(prefill, decode) as registry:
-        assert await registry.wait_settled(PATIENCE)
+        await settled(registry)
         await decode.stop()
         await until(lambda: registry.decode[0].state is NodeState.LOST)
         with pytest.raises(UnavailableError, match="is lost"):
@@ -107,7 +108,7 @@ async def test_a_node_that_comes_back_under_another_id_takes_no_blocks_along() -
 async def test_a_snapshot_that_broke_off_is_asked_for_again_from_its_beginning() -> None:
     decode = ScriptedDecode()
     async with registered(decode) as registry:
-        assert await registry.wait_settled(PATIENCE)
+        await settled(registry)
         await soon(decode.watch_requests)
         decode.updates.put_nowait(node_pb2.WatchResponse(epoch=1, sequence=9, reset=True, stored=[A]))
         await until(lambda: registry.index.leading([A]) == {"decode-0": 1})
@@ -186,7 +187,7 @@ async def test_a_node_that_others_were_live_before_is_checked_against_them() -> 
 async def test_an_epoch_that_changes_within_a_stream_is_asked_about() -> None:
     decode = ScriptedDecode()
     async with registered(decode) as registry:
-        assert await registry.wait_settled(PATIENCE)
+        await settled(registry)
         await soon(decode.watch_requests)
         decode.epoch = 2
         decode.update(1, stored=[A], epoch=2)  # ends the stream, unapplied
@@ -233,7 +234,7 @@ async def test_a_node_of_another_protocol_is_refused_and_decides_nothing(caplog:
     stranger.protocol, stranger.namespace = 0, replace(NAMESPACE, block_size=32)
     with caplog.at_level(logging.WARNING):
         async with registered(stranger, decode) as registry:
-            assert await registry.wait_settled(PATIENCE)
+            await settled(registry)
             assert [node.state for node in registry.decode] == [NodeState.REFUSED, NodeState.LIVE]
     assert f"protocol is 0, but this router's is {PROTOCOL}: run versions of kvrelay that share one" in caplog.text
 
@@ -242,7 +243,7 @@ async def test_nodes_that_share_one_of_their_connectors_fit() -> None:
     decode, another = ScriptedDecode(), ScriptedDecode("decode-1")
     decode.connector, another.connector = "shared_memory,redis", "ucx,redis"
     async with registered(decode, another) as registry:
-        assert await registry.wait_settled(PATIENCE)
+        await settled(registry)
         assert len(registry.live(NodeRole.DECODE)) == 2
 
 
@@ -265,7 +266,7 @@ async def test_two_nodes_of_one_id_are_not_both_let_in(caplog: pytest.LogCapture
 async def test_a_node_that_was_refused_for_its_id_takes_no_blocks_along_when_it_gets_another() -> None:
     first, second = ScriptedDecode("same"), ScriptedDecode("same")
     async with registered(first, second) as registry:
-        assert await registry.wait_settled(PATIENCE)
+        await settled(registry)
         assert [node.state for node in registry.decode] == [NodeState.LIVE, NodeState.REFUSED]
         first.update(1, stored=[A, B])
         await until(lambda: registry.index.leading([A, B]) == {"same": 2})
@@ -312,7 +313,7 @@ async def test_a_node_of_the_wrong_kind_is_refused_and_let_in_when_it_was_replac
     right, prefill.role = prefill.role, decode.role
     with caplog.at_level(logging.WARNING):
         async with registered(prefill, decode) as registry:
-            assert await registry.wait_settled(PATIENCE)
+            await settled(registry)
             assert registry.prefill[0].state is NodeState.REFUSED
             assert "role is decode, but it is listed among the prefill nodes" in caplog.text
             prefill.role = right
@@ -328,14 +329,6 @@ async def test_a_node_that_is_not_there_is_found_when_it_comes() -> None:
         await late.start()
         await until(lambda: registry.decode[1].state is NodeState.LIVE)
         assert not registry.decode[1].complaint
-
-
-async def test_waiting_for_nodes_is_bounded() -> None:
-    registry = Registry([], ["127.0.0.1:1"], KVIndex(10), timeout=5.0, silence=5.0)
-    registry.start()
-    assert not await registry.wait_settled(0.05)
-    assert registry.decode[0].state is NodeState.CONNECTING
-    await registry.close()
 
 
 async def test_an_address_listed_twice_is_a_configuration_error() -> None:

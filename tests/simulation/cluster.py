@@ -16,6 +16,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kv_connector.faulty import DamagingCopy
+from kvrelay.core.tasks import first_of
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
 from router.policy import make_policy
@@ -120,7 +121,7 @@ class Cluster:
         for name in self.config.router_names:
             self.start_router(name)
         for router in self.routers.values():
-            await process_task(router.process, router.registry.wait_settled(30.0))
+            await process_task(router.process, first_of(router.registry.wait_settled(), asyncio.sleep(30.0)))
 
     def start_router(self, name: str) -> None:
         process = Process(name)
