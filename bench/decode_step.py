@@ -126,7 +126,8 @@ def _decode(name: str, model: DecoderForCausalLM, batch: int, context: int) -> S
     def run() -> torch.Tensor:
         return model.compute_logits(model.forward(input_ids, positions, kv_pool, metadata))
 
-    return Step("bf16" if name == "none" else name, run, model.weight_bytes + kv_pool.nbytes)
+    weight_bytes = model.lm_head.num_bytes + sum(layer.num_bytes for layer in model.linear_layers())
+    return Step("bf16" if name == "none" else name, run, weight_bytes + kv_pool.nbytes)
 
 
 def _load(shape: str, form: str) -> DecoderForCausalLM:

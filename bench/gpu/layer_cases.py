@@ -236,9 +236,14 @@ def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Cas
         for index, ids in enumerate(likely)
     ]
     tensors = sampling_tensors(rows, device)
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=device)
+
+    def run() -> Tensor:
+        sample_tokens(logits, tensors, token_ids)
+        return token_ids
 
     def expected() -> Tensor:
         sampled = Sampler(sizes.vocab_size, ()).sample(logits.cpu(), rows)
         return torch.tensor([token.token_id for token in sampled])
 
-    return Case(lambda: sample_tokens(logits, tensors), expected, logits.numel() * 4)
+    return Case(run, expected, logits.numel() * 4)

@@ -198,11 +198,9 @@ def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _S
         _fail(prog, [explain_flag(str(error), cls.model_fields)])
 
 
-def _parse_arguments(
-    fields: Mapping[str, FieldInfo], parser: ArgumentParser, argv: Sequence[str], namespace: Namespace | None = None
-) -> Namespace:
+def _parse_arguments(fields: Mapping[str, FieldInfo], parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """Parses flags. Verbatim items become a tuple, because pydantic-settings joins lists with commas."""
-    parsed = parser.parse_args(argv, namespace)
+    parsed = parser.parse_args(argv)
     for name, field in fields.items():
         if is_verbatim(field) and isinstance(items := getattr(parsed, name, None), list):
             setattr(parsed, name, tuple(items))

@@ -45,15 +45,10 @@ class SamplingTensors:
     edit_flags: Tensor  # int32
 
 
-def sample_tokens(logits: Tensor, tensors: SamplingTensors, token_ids: Tensor | None = None) -> Tensor:
-    """Returns one token id per row of `logits` `[num_rows, vocab_size]` float32, `[num_rows]` int64 on the same device;
-    -1 for a row whose largest logit is not finite. Does not write to `logits`. `token_ids` receives the result, if
-    given.
-    """
-    if token_ids is None:
-        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+def sample_tokens(logits: Tensor, tensors: SamplingTensors, token_ids: Tensor) -> None:
+    """Writes one token id per row of `logits` `[num_rows, vocab_size]` float32 to `token_ids`, `[num_rows]` int64 on
+    the same device; -1 for a row whose largest logit is not finite. Does not write to `logits`."""
     launch([plan_sample(token_ids, logits, tensors)])
-    return token_ids
 
 
 def plan_sample(token_ids: Tensor, logits: Tensor, tensors: SamplingTensors) -> KernelCall:

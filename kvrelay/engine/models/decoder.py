@@ -269,11 +269,6 @@ class DecoderForCausalLM:
             head_dim=attention.head_dim,
         )
 
-    @property
-    def weight_bytes(self) -> int:
-        """Returns the bytes of weights that a step reads: those of all linear layers and the head."""
-        return self.lm_head.num_bytes + sum(linear.num_bytes for linear in self.linear_layers())
-
     def linear_layers(self) -> Iterator[LinearLayer]:
         """Yields all linear layers but the head."""
         for layer in self.layers:
