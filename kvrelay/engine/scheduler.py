@@ -33,16 +33,16 @@ MIXED_TOKENS = 128  # the most tokens of a step that also decodes if neither a l
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The limits of a scheduler. `max_num_batched_tokens` is the most tokens of a step, `max_num_mixed_tokens` those of
-    a step that also decodes (None: the same; 0: `MIXED_TOKENS`, or as many as are cheap by what steps have cost), and
-    `max_num_seqs` the most sequences running at a time. The policy `fcfs` ignores the priority of requests; with
-    `priority` lower values go first, and among equals the one that came first."""
+    a step that also decodes (0: `MIXED_TOKENS`, or as many as are cheap by what steps have cost), and `max_num_seqs`
+    the most sequences running at a time. The policy `fcfs` ignores the priority of requests; with `priority` lower
+    values go first, and among equals the one that came first."""
 
     block_size: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 4096
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_mixed_tokens: int
+    max_model_len: int
     policy: SchedulingPolicy = "fcfs"
-    max_num_mixed_tokens: int | None = None
 
 
 class SequenceQueue:
@@ -225,7 +225,7 @@ class Scheduler:
         place of several less so. But prompts get as many tokens as decodes if the limit allows it, as many as are cheap
         if no limit was given, and never fewer than `SMALLEST_CHUNK`."""
         most, limit = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
-        if num_decodes == 0 or limit is None or limit >= most:
+        if num_decodes == 0 or limit >= most:
             return most
         part = 0 if prompt is None else -(-prompt.num_given_tokens // MIXED_PARTS)
         short = min(limit or MIXED_TOKENS, num_decodes + max(part, num_decodes))

@@ -22,7 +22,8 @@ NAMESPACE = KVNamespace(b"fake", "float32", "fake", BLOCK_SIZE)
 
 class Harness:
     """An engine, its fake runner, and everything it has reported. With `run_ahead`, `late` is the runner between the
-    two. `wrap` may put another runner in front."""
+    two. `wrap` may put another runner in front. Without `max_num_mixed_tokens`, steps that also decode are as long as
+    others."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Harness:
             block_size=BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_mixed_tokens=max_num_mixed_tokens,
+            max_num_mixed_tokens=max_num_batched_tokens if max_num_mixed_tokens is None else max_num_mixed_tokens,
             max_model_len=num_blocks * BLOCK_SIZE,
             policy="priority" if policy == "priority" else "fcfs",
         )

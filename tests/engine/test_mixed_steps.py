@@ -68,20 +68,21 @@ def test_beside_decodes_a_prompt_takes_four_steps_at_least_unless_it_is_short(
     harness.engine.check_idle()
 
 
-def test_beside_decodes_the_smallest_chunk_makes_no_step_larger_than_any_may_be() -> None:
-    harness = Harness(max_num_batched_tokens=16, max_num_mixed_tokens=8)
+@pytest.mark.parametrize(
+    ("most", "limit", "size"),
+    [
+        (16, 8, 16),  # the smallest chunk makes no step larger than any may be
+        (48, 48, 41),  # a prompt is not split if such steps may be as long as others
+    ],
+)
+def test_beside_decodes_a_step_is_no_larger_than_any_may_be_and_splits_no_prompt_needlessly(
+    most: int, limit: int, size: int
+) -> None:
+    harness = Harness(max_num_batched_tokens=most, max_num_mixed_tokens=limit)
     harness.engine.add(request("decode", prompt_of(4), 6))
     harness.step()
     harness.engine.add(request("prompt", prompt_of(40, 1), 1))
-    assert harness.count_step() == 16
-
-
-def test_beside_decodes_a_prompt_is_not_split_if_such_steps_may_be_as_long_as_others() -> None:
-    harness = Harness(max_num_batched_tokens=48, max_num_mixed_tokens=48)
-    harness.engine.add(request("decode", prompt_of(4), 6))
-    harness.step()
-    harness.engine.add(request("prompt", prompt_of(40, 1), 1))
-    assert harness.count_step() == 41
+    assert harness.count_step() == size
 
 
 def test_a_decode_does_not_wait_for_a_prompt_before_it() -> None:

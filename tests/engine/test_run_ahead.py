@@ -346,7 +346,13 @@ def test_a_model_samples_the_same_tokens(loaded: LoadedModel) -> None:
         runner: Runner = CpuRunner(loaded.model, Sampler(model.vocab_size, model.eos_token_ids), memory)
         late = LateRunner(runner)
         engine = Engine(
-            SchedulerConfig(BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=24, max_model_len=12 * BLOCK_SIZE),
+            SchedulerConfig(
+                BLOCK_SIZE,
+                max_num_seqs=6,
+                max_num_batched_tokens=24,
+                max_num_mixed_tokens=24,
+                max_model_len=12 * BLOCK_SIZE,
+            ),
             late if run_ahead else runner,
             BlockPool(12, on_evict=lambda block_ids: None),
             NAMESPACE,

@@ -94,11 +94,11 @@ def test_nobody_knows_how_long_prompts_take_before_the_first() -> None:
         (0.030, 0.00005, 0, 400, [300, 100]),
         (0.001, 0.00001, 0, 400, [400]),  # a thousand
         (0.001, 0.00001, 100, 400, [99, 99, 99, 99, 4]),
-        (0.001, 0.00001, None, 400, [400]),
+        (0.001, 0.00001, 512, 400, [400]),
     ],
 )
 def test_beside_decodes_a_prompt_gets_at_least_the_tokens_that_are_cheap_unless_a_limit_is_given(
-    decode: float, prompt_token: float, limit: int | None, length: int, chunks: list[int]
+    decode: float, prompt_token: float, limit: int, length: int, chunks: list[int]
 ) -> None:
     clock = ManualClock()
     harness = Harness(

@@ -77,7 +77,13 @@ def make_node(runner: Runner | None = None, connector: HostConnector | None = No
     connector = connector or InProcessConnector(InProcessHub())
     connector.allocate(LAYOUT, NUM_BLOCKS, node_id="node", epoch=1)
     engine = Engine(
-        SchedulerConfig(BLOCK_SIZE, max_num_seqs=16, max_num_batched_tokens=16, max_model_len=NUM_BLOCKS * BLOCK_SIZE),
+        SchedulerConfig(
+            BLOCK_SIZE,
+            max_num_seqs=16,
+            max_num_batched_tokens=16,
+            max_num_mixed_tokens=16,
+            max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+        ),
         runner or FakeRunner(NUM_BLOCKS, BLOCK_SIZE),
         BlockPool(NUM_BLOCKS, on_evict=connector.retract),
         NAMESPACE,

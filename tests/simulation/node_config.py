@@ -11,6 +11,7 @@ from kvrelay.core.option_types import SchedulingPolicy
 
 BLOCK_SIZE = 4
 _LARGEST_MODEL_LEN = 128
+_NO_LIMIT = 64  # the most tokens of any step, so that steps which also decode are as long as others
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class NodeConfig:
     max_model_len: int = 0
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 16
-    max_num_mixed_tokens: int | None = None
+    max_num_mixed_tokens: int = _NO_LIMIT
     policy: SchedulingPolicy = "fcfs"
     stream_interval: float = 0.01
     fetch_timeout: float = 3.0
@@ -45,7 +46,7 @@ def draw_node_config(random: Random, usual: NodeConfig, *, serves_all: bool) -> 
         num_blocks=random.choice((12, 20, 32, 64)),
         max_num_seqs=random.choice((1, 3, 3, 16)),
         max_num_batched_tokens=random.choice((16, 64)),
-        max_num_mixed_tokens=random.choice((None, 0, 4, 16)),
+        max_num_mixed_tokens=random.choice((_NO_LIMIT, 0, 4, 16)),
         policy=random.choice(("fcfs", "priority")),
         stream_interval=random.choice((0.0, 0.05)),
         fetch_timeout=random.choice((0.2, 3.0)),

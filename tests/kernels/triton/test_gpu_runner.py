@@ -107,7 +107,8 @@ def speak(
 ) -> dict[tuple[str, int], Spoken]:
     """Each group of requests is added when the group before has had its first tokens. By request and output; a prompt's
     own log-probabilities are output -1."""
-    config = SchedulerConfig(16, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len)
+    most_tokens = LIMITS.max_num_batched_tokens
+    config = SchedulerConfig(16, LIMITS.max_num_seqs, most_tokens, most_tokens, LIMITS.max_model_len)
     pool = BlockPool(NUM_BLOCKS, on_evict=lambda block_ids: None)
     namespace = KVNamespace(bytes(32), "float32", "test", 16)
     engine = Engine(config, runner, pool, namespace, eos_token_ids=(), publish=False, run_ahead=run_ahead)
