@@ -25,11 +25,11 @@ _IDLE_WAIT_SECONDS = 1.0  # an idle engine makes a turn this often; messages wak
 # A first token passes through the loop, the router and its client. While a step uses all cores, each of them waits
 # for a time slice (docs/benchmarks.md, The wait for a first token). A lone request therefore yields the cores once.
 _FIRST_TOKEN_SECONDS = 0.0015
-# While prompts wait on another node of the machine, a node that only decodes rests after each step for so many times
-# as long as the step took, but step and rest together take no longer than so many seconds, unless the step does. After
-# steps that are shorter than so many seconds it goes on: prompts do not take long there, and who wakes up has to wait.
-_MOST_STEPS_RESTED = 2
-_LONGEST_TURN_SECONDS = 0.1
+# While prompts wait on another node of the machine, a node that only decodes leaves the cores to it after each step.
+_MOST_STEPS_RESTED = 2  # it rests for so many times as long as the step took,
+_LONGEST_TURN_SECONDS = 0.1  # but only until so long after the step began.
+# After shorter steps it does not rest: such a model's prompts take little time, and a thread that wakes waits for a
+# core.
 _SHORTEST_STEP_SECONDS = 0.010
 
 T = TypeVar("T")

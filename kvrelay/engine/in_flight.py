@@ -51,9 +51,10 @@ class StepsInFlight:
         self._pool.release(block_ids)
 
     def launch(self, runner: Runner, plan: SchedulerOutput, sequences: SequenceOf[Sequence], now: float) -> None:
-        """Launches a step and adds it. The scheduler has pinned the blocks that the plan's copies read, besides the pin
-        of `release`, which lasts until the steps before have ended. If launching fails, be it by a keyboard interrupt,
-        only that one is left: what a GPU has been given by then runs before any later step."""
+        """Launches a step and adds it. The scheduler has pinned the blocks that the plan's copies read; they are
+        unpinned when this step ends, or here if launching fails, be it by a keyboard interrupt. The pin of `release`,
+        until the steps before have ended, is enough then: what a GPU has been given of this step runs before any later
+        one."""
         sources = [source for source, _ in plan.copies]
         launched: LaunchedStep | None = None
         try:

@@ -1,8 +1,8 @@
-"""What steps have cost: sums of the prompt tokens they computed, from which readers get rates, and averages of how long
-steps take that only decode and how much longer a prompt token makes one.
+"""What steps have cost: sums over prompt tokens, from which readers get rates, and two averages.
 
-By the averages the scheduler knows how many prompt tokens are cheap beside decodes. That differs by a factor of ten
-between processors that read the same weights in the same time, and it changes with the cores that a node is lent.
+The averages are how long a step takes that only decodes, and how much longer one prompt token makes it. By them the
+scheduler knows how many prompt tokens are cheap beside decodes. That differs by a factor of ten between processors that
+read the same weights in the same time, and it changes with the cores that a node is lent.
 """
 
 import math
@@ -29,8 +29,8 @@ class StepCosts:
 
     def count(self, plan: SchedulerOutput, seconds: float) -> None:
         """Adds a step that took `seconds`. In the sums, a step that also decodes counts in full, because its prompt
-        tokens took that long. In the averages, what a step takes without them, above all to read the weights, is
-        assumed to be what steps take that only decode."""
+        tokens took that long. For the averages, it is assumed that without its prompt tokens a step would have taken as
+        long as one that only decodes, which above all reads the weights."""
         num_tokens = sum(entry.num_scheduled_tokens for entry in plan.scheduled if entry.num_scheduled_tokens > 1)
         self.newest_decode = seconds if num_tokens == 0 else 0.0
         if num_tokens == 0:

@@ -1,8 +1,8 @@
 """A node: one engine joined with one connector. The prefill and the decode service are built on it.
 
-    engine thread --StepResult--> Node.on_result (loop) --> event log (routers watch it)
-                                                        --> publisher --> connector (peers fetch from it)
-                                                        --> the service's own handler
+    engine thread --StepResult--> Node._on_result (loop) --> the service's own handler, first
+                                                         --> event log (routers watch it)
+                                                         --> publisher --> connector (peers fetch from it)
 
 Invariant: the engine and the connector know nothing of each other; blocks pass between them only here and in
 `Receiver`.
@@ -44,7 +44,7 @@ class NodeIdentity:
 
 
 class MakeEngineThread(Protocol):
-    """Has the parameters of EngineThread's constructor."""
+    """The constructor of EngineThread, or a function with its parameters."""
 
     def __call__(
         self,

@@ -51,7 +51,8 @@ ClientEvent = TokenOutput | PromptLogprobs
 
 
 class Loss(Enum):
-    """How an attempt lost a node. Losses of a prefill node after its first token are none: the request goes on."""
+    """How an attempt lost a node. That a prefill node is lost after its first token does not count: the request goes
+    on."""
 
     PREFILLING = "prefill node before its first token"
     WAITING = "decode node before the prefill node's first token"
@@ -59,7 +60,7 @@ class Loss(Enum):
 
     @property
     def cause(self) -> str:
-        """The label in metrics."""
+        """Returns the label in metrics."""
         return "prefill_node_lost" if self is Loss.PREFILLING else "decode_node_lost"
 
 

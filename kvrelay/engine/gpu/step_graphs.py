@@ -1,6 +1,6 @@
 """Steps of some shapes, recorded once and then replayed for whatever can be padded to them: batches of decodes, and
-short steps with prompts. A replay costs the host one call instead of one call per kernel, for which a GPU waits that
-computes faster than they are made.
+short steps with prompts. A replay costs the host one call instead of one call per kernel, which a fast GPU would spend
+more time waiting for than computing.
 
 Invariant: a recorded step reads its inputs from memory that never moves, and nothing from the host.
 """
