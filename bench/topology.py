@@ -25,5 +25,5 @@ class Topology:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of `kvrelay serve` that start these nodes."""
+        """Returns the arguments of `kvrelay serve` that start these nodes."""
         return ["--prefill-nodes", str(self.prefill_nodes), "--decode-nodes", str(self.decode_nodes)]

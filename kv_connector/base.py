@@ -61,8 +61,8 @@ class KVConnector(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """The address of this pool for a peer's `fetch`, distributed as `KVSource.endpoint`. Empty when peers need
-        none."""
+        """Returns the address of this pool for a peer's `fetch`, distributed as `KVSource.endpoint`. Empty when peers
+        need none."""
         ...
 
     async def publish(self, blocks: Sequence[NamedBlock]) -> None:

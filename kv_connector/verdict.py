@@ -28,7 +28,7 @@ class Verdicts:
 
     @property
     def seconds_left(self) -> float:
-        """The time left; 0 or less when it is over."""
+        """Returns the time left; 0 or less when it is over."""
         return self._timeout - (self._clock.now() - self._started)
 
     def settle(self, source: KVSource | None, stats: ConnectorStats, *, block_bytes: int) -> FetchOutcomes:

@@ -49,12 +49,12 @@ class NodeRequest:
 
     @property
     def max_num_tokens(self) -> int:
-        """The most tokens that the prompt and an output can have together."""
+        """Returns the most tokens that the prompt and an output can have together."""
         return len(self.token_ids) - self.num_prior_output_tokens + self.sampling.max_tokens
 
     @property
     def choices(self) -> range:
-        """The indices of the outputs asked for."""
+        """Returns the indices of the outputs asked for."""
         return range(self.first_choice_index, self.first_choice_index + self.sampling.n)
 
 

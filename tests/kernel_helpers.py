@@ -8,7 +8,7 @@ def helpers() -> list[Path]:
 
 
 def helper_seconds() -> float:
-    """Of processors' time."""
+    """Returns how long the helpers have computed."""
     return sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in helpers()) / 1e9
 
 

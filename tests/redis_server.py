@@ -12,7 +12,7 @@ class RedisServer:
     """The constructor returns when the server accepts connections. A missing redis-server is an error."""
 
     def __init__(self, directory: Path, *, port: int = 0, options: Sequence[str] = ()) -> None:
-        """`port` 0 takes a free one."""
+        """Starts a server at `port`; 0 takes a free one."""
         self._directory = directory
         self._options = options
         for _ in range(_ATTEMPTS):
@@ -39,7 +39,7 @@ class RedisServer:
             self._process.stdout.close()
 
     def restart(self) -> None:
-        """After `stop`: another one, empty, at the same address."""
+        """Starts another server, which is empty, at the same address. Called after `stop`."""
         self._process = self._spawn()
         if not self._ready():
             self.stop()

@@ -65,7 +65,7 @@ class Module:
         return ast.parse(self.path.read_text(encoding="utf-8"), str(self.path))
 
     def imports(self) -> Iterator[str]:
-        """Full names, wherever in the file; `from a import b` counts as `a.b`, since b may be a module."""
+        """Yields full names, wherever in the file; `from a import b` counts as `a.b`, since b may be a module."""
         for node in ast.walk(self.tree()):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
@@ -75,7 +75,7 @@ class Module:
 
 
 def package_of(name: str) -> str:
-    """The entry of MAY_IMPORT that `name` belongs to, or its first part when it is not ours."""
+    """Returns the entry of MAY_IMPORT that `name` belongs to, or its first part when it is not ours."""
     matches = [package for package in MAY_IMPORT if name == package or name.startswith(f"{package}.")]
     return max(matches, key=len) if matches else name.split(".")[0]
 

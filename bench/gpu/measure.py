@@ -104,7 +104,7 @@ def poisoned() -> Iterator[None]:
 
 @contextmanager
 def never_waiting(device: torch.device) -> Iterator[None]:
-    """On a GPU, makes torch raise RuntimeError wherever the host would wait for it."""
+    """Makes torch raise RuntimeError wherever the host would wait for a GPU. On a CPU nothing changes."""
     if device.type != "cuda":
         yield
         return

@@ -31,7 +31,7 @@ class Suite:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bfloat16 on a GPU; float16 in the self-test, since the interpreter rounds it correctly."""
+        """Returns bfloat16 on a GPU; float16 in the self-test, since the interpreter rounds it correctly."""
         return torch.float16 if self.tiny else torch.bfloat16
 
     @cached_property
@@ -40,8 +40,8 @@ class Suite:
 
     @cached_property
     def rates(self) -> Rates:
-        """The GPU's rates, measured when they are first asked for. The memory that this took is given back: some parts
-        have other processes on the GPU, which divide what they find free."""
+        """Returns the GPU's rates, measured when they are first asked for. The memory that this took is given back:
+        some parts have other processes on the GPU, which divide what they find free."""
         copy_bytes, matmul_size = (1 << 20, 64) if self.tiny else (4 << 30, 8192)
         rates = measure_rates(self.watch, copy_bytes=copy_bytes, matmul_size=matmul_size, dtype=self.dtype)
         torch.cuda.empty_cache()

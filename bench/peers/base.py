@@ -43,7 +43,7 @@ class Engine(Protocol):
 class Peer(Engine, Protocol):
     @property
     def prompt_format(self) -> PromptFormat:
-        """The form of prompts that the peer takes; kvrelay then gets the same."""
+        """Returns the form of prompts that the peer takes; kvrelay then gets the same."""
         ...
 
     @property

@@ -32,7 +32,7 @@ class Work:
 
     @property
     def subject(self) -> tuple[int, str, str]:
-        """Equal for two engines that have to be compared."""
+        """Returns what is equal for two engines that have to be compared."""
         return self.round, self.workload, self.kind
 
     def __str__(self) -> str:

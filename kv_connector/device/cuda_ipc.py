@@ -126,7 +126,7 @@ class CudaIpcConnector:
         return state.segment.slots.fill(absent, headers)
 
     def _open_peer(self, pool: DevicePool, source: KVSource) -> _DevicePeer | Verdict:
-        """Called on the device's thread."""
+        """Maps a peer, or returns why it cannot be. Called on the device's thread."""
         segment = open_segment(self._directory, source, on_device=True)
         if not isinstance(segment, PeerSegment):
             return segment

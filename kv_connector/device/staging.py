@@ -29,7 +29,7 @@ class StagedBlock:
 
     @property
     def staged(self) -> NamedBlock:
-        """The same block by its id in the staging memory."""
+        """Returns the same block by its id in the staging memory."""
         return NamedBlock(self.slot, self.block.block_hash, self.block.num_tokens)
 
 

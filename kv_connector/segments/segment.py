@@ -104,7 +104,7 @@ class Preamble:
 
     @classmethod
     def decode(cls, data: bytes, file_bytes: int) -> "Preamble":
-        """Raises KVError when this is not a segment that this version can read."""
+        """Returns the preamble that was encoded. Raises KVError when this version cannot read such a segment."""
         if len(data) != _PREAMBLE.size:
             raise KVError("not a kvrelay segment: too short")
         magic, version, slot_bytes, epoch, digest, num_blocks, block_bytes, pool_offset = _PREAMBLE.unpack(data)
@@ -193,7 +193,7 @@ class PeerSegment:
 
     @property
     def device_handle(self) -> bytes:
-        """The handle by which we map a pool in device memory. Raises KVError when it is not one."""
+        """Returns the handle by which we map a pool in device memory. Raises KVError when it is not one."""
         room = self.rows.tobytes()
         (length,) = _HANDLE_LENGTH.unpack_from(room)
         if length > HANDLE_ROOM - _HANDLE_LENGTH.size:

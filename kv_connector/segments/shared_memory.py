@@ -132,7 +132,7 @@ class SharedMemoryConnector:
         return self._state
 
     def _open_peer(self, source: KVSource) -> Peer | Verdict:
-        """Called on the worker thread."""
+        """Maps a peer, or returns why it cannot be. Called on the worker thread."""
         segment = open_segment(self._directory, source)
         return Peer(segment) if isinstance(segment, PeerSegment) else segment
 

@@ -33,7 +33,7 @@ class KVLayout:
 
     @property
     def layout_id(self) -> str:
-        """The name of the arrangement and meaning of a block's bytes, which is part of every block's name and
+        """Returns the name of the arrangement and meaning of a block's bytes, which is part of every block's name and
         header."""
         arrangement = f"hl2td/{self.num_kv_heads}x{self.num_layers}x2x{self.block_size}x{self.head_dim}/{self.dtype}"
         return f"{arrangement}/{self.scales_digest}" if self.scales_digest else arrangement

@@ -56,7 +56,7 @@ class NodeLoad:
 
     @property
     def kv_cache_usage(self) -> float:
-        """The share of the blocks that cannot be taken now."""
+        """Returns the share of the blocks that cannot be taken now."""
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 

@@ -34,7 +34,7 @@ class Detokenizer:
 
     @property
     def num_decoded_chars(self) -> int:
-        """The number of characters decoded so far, including those held back: where the next token's text begins."""
+        """Counts the characters decoded so far, including those held back: where the next token's text begins."""
         return self._text.num_chars
 
     def push(self, token_id: int, *, check_stop: bool = True) -> str:

@@ -87,8 +87,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids that the tokenizer knows, including added tokens. A model's embedding may be
-        larger."""
+        """Counts the token ids that the tokenizer knows, including added tokens. A model's embedding may be larger."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -57,19 +57,19 @@ class NodeHandle:
 
     @property
     def name(self) -> str:
-        """The node as messages name it: by its address, and by its id once that is known."""
+        """Returns the node's name in messages: its address, and its id once that is known."""
         return self.address if self.description is None else f"{self.description.source.node_id} ({self.address})"
 
     @property
     def source(self) -> KVSource:
-        """The node as it was last described; it must have been."""
+        """Returns the node as it was last described; it must have been."""
         assert self.description is not None
         return self.description.source
 
     @property
     def misfit(self) -> str | None:
-        """Why the node, as it was last described, can be none of this router's, whatever the others are; None if it
-        can."""
+        """Returns why the node, as it was last described, can be none of this router's, whatever the others are; None
+        if it can."""
         assert self.description is not None
         role, protocol = self.description.role, self.description.protocol
         if protocol != PROTOCOL:
@@ -81,5 +81,5 @@ class NodeHandle:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the node sends its updates now."""
+        """Tells whether the node sends its updates now."""
         return self.state in (NodeState.LIVE, NodeState.DRAINING)

@@ -68,7 +68,7 @@ class Cluster:
 
     @property
     def kv_namespace(self) -> KVNamespace:
-        """That of every node."""
+        """Returns the namespace of every node."""
         return self.nodes[0].identity.kv_namespace
 
     def metric(self, name: str, **labels: str) -> float:

@@ -41,7 +41,7 @@ def undisturbed(model: Path) -> dict[str, Served]:
 
 @pytest.fixture(scope="module")
 def private_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server for this module alone, because its tests count, damage and flush whatever the server holds."""
+    """Starts a server for this module alone, because its tests count, damage and flush whatever the server holds."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()

@@ -54,7 +54,7 @@ def test_parts_add_up_and_nobody_gets_less_than_it_claims() -> None:
 
 @pytest.fixture
 def descriptor() -> Iterator[int]:
-    """The descriptor of a table for two nodes on four cores."""
+    """Makes a table for two nodes on four cores."""
     descriptor = CoreTable.create(4, 2)
     yield descriptor
     os.close(descriptor)

@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_scales(llama: Path, tmp_path: Path) -> Path:
-    """A copy of a model to which a test adds scales."""
+    """Makes a copy of a model to which a test adds scales."""
     return shutil.copytree(llama, tmp_path / "scaled")
 
 

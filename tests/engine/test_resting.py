@@ -20,7 +20,7 @@ PATIENCE = 10.0
 
 @pytest.fixture
 def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
-    """Those of a node that decodes and of another one, with one core each."""
+    """Makes the shares of a node that decodes and of another one, with one core each."""
     descriptor = CoreTable.create(2, 2)
     table = CoreTable(descriptor)
     os.close(descriptor)  # the mapping stays
@@ -29,7 +29,7 @@ def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
 
 
 def harness_of(share: CoreShare, decode: float) -> Harness:
-    """With steps of `decode` seconds."""
+    """Returns an engine whose steps, which only decode, take `decode` seconds."""
     clock = ManualClock()
     return Harness(
         threads=StepThreads(share), clock=clock, wrap=lambda runner: TimedRunner(runner, clock, decode=decode)

@@ -20,7 +20,7 @@ PROMPT = [7, 8, 9, 10, 11] * 8
 
 @pytest.fixture(scope="module")
 def odd_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with heads that the compiled kernels do not take."""
+    """Writes a model with heads that the compiled kernels do not take."""
     config = FAMILIES["llama"]()
     assert isinstance(config, LlamaConfig)
     config.head_dim = 20

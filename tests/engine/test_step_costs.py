@@ -14,7 +14,7 @@ from tests.manual_clock import ManualClock
 
 
 def step(*counts: int) -> SchedulerOutput:
-    """A step that computes so many tokens of its sequences."""
+    """Returns a step with a sequence for each count, of which it computes so many tokens."""
     entries = (ScheduledSequence(tuple(range(count)), 0, [], rows=()) for count in counts)
     return SchedulerOutput(tuple(entries), ())
 

@@ -59,7 +59,7 @@ class Batch:
 
 @functools.cache
 def expected(batch: Batch) -> Tensor:
-    """The oracle's answer in float64."""
+    """Returns the oracle's answer in float64."""
     exact = Batch(batch.heads, batch.pool.double(), batch.query.double(), batch.metadata, batch.sliding_window)
     return exact.attend(ReferenceBackend())
 
@@ -73,7 +73,7 @@ def make_batch(
     sliding_window: int | None = None,
     seed: int = 0,
 ) -> Batch:
-    """A batch of `(num_prefix, num_new)` sequences in shuffled blocks; shared by tests, so not to be written to.
+    """Makes a batch of `(num_prefix, num_new)` sequences in shuffled blocks. Tests share it and must not write to it.
 
     NaN: other layers, unused slots, what no window reaches.
     """

@@ -15,7 +15,7 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True, scope="package")
 def all_threads_compute() -> Iterator[None]:
-    """However little there is to do."""
+    """Has all threads compute, however little there is to do."""
     _native.start_together(True)
     yield
     _native.start_together(False)

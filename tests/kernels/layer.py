@@ -62,7 +62,7 @@ class Layer:
         return multiply(x, weight, bias) if isinstance(weight, PackedWeight) else quantized.linear(x, weight, bias)
 
     def assert_same_as_its_pieces(self, row_counts: tuple[int, ...]) -> None:
-        """To the bit, its KV too."""
+        """Raises AssertionError unless the compiled layer computes what its pieces do, KV included, to the bit."""
         compiled = self.compiled()
         x = torch.randn(max(row_counts), self._hidden).bfloat16()
         turns = torch.randn(max(row_counts), HEAD_DIM // 2)
@@ -77,7 +77,7 @@ class Layer:
 
 
 def one_sequence(num_tokens: int) -> AttentionMetadata:
-    """All of it new."""
+    """Returns the metadata of a step that computes a whole sequence."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     return AttentionMetadata(
         slot_mapping=torch.arange(num_tokens),

@@ -20,7 +20,7 @@ def panels_of(weight: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Our kernel, for any number of rows."""
+    """Multiplies with our kernel, whatever the number of rows."""
     native = load_extension()
     assert native is not None
     out = torch.full((x.shape[0], weight.num_outputs), float("nan"), dtype=torch.bfloat16)

@@ -99,7 +99,7 @@ class QuantisedBatch:
 
 @functools.cache
 def quantised(heads: Heads, dtype: torch.dtype, lengths: Lengths, sliding_window: int | None = None) -> QuantisedBatch:
-    """K and V of every head have scales of their own; what must not be read has the code of NaN."""
+    """Quantises a batch. K and V of every head have scales of their own; what must not be read has the code of NaN."""
     plain = make_batch(heads, dtype, lengths, sliding_window=sliding_window)
     generator = torch.Generator().manual_seed(1)
     shape = (NUM_LAYERS, heads.num_kv_heads)

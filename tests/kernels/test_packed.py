@@ -26,13 +26,13 @@ def assert_product(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """In float64; the error that is `allowed` is measured on the scale of what was summed."""
+    """A product in float64. The error that is `allowed` is measured on the scale of what was summed."""
 
     expected: Tensor
     allowed: Tensor
 
     def check(self, actual: Tensor) -> None:
-        """The first rows of it, as many as `actual` has."""
+        """Compares `actual` with the first rows, of which it may have fewer."""
         num_rows = actual.shape[0]
         assert actual.dtype == torch.bfloat16 and actual.shape == (num_rows, self.expected.shape[1])
         assert ((actual.double() - self.expected[:num_rows]).abs() <= self.allowed[:num_rows]).all()
@@ -58,7 +58,7 @@ class Layer:
 
 @functools.cache
 def random_layer(shape: tuple[int, int], with_bias: bool) -> Layer:
-    """The same for every instruction set: float64 is what takes the time."""
+    """Makes a layer once for all instruction sets, because computing its product in float64 takes long."""
     weight, x = torch.randn(shape).bfloat16(), torch.randn(MOST_ROWS, shape[1]).bfloat16()
     bias = torch.randn(shape[0]).bfloat16() if with_bias else None
     return Layer(x, weight, bias, by_hand(weight), product(x, weight, bias))

@@ -19,7 +19,7 @@ ROWS = [1, 2, 3, 4, 5, 16, 17, 33, 63, 64, 97, 145]
 
 
 def assert_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
-    """Against float64. The error is measured on the scale of what was summed: |x| |w|."""
+    """Compares with float64. The error is measured on the scale of what was summed: |x| |w|."""
     wide = quantized_reference.dequantize(weight, torch.float64)
     terms = torch.nn.functional.linear(x.double().abs(), wide.abs(), None if bias is None else bias.double().abs())
     expected = torch.nn.functional.linear(x.double(), wide, None if bias is None else bias.double())

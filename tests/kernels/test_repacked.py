@@ -44,7 +44,8 @@ def in_checkpoint_order(packed: RepackedWeight, dequantized: Tensor) -> Tensor:
 
 
 def assert_product(x: Tensor, layer: Layer, packed: RepackedWeight, bias: Tensor) -> None:
-    """Against float64. 16-bit inputs of few rows count against the largest of their group; many rows round weights."""
+    """Compares with float64. The error of 16-bit inputs is measured on the largest of their group if there are few
+    rows; with many, weights are rounded, too."""
     exact = layer.dequantized().double()
     expected = torch.nn.functional.linear(x.double(), exact, bias.double())
     terms = torch.nn.functional.linear(x.double().abs(), exact.abs(), bias.double().abs())

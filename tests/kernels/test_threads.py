@@ -27,7 +27,7 @@ def threads_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def weight() -> PackedWeight:
-    """Of enough outputs for several spans."""
+    """Makes a weight of so many outputs that several threads get a span of them."""
     return packed.pack(torch.randn(6000, 256).bfloat16())
 
 
@@ -105,7 +105,7 @@ def test_many_short_calls(weight: PackedWeight, together: bool) -> None:
 
 @pytest.fixture
 def limit() -> Iterator[memoryview]:
-    """The word that limits the threads of all calls of a test."""
+    """Makes the word that limits the threads of all calls of a test."""
     word = memoryview(bytearray(2)).cast("H")
     word[0] = 1
     applied = ThreadLimit(word)

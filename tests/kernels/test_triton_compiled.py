@@ -63,7 +63,8 @@ def type_name(value: Argument) -> str:
 
 
 def is_divisible(value: Argument) -> bool:
-    """What a launch would tell the compiler: allocations are aligned, and so are strides of most models."""
+    """Tells whether a launch would tell the compiler that 16 divides the value: addresses are multiples of it, and so
+    are the strides of most models."""
     return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
@@ -88,7 +89,7 @@ def compile_for(call: KernelCall, target: Any) -> Any:
 
 
 def stack_bytes(cubin: bytes, path: Path) -> int:
-    """Of a thread: what the compiler has found no registers for."""
+    """Returns how many bytes of a thread the compiler has found no registers for."""
     path.write_bytes(cubin)
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout

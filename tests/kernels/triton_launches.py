@@ -57,7 +57,7 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def all_launches(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
-    """Each with a name that says what it is for."""
+    """Yields launches, each with a name that says what it is for."""
     for heads, dtype, pool_dtype, window in ATTENTION:
         label = f"{heads.num_heads}x{heads.num_kv_heads}x{heads.head_dim} {dtype} {pool_dtype} window {window}"
         for step in STEPS if heads.head_dim == 128 else (MIXED, FEW):
@@ -164,7 +164,7 @@ def _sample() -> KernelCall:
 
 
 def _digests() -> Iterator[tuple[str, KernelCall]]:
-    """Of blocks of 2 MiB."""
+    """Yields the launches that digest blocks of 2 MiB."""
     digests, words = empty(7, 2, dtype=torch.int64), empty(900, (2 << 20) // 8, dtype=torch.int64)
     for call in plan_digests(digests, words, empty(7, dtype=torch.int64), empty(63, dtype=torch.int64)):
         yield call.kernel.__name__, call

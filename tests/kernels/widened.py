@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def may_be_widened(x: Tensor) -> bool:
-    """Whether a product of rows `[num_rows, num_inputs]` may be one with weights rounded to their dtype. Without
-    digits, which byte dot products multiply, fewer rows suffice; with digits, but without products of bfloat16, none
-    are enough."""
+    """Tells whether a product of rows `[num_rows, num_inputs]` may be one with weights rounded to their dtype. That
+    begins with fewer rows where the processor has no dot products of bytes, for which inputs would be cut into digits.
+    Where it has them, but no products of bfloat16, bfloat16 is never widened."""
     instruction_set = _native.instruction_set().removesuffix("_emulated")
     if x.dtype == torch.bfloat16 and instruction_set == "avx512_vnni":
         return False

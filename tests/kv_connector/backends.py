@@ -47,7 +47,7 @@ class Node:
 
     @property
     def first_stats(self) -> ConnectorStats:
-        """The counters of the only backend, or of the first tier."""
+        """Returns the counters of the only backend, or of the first tier."""
         return next(iter(self.connector.all_stats().values()))
 
     def row(self, block_id: int) -> memoryview:

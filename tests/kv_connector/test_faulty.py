@@ -28,7 +28,7 @@ class Planned:
 
 @asynccontextmanager
 async def pair(faults: Planned, *, damage: float = 0.0) -> AsyncIterator[tuple[Node, Node]]:
-    """An owner without faults, and a peer whose calls go wrong."""
+    """Makes an owner without faults, and a peer whose calls go wrong."""
     hub = InProcessHub()
     copy = DamagingCopy(Random(1), probability=damage)
     owner = Node(InProcessConnector(hub), "owner", 16, LAYOUT, EPOCH)

@@ -45,7 +45,7 @@ runpy.run_module("router", run_name="__main__", alter_sys=True)
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tokenizer of a few whole words, and no model."""
+    """Makes a directory with a tokenizer of a few whole words, and no model."""
     path = tmp_path_factory.mktemp("models") / "tiny-words"
     path.mkdir()
     words = {word: number for number, word in enumerate(("[UNK]", "hello", "world", "again"))}

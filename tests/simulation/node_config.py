@@ -33,7 +33,7 @@ class NodeConfig:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence."""
+        """Returns the most tokens of a sequence."""
         fits = min(_LARGEST_MODEL_LEN, self.num_blocks * BLOCK_SIZE)
         return min(self.max_model_len, fits) if self.max_model_len else fits
 

@@ -55,7 +55,7 @@ class AttentionCall:
 
     @property
     def longest(self) -> int:
-        """An upper bound of the number of tokens that one query sees."""
+        """Returns an upper bound of the number of tokens that one query sees."""
         return min(self.metadata.max_seq_len, self.sliding_window or self.metadata.max_seq_len)
 
 

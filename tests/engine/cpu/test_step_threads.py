@@ -36,7 +36,7 @@ def threads_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
-    """The shares of two nodes with one core each."""
+    """Makes the shares of two nodes with one core each."""
     descriptor = CoreTable.create(2, 2)
     table = CoreTable(descriptor)
     os.close(descriptor)  # the mapping stays
@@ -209,7 +209,7 @@ async def test_an_engine_that_is_stopped_at_work_gives_its_cores_back(shares: tu
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderForCausalLM:
-    """A model all of whose products are computed by our own kernels."""
+    """Loads a model all of whose products are computed by our own kernels."""
     directory = make_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocab_size=320)
     attention = select_backend("native")
     loaded = load_model(str(directory), dtype="bfloat16", attention=attention, max_model_len=None, quantization="int8")

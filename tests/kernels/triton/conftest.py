@@ -14,7 +14,7 @@ collect_ignore_glob = [] if triton.knobs.runtime.interpret else ["test_*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Who asks for this folder by name would find it empty."""
+    """Raises UsageError if this folder was asked for by name and would be empty."""
     named = any(Path(one.split("::")[0]).resolve().is_relative_to(Path(__file__).parent) for one in config.args)
     if named and collect_ignore_glob:
         raise pytest.UsageError("Triton must interpret these: TRITON_INTERPRET=1 make pytest ARGS=tests/kernels/triton")

@@ -66,7 +66,7 @@ CONFIG = ModelConfig(
 
 
 def make_model(attention: AttentionBackend) -> DecoderForCausalLM:
-    """The same weights each time."""
+    """Makes a model, with the same weights each time."""
     weights = WeightFormat(torch.float32, torch.device("cpu"))
     model = DecoderForCausalLM(CONFIG, attention, max_model_len=LIMITS.max_model_len, weights=weights)
     generator = torch.Generator().manual_seed(4)
@@ -92,7 +92,7 @@ def recorder() -> EagerRecorder:
 
 @pytest.fixture(scope="module")
 def recorded(recorder: EagerRecorder) -> GpuRunner:
-    """Whose steps are recorded. Tests write what they read."""
+    """Makes a runner whose steps are recorded. Tests write to the memory that they read."""
     return make_runner(recorder)
 
 
@@ -105,8 +105,8 @@ class Spoken:
 def speak(
     runner: Runner, requests: Sequence[Sequence[EngineRequest]], *, run_ahead: bool
 ) -> dict[tuple[str, int], Spoken]:
-    """Each group of requests is added when the group before has had its first tokens. By request and output; a prompt's
-    own log-probabilities are output -1."""
+    """Runs groups of requests, each added when the group before has had its first tokens. Returns what came, by request
+    and output; a prompt's own log-probabilities are output -1."""
     most_tokens = LIMITS.max_num_batched_tokens
     config = SchedulerConfig(16, LIMITS.max_num_seqs, most_tokens, most_tokens, LIMITS.max_model_len)
     pool = BlockPool(NUM_BLOCKS, on_evict=lambda block_ids: None)
@@ -136,7 +136,7 @@ def speak(
 
 
 def mixed_requests() -> list[list[EngineRequest]]:
-    """Long and short prompts, a shared prefix, parallel outputs, penalties, seeds and log-probabilities."""
+    """Returns long and short prompts, a shared prefix, parallel outputs, penalties, seeds and log-probabilities."""
     shared = tuple(range(30, 56))
     several = SamplingParams(n=2, seed=5, temperature=0.8, top_k=9, max_tokens=3)
     penalised = SamplingParams(temperature=0.0, seed=0, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=4)
@@ -189,7 +189,7 @@ def prompt(token_ids: Sequence[int], table: Sequence[int]) -> ScheduledSequence:
 
 
 def tokens_of(runner: GpuRunner, plans: Sequence[SchedulerOutput]) -> list[list[int]]:
-    """Every step is launched before the one before it is collected."""
+    """Runs steps, each launched before the one before it is collected. Returns the tokens of each."""
     found = []
     before = None
     for plan in plans:

@@ -23,7 +23,7 @@ def make_weight(
     bits: Bits = 4,
     shuffled: bool = False,
 ) -> tuple[PrequantizedWeight, Tensor]:
-    """A layer with scales of `dtype`, and its dequantised weights, `[num_inputs, num_outputs]` float32."""
+    """Makes a layer with scales of `dtype`, and its dequantised weights, `[num_inputs, num_outputs]` float32."""
     seed = 1 if shuffled else None
     layer = random_layer(form, num_inputs, num_outputs, group_size, bits=bits, order_seed=seed, spread=0.05)
     weight = layer.weight(group_size, shuffled=shuffled)

@@ -16,7 +16,7 @@ from tests.engine.reference import Reference
 
 
 def _on_cpu_tensors(weight: PrequantizedWeight, memory: WeightMemory) -> TritonProduct:
-    """Interpreted."""
+    """Returns the product of a GPU, for tensors on the CPU, where Triton interprets it."""
     return TritonProduct(weight)
 
 
